@@ -1,0 +1,173 @@
+"""Arrow schemas of the result store: one table per kind of row, one place that names every column.
+
+Units are in the names. Every table starts with the columns of `PROVENANCE`. A column may be added
+at the end of a table (older files then read as null); renaming or removing one raises
+`SCHEMA_VERSION`, which every Parquet file carries in its metadata.
+"""
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+STATISTICS = ("mean", "std", "min", "max", "p50", "p95", "p99")
+STATUSES = ("ok", "oom", "unsupported", "gate_failed", "timeout", "killed", "error")
+
+PROVENANCE = [
+    ("device", pa.string()),  # slug of the measured device: "nvidia-h200", "cpu"
+    ("environment_id", pa.string()),
+    ("recorded_at", pa.timestamp("us", tz="UTC")),
+]
+
+
+def _statistics(prefix: str) -> list[tuple[str, pa.DataType]]:
+    return [(f"{prefix}_{name}", pa.float64()) for name in STATISTICS]
+
+
+# What happened while a timing ran (NVML), and what it cost outside the timing.
+CONDITIONS = [
+    ("n_samples", pa.int32()),
+    ("n_warmup", pa.int32()),
+    ("setup_s", pa.float64()),  # imports, model, inputs
+    ("compile_s", pa.float64()),  # first call: Triton, torch.compile, graph capture
+    ("measure_s", pa.float64()),  # warm-up and timing loop
+    ("sm_clock_mhz_mean", pa.float64()),
+    ("sm_clock_mhz_min", pa.float64()),
+    ("power_w_mean", pa.float64()),
+    ("temperature_c_max", pa.float64()),
+    ("throttle_reasons", pa.string()),  # NVML reasons other than idle, joined by "|"; "" is none
+    ("throttled", pa.bool_()),  # a thermal or hardware slow-down was active
+]
+
+OUTCOME = [("status", pa.string()), ("reason", pa.string())]
+
+STEP_KEY = [
+    ("config_id", pa.string()),  # without the replicate
+    ("study", pa.string()),
+    ("shape", pa.string()),
+    ("variant", pa.string()),
+    ("batch", pa.int32()),
+    ("n_context", pa.int32()),
+    ("n_target", pa.int32()),
+    ("dtype", pa.string()),  # compute dtype; parameters are float32 in every variant
+    ("checkpoint", pa.bool_()),
+    ("cuda_graph", pa.bool_()),
+    ("optimizer", pa.bool_()),  # false: forward and backward only (memory feasibility)
+    ("replicate", pa.int32()),
+]
+
+OP_KEY = [
+    ("config_id", pa.string()),
+    ("op", pa.string()),
+    ("pass", pa.string()),  # "forward" | "backward"
+    ("implementation", pa.string()),
+    ("shape", pa.string()),
+    ("batch", pa.int32()),
+    ("n_q", pa.int32()),
+    ("n_k", pa.int32()),
+    ("n_heads", pa.int32()),
+    ("head_dim", pa.int32()),
+    ("dtype", pa.string()),
+    ("replicate", pa.int32()),
+]
+
+TABLES: dict[str, pa.Schema] = {
+    name: pa.schema(PROVENANCE + columns)
+    for name, columns in {
+        "environments": [
+            ("device_name", pa.string()),
+            ("sm_count", pa.int32()),
+            ("compute_capability", pa.string()),
+            ("memory_bytes", pa.int64()),
+            ("driver", pa.string()),
+            ("cuda", pa.string()),
+            ("cudnn", pa.string()),
+            ("torch", pa.string()),
+            ("triton", pa.string()),
+            ("python", pa.string()),
+            ("platform", pa.string()),
+            ("cpu_count", pa.int32()),
+            ("git_commit", pa.string()),
+            ("git_dirty", pa.bool_()),
+        ],
+        "gates": [
+            ("gate", pa.string()),  # "attention_forward"
+            ("phase", pa.int32()),
+            ("implementation", pa.string()),  # "" where the gate is not about one
+            ("check", pa.string()),  # what was compared, with sizes
+            ("metric", pa.string()),  # "max_abs_error", "error_ratio", "cosine", …
+            ("value", pa.float64()),
+            ("bound", pa.float64()),
+            ("passed", pa.bool_()),
+            ("mode", pa.string()),  # "gpu" | "interpreter" | "cpu"
+            *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
+        ],
+        "steps": [
+            *STEP_KEY,
+            *OUTCOME,
+            *_statistics("step_ms"),
+            ("tokens_per_s", pa.float64()),
+            ("peak_memory_bytes", pa.int64()),
+            ("flops", pa.float64()),
+            ("tflops", pa.float64()),  # TFLOP/s at the median
+            ("mfu", pa.float64()),  # tflops over the device's measured matmul ceiling; null if none
+            *CONDITIONS,
+        ],
+        "ops": [
+            *OP_KEY,
+            *OUTCOME,
+            *_statistics("time_ms"),
+            ("flops", pa.float64()),
+            ("bytes", pa.float64()),  # fewest through device memory: each operand once
+            ("tflops", pa.float64()),  # TFLOP/s at the median
+            ("gb_per_s", pa.float64()),
+            ("launch_config", pa.string()),
+            ("max_abs_error", pa.float64()),  # of the output, checked again after timing
+            *CONDITIONS,
+        ],
+        "samples": [
+            ("config_id", pa.string()),
+            ("replicate", pa.int32()),
+            ("pass", pa.string()),  # "step" | "forward" | "backward"
+            ("sample", pa.int32()),
+            ("time_ms", pa.float64()),
+        ],
+        "stages": [
+            *STEP_KEY,
+            ("stage", pa.string()),  # embed attention mlp heads loss backward optimizer
+            *_statistics("time_ms"),
+        ],
+        "training": [
+            ("config_id", pa.string()),
+            ("run", pa.string()),  # name in config.yaml
+            ("variant", pa.string()),
+            ("source", pa.string()),  # "gaussian_process", "images"
+            ("batch", pa.int32()),
+            ("n_context", pa.int32()),
+            ("n_target", pa.int32()),
+            ("dtype", pa.string()),
+            ("seed", pa.int32()),
+            ("step", pa.int32()),
+            ("elapsed_s", pa.float64()),
+            ("learning_rate", pa.float64()),
+            ("loss", pa.float64()),  # mean since the last logged row, nats per target value
+            ("heldout_log_likelihood", pa.float64()),  # nats per target value, higher is better
+            ("heldout_log_likelihood_shuffled", pa.float64()),  # context y permuted: the control
+            ("heldout_log_likelihood_stderr", pa.float64()),  # over held-out tasks
+            ("exact_log_likelihood", pa.float64()),  # Gaussian-process posterior; null for images
+            ("prior_log_likelihood", pa.float64()),  # knowing nothing
+        ],
+        "kernels": [
+            ("kernel", pa.string()),
+            ("target", pa.string()),  # "sm_80", "sm_90a", "sm_100a"
+            ("dtype", pa.string()),
+            ("launch_config", pa.string()),
+            ("registers", pa.int32()),
+            ("spill_bytes", pa.int32()),
+            ("shared_bytes", pa.int32()),
+            ("shared_limit_bytes", pa.int32()),
+            ("num_warps", pa.int32()),
+            ("num_stages", pa.int32()),
+            ("compile_s", pa.float64()),
+        ],
+    }.items()
+}
