@@ -1,0 +1,1 @@
+"""Operators: each with a plain-PyTorch reference and the implementations that run on a GPU."""

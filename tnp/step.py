@@ -1,0 +1,107 @@
+"""One training step: forward, backward, optimizer; eager, compiled, or as one CUDA graph."""
+
+import torch
+
+from tnp.model import TransformerNP
+from tnp.ops.mixture_nll import mixture_nll
+from tnp.tasks import Task
+
+# Steps a captured step runs eagerly first: cuBLAS, Triton and AdamW create their state in them.
+N_EAGER_BEFORE_CAPTURE = 3
+
+
+class TrainingStep:
+    """Callable that trains `model` on one task and returns its loss, with no host synchronization.
+
+    Args:
+        model: parameters on the device the step runs on.
+        learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
+        weight_decay: AdamW's decoupled weight decay.
+        optimizer: False leaves the parameters alone: forward and backward only.
+        cuda_graph: capture the whole step and replay it. The first `N_EAGER_BEFORE_CAPTURE` calls
+            are ordinary steps on a side stream; all calls must have the shapes of the first.
+        compile: run loss and gradient through `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        model: TransformerNP,
+        *,
+        learning_rate: float,
+        weight_decay: float = 0.01,
+        optimizer: bool = True,
+        cuda_graph: bool = False,
+        compile: bool = False,
+    ) -> None:
+        self.model = model
+        device = next(model.parameters()).device
+        if cuda_graph and device.type != "cuda":
+            raise RuntimeError(f"a CUDA graph needs a CUDA device: the model is on {device}")
+        on_cuda = device.type == "cuda"
+        # A learning rate that lives on the device can change between replays and never syncs.
+        rate = torch.tensor(learning_rate, device=device) if on_cuda else learning_rate
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=rate,
+            weight_decay=weight_decay,
+            fused=True,
+            capturable=on_cuda,
+        )
+        self.update = optimizer
+        self.cuda_graph = cuda_graph
+        self.loss = torch.compile(self._loss, fullgraph=True) if compile else self._loss
+        self._n_calls = 0
+        self._stream = torch.cuda.Stream() if cuda_graph else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static_task: Task | None = None
+        self._static_loss: torch.Tensor | None = None
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
+
+    def __call__(self, task: Task) -> torch.Tensor:
+        """The loss before the update, a float32 scalar on the device."""
+        if not self.cuda_graph:
+            return self._run(task)
+        self._n_calls += 1
+        if self._n_calls <= N_EAGER_BEFORE_CAPTURE:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                loss = self._run(task)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
+        if self._graph is None:
+            self._capture(task)
+        self._static_task.copy_(task)
+        self._graph.replay()
+        return self._static_loss.clone()
+
+    def _loss(
+        self,
+        x_context: torch.Tensor,
+        y_context: torch.Tensor,
+        x_target: torch.Tensor,
+        y_target: torch.Tensor,
+    ) -> torch.Tensor:
+        parameters = self.model(x_context, y_context, x_target)
+        return mixture_nll(parameters, y_target, self.model.config.sigma_min)
+
+    def _run(self, task: Task) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(task.x_context, task.y_context, task.x_target, task.y_target)
+        loss.backward()
+        if self.update:
+            self.optimizer.step()
+        return loss.detach()
+
+    def _capture(self, task: Task) -> None:
+        self._static_task = task.clone()
+        # Gradients must be allocated inside the graph's own memory pool.
+        self.optimizer.zero_grad(set_to_none=True)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            self._static_loss = self._run(task=self._static_task)
