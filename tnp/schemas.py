@@ -88,6 +88,7 @@ TABLES: dict[str, pa.Schema] = {
             ("cpu_count", pa.int32()),
             ("git_commit", pa.string()),
             ("git_dirty", pa.bool_()),
+            ("torch_threads", pa.int32()),
         ],
         "gates": [
             ("gate", pa.string()),  # "attention_forward"

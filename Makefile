@@ -1,0 +1,42 @@
+# make all     set up .venv, then run the workflow
+# make test    set up .venv, then run the tests
+# make lint    style of Python, SQL and workflow
+# make record  move what this machine measured into data/recorded
+# make bundle  wheels for a GPU host without network (see workflow/bundle.sh)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: all test lint record bundle
+
+all: $(VENV)/installed
+	snakemake --cores 1 all
+
+test: $(VENV)/installed
+	pytest
+
+lint: $(VENV)/installed-dev
+	ruff check .
+	ruff format --check .
+	snakefmt --check Snakefile workflow/rules
+	sqlfluff lint workflow/sql
+	python workflow/lint.py
+
+record: $(VENV)/installed
+	python -m tnp.store record data/runs data/recorded
+
+bundle: $(VENV)/installed
+	workflow/bundle.sh wheels
+
+$(VENV)/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tnp needs \
+	Python 3.11 or newer, but '$(PYTHON)' is not: name another, as in make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@

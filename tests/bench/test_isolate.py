@@ -1,0 +1,175 @@
+"""What happens to a measurement that does not end well."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tests.bench.configurations import op_parameters, step_parameters
+from tnp.bench.isolate import ROOT, device_lock, run_isolated
+from tnp.schemas import TABLES
+
+STUB = """
+import sys, types
+steps = types.ModuleType("tnp.bench.steps")
+source = '''
+import os, signal, sys, time
+def measure_step(parameters, started):
+{body}
+'''
+exec(source, steps.__dict__)
+sys.modules["tnp.bench.steps"] = steps
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def instead_of_a_step(tmp_path, monkeypatch):
+    """Have the child run these lines instead of measuring a step."""
+
+    def install(*lines: str) -> None:
+        body = "\n".join(f"    {line}" for line in lines)
+        Path(tmp_path, "sitecustomize.py").write_text(STUB.format(body=body))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return install
+
+
+def the_row(tables: dict) -> dict:
+    """The single row of table "steps"; every table fits its schema."""
+    for name, rows in tables.items():
+        for row in rows:
+            assert set(row) <= set(TABLES[name].names)
+        pa.Table.from_pylist(rows, schema=TABLES[name])
+    (row,) = tables["steps"]
+    assert row["config_id"] == step_parameters()["config_id"]
+    assert row["device"] == "cpu" and row["recorded_at"] is not None
+    return row
+
+
+def test_without_a_fault_it_is_measured():
+    tables = run_isolated("step", step_parameters(), 60)
+    assert the_row(tables)["status"] == "ok"
+    assert set(tables) == {"steps", "samples", "stages", "environments"}
+
+
+def test_running_out_of_device_memory_is_a_row(instead_of_a_step):
+    instead_of_a_step(
+        "import torch",
+        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB.\\\\nmore')",
+    )
+    tables = run_isolated("step", step_parameters(), timeout_s=60)
+    row = the_row(tables)
+    assert row["status"] == "oom"
+    assert row["reason"] == "CUDA out of memory. Tried to allocate 20 GiB."
+    assert row["environment_id"] == tables["environments"][0]["environment_id"] is not None
+
+
+def test_running_out_of_host_memory_is_a_row():
+    row = the_row(run_isolated("step", step_parameters(batch=10**6, n_context=10**9), 60))
+    assert row["status"] == "oom"
+
+
+def test_an_exception_is_a_row_and_its_traceback_is_shown(instead_of_a_step, capfd):
+    instead_of_a_step("raise KeyError('no such weight')")
+    row = the_row(run_isolated("step", step_parameters(), 60))
+    assert row["status"] == "error"
+    assert row["reason"] == "KeyError: 'no such weight'"
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_an_exit_without_a_result_is_a_row(instead_of_a_step):
+    instead_of_a_step("print('CUDA error: illegal access', file=sys.stderr)", "os._exit(3)")
+    row = the_row(run_isolated("step", step_parameters(), 60))
+    assert (row["status"], row["reason"]) == ("error", "CUDA error: illegal access")
+
+
+def test_a_segmentation_fault_is_a_row(instead_of_a_step):
+    instead_of_a_step("os.kill(os.getpid(), signal.SIGSEGV)")
+    row = the_row(run_isolated("step", step_parameters(), 60))
+    assert (row["status"], row["reason"]) == ("error", "crashed by signal SIGSEGV")
+
+
+def test_kill_9_is_a_row(instead_of_a_step):
+    instead_of_a_step("os.kill(os.getpid(), signal.SIGKILL)")
+    row = the_row(run_isolated("step", step_parameters(), 60))
+    assert row["status"] == "killed"
+    assert row["environment_id"] is not None
+
+
+def test_the_time_limit_is_a_row_and_nothing_runs_on(instead_of_a_step, tmp_path):
+    instead_of_a_step(
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))", "time.sleep(600)"
+    )
+    row = the_row(run_isolated("step", step_parameters(), timeout_s=8))
+    assert (row["status"], row["reason"]) == ("timeout", "not finished after 8 s")
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_device_cannot_run_is_a_row():
+    row = the_row(run_isolated("step", step_parameters(cuda_graph=True), 60))
+    assert row["status"] == "unsupported"
+    assert "CUDA graph" in row["reason"]
+
+
+def test_an_operator_that_cannot_run_is_two_rows():
+    tables = run_isolated("op", op_parameters(implementation="sdpa_cudnn"), 60)
+    assert [row["pass"] for row in tables["ops"]] == ["forward", "backward"]
+    assert {row["status"] for row in tables["ops"]} == {"unsupported"}
+    pa.Table.from_pylist(tables["ops"], schema=TABLES["ops"])
+
+
+def test_the_child_dies_with_its_parent(instead_of_a_step, tmp_path):
+    pid_file = tmp_path / "pid"
+    instead_of_a_step(f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))", "time.sleep(600)")
+    code = "from tests.bench.configurations import step_parameters as p; "
+    code += "from tnp.bench.isolate import run_isolated; run_isolated('step', p(), 600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text())
+        child = int(pid_file.read_text())
+        assert is_alive(child)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    wait_until(lambda: not is_alive(child))
+
+
+def test_one_timing_job_a_device(capfd):
+    entered = threading.Event()
+
+    def second():
+        with device_lock("nvidia-h200"):
+            entered.set()
+
+    with device_lock("nvidia-h200"), device_lock("cpu"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        assert not entered.wait(0.3)
+    waiting.join(10)
+    assert entered.is_set()
+    assert "waiting for another timing job on nvidia-h200" in capfd.readouterr().err
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)

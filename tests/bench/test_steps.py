@@ -1,0 +1,94 @@
+import time
+
+import pytest
+import torch
+
+from tests.bench.configurations import MODEL, TIMING, step_parameters
+from tnp.bench.memory import PeakMemory
+from tnp.bench.outcome import Unsupported
+from tnp.bench.stages import _one_pass
+from tnp.bench.steps import measure_step, random_task
+from tnp.model import TNPConfig, TransformerNP
+from tnp.schemas import PROVENANCE, TABLES
+from tnp.step import TrainingStep
+from tnp.variants import Variant
+
+CPU = torch.device("cpu")
+STAGES = ["embed", "attention", "mlp", "heads", "loss", "backward", "optimizer"]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return measure_step(step_parameters(), time.perf_counter())
+
+
+def test_a_step_fills_its_row(tables):
+    (row,) = tables["steps"]
+    added = {name for name, _ in PROVENANCE}
+    assert set(row) | added | {"mfu"} == set(TABLES["steps"].names)
+    assert row["status"] == "ok"
+    assert row["step_ms_min"] <= row["step_ms_p50"] <= row["step_ms_max"]
+    assert row["tokens_per_s"] == pytest.approx(2 * (7 + 5) / row["step_ms_p50"] * 1e3)
+    assert row["tflops"] == pytest.approx(row["flops"] / row["step_ms_p50"] / 1e9)
+    assert row["n_samples"] == TIMING["min_samples"]
+    assert row["setup_s"] > 0 and row["compile_s"] > 0
+
+
+def test_samples_are_the_raw_material_of_the_row(tables):
+    (row,) = tables["steps"]
+    times = sorted(sample["time_ms"] for sample in tables["samples"])
+    assert [sample["sample"] for sample in tables["samples"]] == list(range(len(times)))
+    assert (times[0], times[-1]) == (row["step_ms_min"], row["step_ms_max"])
+    assert times[len(times) // 2] == pytest.approx(row["step_ms_p50"])
+
+
+def test_every_stage_has_a_row(tables):
+    assert sorted(row["stage"] for row in tables["stages"]) == sorted(STAGES)
+    added = {name for name, _ in PROVENANCE}
+    assert all(set(row) | added == set(TABLES["stages"].names) for row in tables["stages"])
+
+
+def test_checkpointing_does_not_count_the_forward_twice():
+    config = TNPConfig(**MODEL)
+    model = TransformerNP(config, Variant("sdpa_flash"), torch.float32, checkpoint=True)
+    starts = []
+    model.blocks[0].attention.register_forward_pre_hook(lambda *_: starts.append(1))
+    step = TrainingStep(model, learning_rate=1e-3, optimizer=False)
+    spans = _one_pass(step, random_task(step_parameters(), config, CPU), CPU)
+    assert len(starts) == 2  # forward, and recomputed in the backward
+    assert len(spans["attention"]) == len(spans["mlp"]) == MODEL["n_layers"]
+    assert len(spans["embed"]) == 2  # context and targets
+    assert "optimizer" not in spans
+    n_hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+    assert n_hooks == 1  # this test's own
+
+
+def test_inputs_are_random_and_a_function_of_the_replicate():
+    config = TNPConfig(**MODEL)
+    tasks = [random_task(step_parameters(replicate=r), config, CPU) for r in (0, 0, 1)]
+    assert torch.equal(tasks[0].y_context, tasks[1].y_context)
+    assert not torch.equal(tasks[0].y_context, tasks[2].y_context)
+    assert tasks[0].x_context.std() > 0.5
+
+
+def test_a_diverging_step_is_not_timed(monkeypatch):
+    monkeypatch.setattr("tnp.bench.steps.LEARNING_RATE", float("inf"))
+    with pytest.raises(RuntimeError, match="the loss is nan"):
+        measure_step(step_parameters(), time.perf_counter())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cuda_graph": True}, {"variant_spec": {"attention": "sdpa_cudnn"}}]
+)
+def test_what_the_cpu_cannot_run_is_refused_before_work(changes):
+    with pytest.raises(Unsupported):
+        measure_step(step_parameters(**changes), time.perf_counter())
+
+
+def test_peak_memory_of_the_cpu_sees_what_was_freed_again():
+    memory = PeakMemory(CPU)
+    memory.reset()
+    torch.ones(64 * 2**18).sum()  # 64 MiB
+    assert 50 * 2**20 < memory.read() < 200 * 2**20
+    memory.reset()
+    assert memory.read() < 50 * 2**20

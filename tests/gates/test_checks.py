@@ -1,0 +1,85 @@
+"""A gate must be able to fail."""
+
+import math
+
+import pytest
+import torch
+
+from tnp.gates import blocking_reason, gates_for, run_gate
+from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("larger_is_better", [False, True])
+def test_not_finite_never_passes(value, larger_is_better):
+    assert not Check("", "", value, 1.0, larger_is_better=larger_is_better).passed
+
+
+def test_passes_on_the_right_side_of_the_bound():
+    assert Check("", "", 0.9, 1.0).passed and not Check("", "", 1.1, 1.0).passed
+    cosine = Check("", "cosine", 0.9, 0.999, larger_is_better=True)
+    assert not cosine.passed
+
+
+@pytest.mark.parametrize("error", [relative_error, max_abs_error])
+def test_errors_see_a_nan_in_one_element(error):
+    reference = torch.ones(100)
+    out = reference.clone()
+    assert error(out, reference) == 0
+    out[37] = math.nan
+    assert error(out, reference) == math.inf
+
+
+def test_error_ratio_is_about_one_for_equal_rounding_and_large_for_a_wrong_result():
+    reference = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pytorch = reference.bfloat16()
+    assert error_ratio(pytorch, pytorch, reference) == pytest.approx(1.0)
+    assert error_ratio((reference * 1.05).bfloat16(), pytorch, reference) > 10
+
+
+def row(**changes) -> dict:
+    return {"gate": "g", "implementation": "separate", "status": "ok", "passed": True,
+            "check": "c", "metric": "m", "value": 2.0, "bound": 1.0, "reason": ""} | changes  # fmt: skip
+
+
+def test_a_red_check_blocks_only_its_implementation():
+    rows = [row(), row(passed=False)]
+    assert "gate g is red: c: m 2, bound 1" in blocking_reason(rows, "separate")
+    assert blocking_reason(rows, "sdpa_flash") is None
+    assert blocking_reason([row(implementation="", passed=False)], "sdpa_flash")
+    assert blocking_reason([row(status="error", reason="boom", passed=None)], "separate")
+    assert blocking_reason([row(status="unsupported", passed=None)], "separate") is None
+
+
+def test_gates_follow_what_a_step_uses():
+    assert gates_for("sdpa_flash") == ["baseline"]
+    assert "attention_backward" in gates_for("separate")
+    assert gates_for("sdpa_cudnn", checkpoint=True, cuda_graph=True) == [
+        "baseline",
+        "checkpointing",
+        "cuda_graphs",
+    ]
+
+
+def test_unknown_gate_raises():
+    with pytest.raises(ValueError, match="unknown gate 'basline'"):
+        run_gate("basline", "cpu")
+
+
+def test_a_gate_that_raises_keeps_its_checks_and_says_why(monkeypatch):
+    from tnp.gates import baseline
+
+    def checks(device):
+        yield Check("first", "m", 0.0, 1.0)
+        raise RuntimeError("kernel\nexploded")
+
+    monkeypatch.setattr(baseline, "checks", checks)
+    rows = run_gate("baseline", "cpu")
+    assert [r["status"] for r in rows] == ["ok", "error"]
+    assert rows[1]["reason"] == "RuntimeError: kernel exploded"
+
+
+def test_unsupported_is_a_row_with_the_reason():
+    rows = run_gate("cuda_graphs", "cpu")
+    assert [(r["status"], r["passed"]) for r in rows] == [("unsupported", None)]
+    assert "CUDA device" in rows[0]["reason"]

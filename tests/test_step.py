@@ -1,0 +1,68 @@
+"""The training step: what it updates, what it leaves alone, and that compiling changes nothing."""
+
+import pytest
+import torch
+
+from tests.test_model import build, make_task
+from tnp.step import TrainingStep
+
+
+def test_without_the_optimizer_the_weights_stay():
+    model, task = build(), make_task()
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = TrainingStep(model, learning_rate=1.0, optimizer=False)(task)
+    assert loss.isfinite() and all(p.grad is not None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_loss_is_the_one_before_the_update_and_falls():
+    model, task = build(), make_task()
+    step = TrainingStep(model, learning_rate=1e-2)
+    first = model.loss(task).detach()
+    losses = [step(task) for _ in range(20)]
+    torch.testing.assert_close(losses[0], first)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_learning_rate_takes_effect():
+    model, task = build(), make_task()
+    step = TrainingStep(model, learning_rate=1e-2, weight_decay=0.0)
+    step.set_learning_rate(0.0)
+    before = model.embed.output.detach().clone()
+    step(task)
+    assert torch.equal(before, model.embed.output)
+    step.set_learning_rate(1e-2)
+    step(task)
+    assert not torch.equal(before, model.embed.output)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_compiled_step_is_the_eager_one(checkpoint):
+    task, losses = make_task(), []
+    for compile in (False, True):
+        step = TrainingStep(build(checkpoint=checkpoint), learning_rate=1e-2, compile=compile)
+        losses.append(torch.stack([step(task) for _ in range(3)]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_cuda_graph_without_a_gpu_raises():
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        TrainingStep(build(), learning_rate=1e-3, cuda_graph=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_step_follows_new_tasks_and_learning_rates():
+    losses = []
+    for cuda_graph in (False, True):
+        model = build().cuda()
+        step = TrainingStep(model, learning_rate=1e-2, cuda_graph=cuda_graph)
+        run = []
+        for index in range(8):
+            step.set_learning_rate(1e-2 / (1 + index))
+            generator = torch.Generator().manual_seed(index)
+            task = make_task().to("cuda")
+            task.y_context.copy_(torch.randn(2, 7, 1, generator=generator))
+            run.append(step(task))
+        losses.append(torch.stack(run))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,204 @@
+"""Where a row comes from: device, software and commit; and what the GPU did while it was timed."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import threading
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import pynvml
+
+ROOT = Path(__file__).parents[2]
+# What a measurement depends on: other edits do not make it a dirty one.
+SOURCES = ("tnp", "workflow", "Snakefile", "config.yaml", "requirements.txt")
+
+SAMPLING_INTERVAL_S = 0.05
+# NVML's clocks-event reasons; an idle GPU (bit 0) is no reason.
+REASONS = {
+    0x002: "user_defined_clocks",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake",
+    0x100: "display_clocks",
+}
+SLOWDOWNS = 0x008 | 0x020 | 0x040 | 0x080
+
+
+@contextmanager
+def _nvml():
+    """NVML if this machine has it: yields whether it does."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _first_visible_gpu():
+    """NVML handle of the GPU that CUDA calls device 0; None without one. NVML must be up."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    try:
+        if first.isdigit():
+            return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+        return pynvml.nvmlDeviceGetHandleByUUID(first)
+    except pynvml.NVMLError:
+        return None
+
+
+def device_slug() -> str:
+    """Name of the first visible NVIDIA GPU as in "nvidia-h200", or "cpu". Imports no torch."""
+    with _nvml() as present:
+        gpu = _first_visible_gpu() if present else None
+        if gpu is None:
+            return "cpu"
+        return re.sub(r"[^a-z0-9]+", "-", pynvml.nvmlDeviceGetName(gpu).lower()).strip("-")
+
+
+class Conditions:
+    """Samples clock, power, temperature and throttle reasons of the GPU while its `with` runs.
+
+    `row()` gives the columns of the same names; all None on the CPU and where NVML is missing.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._wanted = device_type == "cuda"
+        self._samples: list[tuple[float | None, ...]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Conditions":
+        if self._wanted:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._wanted:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with _nvml() as present:
+            gpu = _first_visible_gpu() if present else None
+            while gpu is not None and not self._stop.is_set():
+                self._samples.append(
+                    (
+                        _read(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
+                        _read(pynvml.nvmlDeviceGetPowerUsage, gpu),
+                        _read(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+                        _read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu),
+                    )
+                )
+                self._stop.wait(SAMPLING_INTERVAL_S)
+
+    def row(self) -> dict[str, float | str | bool | None]:
+        columns = zip(*self._samples, strict=True) if self._samples else ((), (), (), ())
+        clocks, powers, temperatures, reasons = (
+            [value for value in column if value is not None] for column in columns
+        )
+        seen = 0
+        for bits in reasons:
+            seen |= bits
+        return {
+            "sm_clock_mhz_mean": sum(clocks) / len(clocks) if clocks else None,
+            "sm_clock_mhz_min": float(min(clocks)) if clocks else None,
+            "power_w_mean": sum(powers) / len(powers) / 1e3 if powers else None,
+            "temperature_c_max": float(max(temperatures)) if temperatures else None,
+            "throttle_reasons": throttle_reasons(seen) if reasons else None,
+            "throttled": bool(seen & SLOWDOWNS) if reasons else None,
+        }
+
+
+def _read(query, *arguments) -> int | None:
+    try:
+        return query(*arguments)
+    except pynvml.NVMLError:  # this GPU, or this user, cannot be asked for it
+        return None
+
+
+def throttle_reasons(bits: int) -> str:
+    """The names of NVML's reason bits joined by "|"; "" is none."""
+    return "|".join(name for bit, name in REASONS.items() if bits & bit)
+
+
+def environment(device_type: str) -> dict[str, object]:
+    """The row of table `environments` without `device` and `recorded_at`.
+
+    `environment_id` is a hash of all the rest: rows measured in the same state share it.
+    """
+    import torch
+
+    row = _gpu(torch) if device_type == "cuda" else _cpu()
+    row |= {
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        **_git(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    state = json.dumps(row, sort_keys=True).encode()
+    return {"environment_id": hashlib.sha256(state).hexdigest()[:12]} | row
+
+
+def _gpu(torch) -> dict[str, object]:
+    properties = torch.cuda.get_device_properties(0)
+    with _nvml() as present:
+        driver = pynvml.nvmlSystemGetDriverVersion() if present else None
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "device_name": properties.name,
+        "sm_count": properties.multi_processor_count,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+    }
+
+
+def _cpu() -> dict[str, object]:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    unknown = dict.fromkeys(("sm_count", "compute_capability", "driver", "cuda", "cudnn"))
+    return {"device_name": _cpu_name(), "memory_bytes": pages * page_bytes} | unknown
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, object]:
+    """Commit, and whether the sources differ from it; None outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        dirty = bool(git("status", "--porcelain", "--", *SOURCES))
+    except (OSError, subprocess.CalledProcessError):
+        return {"git_commit": None, "git_dirty": None}
+    return {"git_commit": commit, "git_dirty": dirty}

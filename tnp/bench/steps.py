@@ -1,0 +1,138 @@
+"""Benchmark of one training step: time, tokens/s, peak memory, operations, time per stage."""
+
+import math
+import time
+
+import torch
+
+from tnp.bench.memory import PeakMemory
+from tnp.bench.outcome import Unsupported, key, require_supported
+from tnp.bench.provenance import Conditions
+from tnp.bench.roofline import step_attention_flops, step_matmul_flops
+from tnp.bench.stages import stage_rows
+from tnp.bench.statistics import summarize
+from tnp.bench.timing import Measurement, Policy, first_call, measure
+from tnp.model import TNPConfig, TransformerNP
+from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
+from tnp.tasks import Task
+from tnp.variants import Variant
+
+STAGE_PASSES = 10
+LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degenerate density
+
+
+def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:
+    """Tables "steps", "samples" and, for an eager step, "stages" of one configuration.
+
+    The peak memory is that of the steps after the first; for a captured step, of capture and
+    replays, since a replay allocates nothing and lives in what the capture took.
+
+    Args:
+        parameters: the step key, `variant_spec`, `model`, `timing` and `device`.
+        started: `time.perf_counter()` when the process began; `setup_s` counts from there.
+
+    Raises:
+        Unsupported: this device cannot run the variant.
+        RuntimeError: the loss is not finite after timing.
+    """
+    device = torch.device(parameters["device"])
+    dtype = getattr(torch, parameters["dtype"])
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
+    _require_step_supported(parameters, variant, device, dtype)
+    memory = PeakMemory(device)
+    policy = Policy.from_parameters(parameters["timing"])
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = TNPConfig(**parameters["model"])
+        model = TransformerNP(config, variant, dtype, parameters["checkpoint"])
+        task = random_task(parameters, config, device)
+        step = TrainingStep(
+            model,
+            learning_rate=LEARNING_RATE,
+            optimizer=parameters["optimizer"],
+            cuda_graph=parameters["cuda_graph"],
+            compile=variant.compile,
+        )
+    setup_s = time.perf_counter() - started
+
+    def run() -> None:
+        step(task)
+
+    compile_s = first_call(run, device)
+    if parameters["cuda_graph"]:
+        compile_s += sum(first_call(run, device) for _ in range(N_EAGER_BEFORE_CAPTURE - 1))
+        memory.reset()
+        compile_s += first_call(run, device)
+    else:
+        memory.reset()
+    with Conditions(device.type) as conditions:
+        measurement = measure([run], device, policy)
+    peak_memory_bytes = memory.read()
+    loss = step(task).item()
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss} after timing: a step that diverges is not timed")
+
+    row = (
+        key("step", parameters)
+        | {"status": "ok", "reason": measurement.note, "peak_memory_bytes": peak_memory_bytes}
+        | _rates(parameters, measurement)
+        | {"n_samples": len(measurement.samples_ms), "n_warmup": measurement.n_warmup}
+        | {"setup_s": setup_s, "compile_s": compile_s, "measure_s": measurement.measure_s}
+        | conditions.row()
+    )
+    tables = {"steps": [row], "samples": sample_rows(parameters, "step", measurement)}
+    if not (parameters["cuda_graph"] or variant.compile):
+        n_passes = 1 if row["step_ms_p50"] > policy.long_step_s * 1e3 else STAGE_PASSES
+        tables["stages"] = [
+            key("step", parameters) | stage for stage in stage_rows(step, task, device, n_passes)
+        ]
+    return tables
+
+
+def random_task(parameters: dict, config: TNPConfig, device: torch.device) -> Task:
+    """Normal inputs drawn on the device, a function of the replicate; never zeros."""
+    generator = torch.Generator(device).manual_seed(parameters["replicate"])
+
+    def normal(n_rows: int, dim: int) -> torch.Tensor:
+        return torch.randn(parameters["batch"], n_rows, dim, device=device, generator=generator)
+
+    n_context, n_target = parameters["n_context"], parameters["n_target"]
+    return Task(
+        x_context=normal(n_context, config.d_x),
+        y_context=normal(n_context, config.d_y),
+        x_target=normal(n_target, config.d_x),
+        y_target=normal(n_target, config.d_y),
+    )
+
+
+def sample_rows(parameters: dict, pass_: str, measurement: Measurement) -> list[dict[str, object]]:
+    """Rows of table "samples": every raw timing, in the order taken."""
+    configuration = {name: parameters[name] for name in ("config_id", "replicate")}
+    return [
+        configuration | {"pass": pass_, "sample": sample, "time_ms": time_ms}
+        for sample, time_ms in enumerate(measurement.samples_ms)
+    ]
+
+
+def _require_step_supported(
+    parameters: dict, variant: Variant, device: torch.device, dtype: torch.dtype
+) -> None:
+    if parameters["cuda_graph"] and device.type != "cuda":
+        raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
+    require_supported("attention", variant.attention, device, dtype)
+
+
+def _rates(parameters: dict, measurement: Measurement) -> dict[str, float | None]:
+    """Statistics of the step and what follows from the median; `mfu` is left to the store."""
+    size = [parameters[name] for name in ("batch", "n_context", "n_target")]
+    batch, n_context, n_target = size
+    flops = step_matmul_flops(parameters["model"], *size)
+    flops += step_attention_flops(parameters["model"], *size)
+    statistics = summarize(measurement.samples_ms, "step_ms")
+    median_s = statistics["step_ms_p50"] / 1e3
+    return statistics | {
+        "tokens_per_s": batch * (n_context + n_target) / median_s,
+        "flops": flops,
+        "tflops": flops / median_s / 1e12,
+    }

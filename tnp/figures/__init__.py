@@ -1,0 +1,47 @@
+"""The figures: each module draws the view it is named after, `render` writes one to disk."""
+
+import importlib
+import os
+from pathlib import Path
+
+import altair as alt
+import duckdb
+import vl_convert
+
+FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix")
+
+PNG_SCALE = 2  # pixels per CSS pixel
+
+
+def draw(name: str, database: Path) -> alt.TopLevelMixin:
+    """The chart `name` over `database`; ValueError for a name not in `FIGURES`."""
+    if name not in FIGURES:
+        raise ValueError(f"unknown figure {name!r}: it must be one of {', '.join(FIGURES)}")
+    module = importlib.import_module(f"tnp.figures.{name}")
+    with duckdb.connect(str(database), read_only=True) as connection:
+        return module.chart(connection)
+
+
+def render(name: str, database: Path, html_path: Path, image_path: Path | None = None) -> None:
+    """Write figure `name` as a page without outside references, and as .svg or .png beside it.
+
+    Vega-Lite compiles the chart before anything is written: an invalid one raises ValueError
+    where saving alone would leave a blank page.
+    """
+    specification = draw(name, database).to_dict()
+    svg = vl_convert.vegalite_to_svg(specification)
+    page = vl_convert.vegalite_to_html(specification, bundle=True, renderer="svg")
+    page = page.replace("<head>", f"<head>\n    <title>tnp: {name}</title>", 1)
+    _write(Path(html_path), page.encode())
+    if image_path is not None:
+        image_path = Path(image_path)
+        png = image_path.suffix == ".png"
+        _write(image_path, vl_convert.svg_to_png(svg, scale=PNG_SCALE) if png else svg.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of `content` or nothing: readers never see half a page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

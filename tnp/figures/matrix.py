@@ -1,0 +1,152 @@
+"""The matrix: every variant with and without checkpointing and CUDA graph, at every shape.
+
+Reads the view `matrix`. One table per device and shape: a line per variant, a column per
+combination of switches, a cell of speedup over step time and peak memory.
+"""
+
+import math
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, switches, theme
+from tnp.figures.data import Row
+
+CELL_WIDTH, CELL_HEIGHT = 118, 38  # px
+COLUMNS = 2  # tables abreast
+EMPTY = "#e9ebee"
+
+# Column prefix in the view → the combination's name.
+COMBINATIONS = dict(
+    zip(("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph"), switches.NAMES, strict=True)
+)
+
+QUERY = """
+    select * from matrix order by n_context, n_target, batch desc, shape, variant
+"""
+
+
+def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Tables coloured by log₂ of the speedup; grey cells say why there is no number."""
+    rows = data.query(connection, QUERY)
+    if not rows:
+        return theme.no_rows("no training step has been timed", "snakemake --cores 1 all")
+    devices = data.devices(connection, "matrix")
+    variants = data.variants(connection)
+    cells = [cell for row in rows for cell in _cells(row)]
+    octaves = max([1, *(math.ceil(abs(cell["log2_speedup"] or 0)) for cell in cells)])
+    blocks = []
+    for slug, device in devices.items():
+        measured = data.steps_measured(connection, device)
+        of_device = [cell for cell in cells if cell["device"] == slug]
+        panels = _panels(of_device, variants, octaves)
+        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
+    subtitle = [
+        "Large: speedup of the training step against plain sdpa_flash at the same shape. Small: "
+        "median step time and peak memory. Green is faster, purple slower, grey has no number.",
+        "Columns: no switch, checkpointing, CUDA graph, both. No error bars in a table: intervals "
+        "stand in the figure speedup.",
+    ]
+    return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle)
+
+
+def finding(cells: list[Row], devices: dict[str, Row]) -> str:
+    """The variant with the shortest step at each shape, on the first device that timed anything."""
+    for slug, device in devices.items():
+        timed = [cell for cell in cells if cell["device"] == slug and cell["step_ms"] is not None]
+        if timed:
+            shapes: dict[str, list[str]] = {}
+            for shape in dict.fromkeys(cell["shape"] for cell in timed):
+                of_shape = [cell for cell in timed if cell["shape"] == shape]
+                fastest = min(of_shape, key=lambda cell: cell["step_ms"])
+                shapes.setdefault(fastest["variant"], []).append(shape)
+            winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
+            return f"Shortest training step on {device['name']}: {'; '.join(winners)}"
+    return "No configuration could be timed yet"
+
+
+def _cells(row: Row) -> list[Row]:
+    """The wide row of the view as one cell per combination of switches."""
+    keys = ("device", "shape", "variant", "batch", "n_context", "n_target")
+    cells = []
+    for prefix, name in COMBINATIONS.items():
+        values = {key: row[f"{prefix}_{key}"] for key in ("step_ms", "speedup", "status")}
+        speedup, memory = values["speedup"], row[f"{prefix}_peak_memory_gib"]
+        cells.append(
+            {key: row[key] for key in keys}
+            | values
+            | {
+                "switch": name,
+                "log2_speedup": math.log2(speedup) if speedup else None,
+                "large": theme.times(speedup) if speedup else "",
+                "small": _small(values, memory),
+            }
+        )
+    return cells
+
+
+def _small(values: Row, memory: float | None) -> str:
+    """The second line of a cell: time and memory, or why there are none."""
+    if values["step_ms"] is not None:
+        time = theme.duration(values["step_ms"])
+        return f"{time} · {theme.number(memory)} GiB" if memory else time
+    return theme.status_text(values["status"]) if values["status"] else "not run"
+
+
+def _panels(cells: list[Row], variants: list[str], octaves: int) -> list[alt.TopLevelMixin]:
+    present = [name for name in variants if any(cell["variant"] == name for cell in cells)]
+    return [
+        _table(of_shape, present, octaves, theme.line_axis(variants, first))
+        for of_shape, first in switches.panels(cells, COLUMNS)
+    ]
+
+
+def _table(
+    cells: list[Row], variants: list[str], octaves: int, axis: alt.Axis
+) -> alt.TopLevelMixin:
+    absent = [
+        {"variant": variant, "switch": switch, "large": "", "small": "not run"}
+        for variant in variants
+        for switch in switches.NAMES
+        if all(cell["variant"] != variant for cell in cells)
+    ]
+    timed = [cell for cell in cells if cell["log2_speedup"] is not None]
+    x = alt.X("switch:N", scale=alt.Scale(domain=switches.NAMES), title=None).axis(
+        orient="top", labelAngle=0, labelColor=theme.MUTED, labelLimit=CELL_WIDTH
+    )
+    y = alt.Y("variant:N", scale=alt.Scale(domain=variants), axis=axis, title=None)
+    color = alt.Color(
+        "log2_speedup:Q",
+        scale=alt.Scale(scheme="purplegreen", domain=[-octaves, octaves]),
+        title="speedup",
+        legend=alt.Legend(
+            values=list(range(-octaves, octaves + 1)),
+            labelExpr="(datum.value < 0 ? '1/' + pow(2, -datum.value) : pow(2, datum.value)) + '×'",
+            gradientLength=200,
+        ),
+    )
+    grid = alt.Chart(alt.Data(values=cells + absent)).encode(x=x, y=y)
+    ink = (
+        alt.when(f"abs(datum.log2_speedup) > {0.8 * octaves}")
+        .then(alt.value("white"))
+        .when("datum.large == ''")
+        .then(alt.value(theme.MUTED))
+        .otherwise(alt.value(theme.INK))
+    )
+    return alt.layer(
+        grid.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(tooltip="small:N"),
+        alt.Chart(alt.Data(values=timed))
+        .mark_rect(stroke="white", strokeWidth=2)
+        .encode(x=x, y=y, color=color, tooltip=["variant:N", "switch:N", "large:N", "small:N"]),
+        grid.mark_text(dy=-7, fontSize=14, fontWeight="bold").encode(text="large:N", color=ink),
+        grid.transform_filter("datum.large != ''")
+        .mark_text(dy=9, fontSize=11)
+        .encode(text="small:N", color=ink),
+        grid.transform_filter("datum.large == ''")
+        .mark_text(fontSize=11, fontStyle="italic")
+        .encode(text="small:N", color=ink),
+    ).properties(
+        width=CELL_WIDTH * len(switches.NAMES),
+        height=CELL_HEIGHT * len(variants),
+        title=switches.panel_title(cells[0]),
+    )

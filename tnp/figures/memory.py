@@ -1,0 +1,125 @@
+"""Peak device memory of a training step, per variant and switches.
+
+Reads the view `memory`. One panel per device and shape, one line per variant, one bar per
+combination of checkpointing and CUDA graph.
+"""
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, switches, theme
+from tnp.figures.data import Row
+
+PANEL_WIDTH = 235  # px
+COLUMNS = 4  # panels abreast
+LABEL_ROOM = 1.25  # of the longest bar, for the number right of it
+
+TOOLTIP = [
+    alt.Tooltip("variant:N"),
+    alt.Tooltip("switch:N"),
+    alt.Tooltip("peak_memory_gib:Q", format=".4~r", title="peak, GiB"),
+]
+
+# Without its optimizer a step is another configuration: a line of its own.
+NO_OPTIMIZER = " (no optimizer)"
+QUERY = f"""
+    select
+        * replace (if(optimizer, variant, variant || '{NO_OPTIMIZER}') as variant),
+        variant as color
+    from memory
+    order by n_context, n_target, batch desc, shape, variant
+"""
+
+
+def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Bars of peak GiB from zero, numbered; configurations that failed say why in their place."""
+    rows = data.query(connection, QUERY)
+    if not rows:
+        return theme.no_rows("no training step has been measured", "snakemake --cores 1 all")
+    devices = data.devices(connection, "memory")
+    named = data.variants(connection)
+    found = {row["variant"] for row in rows}
+    variants = [line for name in named for line in (name, name + NO_OPTIMIZER) if line in found]
+    colors = data.variant_colors(connection)
+    blocks = []
+    for slug, device in devices.items():
+        measured = data.steps_measured(connection, device)
+        panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
+        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
+    subtitle = [
+        "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
+        "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
+        "No error bars: replicates allocate alike. Each shape has its own scale.",
+    ]
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+
+
+def finding(rows: list[Row], devices: dict[str, Row]) -> str:
+    """What checkpointing saves where most memory is needed, or else what is needed there."""
+    for slug, device in devices.items():
+        measured = [row for row in rows if row["device"] == slug and row["peak_memory_gib"]]
+        if measured:
+            return _device_finding(measured, device["name"])
+    return "No configuration ran to its end yet"
+
+
+def _device_finding(measured: list[Row], device: str) -> str:
+    plain = {
+        (row["shape"], row["variant"]): row["peak_memory_gib"]
+        for row in measured
+        if switches.name(row) == "plain"
+    }
+    savings = [
+        (plain[row["shape"], row["variant"]], row)
+        for row in measured
+        if switches.name(row) == "checkpointing" and (row["shape"], row["variant"]) in plain
+    ]
+    if not savings:
+        most = max(measured, key=lambda row: row["peak_memory_gib"])
+        return (
+            f"A step takes up to {theme.number(most['peak_memory_gib'])} GiB on {device}: "
+            f"{switches.configuration(most)} at {most['shape']}"
+        )
+    before, after = max(savings, key=lambda pair: (pair[0], pair[1]["variant"] == data.BASELINE))
+    ratio = before / after["peak_memory_gib"]
+    where = f"for {after['variant']} at {after['shape']} on {device}"
+    sizes = f"{theme.number(before)} to {theme.number(after['peak_memory_gib'])} GiB"
+    if ratio < 1.02:
+        return f"Checkpointing saves no memory {where}: {sizes}"
+    return f"Checkpointing cuts peak memory {theme.times(ratio)} {where}: {sizes}"
+
+
+def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
+    lines = switches.Lines.of(rows, variants)
+    return [
+        _panel(of_shape, lines, colors, first) for of_shape, first in switches.panels(rows, COLUMNS)
+    ]
+
+
+def _panel(
+    rows: list[Row], lines: switches.Lines, colors: alt.Scale, labelled: bool
+) -> alt.TopLevelMixin:
+    measured = [
+        row | {"switch": switches.name(row), "label": theme.number(row["peak_memory_gib"])}
+        for row in rows
+        if row["peak_memory_gib"]
+    ]
+    y = lines.encodings(labelled)
+    longest = max((row["peak_memory_gib"] for row in measured), default=1.0)
+    scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
+    x = alt.X("peak_memory_gib:Q", scale=scale, title="peak memory, GiB").axis(tickCount=4)
+    color = alt.Color("color:N", scale=colors, legend=None)
+    base = alt.Chart(alt.Data(values=measured)).encode(x=x, **y)
+    layers = [
+        base.mark_bar(height=switches.SLOT_HEIGHT // 2, opacity=0.35).encode(color=color),
+        base.mark_point(filled=True, size=75, opacity=1).encode(
+            color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP
+        ),
+        theme.text(base.encode(text="label:N"), dx=8),
+        switches.failures(rows, y),
+    ]
+    return alt.layer(*layers).properties(
+        width=PANEL_WIDTH,
+        height=lines.height,
+        title=switches.panel_title(rows[0]),
+    )

@@ -1,0 +1,208 @@
+"""How near each operator comes to what its device can do.
+
+Reads the view `roofline`. Per device and operator: achieved TFLOP/s under the measured ceilings of
+matmul and memory copy, and the same as a share of the roofline at that shape.
+"""
+
+import math
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, theme
+from tnp.figures.data import Row
+
+PANEL_WIDTH, PANEL_HEIGHT = 480, 290  # px
+SLOT_HEIGHT = 15  # px, per implementation of a shape
+PASSES = ("forward", "backward")
+SHAPE_LABEL = {"fontSize": 12, "color": theme.MUTED}
+
+QUERY = """
+    select *
+    from roofline
+    where op not in ('matmul', 'copy')
+    order by intensity, shape, pass, implementation
+"""
+
+TOOLTIP = [
+    alt.Tooltip("implementation:N"),
+    alt.Tooltip("shape:N"),
+    alt.Tooltip("pass:N"),
+    alt.Tooltip("time_ms:Q", format=".4~r", title="median, ms"),
+    alt.Tooltip("tflops:Q", format=".3~r", title="TFLOP/s"),
+    alt.Tooltip("intensity:Q", format=".3~r", title="FLOP/byte"),
+    alt.Tooltip("share_of_roofline:Q", format=".1%"),
+    alt.Tooltip("bound:N", title="bound by"),
+]
+
+
+def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Log-log roofline per pass above the shares of it, shape by shape."""
+    rows = data.query(connection, QUERY)
+    if not rows:
+        return theme.no_rows("no operator has been timed", "snakemake --cores 1 all on a GPU host")
+    devices = data.devices(connection, "roofline")
+    colors = data.variant_colors(connection)
+    blocks = []
+    for slug, device in devices.items():
+        of_device = [row for row in rows if row["device"] == slug]
+        for op in dict.fromkeys(row["op"] for row in of_device):
+            of_op = [row for row in of_device if row["op"] == op]
+            passes = [name for name in PASSES if any(row["pass"] == name for row in of_op)]
+            panels = [_roofline(of_op, name, colors) for name in passes]
+            panels += [_shares(of_op, name, colors) for name in passes]
+            title = f"{op} on {device['name']}"
+            dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
+            measured = f"{data.origin(device)} · {dtypes}"
+            blocks.append(theme.block(panels, title, measured, len(passes)))
+    subtitle = [
+        "Lines: ceilings measured on the same device by a large matmul (flat) and a memory copy "
+        "(slope). Intensity counts each operand once through memory.",
+        "Medians with cold caches; whiskers: 95% bootstrap interval over replicates. Lower panels: "
+        "the same points as a share of the line above them.",
+    ]
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+
+
+def finding(rows: list[Row], devices: dict[str, Row]) -> str:
+    """Who comes nearest to its roofline on the first device, and what PyTorch reaches there."""
+    for slug, device in devices.items():
+        timed = [row for row in rows if row["device"] == slug and row["share_of_roofline"]]
+        own = [row for row in timed if not data.is_pytorch(row["implementation"])]
+        if own:
+            best = max(own, key=lambda row: row["share_of_roofline"])
+            peers = [
+                row
+                for row in timed
+                if data.is_pytorch(row["implementation"])
+                and (row["op"], row["pass"], row["shape"])
+                == (best["op"], best["pass"], best["shape"])
+            ]
+            peer = max(peers, key=lambda row: row["share_of_roofline"], default=None)
+            return _sentence(best, device) + (
+                f"; {peer['implementation']} reaches {peer['share_of_roofline']:.0%}"
+                if peer
+                else ""
+            )
+        if timed:
+            return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
+    return "No operator has both a timing and a measured ceiling"
+
+
+def _sentence(row: Row, device: Row) -> str:
+    return (
+        f"{row['implementation']} {row['op']} {row['pass']} reaches "
+        f"{row['share_of_roofline']:.0%} of the {device['name']} roofline at {row['shape']}"
+    )
+
+
+def _points(rows: list[Row], pass_: str) -> list[Row]:
+    return [
+        row
+        | {
+            "low": row["share_low"],
+            "high": row["share_high"],
+            "label": f"{row['share_of_roofline']:.0%}, {theme.number(row['tflops'])} TFLOP/s",
+        }
+        for row in rows
+        if row["pass"] == pass_ and row["share_of_roofline"]
+    ]
+
+
+def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin:
+    points = _points(rows, pass_)
+    roof = _roof([row for row in rows if row["share_of_roofline"]])
+    timed = [row["tflops"] for row in rows if row["tflops"]]
+    lowest = min(timed + [point["tflops"] for point in roof], default=1.0)
+    highest = max([point["tflops"] for point in roof], default=1.0)
+    x_scale = alt.Scale(type="log", nice=False)
+    y_scale = alt.Scale(type="log", nice=False, domain=[lowest / 1.5, highest * 1.8])
+    x = alt.X("intensity:Q", scale=x_scale, title="intensity, FLOP/byte")
+    x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
+    y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
+    y = y.axis(values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)], format=",")
+    marks = alt.Chart(alt.Data(values=points)).encode(x=x, y=y)
+    line = alt.Chart(alt.Data(values=roof)).mark_line(color=theme.INK, strokeWidth=2)
+    names = alt.Chart(alt.Data(values=_shape_labels(points))).encode(x=x, y=y, text="label:N")
+    return alt.layer(
+        line.encode(x=x, y=y),
+        names.transform_filter("datum.bound == 'compute'").mark_text(dy=-10, **SHAPE_LABEL),
+        names.transform_filter("datum.bound == 'memory'").mark_text(
+            dx=-8, align="right", **SHAPE_LABEL
+        ),
+        marks.mark_point(filled=True, size=80, opacity=0.9).encode(
+            color=_color(rows, colors), tooltip=TOOLTIP
+        ),
+    ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=alt.Title(pass_, fontSize=14))
+
+
+def _roof(rows: list[Row]) -> list[Row]:
+    """The roofline's corners, beyond the intensities of `rows` by a factor of two."""
+    if not rows:
+        return []
+    compute, copy = rows[0]["ceiling_tflops"], rows[0]["ceiling_gb_per_s"]
+    ridge = compute / copy * 1000
+    intensities = [row["intensity"] for row in rows]
+    ends = [min(*intensities, ridge) / 2, ridge, max(*intensities, ridge) * 2]
+    return [{"intensity": end, "tflops": min(compute, end * copy / 1000)} for end in ends]
+
+
+def _implementations(rows: list[Row], colors: alt.Scale) -> list[str]:
+    present = {row["implementation"] for row in rows}
+    return [name for name in colors.domain if name in present]
+
+
+def _color(rows: list[Row], colors: alt.Scale) -> alt.Color:
+    """The colours of all variants, with a legend of those drawn."""
+    legend = alt.Legend(values=_implementations(rows, colors))
+    return alt.Color("implementation:N", scale=colors, legend=legend, title=None)
+
+
+def _shape_labels(points: list[Row]) -> list[Row]:
+    """One label on the roofline per intensity: shapes that share one share the label."""
+    columns: dict[float, list[Row]] = {}
+    for point in points:
+        columns.setdefault(round(math.log10(point["intensity"]), 1), []).append(point)
+    return [
+        {
+            "intensity": column[0]["intensity"],
+            "tflops": column[0]["roofline_tflops"],
+            "bound": column[0]["bound"],
+            "label": ", ".join(dict.fromkeys(point["shape"] for point in column)),
+        }
+        for column in columns.values()
+    ]
+
+
+def _shares(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin:
+    points = _points(rows, pass_)
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    color = _color(rows, colors)
+    implementations = _implementations(rows, colors)
+    x_scale = alt.Scale(domain=[0, 1.3], nice=False)
+    axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
+    x = alt.X("share_of_roofline:Q", scale=x_scale, axis=axis, title="share of the roofline")
+    low, high = (alt.X(f"{end}:Q", scale=x_scale, axis=axis) for end in ("low", "high"))
+    lines = {
+        "y": alt.Y("shape:N", scale=alt.Scale(domain=shapes, padding=0.1), title=None),
+        "yOffset": alt.YOffset("implementation:N", scale=alt.Scale(domain=implementations)),
+    }
+    base = alt.Chart(alt.Data(values=points)).encode(**lines)
+    failed = [
+        row | {"text": f"{row['implementation']}: {theme.status_text(row['status'])}"}
+        for row in rows
+        if row["pass"] == pass_ and row["status"] != "ok"
+    ]
+    return alt.layer(
+        base.mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35).encode(x=x, color=color),
+        base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q", color=color),
+        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=color, tooltip=TOOLTIP),
+        theme.text(base.encode(x=high, text="label:N"), dx=8),
+        theme.text(
+            alt.Chart(alt.Data(values=failed)).encode(
+                x=alt.value(4), text="text:N", tooltip="reason:N", **lines
+            ),
+            fontStyle="italic",
+            color=theme.MUTED,
+        ),
+    ).properties(width=PANEL_WIDTH, height=SLOT_HEIGHT * len(implementations) * len(shapes))

@@ -1,0 +1,108 @@
+"""Panels of one line per variant and one slot per combination of checkpointing and CUDA graph."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import altair as alt
+
+from tnp.figures import theme
+from tnp.figures.data import Row
+
+# A step's two switches as one mark: order, name and shape.
+NAMES = ["plain", "checkpointing", "CUDA graph", "both"]
+SHAPES = ["circle", "square", "triangle-right", "diamond"]
+
+SLOT_HEIGHT = 13  # px
+
+
+def name(row: Row) -> str:
+    """The name of a row's `checkpoint` and `cuda_graph`."""
+    return NAMES[bool(row["checkpoint"]) + 2 * bool(row["cuda_graph"])]
+
+
+def configuration(row: Row) -> str:
+    """ "separate with checkpointing", or "separate" where no switch is on."""
+    switches = [label for label in NAMES[1:3] if name(row) in (label, "both")]
+    return " with ".join([row["variant"], *([" + ".join(switches)] if switches else [])])
+
+
+def panels(rows: Sequence[Row], columns: int) -> Iterator[tuple[list[Row], bool]]:
+    """The rows of each shape, and whether its panel starts a line of `columns` panels."""
+    for i, shape in enumerate(dict.fromkeys(row["shape"] for row in rows)):
+        yield [row for row in rows if row["shape"] == shape], i % columns == 0
+
+
+def panel_title(row: Row) -> alt.Title:
+    """The shape's name over its sizes."""
+    sizes = f"{row['batch']} × ({row['n_context']:,} context + {row['n_target']:,} target)"
+    return alt.Title(
+        row["shape"], subtitle=sizes, fontSize=14, subtitleFontSize=11, subtitlePadding=3, offset=8
+    )
+
+
+def shape_encoding() -> alt.Shape:
+    """Mark shape by switches, with the legend that all panels share."""
+    return alt.Shape("switch:N", scale=alt.Scale(domain=NAMES, range=SHAPES), title=None)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What the panels of a device share: a line per variant, a slot in it per switch combination.
+
+    `labels` are the lines of all devices: their panels leave equal room for them.
+    """
+
+    variants: list[str]
+    slots: list[str]
+    labels: list[str]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], labels: list[str]) -> "Lines":
+        """The lines that `rows` of one device need, in the order of `labels`."""
+        variants, combinations = {row["variant"] for row in rows}, {name(row) for row in rows}
+        return cls(
+            [label for label in labels if label in variants],
+            [switch for switch in NAMES if switch in combinations],
+            labels,
+        )
+
+    @property
+    def height(self) -> int:
+        """Pixels; a line is never lower than its label."""
+        return len(self.variants) * max(SLOT_HEIGHT * len(self.slots), 24)
+
+    def encodings(self, labelled: bool) -> dict[str, alt.Y | alt.YOffset]:
+        return {
+            "y": alt.Y(
+                "variant:N",
+                scale=alt.Scale(domain=self.variants, padding=0.12),
+                axis=theme.line_axis(self.labels, labelled),
+                title=None,
+            ),
+            "yOffset": alt.YOffset("switch:N", scale=alt.Scale(domain=self.slots)),
+        }
+
+
+def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> alt.LayerChart:
+    """Why configurations have no mark, as text in their place: one line per variant and status."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            groups.setdefault((row["variant"], row["status"]), []).append(row)
+    texts = []
+    for (variant, status), failed in groups.items():
+        failed = sorted(failed, key=lambda row: NAMES.index(name(row)))
+        every = len(failed) == sum(row["variant"] == variant for row in rows)
+        which = "" if every else f" ({', '.join(name(row) for row in failed)})"
+        texts.append(
+            {
+                "variant": variant,
+                "switch": name(failed[0]),
+                "text": f"{theme.status_text(status)}{which}",
+                "reason": failed[0]["reason"],
+            }
+        )
+    base = alt.Chart(alt.Data(values=texts)).encode(
+        x=alt.value(4), text="text:N", tooltip="reason:N", **encodings
+    )
+    return theme.text(base, fontStyle="italic", color=theme.MUTED)

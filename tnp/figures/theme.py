@@ -1,0 +1,152 @@
+"""How every figure looks and speaks: colours, numbers as text, the page around the chart.
+
+Colours are Okabe and Ito's and Paul Tol's, distinguishable with any colour vision: grey and cool
+hues are PyTorch's own variants, warm hues are this project's. No figure relies on hue alone.
+"""
+
+import textwrap
+from collections.abc import Sequence
+
+import altair as alt
+
+from tnp.figures.data import Row
+
+INK, MUTED, FAINT, RULE = "#1f2328", "#59636e", "#8c959f", "#e4e7eb"
+FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
+# Longest lines on a page 1,200 px wide.
+TITLE_CHARACTERS, SUBTITLE_CHARACTERS = 106, 185
+LABEL_CHARACTER_WIDTH = 6.4  # px, of an axis label
+
+PAGE_STYLE = {
+    "font": FONT,
+    "view": {"stroke": None},
+    "title": {
+        "anchor": "start",
+        "fontSize": 21,
+        "fontWeight": 600,
+        "color": INK,
+        "lineHeight": 27,
+        "subtitleFontSize": 13,
+        "subtitleColor": MUTED,
+        "subtitleLineHeight": 18,
+        "subtitlePadding": 8,
+        "offset": 22,
+    },
+    "axis": {
+        "labelFontSize": 12,
+        "labelColor": INK,
+        "labelPadding": 6,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "titleColor": MUTED,
+        "gridColor": RULE,
+        "domain": False,
+        "ticks": False,
+    },
+    "legend": {
+        "orient": "top",
+        "direction": "horizontal",
+        "labelFontSize": 12,
+        "labelColor": INK,
+        "labelLimit": 300,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "titleColor": MUTED,
+        "symbolSize": 90,
+    },
+}
+
+STATUS_TEXT = {
+    "oom": "out of memory",
+    "unsupported": "cannot run here",
+    "gate_failed": "gate failed",
+    "timeout": "timed out",
+}
+
+
+def status_text(status: str) -> str:
+    """A row's status in a reader's words; "killed" and "error" already are."""
+    return STATUS_TEXT.get(status, status)
+
+
+def number(value: float) -> str:
+    """Three significant digits, with the zeros that are measured: 2 is "2.00", 1234 is "1,234"."""
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def times(ratio: float) -> str:
+    """1.934 as "1.93×"."""
+    return f"{number(ratio)}×"
+
+
+def duration(milliseconds: float) -> str:
+    """In ms below a second and in s from there."""
+    if milliseconds < 999.5:
+        return f"{number(milliseconds)} ms"
+    return f"{number(milliseconds / 1000)} s"
+
+
+def verdict(row: Row, ratio: str) -> str:
+    """What the interval around the column `ratio` allows to be said: faster, slower or neither.
+
+    Empty intervals (a single sample) decide nothing.
+    """
+    low, high = row[f"{ratio}_low"], row[f"{ratio}_high"]
+    if low is not None and low > 1:
+        return f"{times(row[ratio])} faster than"
+    if high is not None and high < 1:
+        return f"{times(1 / row[ratio])} slower than"
+    return "neither measurably faster nor slower than"
+
+
+def listed(names: Sequence[str]) -> str:
+    """("a", "b", "c") as "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def page(chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str]) -> alt.TopLevelMixin:
+    """`chart` under its finding and under how that was measured, in the house style."""
+    heading = alt.Title(
+        textwrap.wrap(title, TITLE_CHARACTERS),
+        subtitle=[line for text in subtitle for line in textwrap.wrap(text, SUBTITLE_CHARACTERS)],
+    )
+    return chart.properties(title=heading, background="white", padding=24).configure(**PAGE_STYLE)
+
+
+def block(
+    panels: Sequence[alt.TopLevelMixin], title: str, subtitle: str, columns: int
+) -> alt.ConcatChart:
+    """The panels of one device, `columns` abreast, under its name and how it was measured."""
+    heading = alt.Title(
+        title, subtitle=subtitle, fontSize=16, subtitleFontSize=12, subtitlePadding=4, offset=14
+    )
+    return alt.concat(*panels, columns=columns, title=heading, spacing={"column": 28, "row": 30})
+
+
+def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
+    """Device above device, each starting at the left edge."""
+    return alt.concat(*blocks, columns=1, spacing=40, align="none")
+
+
+def line_axis(labels: Sequence[str], labelled: bool) -> alt.Axis:
+    """An axis of named lines. All blocks of a figure that name `labels` leave them equal room."""
+    if not labelled:
+        return alt.Axis(labels=False, grid=False)
+    room = LABEL_CHARACTER_WIDTH * max(map(len, labels)) + 8
+    return alt.Axis(grid=False, minExtent=room, maxExtent=room, labelLimit=room)
+
+
+def text(base: alt.Chart, **style: object) -> alt.LayerChart:
+    """A text mark with a white halo: readable where it crosses a line."""
+    style = {"align": "left", "fontSize": 11, "color": INK} | style
+    halo = style | {"color": "white", "stroke": "white", "strokeWidth": 3, "strokeJoin": "round"}
+    return alt.layer(base.mark_text(**halo), base.mark_text(**style))
+
+
+def no_rows(what: str, command: str) -> alt.TopLevelMixin:
+    """A card that says how to get the rows this figure is drawn from."""
+    line = alt.Chart(alt.Data(values=[{"text": f"Run:  {command}"}])).mark_text(
+        align="left", baseline="top", fontSize=15, color=INK, font="monospace"
+    )
+    card = line.encode(text="text:N", x=alt.value(0), y=alt.value(0))
+    return page(card.properties(width=700, height=40), f"No rows yet: {what}", [])

@@ -1,0 +1,135 @@
+"""Whether the model learns, and learns from its context rather than from the targets' average.
+
+Reads the view `training_curves`. One panel per device and run: held-out log-likelihood, the same
+with the context's y permuted (the control), and what an exact or an ignorant predictor would get.
+"""
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, theme
+from tnp.figures.data import Row
+
+PANEL_WIDTH, PANEL_HEIGHT = 480, 300  # px
+COLUMNS = 2  # panels abreast
+
+# Column of the view → name, colour and dash.
+SERIES = {
+    "heldout_log_likelihood": ("held-out tasks", "#009E73", [1, 0]),
+    "heldout_log_likelihood_shuffled": ("context y shuffled (control)", "#AA4499", [6, 3]),
+    "exact_log_likelihood": ("exact posterior", "#1f2328", [2, 2]),
+    "prior_log_likelihood": ("prior, knowing nothing", "#8c959f", [8, 4]),
+}
+
+QUERY = """
+    select *
+    from training_curves
+    where heldout_log_likelihood is not null
+    order by exact_log_likelihood is null, run, step
+"""
+
+
+def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Learning curves with a 95 % band over held-out tasks."""
+    rows = data.query(connection, QUERY)
+    if not rows:
+        return theme.no_rows("no training run has been evaluated", "snakemake --cores 1 all")
+    devices = data.devices(connection, "training_curves")
+    blocks = []
+    for slug, device in devices.items():
+        runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
+        panels = [
+            _panel([row for row in rows if row["device"] == slug and row["run"] == run])
+            for run in runs
+        ]
+        if panels:
+            blocks.append(theme.block(panels, device["name"], data.origin(device), COLUMNS))
+    subtitle = [
+        "Mean log-likelihood of held-out target values, in nats per value; higher is better. "
+        "Shuffled: the same tasks, with the context's y values permuted.",
+        "Band: 95% interval over held-out tasks. One run per panel, one seed each.",
+    ]
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+
+
+def finding(rows: list[Row], devices: dict[str, Row]) -> str:
+    """What the last evaluation of the first run on the first device says."""
+    slug = next(slug for slug in devices if any(row["device"] == slug for row in rows))
+    run = next(row["run"] for row in rows if row["device"] == slug)
+    last = max(
+        (row for row in rows if row["device"] == slug and row["run"] == run),
+        key=lambda row: row["step"],
+    )
+    where = f"on {devices[slug]['name']} after {last['step']:,} steps"
+    from_context = _nats_from_context(last)
+    if from_context is None:
+        return f"{run} has not learned from its context {where}: shuffling it costs nothing"
+    if last["gap_closed"] is not None and last["gap_closed"] > 0:
+        return (
+            f"{run} learns from its context {where}: "
+            f"{last['gap_closed']:.0%} of the way from the prior to the exact posterior"
+        )
+    return f"{run} learns from its context {where}: it is worth {from_context:.2g} nats per value"
+
+
+def _nats_from_context(row: Row) -> float | None:
+    """What the true context gains over the shuffled one; None inside two standard errors."""
+    shuffled = row["heldout_log_likelihood_shuffled"]
+    if shuffled is None:
+        return None
+    gain = row["heldout_log_likelihood"] - shuffled
+    return gain if gain > 2 * (row["heldout_log_likelihood_stderr"] or 0) else None
+
+
+def _panel(rows: list[Row]) -> alt.TopLevelMixin:
+    points = [
+        {"step": row["step"], "series": name, "value": row[column]}
+        for row in rows
+        for column, (name, _, _) in SERIES.items()
+        if row[column] is not None
+    ]
+    band = [
+        {
+            "step": row["step"],
+            "low": row["heldout_log_likelihood"] - 1.96 * row["heldout_log_likelihood_stderr"],
+            "high": row["heldout_log_likelihood"] + 1.96 * row["heldout_log_likelihood_stderr"],
+        }
+        for row in rows
+        if row["heldout_log_likelihood_stderr"] is not None
+    ]
+    values = [point["value"] for point in points] + [
+        end for row in band for end in (row["low"], row["high"])
+    ]
+    margin = 0.06 * (max(values) - min(values)) or 1.0
+    domain = alt.Scale(domain=[min(values) - margin, max(values) + margin], nice=False)
+    names, colors, dashes = zip(*SERIES.values(), strict=True)
+    x = alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False)
+    y = alt.Y("value:Q", title="log-likelihood, nats per target value", scale=domain)
+    lines = alt.Chart(alt.Data(values=points)).encode(
+        x=x,
+        y=y,
+        color=alt.Color(
+            "series:N",
+            scale=alt.Scale(domain=names, range=colors),
+            legend=alt.Legend(symbolSize=500, symbolStrokeWidth=2.5),
+            title=None,
+        ),
+        strokeDash=alt.StrokeDash(
+            "series:N", scale=alt.Scale(domain=names, range=dashes), title=None
+        ),
+        tooltip=["series:N", "step:Q", alt.Tooltip("value:Q", format=".4f")],
+    )
+    area = alt.Chart(alt.Data(values=band)).mark_area(color=colors[0], opacity=0.2)
+    title = alt.Title(
+        rows[0]["run"], subtitle=_description(rows[-1]), fontSize=14, subtitleFontSize=11, offset=8
+    )
+    return alt.layer(
+        area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
+        lines.mark_line(strokeWidth=2.5),
+    ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=title)
+
+
+def _description(last: Row) -> str:
+    source = last["source"].replace("_", " ")
+    sizes = f"{last['batch']} × ({last['n_context']:,} context + {last['n_target']:,} target)"
+    return f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"

@@ -1,0 +1,78 @@
+"""A small model and its tasks, the same for every gate that trains one."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tnp.model import TNPConfig, TransformerNP
+from tnp.ops import registry
+from tnp.step import TrainingStep
+from tnp.tasks import GaussianProcessTasks, Task
+from tnp.variants import Variant
+
+SEED = 0
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a device can bear: the specification's width on a GPU, a toy on the CPU."""
+
+    config: TNPConfig
+    d_ff_storage: int
+    dtype: torch.dtype
+    batch: int
+    n_context: int
+    n_target: int
+
+
+def scale(device: torch.device) -> Scale:
+    if device.type == "cuda":
+        config = TNPConfig(n_layers=2)
+        return Scale(config, 1408, torch.bfloat16, batch=4, n_context=331, n_target=186)
+    config = TNPConfig(d_model=64, n_layers=2, n_heads=4, d_ff=85, n_components=3)
+    return Scale(config, 96, torch.float32, batch=2, n_context=19, n_target=14)
+
+
+def implementations(device: torch.device) -> Iterator[str]:
+    """Attention implementations that run on this device in the dtype its gates use."""
+    for name in registry.names("attention"):
+        # One that cannot run here has no result to check; its benchmarks say why in their rows.
+        with contextlib.suppress(RuntimeError):
+            registry.check("attention", name, device, scale(device).dtype)
+            yield name
+
+
+def build_model(
+    device: torch.device, variant: Variant, *, checkpoint: bool = False, dtype=None
+) -> TransformerNP:
+    """The gate's model; equal weights for every variant, switch and dtype."""
+    torch.manual_seed(SEED)
+    chosen = scale(device)
+    model = TransformerNP(chosen.config, variant, dtype or chosen.dtype, checkpoint=checkpoint)
+    return model.to(device)
+
+
+def task(device: torch.device, step: int) -> Task:
+    chosen = scale(device)
+    tasks = GaussianProcessTasks(device=device)
+    return tasks.sample(SEED, step, chosen.batch, chosen.n_context, chosen.n_target)
+
+
+def gradients(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and all gradients in one vector."""
+    model.zero_grad(set_to_none=True)
+    loss = model.loss(batch)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def train(step: TrainingStep, device: torch.device, n_steps: int) -> torch.Tensor:
+    """Losses of `n_steps` steps, each on a task of its own."""
+    return torch.stack([step(task(device, index)) for index in range(n_steps)])
+
+
+def weights(model: TransformerNP) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -1,0 +1,60 @@
+"""A gate's own process: `python -m workflow.gate_process GATE DEVICE RESULT PARENT`.
+
+A kernel that crashes the process, or never ends, is this gate's result and nobody else's.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tnp.bench.isolate import device_lock, die_with_parent
+from tnp.gates import GATES
+
+
+def run(gate: str, device: str, slug: str, timeout_s: float) -> tuple[dict | None, list[dict]]:
+    """Environment row and `gates` rows of `gate` on `device`, provenance not yet added."""
+    # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
+    interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    with tempfile.TemporaryDirectory(prefix="tnp-gate-") as folder, device_lock(slug):
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", __name__, gate, device, result, str(os.getpid())]
+        try:
+            code = subprocess.run(command, env=os.environ | interpret, timeout=timeout_s).returncode
+        except subprocess.TimeoutExpired:
+            return None, [_not_finished(gate, f"not finished after {timeout_s:g} s")]
+        if not result.exists():
+            return None, [_not_finished(gate, f"its process ended with exit code {code}")]
+        report = json.loads(result.read_text())
+    return report["environment"], report["rows"]
+
+
+def _not_finished(gate: str, reason: str) -> dict:
+    return {
+        "gate": gate,
+        "phase": GATES[gate].phase,
+        "implementation": "",
+        "check": "error",
+        "metric": "",
+        "status": "error",
+        "reason": reason,
+    }
+
+
+def main(gate: str, device: str, result: str, parent: str) -> None:
+    die_with_parent(int(parent))
+    from tnp.bench.child import require_device
+    from tnp.bench.provenance import environment
+    from tnp.gates import run_gate
+
+    require_device(device)
+    report = {"environment": environment(device), "rows": run_gate(gate, device)}
+    temporary = Path(f"{result}.tmp")
+    temporary.write_text(json.dumps(report))
+    os.replace(temporary, result)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

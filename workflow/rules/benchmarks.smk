@@ -1,0 +1,45 @@
+"""Benchmarks: one job, and one process of its own, per configuration and replicate."""
+
+
+rule step:
+    input:
+        gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
+        sources=lambda wildcards: sources.of_step(STEPS[wildcards.config_id]),
+    output:
+        **outputs("step", "{config_id}--r{replicate}"),
+    log:
+        f"{LOGS}/{{config_id}}--r{{replicate}}.log",
+    wildcard_constraints:
+        config_id=one_of(STEPS),
+        replicate=r"\d+",
+    priority: lambda wildcards: PRIORITY[wildcards.config_id, int(wildcards.replicate)]
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        kind="step",
+        parameters=lambda wildcards: plan.job(STEPS, *wildcards),
+    script:
+        "../scripts/benchmark.py"
+
+
+rule op:
+    input:
+        gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
+        sources=lambda wildcards: sources.of_op(OPS[wildcards.config_id]),
+    output:
+        **outputs("op", "{config_id}--r{replicate}"),
+    log:
+        f"{LOGS}/{{config_id}}--r{{replicate}}.log",
+    wildcard_constraints:
+        config_id=one_of(OPS),
+        replicate=r"\d+",
+    priority: lambda wildcards: PRIORITY[wildcards.config_id, int(wildcards.replicate)]
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        kind="op",
+        parameters=lambda wildcards: plan.job(OPS, *wildcards),
+    script:
+        "../scripts/benchmark.py"

@@ -1,0 +1,112 @@
+"""The configuration checked, the device found, the jobs planned; what guards a run."""
+
+import re
+from pathlib import Path
+
+from snakemake.logging import logger
+from tnp.bench.outcome import CEILINGS
+from tnp.bench.provenance import device_slug
+from tnp.gates import GATES, gates_for
+from workflow import plan, sources, start, summary
+from workflow.progress import Progress
+from workflow.validation import validate
+
+try:
+    validate(config)
+    SLUG = plan.device(config["device"], device_slug())
+except ValueError as error:
+    sys.exit(str(error))
+
+DEVICE = "cpu" if SLUG == "cpu" else "cuda"
+RUNS = f"data/runs/{SLUG}"
+LOGS = f"{RUNS}/logs"
+
+STEPS = plan.steps(config, DEVICE, SLUG)
+OPS = plan.ops(config, DEVICE, SLUG)
+TRAINING = plan.training(config, DEVICE, SLUG)
+
+# Gates first, then the benchmarks round by round, training last.
+ORDER = plan.running_order(STEPS | OPS)
+PRIORITY = {job: len(ORDER) - rank for rank, job in enumerate(ORDER)}
+GATE_PRIORITY = len(ORDER) + 1
+
+# Timings claim all cores, so nothing runs beside them; on a cluster they claim a GPU.
+GPUS = 1 if DEVICE == "cuda" else 0
+
+# The names in `tnp.figures.FIGURES`, without importing the libraries that draw.
+FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix")
+
+start.prepare_environment(workflow.basedir)
+
+
+def one_of(names):
+    """A wildcard's pattern that matches exactly `names`."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+def outputs(kind, stem):
+    """{table: file} of everything that a job writes."""
+    return {table: f"{RUNS}/{table}/{stem}.parquet" for table in plan.TABLES[kind]}
+
+
+def gate_files(*arguments):
+    """Results of the gates that a benchmark waits for, of those that config.yaml names."""
+    return [
+        outputs("gate", gate)["gates"]
+        for gate in gates_for(*arguments)
+        if gate in config["gates"]
+    ]
+
+
+def step_gates(parameters):
+    return gate_files(
+        parameters["variant_spec"]["attention"],
+        parameters.get("checkpoint", False),
+        parameters.get("cuda_graph", False),
+    )
+
+
+def op_gates(parameters):
+    ceiling = parameters["op"] in CEILINGS
+    return [] if ceiling else gate_files(parameters["implementation"])
+
+
+def planned_tables():
+    """Parquet files that the jobs of this device write."""
+    jobs = [("gate", gate) for gate in config["gates"]]
+    jobs += [("train", run) for run in TRAINING]
+    for config_id, replicate in ORDER:
+        kind = "step" if config_id in STEPS else "op"
+        jobs.append((kind, f"{config_id}--r{replicate}"))
+    return [file for job in jobs for file in outputs(*job).values()]
+
+
+def existing_tables():
+    """Parquet files that are already there: recorded ones, and those of earlier plans."""
+    return [
+        str(file)
+        for root in ("data/recorded", "data/runs")
+        for file in sorted(Path(root).glob("*/*/*.parquet"))
+        if not file.name.startswith(".")
+    ]
+
+
+# A dry run and all that comes before this changes nothing, so it needs no lock.
+onstart:
+    try:
+        LOCK = start.take_lock(Path(".snakemake/workflow.lock"))
+        start.check_folders([RUNS, "data", "figures"])
+        start.check_tables(existing_tables())
+    except ValueError as error:
+        sys.exit(str(error))
+    for handler in logger.handlers:
+        if handler.name == "DefaultStreamHandler":
+            handler.addFilter(Progress(len(workflow.dag)))
+
+
+onsuccess:
+    print(summary.success(f"figures/{figure}.html" for figure in FIGURES))
+    gates = [outputs("gate", gate)["gates"] for gate in config["gates"]]
+    red = summary.red_gates(filter(Path.exists, map(Path, gates)))
+    if red:
+        sys.exit("\n".join(red))

@@ -1,0 +1,22 @@
+"""Correctness gates: what must hold before anything that uses it is timed."""
+
+
+rule gate:
+    input:
+        lambda wildcards: sources.of_gate(wildcards.gate),
+    output:
+        **outputs("gate", "{gate}"),
+    log:
+        f"{LOGS}/{{gate}}.log",
+    wildcard_constraints:
+        gate=one_of(GATES),
+    priority: GATE_PRIORITY
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        device=DEVICE,
+        slug=SLUG,
+        timeout_s=config["timing"]["timeout_s"],
+    script:
+        "../scripts/gate.py"

@@ -1,0 +1,22 @@
+"""Training runs: a killed one continues from its last checkpoint."""
+
+
+rule train:
+    input:
+        gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
+        sources=lambda wildcards: sources.of_training(TRAINING[wildcards.run]),
+    output:
+        **outputs("train", "{run}"),
+    log:
+        f"{LOGS}/{{run}}.log",
+    wildcard_constraints:
+        run=one_of(TRAINING),
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        parameters=lambda wildcards: TRAINING[wildcards.run],
+        # Not an output: Snakemake deletes the outputs of a job that it starts again.
+        checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}",
+    script:
+        "../scripts/train.py"

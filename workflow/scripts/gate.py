@@ -1,0 +1,34 @@
+"""Runs one gate in a process of its own and records its checks, red ones too."""
+
+from pathlib import Path
+
+from tnp.bench.isolate import with_provenance
+from tnp.store import write_table
+from workflow.gate_process import run
+from workflow.jobs import job
+
+params = snakemake.params
+gate = snakemake.wildcards.gate
+
+
+def verdict(rows: list[dict]) -> str:
+    unfinished = [row for row in rows if row["status"] != "ok"]
+    red = [row for row in rows if row["status"] == "ok" and not row["passed"]]
+    if red:
+        worst = red[0]
+        return (
+            f"RED, {len(red)} of {len(rows)} checks: {worst['check']}: {worst['metric']} "
+            f"{worst['value']:.3g}, bound {worst['bound']:.3g}"
+        )
+    if unfinished:
+        return f"{unfinished[0]['status']}: {unfinished[0]['reason']}"
+    return f"green, {len(rows)} checks"
+
+
+with job(f"gate {gate}", snakemake.log[0]) as say:
+    environment, rows = run(gate, params.device, params.slug, params.timeout_s)
+    tables = {"gates": rows, "environments": [environment] if environment else []}
+    identity = environment and environment["environment_id"]
+    for table, content in with_provenance(tables, params.slug, identity).items():
+        write_table(Path(snakemake.output[table]), table, content)
+    say(verdict(rows))

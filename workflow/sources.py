@@ -1,0 +1,111 @@
+"""Which source files a job depends on, read from the imports without importing anything.
+
+Jobs name them as inputs, so that editing one kernel voids its own gate and benchmarks and nothing
+else.
+"""
+
+import ast
+import os
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from tnp.bench.outcome import CEILINGS
+from tnp.gates import GATES, KERNEL_GATES
+from tnp.ops import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# How rows are written, not what is measured: a column added there voids no measurement.
+NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
+
+
+def of_gate(gate: str) -> list[str]:
+    """A gate of the model leaves our kernels out: the kernels' own gates answer for them."""
+    used = {
+        pair for pair in _implementations() if gate in KERNEL_GATES or pair[1].startswith("sdpa_")
+    }
+    return _using([f"tnp.gates.{gate}", *GATES[gate].modules], used)
+
+
+def of_step(parameters: dict) -> list[str]:
+    return _using(["tnp.bench.steps"], {("attention", parameters["variant_spec"]["attention"])})
+
+
+def of_op(parameters: dict) -> list[str]:
+    op, name = parameters["op"], parameters["implementation"]
+    return _using(["tnp.bench.operators"], set() if op in CEILINGS else {(op, name)})
+
+
+def of_training(parameters: dict) -> list[str]:
+    return _using(["tnp.train"], {("attention", parameters["variant_spec"]["attention"])})
+
+
+def of_store() -> list[str]:
+    return _relative(closure(["tnp.store", "tnp.schemas"]))
+
+
+def of_figure(figure: str) -> list[str]:
+    return _relative(closure(["tnp.figures", f"tnp.figures.{figure}"]))
+
+
+def views() -> list[str]:
+    return _relative(sorted(ROOT.joinpath("workflow/sql").glob("*.sql")))
+
+
+def closure(modules: Iterable[str], without: Iterable[str] = ()) -> list[Path]:
+    """Files of `modules` and of all they import from `tnp`, sorted.
+
+    An import of a module in `without` is not followed; one that is named in `modules` is kept.
+    """
+    pending = list(modules)
+    without = (NOT_MEASURED | set(without)) - set(pending)
+    seen: set[str] = set()
+    while pending:
+        module = pending.pop()
+        if module not in seen and module not in without:
+            seen.add(module)
+            pending += _imports(module)
+    return sorted(_file(module) for module in seen)
+
+
+def _using(modules: Iterable[str], implementations: set[tuple[str, str]]) -> list[str]:
+    """Files of `modules` and of these (operator, implementation) pairs, no other kernel's."""
+    used = {module for pair in implementations for module in registry.modules(*pair)}
+    every = {module for pair in _implementations() for module in registry.modules(*pair)}
+    return _relative(closure({*modules, *used}, without=every - used))
+
+
+def _implementations() -> list[tuple[str, str]]:
+    return [(op, name) for op in registry.operators() for name in registry.names(op)]
+
+
+def _relative(files: Iterable[Path]) -> list[str]:
+    """As seen from the working directory: a checkout that was moved reruns nothing."""
+    return [os.path.relpath(file) for file in files]
+
+
+def _file(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+@cache
+def _imports(module: str) -> tuple[str, ...]:
+    """Modules of `tnp` that `module` imports anywhere, function bodies included."""
+    file = _file(module)
+    if file is None:
+        raise ValueError(f"no source file for module {module!r}: is its name spelt right?")
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            base = ".".join(parts) if node.level else ""
+            origin = ".".join(filter(None, [base, node.module]))
+            found += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+    # `from tnp.ops import attention` names a module, `from tnp.model import TNPConfig` does not.
+    return tuple(name for name in found if name.split(".")[0] == "tnp" and _file(name))

@@ -1,0 +1,61 @@
+"""Checks of the main process before the first job: nothing has been changed when one fails."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from workflow.jobs import WORKFLOW_PID
+
+
+def prepare_environment(checkout: str) -> None:
+    """For the jobs: where to import `tnp` and `workflow` from, and whose end is theirs."""
+    path = [checkout, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    os.environ[WORKFLOW_PID] = str(os.getpid())
+
+
+def take_lock(path: Path) -> int:
+    """Holds `path` for the life of this process, a kill included; ValueError if another does.
+
+    Returns the descriptor; Python lets no job inherit it, so that none outlives the workflow with
+    the lock in its hands.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode().strip() or "unknown"
+        os.close(descriptor)
+        raise ValueError(
+            f"another workflow (process {holder}) is running in {Path.cwd()}: "
+            "wait until it has ended; nothing was changed"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def check_folders(folders: Iterable[str]) -> None:
+    """ValueError naming the first of `folders` that cannot be created or written to."""
+    for folder in folders:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {folder}/ ({error.strerror}): make it a writable folder"
+            ) from None
+
+
+def check_tables(files: Iterable[str]) -> None:
+    """ValueError naming the first Parquet file the store could not load."""
+    from tnp.store import StoreError, read_table  # slow to import, and only a real run needs it
+
+    for file in files:
+        try:
+            read_table(Path(file), Path(file).parent.name)
+        except StoreError as error:
+            raise ValueError(str(error)) from None

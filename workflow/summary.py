@@ -1,0 +1,30 @@
+"""What a finished run says last."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+QUERY = 'duckdb -readonly data/results.duckdb "from speedup"'
+
+
+def red_gates(files: Iterable[str]) -> list[str]:
+    """One sentence per gate in `files` that has a failed or unfinished check."""
+    from tnp.store import read_table
+
+    sentences = []
+    for file in files:
+        rows = read_table(Path(file), "gates").to_pylist()
+        red = [row for row in rows if row["status"] == "error" or row["passed"] is False]
+        if red:
+            first = red[0]
+            why = first["reason"] or (
+                f"{first['check']}: {first['metric']} {first['value']:.3g}, "
+                f"bound {first['bound']:.3g}"
+            )
+            sentences.append(f"Gate {first['gate']} is red: {why}.")
+    return sentences
+
+
+def success(figures: Iterable[str]) -> str:
+    """Where to look, and one query to try."""
+    drawn = "  ".join(figure for figure in figures if Path(figure).exists())
+    return f"Figures: {drawn}\nAsk the results: {QUERY}"

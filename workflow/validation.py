@@ -1,0 +1,104 @@
+"""Says what is wrong with config.yaml, in one sentence, before any work starts."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+import jsonschema
+import yaml
+
+from tnp.gates import GATES
+from tnp.ops import registry
+
+SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
+
+
+def validate(config: dict) -> None:
+    """Raises ValueError naming the place in `config`, the value, and what would be right."""
+    _check_schema(config)
+    _check_names(config)
+
+
+def _check_schema(config: dict) -> None:
+    schema = yaml.safe_load(SCHEMA.read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    error = jsonschema.exceptions.best_match(validator.iter_errors(config))
+    if error is None:
+        return
+    if error.validator == "additionalProperties":
+        known = list(error.schema["properties"])
+        for key in error.instance:
+            if key not in known:
+                raise ValueError(f"{_place(error.path)}: {_unknown('key', key, known)}")
+    wanted = {
+        "minimum": f"must be at least {error.validator_value}",
+        "exclusiveMinimum": f"must be larger than {error.validator_value}",
+        "type": f"must be of type {error.validator_value}",
+        "enum": f"must be one of {_listed(error.validator_value)}",
+        "pattern": f"must match {error.validator_value}",
+    }.get(error.validator)
+    if error.validator == "pattern" and "propertyNames" in error.absolute_schema_path:
+        wanted = "must be a name of small letters, digits and single underscores"
+    what = f"{error.instance!r} {wanted}" if wanted else error.message
+    raise ValueError(f"{_place(error.path)}: {what}")
+
+
+def _check_names(config: dict) -> None:
+    """What a schema cannot say: names defined in one place must exist in the other."""
+    shapes, variants = config["shapes"], config["variants"]
+    _check("gates", "gate", config["gates"], GATES)
+    _check("baseline", "variant", [config["baseline"]], variants)
+    _check_model("model", config["model"])
+    for name, spec in variants.items():
+        place = f"variants.{name}.attention"
+        _check(place, "implementation", [spec["attention"]], registry.names("attention"))
+        storage, d_ff = spec.get("d_ff_storage"), config["model"]["d_ff"]
+        if storage is not None and storage < d_ff:
+            raise ValueError(
+                f"config.yaml: variants.{name}.d_ff_storage: {storage} is smaller than the model's "
+                f"d_ff: it must be at least {d_ff}"
+            )
+    for name, study in config["steps"].items():
+        _check(f"steps.{name}.shapes", "shape", study["shapes"], shapes)
+        _check(f"steps.{name}.variants", "variant", study["variants"], variants)
+    operators = {name: study for name, study in config["ops"].items() if name != "ceilings"}
+    _check("ops", "operator", operators, registry.operators())
+    for name, study in operators.items():
+        known = registry.names(name)
+        _check(f"ops.{name}.shapes", "shape", study["shapes"], shapes)
+        _check(f"ops.{name}.implementations", "implementation", study["implementations"], known)
+    for name in set(config["steps"]) & set(config["ops"]):
+        raise ValueError(f"config.yaml: steps.{name} and ops.{name} share a name: rename the study")
+    for name, run in config["training"].items():
+        _check(f"training.{name}.shape", "shape", [run["shape"]], shapes)
+        _check(f"training.{name}.variant", "variant", [run["variant"]], variants)
+        _check_model(f"training.{name}.model", run.get("model", config["model"]))
+
+
+def _check_model(place: str, model: dict) -> None:
+    if model["d_model"] % model["n_heads"]:
+        raise ValueError(
+            f"config.yaml: {place}: d_model {model['d_model']} must be a multiple of "
+            f"n_heads {model['n_heads']}"
+        )
+
+
+def _check(place: str, kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"config.yaml: {place}: {_unknown(kind, name, known)}")
+
+
+def _place(path: Iterable[str | int]) -> str:
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return f"config.yaml: {place[1:]}" if place else "config.yaml"
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(str(name), list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"choose from {_listed(known)}"
+    return f"unknown {kind} {name!r}: {hint}"
+
+
+def _listed(values: Iterable) -> str:
+    return ", ".join(map(str, values))
