@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from tnp.bench.isolate import device_lock, die_with_parent
-from tnp.gates import GATES
+from tnp.gates import GATES, blocking_reason
 
 
 def run(gate: str, device: str, slug: str, timeout_s: float) -> tuple[dict | None, list[dict]]:
@@ -29,6 +30,14 @@ def run(gate: str, device: str, slug: str, timeout_s: float) -> tuple[dict | Non
             return None, [_not_finished(gate, f"its process ended with exit code {code}")]
         report = json.loads(result.read_text())
     return report["environment"], report["rows"]
+
+
+def red(files: Iterable[str], implementation: str) -> str | None:
+    """Why the gates recorded in `files` forbid using `implementation`; None where they do not."""
+    from tnp.store import read_table
+
+    rows = [row for file in files for row in read_table(Path(file), "gates").to_pylist()]
+    return blocking_reason(rows, implementation)
 
 
 def _not_finished(gate: str, reason: str) -> dict:

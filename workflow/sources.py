@@ -23,7 +23,9 @@ NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
 def of_gate(gate: str) -> list[str]:
     """A gate of the model leaves our kernels out: the kernels' own gates answer for them."""
     used = {
-        pair for pair in _implementations() if gate in KERNEL_GATES or pair[1].startswith("sdpa_")
+        (op, name)
+        for op, name in _implementations()
+        if gate in KERNEL_GATES or name.startswith("sdpa_") or name == "reference"
     }
     return _using([f"tnp.gates.{gate}", *GATES[gate].modules], used)
 
@@ -71,8 +73,8 @@ def closure(modules: Iterable[str], without: Iterable[str] = ()) -> list[Path]:
 
 def _using(modules: Iterable[str], implementations: set[tuple[str, str]]) -> list[str]:
     """Files of `modules` and of these (operator, implementation) pairs, no other kernel's."""
-    used = {module for pair in implementations for module in registry.modules(*pair)}
-    every = {module for pair in _implementations() for module in registry.modules(*pair)}
+    used = {module for pair in implementations for module in registry.get(*pair).modules}
+    every = {module for pair in _implementations() for module in registry.get(*pair).modules}
     return _relative(closure({*modules, *used}, without=every - used))
 
 

@@ -30,15 +30,20 @@ def _check_schema(config: dict) -> None:
         for key in error.instance:
             if key not in known:
                 raise ValueError(f"{_place(error.path)}: {_unknown('key', key, known)}")
-    wanted = {
-        "minimum": f"must be at least {error.validator_value}",
-        "exclusiveMinimum": f"must be larger than {error.validator_value}",
-        "type": f"must be of type {error.validator_value}",
-        "enum": f"must be one of {_listed(error.validator_value)}",
-        "pattern": f"must match {error.validator_value}",
-    }.get(error.validator)
-    if error.validator == "pattern" and "propertyNames" in error.absolute_schema_path:
-        wanted = "must be a name of small letters, digits and single underscores"
+    limit, wanted = error.validator_value, None
+    match error.validator:
+        case "minimum":
+            wanted = f"must be at least {limit}"
+        case "exclusiveMinimum":
+            wanted = f"must be larger than {limit}"
+        case "type":
+            wanted = f"must be of type {limit}"
+        case "enum":
+            wanted = f"must be one of {_listed(limit)}"
+        case "pattern" if "propertyNames" in error.absolute_schema_path:
+            wanted = "must be a name of small letters, digits and single underscores"
+        case "pattern":
+            wanted = f"must match {limit}"
     what = f"{error.instance!r} {wanted}" if wanted else error.message
     raise ValueError(f"{_place(error.path)}: {what}")
 

@@ -35,7 +35,9 @@ def test_float32_is_stable(scale, sigma):
     loss.backward()
     assert parameters.grad.isfinite().all()
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(parameters.grad.double(), exact_parameters.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        parameters.grad.double(), exact_parameters.grad, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_floor_under_sigma_bounds_the_density():

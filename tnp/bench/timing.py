@@ -131,7 +131,8 @@ def _warm_up(
     least, most = CHUNK_CALLS
     chunk = min(max(round(policy.warmup_s * 250 / max(call_ms, 1e-3)), least), most)
     start = time.perf_counter()
-    n_calls, previous = 1, float("inf")
+    previous = statistics.median(time_calls(rotation, chunk, device))
+    n_calls = 1 + chunk
     while True:
         median = statistics.median(time_calls(rotation, chunk, device))
         n_calls += chunk

@@ -4,6 +4,7 @@ from typing import Any
 
 import altair as alt
 import duckdb
+import pyarrow as pa
 
 Row = dict[str, Any]
 
@@ -17,6 +18,14 @@ def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object)
     cursor = connection.execute(sql, parameters or None)
     names = [column[0] for column in cursor.description]
     return [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
+
+
+def drawing(rows: list[Row]) -> alt.Chart:
+    """A chart of `rows`, which all have the first one's columns, still without a mark.
+
+    Arrow, because Altair copies lists of dictionaries each time charts are put together.
+    """
+    return alt.Chart(pa.Table.from_pylist(rows))
 
 
 def is_pytorch(variant: str) -> bool:

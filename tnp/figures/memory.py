@@ -85,7 +85,7 @@ def _device_finding(measured: list[Row], device: str) -> str:
     where = f"for {after['variant']} at {after['shape']} on {device}"
     sizes = f"{theme.number(before)} to {theme.number(after['peak_memory_gib'])} GiB"
     if ratio < 1.02:
-        return f"Checkpointing saves no memory {where}: {sizes}"
+        return f"Checkpointing saves no memory {where}"
     return f"Checkpointing cuts peak memory {theme.times(ratio)} {where}: {sizes}"
 
 
@@ -109,14 +109,14 @@ def _panel(
     scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
     x = alt.X("peak_memory_gib:Q", scale=scale, title="peak memory, GiB").axis(tickCount=4)
     color = alt.Color("color:N", scale=colors, legend=None)
-    base = alt.Chart(alt.Data(values=measured)).encode(x=x, **y)
+    base = data.drawing(measured).encode(x=x, **y)
     layers = [
         base.mark_bar(height=switches.SLOT_HEIGHT // 2, opacity=0.35).encode(color=color),
         base.mark_point(filled=True, size=75, opacity=1).encode(
             color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP
         ),
-        theme.text(base.encode(text="label:N"), dx=8),
-        switches.failures(rows, y),
+        *theme.text(base.encode(text="label:N"), dx=8),
+        *switches.failures(rows, y),
     ]
     return alt.layer(*layers).properties(
         width=PANEL_WIDTH,

@@ -14,6 +14,7 @@ from tnp.figures.data import Row
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 290  # px
 SLOT_HEIGHT = 15  # px, per implementation of a shape
+CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 12, "color": theme.MUTED}
 
@@ -40,7 +41,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     """Log-log roofline per pass above the shares of it, shape by shape."""
     rows = data.query(connection, QUERY)
     if not rows:
-        return theme.no_rows("no operator has been timed", "snakemake --cores 1 all on a GPU host")
+        return theme.no_rows(
+            "no operator has been timed", "snakemake --cores 1 all    # on a GPU host"
+        )
     devices = data.devices(connection, "roofline")
     colors = data.variant_colors(connection)
     blocks = []
@@ -116,17 +119,22 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
     lowest = min(timed + [point["tflops"] for point in roof], default=1.0)
     highest = max([point["tflops"] for point in roof], default=1.0)
     x_scale = alt.Scale(type="log", nice=False)
-    y_scale = alt.Scale(type="log", nice=False, domain=[lowest / 1.5, highest * 1.8])
+    y_scale = alt.Scale(type="log", nice=False, domain=[lowest / 1.5, highest * 2])
     x = alt.X("intensity:Q", scale=x_scale, title="intensity, FLOP/byte")
     x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
     y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
     y = y.axis(values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)], format=",")
-    marks = alt.Chart(alt.Data(values=points)).encode(x=x, y=y)
-    line = alt.Chart(alt.Data(values=roof)).mark_line(color=theme.INK, strokeWidth=2)
-    names = alt.Chart(alt.Data(values=_shape_labels(points))).encode(x=x, y=y, text="label:N")
+    marks = data.drawing(points).encode(x=x, y=y)
+    line = data.drawing(roof).mark_line(color=theme.INK, strokeWidth=2)
+    names = data.drawing(_shape_labels(points)).encode(x=x, y=y, text="label:N")
     return alt.layer(
         line.encode(x=x, y=y),
-        names.transform_filter("datum.bound == 'compute'").mark_text(dy=-10, **SHAPE_LABEL),
+        names.transform_filter("datum.bound == 'compute' && !datum.raised").mark_text(
+            dy=-10, **SHAPE_LABEL
+        ),
+        names.transform_filter("datum.bound == 'compute' && datum.raised").mark_text(
+            dy=-25, **SHAPE_LABEL
+        ),
         names.transform_filter("datum.bound == 'memory'").mark_text(
             dx=-8, align="right", **SHAPE_LABEL
         ),
@@ -163,15 +171,21 @@ def _shape_labels(points: list[Row]) -> list[Row]:
     columns: dict[float, list[Row]] = {}
     for point in points:
         columns.setdefault(round(math.log10(point["intensity"]), 1), []).append(point)
-    return [
-        {
-            "intensity": column[0]["intensity"],
-            "tflops": column[0]["roofline_tflops"],
-            "bound": column[0]["bound"],
-            "label": ", ".join(dict.fromkeys(point["shape"] for point in column)),
-        }
-        for column in columns.values()
-    ]
+    labels, previous, raised = [], -math.inf, False
+    for decade in sorted(columns):  # a label close to the one on its left stands higher
+        raised = decade - previous < CLOSE_DECADES and not raised
+        previous = decade
+        point = columns[decade][0]
+        labels.append(
+            {
+                "intensity": point["intensity"],
+                "tflops": point["roofline_tflops"],
+                "bound": point["bound"],
+                "raised": raised,
+                "label": ", ".join(dict.fromkeys(row["shape"] for row in columns[decade])),
+            }
+        )
+    return labels
 
 
 def _shares(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin:
@@ -187,7 +201,7 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin
         "y": alt.Y("shape:N", scale=alt.Scale(domain=shapes, padding=0.1), title=None),
         "yOffset": alt.YOffset("implementation:N", scale=alt.Scale(domain=implementations)),
     }
-    base = alt.Chart(alt.Data(values=points)).encode(**lines)
+    base = data.drawing(points).encode(**lines)
     failed = [
         row | {"text": f"{row['implementation']}: {theme.status_text(row['status'])}"}
         for row in rows
@@ -197,11 +211,9 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin
         base.mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35).encode(x=x, color=color),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q", color=color),
         base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=color, tooltip=TOOLTIP),
-        theme.text(base.encode(x=high, text="label:N"), dx=8),
-        theme.text(
-            alt.Chart(alt.Data(values=failed)).encode(
-                x=alt.value(4), text="text:N", tooltip="reason:N", **lines
-            ),
+        *theme.text(base.encode(x=high, text="label:N"), dx=8),
+        *theme.text(
+            data.drawing(failed).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines),
             fontStyle="italic",
             color=theme.MUTED,
         ),

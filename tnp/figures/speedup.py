@@ -117,12 +117,12 @@ def _panel(
     x = alt.X("speedup:Q", scale=scale, axis=axis, title="speedup, faster →")
     low, high = (alt.X(f"speedup_{end}:Q", scale=scale, axis=axis) for end in ("low", "high"))
     color = alt.Color("variant:N", scale=colors, legend=None)
-    base = alt.Chart(alt.Data(values=timed)).encode(color=color, **y)
-    label = alt.Chart(alt.Data(values=timed)).encode(x=high, text="label:N", **y)
+    base = data.drawing(timed).encode(color=color, **y)
+    label = data.drawing(timed).encode(x=high, text="label:N", **y)
     fastest_pytorch = [
         {"speedup": row["baseline_step_ms"] / row["best_pytorch_step_ms"]}
         for row in timed[:1]
-        if row["best_pytorch_step_ms"]
+        if row["best_pytorch_step_ms"] not in (None, row["baseline_step_ms"])
     ]
     layers = [
         _vertical([{"speedup": 1.0}], x, strokeWidth=1.5),
@@ -131,11 +131,11 @@ def _panel(
         base.mark_point(filled=True, size=75, opacity=1).encode(
             x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP
         ),
-        theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
-        theme.text(
+        *theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
+        *theme.text(
             label.transform_filter("datum.best_of_shape"), dx=8, fontSize=13, fontWeight="bold"
         ),
-        switches.failures(rows, y),
+        *switches.failures(rows, y),
     ]
     return alt.layer(*layers).properties(
         width=PANEL_WIDTH,
@@ -152,4 +152,4 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _vertical(values: list[Row], x: alt.X, **style: object) -> alt.Chart:
-    return alt.Chart(alt.Data(values=values)).mark_rule(color=theme.INK, **style).encode(x=x)
+    return data.drawing(values).mark_rule(color=theme.INK, **style).encode(x=x)

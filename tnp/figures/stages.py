@@ -50,13 +50,13 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "Median time per stage of an eager training step, in ms: embed to loss are forward, summed "
         "over layers; backward includes what checkpointing recomputes.",
         "Numbers: share of the stages' sum. No error bars: timed in passes of their own, stages "
-        "are for proportions; intervals of whole steps stand in the figure speedup.",
+        "are for proportions; the figure speedup has the intervals of whole steps.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """The largest stage, and the largest of the forward pass, in the longest plain baseline step."""
+    """The largest stage, and that of the forward pass, in the longest plain baseline step."""
     slug, device = next(iter(devices.items()))
     of_device = [row for row in rows if row["device"] == slug]
     plain = [row for row in of_device if switches.configuration(row) == data.BASELINE]
@@ -103,7 +103,7 @@ def _panel(rows: list[Row], lines: list[str], axis: alt.Axis) -> alt.TopLevelMix
         for row in rows
     ]
     x = alt.X("time_ms:Q", title="ms", stack="zero", scale=alt.Scale(domain=[0, longest]))
-    base = alt.Chart(alt.Data(values=segments)).encode(
+    base = data.drawing(segments).encode(
         x=x.axis(tickCount=5),
         y=alt.Y("line:N", scale=alt.Scale(domain=lines), axis=axis, title=None),
         order="order:Q",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import altair as alt
 
-from tnp.figures import theme
+from tnp.figures import data, theme
 from tnp.figures.data import Row
 
 # A step's two switches as one mark: order, name and shape.
@@ -83,7 +83,7 @@ class Lines:
         }
 
 
-def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> alt.LayerChart:
+def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> list[alt.Chart]:
     """Why configurations have no mark, as text in their place: one line per variant and status."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -102,7 +102,7 @@ def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> 
                 "reason": failed[0]["reason"],
             }
         )
-    base = alt.Chart(alt.Data(values=texts)).encode(
+    base = data.drawing(texts).encode(
         x=alt.value(4), text="text:N", tooltip="reason:N", **encodings
     )
     return theme.text(base, fontStyle="italic", color=theme.MUTED)

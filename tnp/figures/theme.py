@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from tnp.figures.data import Row
+from tnp.figures.data import Row, drawing
 
 INK, MUTED, FAINT, RULE = "#1f2328", "#59636e", "#8c959f", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -107,10 +107,17 @@ def listed(names: Sequence[str]) -> str:
 def page(chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str]) -> alt.TopLevelMixin:
     """`chart` under its finding and under how that was measured, in the house style."""
     heading = alt.Title(
-        textwrap.wrap(title, TITLE_CHARACTERS),
+        _balanced(title, TITLE_CHARACTERS),
         subtitle=[line for text in subtitle for line in textwrap.wrap(text, SUBTITLE_CHARACTERS)],
     )
     return chart.properties(title=heading, background="white", padding=24).configure(**PAGE_STYLE)
+
+
+def _balanced(text: str, width: int) -> list[str]:
+    """As few lines as `width` allows, as even as these allow: no last line of a single word."""
+    n_lines = len(textwrap.wrap(text, width))
+    narrower = (textwrap.wrap(text, w) for w in range(len(text) // n_lines, width + 1))
+    return next(lines for lines in narrower if len(lines) == n_lines)
 
 
 def block(
@@ -136,16 +143,16 @@ def line_axis(labels: Sequence[str], labelled: bool) -> alt.Axis:
     return alt.Axis(grid=False, minExtent=room, maxExtent=room, labelLimit=room)
 
 
-def text(base: alt.Chart, **style: object) -> alt.LayerChart:
-    """A text mark with a white halo: readable where it crosses a line."""
+def text(base: alt.Chart, **style: object) -> list[alt.Chart]:
+    """Two layers, a text and a white halo under it: readable where it crosses a line."""
     style = {"align": "left", "fontSize": 11, "color": INK} | style
     halo = style | {"color": "white", "stroke": "white", "strokeWidth": 3, "strokeJoin": "round"}
-    return alt.layer(base.mark_text(**halo), base.mark_text(**style))
+    return [base.mark_text(**halo), base.mark_text(**style)]
 
 
 def no_rows(what: str, command: str) -> alt.TopLevelMixin:
     """A card that says how to get the rows this figure is drawn from."""
-    line = alt.Chart(alt.Data(values=[{"text": f"Run:  {command}"}])).mark_text(
+    line = drawing([{"text": f"Run:  {command}"}]).mark_text(
         align="left", baseline="top", fontSize=15, color=INK, font="monospace"
     )
     card = line.encode(text="text:N", x=alt.value(0), y=alt.value(0))

@@ -69,7 +69,12 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
             f"{run} learns from its context {where}: "
             f"{last['gap_closed']:.0%} of the way from the prior to the exact posterior"
         )
-    return f"{run} learns from its context {where}: it is worth {from_context:.2g} nats per value"
+    prior = last["prior_log_likelihood"]
+    below_prior = prior is not None and last["heldout_log_likelihood"] < prior
+    return (
+        f"{run} learns from its context {where}: it is worth {from_context:.2f} nats per value"
+        f"{', though still below the prior' if below_prior else ''}"
+    )
 
 
 def _nats_from_context(row: Row) -> float | None:
@@ -105,7 +110,7 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
     names, colors, dashes = zip(*SERIES.values(), strict=True)
     x = alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False)
     y = alt.Y("value:Q", title="log-likelihood, nats per target value", scale=domain)
-    lines = alt.Chart(alt.Data(values=points)).encode(
+    lines = data.drawing(points).encode(
         x=x,
         y=y,
         color=alt.Color(
@@ -119,7 +124,7 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
         ),
         tooltip=["series:N", "step:Q", alt.Tooltip("value:Q", format=".4f")],
     )
-    area = alt.Chart(alt.Data(values=band)).mark_area(color=colors[0], opacity=0.2)
+    area = data.drawing(band).mark_area(color=colors[0], opacity=0.2)
     title = alt.Title(
         rows[0]["run"], subtitle=_description(rows[-1]), fontSize=14, subtitleFontSize=11, offset=8
     )

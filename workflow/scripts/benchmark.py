@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tnp.bench.isolate import run_isolated, with_provenance
 from tnp.bench.outcome import failure_rows
-from tnp.gates import blocking_reason
-from tnp.store import read_table, write_table
+from tnp.store import write_table
+from workflow.gate_process import red
 from workflow.jobs import job
 
 parameters, kind = snakemake.params.parameters, snakemake.params.kind
@@ -14,12 +14,10 @@ name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 
 def measure() -> dict[str, list[dict]]:
-    for file in snakemake.input.get("gates", []):
-        rows = read_table(Path(file), "gates").to_pylist()
-        reason = blocking_reason(rows, implementation)
-        if reason:
-            tables = failure_rows(kind, parameters, "gate_failed", reason)
-            return with_provenance(tables, parameters["device_slug"], None)
+    reason = red(snakemake.input.get("gates", []), implementation)
+    if reason is not None:
+        tables = failure_rows(kind, parameters, "gate_failed", reason)
+        return with_provenance(tables, parameters["device_slug"], None)
     return run_isolated(kind, parameters, parameters["timing"]["timeout_s"])
 
 

@@ -7,17 +7,30 @@ from tnp import train
 from tnp.bench.isolate import device_lock, with_provenance
 from tnp.bench.provenance import environment
 from tnp.store import write_table
+from workflow.gate_process import red
 from workflow.jobs import job
 
 parameters = snakemake.params.parameters
+device, slug = parameters["device"], parameters["device_slug"]
+
+
+def run() -> list[dict]:
+    rows: list[dict] = []
+    with device_lock(slug):
+        train.run(parameters, device, Path(snakemake.params.checkpoints), rows.append)
+    return rows
+
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
-    with device_lock(parameters["device_slug"]):
-        rows = train.run(parameters, Path(snakemake.params.checkpoints))
-    state = environment(parameters["device"])
+    reason = red(snakemake.input.get("gates", []), parameters["variant_spec"]["attention"])
+    rows = [] if reason else run()
+    state = environment(device)
     tables = {"training": rows, "environments": [state]}
-    tables = with_provenance(tables, parameters["device_slug"], state["environment_id"])
-    for table, content in tables.items():
+    for table, content in with_provenance(tables, slug, state["environment_id"]).items():
         write_table(Path(snakemake.output[table]), table, content)
     Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    say(f"{rows[-1]['step']} steps, held-out {rows[-1]['heldout_log_likelihood']:.3f} nats")
+    if reason:
+        say(f"not trained: {reason}")
+    else:
+        last = rows[-1]
+        say(f"{last['step']} steps, held-out {last['heldout_log_likelihood']:.3f} nats a target")

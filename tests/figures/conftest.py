@@ -1,0 +1,233 @@
+"""A small database with exactly the columns that the figures read from each view."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+Row = dict[str, Any]
+Build = Callable[..., Path]
+
+SHAPE = "shape text, batch integer, n_context integer, n_target integer"
+SWITCHES = "variant text, checkpoint boolean, cuda_graph boolean"
+OUTCOME = "status text, reason text"
+CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
+
+# View → its columns; `test_views.py` holds workflow/sql to them.
+VIEWS = {
+    "environments": "device text, device_name text, memory_bytes bigint, origin text,"
+    " recorded_at timestamptz",
+    "step_summary": f"device text, {SWITCHES}, dtype text, n_replicates bigint, status text",
+    "speedup": f"device text, {SHAPE}, {SWITCHES}, {OUTCOME}, step_ms double,"
+    " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
+    " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
+    " speedup_best_high double",
+    "memory": f"device text, {SHAPE}, {SWITCHES}, optimizer boolean, {OUTCOME},"
+    " peak_memory_gib double",
+    "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, stage text,"
+    " time_ms double, share double",
+    "training_curves": "device text, run text, variant text, source text, batch integer,"
+    " n_context integer, n_target integer, dtype text, seed integer, step integer,"
+    " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
+    " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
+    " prior_log_likelihood double, gap_closed double",
+    "roofline": f"device text, op text, pass text, implementation text, shape text, dtype text,"
+    f" time_ms double, tflops double, intensity double, ceiling_tflops double,"
+    f" ceiling_gb_per_s double, bound text, roofline_tflops double, share_of_roofline double,"
+    f" share_low double, share_high double, {OUTCOME}",
+    "matrix": f"device text, {SHAPE}, variant text, "
+    + ", ".join(
+        f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
+        f" {cell}_status text"
+        for cell in CELLS
+    ),
+}
+
+GPU, CPU = "nvidia-h200", "cpu"
+SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """Writes rows by view into a database and returns its path; columns not given are null."""
+
+    def write(**tables: list[Row]) -> Path:
+        path = tmp_path / "results.duckdb"
+        path.unlink(missing_ok=True)
+        with duckdb.connect(str(path)) as connection:
+            for view, columns in VIEWS.items():
+                connection.execute(f"create table {view} ({columns})")
+                for row in tables.get(view, []):
+                    names, marks = ", ".join(row), ", ".join("?" * len(row))
+                    connection.execute(
+                        f"insert into {view} ({names}) values ({marks})", list(row.values())
+                    )
+        return path
+
+    return write
+
+
+def sized(shape: str) -> Row:
+    batch, n_context, n_target = SIZES[shape]
+    return {"shape": shape, "batch": batch, "n_context": n_context, "n_target": n_target}
+
+
+def steps(
+    times: dict[tuple[str, str], float | str],
+    device: str = GPU,
+    checkpoint: bool = False,
+    cuda_graph: bool = False,
+) -> dict[str, list[Row]]:
+    """Rows of every view over steps from {(shape, variant): milliseconds or status}.
+
+    Intervals are ±1 %; peak memory is 8 GiB, a quarter of it with checkpointing.
+    """
+    tables: dict[str, list[Row]] = {"step_summary": [], "speedup": [], "memory": [], "matrix": []}
+    cell = CELLS[checkpoint + 2 * cuda_graph]
+    for (shape, variant), time in times.items():
+        status = time if isinstance(time, str) else "ok"
+        key = {"device": device, "variant": variant}
+        switches = {"checkpoint": checkpoint, "cuda_graph": cuda_graph}
+        outcome = {"status": status, "reason": "" if status == "ok" else f"because {status}"}
+        speedup, memory, best = {}, None, {}
+        if status == "ok":
+            peers = [
+                (name, peer)
+                for (where, name), peer in times.items()
+                if where == shape and name.startswith("sdpa_") and not isinstance(peer, str)
+            ]
+            baseline = dict(peers)["sdpa_flash"]
+            fastest = min(peer for _, peer in peers)
+            speedup = {"baseline_step_ms": baseline, **interval("speedup", baseline / time)}
+            best = {"best_pytorch_step_ms": fastest, **interval("speedup_best", fastest / time)}
+            speedup |= best | {"step_ms": time}
+            memory = 2.0 if checkpoint else 8.0
+        tables["step_summary"].append(
+            key | switches | {"dtype": "bfloat16", "n_replicates": 3, "status": status}
+        )
+        tables["speedup"].append(key | sized(shape) | switches | outcome | speedup)
+        tables["memory"].append(
+            key | sized(shape) | switches | outcome | {"optimizer": True, "peak_memory_gib": memory}
+        )
+        tables["matrix"].append(
+            key
+            | sized(shape)
+            | {
+                f"{cell}_step_ms": speedup.get("step_ms"),
+                f"{cell}_speedup": speedup.get("speedup"),
+                f"{cell}_peak_memory_gib": memory,
+                f"{cell}_status": status,
+            }
+        )
+    return tables
+
+
+def interval(name: str, value: float) -> Row:
+    return {name: value, f"{name}_low": value * 0.99, f"{name}_high": value * 1.01}
+
+
+def stage_rows(seconds: dict[str, float], device: str = GPU, variant: str = "sdpa_flash") -> dict:
+    total = sum(seconds.values())
+    key = {"device": device, "config_id": f"mid--{variant}", "variant": variant} | sized("mid")
+    rows = [
+        key
+        | {"checkpoint": False, "cuda_graph": False}
+        | {"stage": stage, "time_ms": time, "share": time / total}
+        for stage, time in seconds.items()
+    ]
+    return {"stage_share": rows, **step_summary(device, variant)}
+
+
+def step_summary(device: str, variant: str) -> dict[str, list[Row]]:
+    row = {"device": device, "variant": variant, "dtype": "bfloat16", "n_replicates": 1}
+    return {"step_summary": [row | {"status": "ok"}]}
+
+
+def training_rows(
+    heldout: float, shuffled: float, exact: float | None = 1.0, device: str = GPU
+) -> dict[str, list[Row]]:
+    """A run of two evaluations that ends at `heldout` and `shuffled`; the prior is at −1."""
+    gap_closed = None if exact is None else (heldout + 1) / (exact + 1)
+    key = {
+        "device": device,
+        "run": "gp_small",
+        "variant": "sdpa_flash",
+        "source": "gaussian_process",
+        "dtype": "bfloat16",
+        "seed": 0,
+    }
+    sizes = {name: value for name, value in sized("small").items() if name != "shape"}
+    rows = [
+        key
+        | sizes
+        | {
+            "step": step,
+            "heldout_log_likelihood": value,
+            "heldout_log_likelihood_shuffled": shuffled,
+            "heldout_log_likelihood_stderr": 0.05,
+            "exact_log_likelihood": exact,
+            "prior_log_likelihood": -1.0,
+            "gap_closed": gap_closed,
+        }
+        for step, value in ((500, heldout - 0.5), (1000, heldout))
+    ]
+    return {"training_curves": rows}
+
+
+def roofline_rows(
+    shares: dict[tuple[str, str], float | str], device: str = GPU
+) -> dict[str, list[Row]]:
+    """Attention forward from {(implementation, shape): share of the roofline or status}."""
+    rows = []
+    for (implementation, shape), share in shares.items():
+        status = share if isinstance(share, str) else "ok"
+        row = {
+            "device": device,
+            "op": "attention",
+            "pass": "forward",
+            "implementation": implementation,
+            "shape": shape,
+            "dtype": "bfloat16",
+            "intensity": 50.0 if shape == "small" else 5000.0,
+            "ceiling_tflops": 750.0,
+            "ceiling_gb_per_s": 4200.0,
+            "bound": "memory" if shape == "small" else "compute",
+            "roofline_tflops": 210.0 if shape == "small" else 750.0,
+            "status": status,
+            "reason": "",
+        }
+        if not isinstance(share, str):
+            row |= {"share_of_roofline": share, "share_low": share, "share_high": share}
+            row |= {"tflops": share * row["roofline_tflops"], "time_ms": 1.0}
+        rows.append(row)
+    return {"roofline": rows}
+
+
+def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    tables: dict[str, list[Row]] = {}
+    for part in parts:
+        for view, rows in part.items():
+            tables.setdefault(view, []).extend(rows)
+    return tables
+
+
+def environments(*devices: tuple[str, str, str]) -> dict[str, list[Row]]:
+    """From (slug, name, origin)."""
+    return {
+        "environments": [
+            {
+                "device": slug,
+                "device_name": name,
+                "memory_bytes": 8 << 30,
+                "origin": origin,
+                "recorded_at": "2026-02-01 10:00:00+00",
+            }
+            for slug, name, origin in devices
+        ]
+    }
+
+
+def title(chart: Any) -> str:
+    return " ".join(chart.to_dict()["title"]["text"])

@@ -1,0 +1,125 @@
+"""Titles say what the rows say, and nothing more."""
+
+import pytest
+import vl_convert
+
+from tests.figures import conftest as sample
+from tests.figures.conftest import Build, title
+from tnp.figures import draw
+
+H200 = sample.environments((sample.GPU, "NVIDIA H200", "recorded"))
+
+
+def speedup_title(build: Build, times: dict) -> str:
+    return title(draw("speedup", build(**sample.merged(H200, sample.steps(times)))))
+
+
+def test_speedup_claims_faster_against_both_only_where_both_intervals_do(build: Build) -> None:
+    times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "separate"): 100.0}
+    found = speedup_title(build, times)
+    assert "separate trains 2.00× faster than sdpa_flash at mid on NVIDIA H200" in found
+    assert "1.50× faster than PyTorch's fastest" in found
+
+
+def test_speedup_says_where_pytorch_is_faster_still(build: Build) -> None:
+    times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 80.0, ("mid", "separate"): 100.0}
+    found = speedup_title(build, times)
+    assert "2.00× faster than sdpa_flash" in found
+    assert "1.25× slower than PyTorch's fastest" in found
+
+
+def test_a_slower_variant_is_never_called_faster(build: Build) -> None:
+    found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 150.0})
+    assert "1.50× slower than sdpa_flash" in found
+    assert "faster than" not in found
+
+
+def test_an_interval_around_one_decides_nothing(build: Build) -> None:
+    found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 99.5})
+    assert "neither measurably faster nor slower than sdpa_flash" in found
+    assert "×" not in found
+
+
+def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
+    found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "sdpa_cudnn"): 50.0})
+    assert found.startswith("sdpa_cudnn trains 2.00× faster than sdpa_flash at mid")
+    found = speedup_title(build, {("mid", "sdpa_flash"): 100.0})
+    assert found == "No configuration timed on NVIDIA H200 is measurably faster than sdpa_flash"
+
+
+def test_speedup_of_failures_alone_claims_nothing_and_shows_why(build: Build) -> None:
+    tables = sample.merged(H200, sample.steps({("mid", "sdpa_flash"): "oom"}))
+    chart = draw("speedup", build(**tables))
+    assert title(chart) == "No configuration could be timed yet"
+    assert "out of memory" in vl_convert.vegalite_to_svg(chart.to_dict())
+
+
+@pytest.mark.parametrize("figure", ["speedup", "memory", "matrix"])
+def test_failed_configurations_stay_visible(build: Build, figure: str) -> None:
+    times = {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): "gate_failed"}
+    chart = draw(figure, build(**sample.merged(H200, sample.steps(times))))
+    svg = vl_convert.vegalite_to_svg(chart.to_dict())
+    assert "separate" in svg and "gate failed" in svg
+
+
+def test_memory_compares_checkpointing_with_the_same_variant_without(build: Build) -> None:
+    times = {("mid", "sdpa_flash"): 100.0}
+    plain, saving = sample.steps(times), sample.steps(times, checkpoint=True)
+    found = title(draw("memory", build(**sample.merged(H200, plain, saving))))
+    assert "Checkpointing cuts peak memory 4.00× for sdpa_flash at mid" in found
+    assert "8.00 to 2.00 GiB" in found
+
+    saving["memory"][0]["peak_memory_gib"] = 9.0
+    found = title(draw("memory", build(**sample.merged(H200, plain, saving))))
+    assert "Checkpointing saves no memory" in found and "cuts" not in found
+
+    found = title(draw("memory", build(**sample.merged(H200, plain))))
+    assert "up to 8.00 GiB on NVIDIA H200" in found and "heckpointing" not in found
+
+
+def test_stages_name_the_largest_and_the_largest_forward(build: Build) -> None:
+    tables = sample.stage_rows({"attention": 30.0, "mlp": 10.0, "backward": 60.0})
+    found = title(draw("stages", build(**sample.merged(H200, tables))))
+    assert found.startswith("Backward takes 60% of a training step of sdpa_flash at mid")
+    assert found.endswith("attention takes 75% of the forward pass")
+
+
+def test_training_claims_learning_only_above_the_shuffled_control(build: Build) -> None:
+    found = title(draw("training", build(**sample.merged(H200, sample.training_rows(0.5, -1.5)))))
+    assert "learns from its context on NVIDIA H200 after 1,000 steps: 75% of the way" in found
+
+    found = title(draw("training", build(**sample.merged(H200, sample.training_rows(0.5, 0.45)))))
+    assert "has not learned from its context" in found
+
+    worse_than_prior = sample.training_rows(-1.2, -2.0)
+    found = title(draw("training", build(**sample.merged(H200, worse_than_prior))))
+    assert "of the way" not in found and "0.80 nats per value, though still below" in found
+
+    images = sample.training_rows(0.5, -1.5, exact=None)
+    found = title(draw("training", build(**sample.merged(H200, images))))
+    assert "of the way" not in found and found.endswith("2.00 nats per value")
+
+
+def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
+    shares = {
+        ("separate", "mid"): 0.6,
+        ("sdpa_cudnn", "mid"): 0.7,
+        ("sdpa_cudnn", "small"): 0.9,
+        ("separate", "small"): 0.1,
+    }
+    found = title(draw("roofline", build(**sample.merged(H200, sample.roofline_rows(shares)))))
+    assert found == (
+        "separate attention forward reaches 60% of the NVIDIA H200 roofline at mid; "
+        "sdpa_cudnn reaches 70%"
+    )
+
+
+def test_matrix_groups_winners_by_variant(build: Build) -> None:
+    times = {
+        ("small", "sdpa_flash"): 50.0,
+        ("small", "separate"): 60.0,
+        ("mid", "sdpa_flash"): 100.0,
+        ("mid", "separate"): 80.0,
+    }
+    found = title(draw("matrix", build(**sample.merged(H200, sample.steps(times)))))
+    assert found == ("Shortest training step on NVIDIA H200: sdpa_flash at small; separate at mid")

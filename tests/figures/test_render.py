@@ -1,0 +1,124 @@
+"""Every figure over every kind of database: valid, self-contained, complete."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import vl_convert
+
+from tests.figures import conftest as sample
+from tests.figures.conftest import CPU, GPU, Build
+from tnp.figures import FIGURES, draw, render
+
+STAGES = {"embed": 1.0, "attention": 20.0, "mlp": 9.0, "heads": 5.0, "loss": 1.0, "backward": 60.0}
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def everything(device: str, variants: list[str]) -> dict:
+    times = {
+        (shape, name): 10.0 + i for shape in ("small", "mid") for i, name in enumerate(variants)
+    }
+    return sample.merged(
+        sample.steps(times, device),
+        sample.steps(times, device, checkpoint=True),
+        sample.stage_rows(STAGES, device),
+        sample.training_rows(0.5, -1.5, device=device),
+        sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),
+    )
+
+
+def failed(device: str) -> dict:
+    times = {("mid", "sdpa_flash"): "oom", ("mid", "separate"): "gate_failed"}
+    return sample.merged(
+        sample.steps(times, device), sample.roofline_rows({("separate", "mid"): "timeout"}, device)
+    )
+
+
+def databases() -> dict[str, dict]:
+    gpu = sample.environments((GPU, "NVIDIA H200", "recorded"))
+    cpu = sample.environments((CPU, "CPU", "runs"))
+    variants = ["sdpa_flash", "sdpa_cudnn", "separate"]
+    return {
+        "no rows": {},
+        "gpu": sample.merged(gpu, everything(GPU, variants)),
+        "cpu, one variant": sample.merged(cpu, everything(CPU, ["sdpa_flash"])),
+        "gpu and cpu, some failed": sample.merged(
+            gpu, cpu, everything(GPU, variants), failed(GPU), failed(CPU)
+        ),
+        "all failed": sample.merged(gpu, failed(GPU)),
+        "no environment": everything(GPU, variants),
+        "fourteen variants": sample.merged(
+            gpu, everything(GPU, ["sdpa_flash", *(f"kernel_{i}" for i in range(13))])
+        ),
+    }
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("rows", databases())
+def test_every_figure_compiles_over_any_rows(build: Build, figure: str, rows: str) -> None:
+    specification = draw(figure, build(**databases()[rows])).to_dict()
+    svg = vl_convert.vegalite_to_svg(specification)
+    assert len(svg) > 1000
+    texts = " ".join(ElementTree.fromstring(svg).itertext())
+    assert not re.search(r"\b(null|NaN|undefined|Infinity)\b", texts)
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_figure_without_rows_says_what_to_run(build: Build, figure: str) -> None:
+    chart = draw(figure, build())
+    assert sample.title(chart).startswith("No rows yet")
+    assert "snakemake" in vl_convert.vegalite_to_svg(chart.to_dict())
+
+
+def test_pages_load_nothing_from_elsewhere(build: Build, tmp_path: Path) -> None:
+    html, svg = tmp_path / "new" / "speedup.html", tmp_path / "new" / "speedup.svg"
+    render("speedup", build(**databases()["gpu"]), html, svg)
+    elements = Elements()
+    elements.feed(html.read_text())
+    assert ("script", {"type": "text/javascript"}) in elements.found
+    assert not [tag for tag, attributes in elements.found if {"src", "href"} & set(attributes)]
+    ElementTree.fromstring(svg.read_text())
+    assert sorted(path.name for path in html.parent.iterdir()) == ["speedup.html", "speedup.svg"]
+
+
+def test_png_is_an_image(build: Build, tmp_path: Path) -> None:
+    render("matrix", build(**databases()["gpu"]), tmp_path / "m.html", tmp_path / "m.png")
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_figure_names_the_known_ones(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'sped': it must be one of speedup, memory"):
+        render("sped", build(), tmp_path / "sped.html")
+    assert not (tmp_path / "sped.html").exists()
+
+
+def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
+    path = build(**databases()["gpu"])
+    scales = set()
+    for figure in ("speedup", "memory", "roofline"):
+        specification = str(draw(figure, path).to_dict())
+        (scale,) = set(
+            re.findall(r"\{'domain': \['sdpa_flash'[^}]*'range': [^}]*\}", specification)
+        )
+        scales.add(scale)
+    assert len(scales) == 1
+
+
+def test_every_device_is_named_with_its_origin(build: Build) -> None:
+    path = build(**databases()["gpu and cpu, some failed"])
+    for figure in ("speedup", "memory", "matrix"):
+        svg = vl_convert.vegalite_to_svg(draw(figure, path).to_dict())
+        assert "NVIDIA H200" in svg and "recorded 2026-02-01" in svg
+        assert "this machine, 2026-02-01" in svg

@@ -1,0 +1,129 @@
+"""A copy of the checkout in which measuring takes no time, and everything else is real."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+
+# Replaces the four functions that compute; what they were asked for goes to the file `calls`.
+FAKE_BENCHMARK = """
+def run_isolated(kind, parameters, timeout_s):
+    import time
+    with open("calls", "a") as calls:
+        print("start", parameters["config_id"], parameters["replicate"], file=calls, flush=True)
+        time.sleep(float(os.environ.get("FAKE_SECONDS", 0)))
+        print("end", parameters["config_id"], parameters["replicate"], file=calls, flush=True)
+    tables = failure_rows(kind, parameters, "ok", "")
+    for row in tables[f"{kind}s"]:
+        row["step_ms_p50" if kind == "step" else "time_ms_p50"] = 1.0
+    return with_provenance(tables, parameters["device_slug"], None)
+"""
+FAKE_GATE = """
+def run(gate, device, slug, timeout_s):
+    with open("calls", "a") as calls:
+        print("gate", gate, file=calls)
+    row = {"gate": gate, "phase": 0, "implementation": "", "check": "fake", "metric": "error",
+           "value": 2.0 if gate in os.environ.get("FAKE_RED", "") else 0.5, "bound": 1.0,
+           "mode": "cpu", "status": "ok", "reason": ""}
+    return None, [row | {"passed": row["value"] <= row["bound"]}]
+"""
+FAKE_FIGURES = """
+def render(name, database, html_path, image_path):
+    for path in (html_path, image_path):
+        path.write_text(name)
+"""
+FAKE_TRAINING = """
+def run(parameters, device, checkpoint_dir, on_row):
+    on_row({"run": parameters["run"], "step": 1, "heldout_log_likelihood": 0.0})
+"""
+
+
+class Checkout:
+    """A working copy of the workflow to run, break and edit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("workflow", "profiles", "tnp"):
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(ROOT / "Snakefile", folder)
+        self.config = yaml.safe_load((HERE / "config.yaml").read_text())
+        self.append("tnp/bench/isolate.py", FAKE_BENCHMARK)
+        self.append("workflow/gate_process.py", FAKE_GATE)
+        (folder / "tnp/figures/__init__.py").write_text("from pathlib import Path\n" + FAKE_FIGURES)
+        (folder / "tnp/train.py").write_text(FAKE_TRAINING)
+
+    def append(self, file: str, text: str) -> None:
+        with open(self.folder / file, "a") as stream:
+            stream.write(text)
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
+        return subprocess.Popen(
+            [sys.executable, "-m", "snakemake", *arguments],
+            cwd=self.folder,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
+        """Exit status and everything printed."""
+        process = self.start(*arguments, **environment)
+        try:
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.send_signal(signal.SIGKILL)
+        return process.returncode, output
+
+    def calls(self) -> list[str]:
+        file = self.folder / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def measured(self) -> list[str]:
+        return [call.removeprefix("end ") for call in self.calls() if call.startswith("end ")]
+
+    def forget_calls(self) -> None:
+        (self.folder / "calls").unlink(missing_ok=True)
+
+    def rows(self, table: str) -> list[dict]:
+        import pyarrow.parquet as pq
+
+        files = sorted(self.folder.glob(f"data/runs/cpu/{table}/*.parquet"))
+        return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "checkout")
+
+
+@pytest.fixture(scope="session")
+def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which everything has run once."""
+    folder = tmp_path_factory.mktemp("finished") / "checkout"
+    status, output = Checkout(folder).run("all")
+    assert status == 0, output
+    return folder
+
+
+@pytest.fixture
+def finished(_finished: Path, tmp_path: Path) -> Checkout:
+    """A copy of the finished checkout, at the same modification times."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(_finished, folder, copy_function=shutil.copy2)
+    copy = Checkout.__new__(Checkout)
+    copy.folder = folder
+    copy.config = yaml.safe_load((folder / "config.yaml").read_text())
+    copy.forget_calls()
+    return copy

@@ -1,0 +1,163 @@
+"""What a run does: plans, order, refusals, faults, reruns. Measuring itself is faked (conftest)."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_dry_run_plans_and_changes_nothing(checkout):
+    before = {path for path in checkout.folder.rglob("*") if "__pycache__" not in path.parts}
+    status, output = checkout.run("-n", "all")
+    assert status == 0, output
+    assert re.search(r"^step +8$", output, re.MULTILINE), output
+    after = {path for path in checkout.folder.rglob("*") if "__pycache__" not in path.parts}
+    new = {path for path in after - before if ".snakemake" not in path.parts}
+    assert new <= {checkout.folder / "config.yaml"}
+
+
+def test_bad_configuration_ends_before_any_work(checkout):
+    checkout.config["steps"]["cpu"]["variants"] = ["sdpa_flsh"]
+    status, output = checkout.run("all")
+    assert status != 0
+    assert "config.yaml: steps.cpu.variants: unknown variant 'sdpa_flsh'" in output
+    assert "Traceback" not in output and not checkout.calls()
+
+
+def test_replicates_run_in_rounds_after_the_gates(checkout):
+    status, output = checkout.run("all")
+    assert status == 0, output
+    calls = checkout.calls()
+    assert all(call.startswith("gate") for call in calls[:3])
+    replicates = [call.split()[-1] for call in checkout.measured()]
+    assert replicates == sorted(replicates)
+    assert "figures/speedup.html" in output and "from speedup" in output
+
+
+def test_second_run_does_nothing_again(finished):
+    status, output = finished.run("all")
+    assert status == 0, output
+    assert not finished.calls()
+    assert "figures/speedup.html" in output
+
+
+def test_second_workflow_at_once_is_refused(checkout):
+    first = checkout.start("all", FAKE_SECONDS="2")
+    try:
+        wait_for(lambda: any(call.startswith("start") for call in checkout.calls()))
+        files = sorted(checkout.folder.rglob("data/**/*.parquet"))
+        status, output = checkout.run("all")
+        assert status != 0
+        assert output.count("another workflow") == 1 and "Traceback" not in output
+        assert len(checkout.calls()) <= len(files) + 5
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_killed_run_continues_where_it_was(checkout):
+    first = checkout.start("all", FAKE_SECONDS="0.5")
+    wait_for(lambda: len(checkout.measured()) >= 2)
+    wait_for(lambda: checkout.calls()[-1].startswith("start"))
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    time.sleep(0.7)
+    done = checkout.measured()
+    assert checkout.calls()[-1].startswith("start"), "the job outlived its workflow"
+    status, output = checkout.run("all")
+    assert status == 0, output
+    again = checkout.measured()[len(done) :]
+    assert not set(done) & set(again)
+    assert len(done) + len(again) == 9
+
+
+def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
+    status, output = checkout.run("all", FAKE_RED="checkpointing")
+    assert status != 0
+    assert "Gate checkpointing is red: fake: error 2, bound 1." in output
+    assert "Traceback" not in output
+    assert output.index("figures/matrix.html") < output.index("Gate checkpointing is red")
+    outcomes = {row["config_id"]: row["status"] for row in checkout.rows("steps")}
+    assert outcomes == {
+        "cpu--tiny--sdpa_flash": "ok",
+        "cpu--tiny--sdpa_flash--ckpt": "gate_failed",
+        "cpu--tiny--separate": "ok",
+        "cpu--tiny--separate--ckpt": "gate_failed",
+    }
+    assert not any("ckpt" in call for call in checkout.measured())
+
+
+def test_edited_kernel_reruns_only_what_uses_it(finished):
+    finished.append("tnp/ops/attention/triton_forward.py", "\n# edited\n")
+    status, output = finished.run("all")
+    assert status == 0, output
+    gates = {call for call in finished.calls() if call.startswith("gate")}
+    assert gates == {"gate attention_forward"}
+    assert {call.split()[0] for call in finished.measured()} == {
+        "cpu--tiny--separate",
+        "cpu--tiny--separate--ckpt",
+    }
+
+
+def test_touched_source_reruns_nothing(finished):
+    (finished.folder / "tnp/ops/attention/triton_forward.py").touch()
+    status, output = finished.run("all")
+    assert status == 0, output
+    assert not finished.calls()
+
+
+def test_recorded_rows_are_inputs_of_the_store(finished):
+    duckdb = pytest.importorskip("duckdb")
+    recorded = finished.folder / "data/recorded/cpu/steps"
+    recorded.mkdir(parents=True)
+    source = finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet"
+    shutil.copy(source, recorded / "stamp.parquet")
+    status, output = finished.run("all")
+    assert status == 0, output
+    assert not finished.calls()
+    with duckdb.connect(str(finished.folder / "data/results.duckdb"), read_only=True) as store:
+        origins = store.sql("select distinct origin from steps order by 1").fetchall()
+    assert origins == [("recorded",), ("runs",)]
+
+
+def test_truncated_recorded_file_ends_before_any_work(checkout):
+    bad = checkout.folder / "data/recorded/cpu/steps/stamp.parquet"
+    bad.parent.mkdir(parents=True)
+    bad.write_bytes(b"PAR1 half a file")
+    status, output = checkout.run("all")
+    assert status != 0
+    assert "data/recorded/cpu/steps/stamp.parquet" in output
+    assert "Traceback" not in output and not checkout.calls()
+
+
+def test_unwritable_folder_is_named(checkout):
+    (checkout.folder / "data").write_text("a file where the folder should be")
+    status, output = checkout.run("all")
+    assert status != 0
+    assert "cannot write to data" in output
+    assert "Traceback" not in output and not checkout.calls()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_folder_is_named(checkout):
+    (checkout.folder / "figures").mkdir(mode=0o500)
+    status, output = checkout.run("all")
+    assert status != 0 and "cannot write to figures/ (Permission denied)" in output
+
+
+def test_figure_names_agree_with_the_package():
+    from tnp.figures import FIGURES
+
+    common = Path(__file__).parents[2] / "workflow/rules/common.smk"
+    assert f"FIGURES = {FIGURES!r}".replace("'", '"') in common.read_text()

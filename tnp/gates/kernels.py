@@ -1,0 +1,21 @@
+"""Phase 11: every committed kernel configuration compiles for its targets without spilling.
+
+Needs no GPU. What the compiler reports goes into table `kernels`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from tnp.gates.checks import Check
+from tnp.ops.compilation import compile_all
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    for row in compile_all():
+        what = f"{row['kernel']} {row['dtype']} for {row['target']}"
+        yield Check(f"{what}: registers spilled", "bytes", row["spill_bytes"], 0, "separate")
+        yield Check(
+            f"{what}: shared memory", "bytes", row["shared_bytes"], row["shared_limit_bytes"],
+            "separate",
+        )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Attention forward in portable Triton: online softmax over key tiles.
+
+For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m and row sum l:
+
+    m' = max(m, max_j s_j)    p = 2^(s − m')    l = l·2^(m − m') + Σ_j p_j
+    o  = o·2^(m − m') + p v   and at the end  o / l,  lse = m + log2(l)
+
+Products accumulate in float32; p is rounded to the inputs' dtype for the second matmul. Saved for
+the backward pass: `lse` [B, H, n_q] in float32, to base 2. (Dao, FlashAttention-2, arXiv
+2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.ops.attention.primitives import (
+    LOG2_E,
+    add_dot,
+    dot,
+    empty_rows,
+    head_ptr,
+    launch_config,
+    load_rows,
+    row_strides,
+    store_rows,
+)
+
+
+@triton.jit
+def _fwd_tile(
+    acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_k, stride_kn, stride_vn, scale_log2,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax update with keys start_n … start_n + BLOCK_N."""
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr, offs_n, n_k, stride_kn, HEAD_DIM, MASKED)
+    s = dot(q, tl.trans(k))
+    if MASKED:
+        s = tl.where(offs_n[None, :] < n_k, s, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
+    p = tl.math.exp2(s * scale_log2 - m_new[:, None])
+    alpha = tl.math.exp2(m_i - m_new)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    v = load_rows(v_ptr, offs_n, n_k, stride_vn, HEAD_DIM, MASKED)
+    acc = add_dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, l_i, m_new
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qm,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    n_heads, n_q, n_k, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    n_blocks = tl.cdiv(n_q, BLOCK_M)
+    pid_bh = tl.program_id(0) // n_blocks
+    offs_m = (tl.program_id(0) % n_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
+    k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
+    v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
+    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
+
+    q = load_rows(q_ptr, offs_m, n_q, stride_qm, HEAD_DIM, True)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    n_full = n_k // BLOCK_N * BLOCK_N
+    for start_n in tl.range(0, n_full, BLOCK_N):
+        acc, l_i, m_i = _fwd_tile(
+            acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_k, stride_kn, stride_vn, scale_log2,
+            BLOCK_N, HEAD_DIM, False,
+        )  # fmt: skip
+    if n_full < n_k:
+        acc, l_i, m_i = _fwd_tile(
+            acc, l_i, m_i, q, k_ptr, v_ptr, n_full, n_k, stride_kn, stride_vn, scale_log2,
+            BLOCK_N, HEAD_DIM, True,
+        )  # fmt: skip
+    store_rows(o_ptr, acc * (1.0 / l_i)[:, None], offs_m, n_q, stride_om, HEAD_DIM)
+    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
+    tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k = k.shape[2]
+    o = empty_rows(q, n_q)
+    lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
+    config = launch_config("forward", q.dtype)
+    grid = (triton.cdiv(n_q, config.block_m) * batch * n_heads,)
+    _attention_fwd_kernel[grid](
+        q, k, v, o, lse,
+        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o),
+        n_heads, n_q, n_k, scale * LOG2_E,
+        HEAD_DIM=head_dim, **config.kernel_arguments(),
+    )  # fmt: skip
+    return o, lse

@@ -1,0 +1,112 @@
+"""Which implementations of each operator exist, where each can run, and why not.
+
+Importing this module imports neither torch nor triton: the configuration is checked against it
+before any work starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator.
+
+    `unsupported(device, dtype)` gives the reason it cannot run there, or None. `modules` are the
+    modules it lives in: an edit to one of them voids its results.
+    """
+
+    op: str
+    name: str
+    modules: tuple[str, ...]
+    unsupported: Callable[[torch.device, torch.dtype], str | None]
+
+
+def _anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def _half_precision_on_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
+    """PyTorch's flash backend: any float dtype on the CPU, 16-bit floats on CUDA."""
+    if device.type == "cuda" and dtype.itemsize != 2:
+        return f"SDPA's flash backend on CUDA takes bfloat16 or float16, not {dtype}"
+    return None
+
+
+def _cudnn(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"cuDNN needs a CUDA device, not {device.type}"
+    if dtype.itemsize != 2:
+        return f"SDPA's cuDNN backend takes bfloat16 or float16, not {dtype}"
+    import torch
+
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "SDPA's cuDNN backend needs compute capability 8.0 or newer"
+    return None
+
+
+def _triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Triton kernels compile for CUDA and run interpreted, for correctness only, on the CPU."""
+    import torch
+    import triton
+
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "the Triton kernels need compute capability 8.0 or newer"
+    elif not triton.knobs.runtime.interpret:
+        return (
+            f"Triton kernels run on CUDA; on {device.type} only in the interpreter, "
+            "which TRITON_INTERPRET=1 turns on before triton is imported"
+        )
+    return None
+
+
+_IMPLEMENTATIONS = {
+    (implementation.op, implementation.name): implementation
+    for implementation in (
+        Implementation(
+            "attention", "sdpa_flash", ("tnp.ops.attention.sdpa",), _half_precision_on_cuda
+        ),
+        Implementation("attention", "sdpa_cudnn", ("tnp.ops.attention.sdpa",), _cudnn),
+        Implementation(
+            "attention",
+            "separate",
+            ("tnp.ops.attention.triton_forward", "tnp.ops.attention.triton_backward"),
+            _triton,
+        ),
+        Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
+    )
+}
+
+
+def operators() -> list[str]:
+    return list(dict.fromkeys(op for op, _ in _IMPLEMENTATIONS))
+
+
+def names(op: str) -> list[str]:
+    """Implementations of `op`; ValueError for an operator that does not exist."""
+    if op not in operators():
+        raise ValueError(f"unknown operator {op!r}: choose from {', '.join(operators())}")
+    return [name for operator, name in _IMPLEMENTATIONS if operator == op]
+
+
+def get(op: str, name: str) -> Implementation:
+    """The implementation `name` of `op`; ValueError naming what there is."""
+    if name not in names(op):
+        raise ValueError(
+            f"unknown implementation {name!r} of {op}: choose from {', '.join(names(op))}"
+        )
+    return _IMPLEMENTATIONS[op, name]
+
+
+def check(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises RuntimeError with the reason where `name` cannot run on this device and dtype."""
+    reason = get(op, name).unsupported(device, dtype)
+    if reason is not None:
+        raise RuntimeError(f"{op} implementation {name!r} cannot run here: {reason}")
