@@ -15,8 +15,8 @@ from tnp.bench.isolate import device_lock, die_with_parent
 from tnp.gates import GATES, blocking_reason
 
 
-def run(gate: str, device: str, slug: str, timeout_s: float) -> tuple[dict | None, list[dict]]:
-    """Environment row and `gates` rows of `gate` on `device`, provenance not yet added."""
+def run(gate: str, device: str, slug: str, timeout_s: float) -> dict[str, list[dict]]:
+    """Table → rows of `gate` on `device`, provenance not yet added."""
     # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="tnp-gate-") as folder, device_lock(slug):
@@ -25,11 +25,10 @@ def run(gate: str, device: str, slug: str, timeout_s: float) -> tuple[dict | Non
         try:
             code = subprocess.run(command, env=os.environ | interpret, timeout=timeout_s).returncode
         except subprocess.TimeoutExpired:
-            return None, [_not_finished(gate, f"not finished after {timeout_s:g} s")]
+            return _not_finished(gate, f"not finished after {timeout_s:g} s")
         if not result.exists():
-            return None, [_not_finished(gate, f"its process ended with exit code {code}")]
-        report = json.loads(result.read_text())
-    return report["environment"], report["rows"]
+            return _not_finished(gate, f"its process ended with exit code {code}")
+        return json.loads(result.read_text())
 
 
 def red(files: Iterable[str], implementation: str) -> str | None:
@@ -40,8 +39,8 @@ def red(files: Iterable[str], implementation: str) -> str | None:
     return blocking_reason(rows, implementation)
 
 
-def _not_finished(gate: str, reason: str) -> dict:
-    return {
+def _not_finished(gate: str, reason: str) -> dict[str, list[dict]]:
+    row = {
         "gate": gate,
         "phase": GATES[gate].phase,
         "implementation": "",
@@ -50,6 +49,7 @@ def _not_finished(gate: str, reason: str) -> dict:
         "status": "error",
         "reason": reason,
     }
+    return {"environments": [], "gates": [row], "kernels": []}
 
 
 def main(gate: str, device: str, result: str, parent: str) -> None:
@@ -59,7 +59,7 @@ def main(gate: str, device: str, result: str, parent: str) -> None:
     from tnp.gates import run_gate
 
     require_device(device)
-    report = {"environment": environment(device), "rows": run_gate(gate, device)}
+    report = {"environments": [environment(device)]} | run_gate(gate, device)
     temporary = Path(f"{result}.tmp")
     temporary.write_text(json.dumps(report))
     os.replace(temporary, result)

@@ -10,7 +10,7 @@ from tnp.bench.outcome import CEILINGS
 
 # Tables that a job of each kind writes, one file of the same stem in each.
 TABLES = {
-    "gate": ("gates", "environments"),
+    "gate": ("gates", "kernels", "environments"),
     "step": ("steps", "samples", "stages", "environments"),
     "op": ("ops", "samples", "environments"),
     "train": ("training", "environments"),

@@ -74,12 +74,12 @@ def test_a_gate_that_raises_keeps_its_checks_and_says_why(monkeypatch):
         raise RuntimeError("kernel\nexploded")
 
     monkeypatch.setattr(baseline, "checks", checks)
-    rows = run_gate("baseline", "cpu")
+    rows = run_gate("baseline", "cpu")["gates"]
     assert [r["status"] for r in rows] == ["ok", "error"]
     assert rows[1]["reason"] == "RuntimeError: kernel exploded"
 
 
 def test_unsupported_is_a_row_with_the_reason():
-    rows = run_gate("cuda_graphs", "cpu")
+    rows = run_gate("cuda_graphs", "cpu")["gates"]
     assert [(r["status"], r["passed"]) for r in rows] == [("unsupported", None)]
     assert "CUDA device" in rows[0]["reason"]

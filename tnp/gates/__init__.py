@@ -58,10 +58,10 @@ def blocking_reason(rows: Iterable[dict], implementation: str) -> str | None:
     return None
 
 
-def run_gate(name: str, device_type: str) -> list[dict]:
-    """Rows of table `gates` (without provenance) of gate `name` on "cuda" or "cpu".
+def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
+    """Rows of tables `gates` and `kernels` (without provenance) of gate `name` on "cuda" or "cpu".
 
-    A gate the device cannot run gives one row with status "unsupported"; a gate that raises keeps
+    `kernels` is empty for a gate that compiles nothing. A gate the device cannot run gives one row with status "unsupported"; a gate that raises keeps
     the checks made so far and ends in a row with status "error": both with the reason.
     """
     if name not in GATES:
@@ -78,6 +78,7 @@ def run_gate(name: str, device_type: str) -> list[dict]:
         "mode": "gpu" if device_type == "cuda" else interpreted,
     }
     rows: list[dict] = []
+    tables = {"gates": rows, "kernels": []}
 
     def ended(status: str, error: Exception) -> dict:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
@@ -90,8 +91,10 @@ def run_gate(name: str, device_type: str) -> list[dict]:
             fields = asdict(check)
             del fields["larger_is_better"]
             rows.append(common | fields | {"passed": check.passed, "status": "ok", "reason": ""})
+        if hasattr(module, "kernel_rows"):
+            tables["kernels"] = module.kernel_rows()
     except Unsupported as error:
         rows.append(ended("unsupported", error))
     except Exception as error:  # whatever it is, it is this gate's result
         rows.append(ended("error", error))
-    return rows
+    return tables

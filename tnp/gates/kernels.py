@@ -11,8 +11,13 @@ from tnp.gates.checks import Check
 from tnp.ops.compilation import compile_all
 
 
+def kernel_rows() -> list[dict]:
+    """Rows of table `kernels`, without provenance."""
+    return compile_all()
+
+
 def checks(device: torch.device) -> Iterator[Check]:
-    for row in compile_all():
+    for row in kernel_rows():
         what = f"{row['kernel']} {row['dtype']} for {row['target']}"
         yield Check(f"{what}: registers spilled", "bytes", row["spill_bytes"], 0, "separate")
         yield Check(

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 # Compute capability → name, and the shared memory a block may use there (CUDA programming guide).
@@ -27,6 +28,7 @@ HEAD_DIM = 64
 FLOAT32 = {"lse_ptr", "delta_ptr", "scale", "scale_log2"}
 
 
+@cache
 def compile_all() -> list[dict]:
     """Rows of table `kernels` without provenance, one per kernel, dtype and target.
 

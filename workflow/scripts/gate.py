@@ -26,9 +26,8 @@ def verdict(rows: list[dict]) -> str:
 
 
 with job(f"gate {gate}", snakemake.log[0]) as say:
-    environment, rows = run(gate, params.device, params.slug, params.timeout_s)
-    tables = {"gates": rows, "environments": [environment] if environment else []}
-    identity = environment and environment["environment_id"]
-    for table, content in with_provenance(tables, params.slug, identity).items():
-        write_table(Path(snakemake.output[table]), table, content)
-    say(verdict(rows))
+    tables = run(gate, params.device, params.slug, params.timeout_s)
+    identity = next((row["environment_id"] for row in tables["environments"]), None)
+    for table, rows in with_provenance(tables, params.slug, identity).items():
+        write_table(Path(snakemake.output[table]), table, rows)
+    say(verdict(tables["gates"]))
