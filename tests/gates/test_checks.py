@@ -33,7 +33,7 @@ def test_errors_see_a_nan_in_one_element(error):
 def test_error_ratio_is_about_one_for_equal_rounding_and_large_for_a_wrong_result():
     reference = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pytorch = reference.bfloat16()
-    assert error_ratio(pytorch, pytorch, reference) == pytest.approx(1.0)
+    assert error_ratio(pytorch, pytorch, reference) == pytest.approx(1.0, abs=0.25)
     assert error_ratio((reference * 1.05).bfloat16(), pytorch, reference) > 10
 
 

@@ -55,5 +55,5 @@ def error_ratio(out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tenso
     `reference` is computed in float64. PyTorch's error is floored at about one rounding of the output's
     dtype, so that a result PyTorch happens to hit exactly does not make every other one infinite.
     """
-    own = max(relative_error(pytorch, reference), torch.finfo(out.dtype).eps / 8)
+    own = max(relative_error(pytorch, reference), torch.finfo(out.dtype).eps / 4)
     return relative_error(out, reference) / own

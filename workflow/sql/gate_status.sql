@@ -1,0 +1,40 @@
+-- Grain: device × gate. `passed` is null where the device could run none of its checks.
+create or replace view gate_status as
+with checks as (
+    select
+        *,
+        status = 'error' or not coalesce(passed, true) as failed,
+        -- A check on the passing side of its bound with a larger value wants larger ones: turn it.
+        case
+            when bound = 0 then if(value = 0, 0, 'inf'::double)
+            when (value > bound) = passed then bound / value
+            else value / bound
+        end as value_over_bound
+    from current_gates
+),
+
+blocked as (
+    select device, reason from current_steps
+    where status = 'gate_failed'
+    union all
+    select device, reason from current_ops
+    where status = 'gate_failed' and pass = 'forward'
+)
+
+select
+    device,
+    gate,
+    any_value(phase) as phase,
+    count(*) as n_checks,
+    count_if(failed) as n_failed,
+    count_if(status = 'unsupported') as n_skipped,
+    if(n_skipped < n_checks, n_failed = 0, null) as passed,
+    arg_max(check, value_over_bound) as worst_check,
+    max(value_over_bound) as worst_value_over_bound,
+    (
+        select count(*) from blocked
+        where blocked.device = checks.device and contains(blocked.reason, checks.gate)
+    ) as blocked_benchmarks,
+    any_value(mode) as mode
+from checks
+group by device, gate;

@@ -1,0 +1,38 @@
+-- Grain: device × shape × variant: every combination of switches side by side. A failed one has
+-- its status, one that was not run is null; of several studies with the same cell the fastest.
+create or replace view matrix as
+with cells as (
+    select
+        speedup.*,
+        peak_memory_gib,
+        case
+            when speedup.checkpoint and speedup.cuda_graph then 'checkpoint_cuda_graph'
+            when speedup.checkpoint then 'checkpoint'
+            when speedup.cuda_graph then 'cuda_graph'
+            else 'plain'
+        end as cell
+    from speedup
+    inner join memory using (device, config_id)
+    qualify
+        row_number() over (
+            partition by
+                device,
+                speedup.shape,
+                speedup.batch,
+                speedup.n_context,
+                speedup.n_target,
+                speedup.variant,
+                cell
+            order by step_ms nulls last, speedup.study
+        )
+        = 1
+)
+
+pivot cells
+on cell in ('plain', 'checkpoint', 'cuda_graph', 'checkpoint_cuda_graph')
+using
+    any_value(step_ms) as step_ms,
+    any_value(peak_memory_gib) as peak_memory_gib,
+    any_value(speedup) as speedup,
+    any_value(status) as status
+group by device, shape, batch, n_context, n_target, dtype, variant;

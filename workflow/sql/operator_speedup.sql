@@ -1,0 +1,87 @@
+-- Grain: device × op × pass × implementation × shape: against sdpa_flash and PyTorch's fastest.
+create or replace view operator_speedup as
+with operators as (
+    select * from roofline
+    where op not in ('matmul', 'copy')
+),
+
+pytorch as (
+    select
+        device,
+        op,
+        pass,
+        shape,
+        dtype,
+        min(time_ms) filter (where implementation = 'sdpa_flash') as baseline_time_ms,
+        any_value(config_id) filter (where implementation = 'sdpa_flash') as baseline_config_id,
+        min(time_ms) as best_pytorch_time_ms,
+        arg_min(config_id, time_ms) as best_pytorch_config_id,
+        arg_min(implementation, time_ms) as best_pytorch_implementation
+    from operators
+    where status = 'ok' and starts_with(implementation, 'sdpa_')
+    group by all
+),
+
+compared as (
+    select * from operators
+    left join pytorch using (device, op, pass, shape, dtype)
+),
+
+intervals as (
+    select
+        compared.device,
+        compared.config_id,
+        compared.pass,
+        quantile_cont(baseline.time_ms / own.time_ms, [0.025, 0.975]) as against_baseline,
+        quantile_cont(best.time_ms / own.time_ms, [0.025, 0.975]) as against_best
+    from compared
+    inner join resamples as own
+        on
+            compared.device = own.device
+            and compared.config_id = own.config_id
+            and compared.pass = own.pass
+    left join resamples as baseline
+        on
+            compared.device = baseline.device
+            and compared.baseline_config_id = baseline.config_id
+            and compared.pass = baseline.pass
+            and own.resample = baseline.resample
+    left join resamples as best
+        on
+            compared.device = best.device
+            and compared.best_pytorch_config_id = best.config_id
+            and compared.pass = best.pass
+            and own.resample = best.resample
+    where compared.status = 'ok'
+    group by all
+)
+
+select
+    device,
+    config_id,
+    op,
+    pass,
+    implementation,
+    shape,
+    batch,
+    n_q,
+    n_k,
+    n_heads,
+    head_dim,
+    dtype,
+    status,
+    reason,
+    n_replicates,
+    time_ms,
+    baseline_time_ms,
+    baseline_time_ms / time_ms as speedup,
+    against_baseline[1] as speedup_low,
+    against_baseline[2] as speedup_high,
+    best_pytorch_implementation,
+    best_pytorch_time_ms,
+    best_pytorch_time_ms / time_ms as speedup_best,
+    against_best[1] as speedup_best_low,
+    against_best[2] as speedup_best_high,
+    throttled
+from compared
+left join intervals using (device, config_id, pass);

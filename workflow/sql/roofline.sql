@@ -1,0 +1,79 @@
+-- Grain: device × op × pass × implementation × shape: medians over the replicates against what the
+-- device itself reached in a large matmul and a memory copy; null where a replicate failed.
+create or replace view roofline as
+with operators as (
+    select
+        device,
+        config_id,
+        op,
+        pass,
+        implementation,
+        shape,
+        any_value(batch) as batch,
+        any_value(n_q) as n_q,
+        any_value(n_k) as n_k,
+        any_value(n_heads) as n_heads,
+        any_value(head_dim) as head_dim,
+        any_value(dtype) as dtype,
+        count(*) as n_replicates,
+        coalesce(arg_min(status, replicate) filter (where status != 'ok'), 'ok') as status,
+        arg_min(reason, replicate) filter (where status != 'ok') as reason,
+        any_value(flops) as flops,
+        any_value(bytes) as bytes,
+        median(time_ms_p50) as median_ms,
+        bool_or(throttled) as throttled
+    from current_ops
+    group by device, config_id, op, pass, implementation, shape
+),
+
+timed as (
+    select
+        * exclude (median_ms),
+        if(status = 'ok', median_ms, null) as time_ms,
+        flops / bytes as intensity,
+        flops / (time_ms * 1e9) as tflops,
+        bytes / (time_ms * 1e6) as gb_per_s
+    from operators
+),
+
+ceilings as (
+    select
+        device,
+        max(tflops) filter (where op = 'matmul') as ceiling_tflops,
+        max(gb_per_s) filter (where op = 'copy') as ceiling_gb_per_s
+    from timed
+    group by device
+),
+
+bounds as (
+    select
+        *,
+        ceiling_tflops * 1000 / ceiling_gb_per_s as ridge,
+        if(intensity >= ridge, 'compute', if(intensity < ridge, 'memory', null)) as bound,
+        if(bound = 'compute', flops / (ceiling_tflops * 1e9), bytes / (ceiling_gb_per_s * 1e6))
+            as shortest_ms
+    from timed
+    left join ceilings using (device)
+),
+
+intervals as (
+    select
+        device,
+        config_id,
+        pass,
+        quantile_cont(time_ms, 0.025) as time_ms_low,
+        quantile_cont(time_ms, 0.975) as time_ms_high
+    from resamples
+    group by all
+)
+
+select
+    bounds.* exclude (ridge, shortest_ms),
+    time_ms_low,
+    time_ms_high,
+    if(bound = 'compute', ceiling_tflops, intensity * ceiling_gb_per_s / 1000) as roofline_tflops,
+    shortest_ms / time_ms as share_of_roofline,
+    shortest_ms / time_ms_high as share_low,
+    shortest_ms / time_ms_low as share_high
+from bounds
+left join intervals using (device, config_id, pass);

@@ -1,0 +1,53 @@
+-- Grain: device × config_id: medians over the replicates; null where one of them failed.
+create or replace view step_summary as
+with intervals as (
+    select
+        device,
+        config_id,
+        quantile_cont(time_ms, 0.025) as step_ms_low,
+        quantile_cont(time_ms, 0.975) as step_ms_high
+    from resamples
+    where pass = 'step'
+    group by all
+),
+
+configurations as (
+    select
+        device,
+        config_id,
+        any_value(study) as study,
+        any_value(shape) as shape,
+        any_value(variant) as variant,
+        any_value(batch) as batch,
+        any_value(n_context) as n_context,
+        any_value(n_target) as n_target,
+        any_value(dtype) as dtype,
+        any_value(checkpoint) as checkpoint,
+        any_value(cuda_graph) as cuda_graph,
+        any_value(optimizer) as optimizer,
+        count(*) as n_replicates,
+        coalesce(arg_min(status, replicate) filter (where status != 'ok'), 'ok') as status,
+        arg_min(reason, replicate) filter (where status != 'ok') as reason,
+        median(step_ms_p50) as step_ms,
+        median(tokens_per_s) as tokens_per_s,
+        max(peak_memory_bytes) as peak_memory_bytes,
+        median(tflops) as tflops,
+        median(mfu) as mfu,
+        bool_or(throttled) as throttled,
+        arg_max(environment_id, recorded_at) as environment_id
+    from current_steps
+    group by device, config_id
+)
+
+select
+    configurations.* replace (
+        if(status = 'ok', step_ms, null) as step_ms,
+        if(status = 'ok', tokens_per_s, null) as tokens_per_s,
+        if(status = 'ok', peak_memory_bytes, null) as peak_memory_bytes,
+        if(status = 'ok', tflops, null) as tflops,
+        if(status = 'ok', mfu, null) as mfu
+    ),
+    if(status = 'ok', step_ms_low, null) as step_ms_low,
+    if(status = 'ok', step_ms_high, null) as step_ms_high
+from configurations
+left join intervals using (device, config_id);
