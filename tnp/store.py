@@ -94,14 +94,16 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
             )
         rows = read_table(path, table)
         contents[table].append(rows.append_column("origin", [[_origin(path)] * len(rows)]))
-    with _replacing(Path(database)) as temporary:
-        with duckdb.connect(str(temporary), config=DUCKDB_FORMAT) as connection:
-            for table, schema in TABLES.items():
-                empty = schema.append(pa.field("origin", pa.string())).empty_table()
-                connection.register("loaded", pa.concat_tables([empty, *contents[table]]))
-                connection.execute(f"create table {table} as from loaded")
-                connection.unregister("loaded")
-            _create_views(connection, Path(sql_dir))
+    with (
+        _replacing(Path(database)) as temporary,
+        duckdb.connect(str(temporary), config=DUCKDB_FORMAT) as connection,
+    ):
+        for table, schema in TABLES.items():
+            empty = schema.append(pa.field("origin", pa.string())).empty_table()
+            connection.register("loaded", pa.concat_tables([empty, *contents[table]]))
+            connection.execute(f"create table {table} as from loaded")
+            connection.unregister("loaded")
+        _create_views(connection, Path(sql_dir))
 
 
 def record(runs: Path, recorded: Path) -> None:
@@ -174,9 +176,10 @@ def _replacing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, duckdb.IOException) as error:
         raise StoreError(
-            f"cannot write {path} ({error.strerror or error}): make {path.parent} writable"
+            f"cannot write {path} ({_first_line(error)}): make room for it in {path.parent}/, "
+            "and that folder writable"
         ) from error
     finally:
         if path.parent.is_dir():

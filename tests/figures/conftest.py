@@ -23,7 +23,7 @@ VIEWS = {
     "speedup": f"device text, {SHAPE}, {SWITCHES}, {OUTCOME}, step_ms double,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double",
+    " speedup_best_high double, aa_spread double",
     "memory": f"device text, {SHAPE}, {SWITCHES}, optimizer boolean, {OUTCOME},"
     " peak_memory_gib double",
     "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, stage text,"
@@ -79,6 +79,7 @@ def steps(
     device: str = GPU,
     checkpoint: bool = False,
     cuda_graph: bool = False,
+    aa_spread: float = 0.0,
 ) -> dict[str, list[Row]]:
     """Rows of every view over steps from {(shape, variant): milliseconds or status}.
 
@@ -102,7 +103,7 @@ def steps(
             fastest = min(peer for _, peer in peers)
             speedup = {"baseline_step_ms": baseline, **interval("speedup", baseline / time)}
             best = {"best_pytorch_step_ms": fastest, **interval("speedup_best", fastest / time)}
-            speedup |= best | {"step_ms": time}
+            speedup |= best | {"step_ms": time, "aa_spread": aa_spread}
             memory = 2.0 if checkpoint else 8.0
         tables["step_summary"].append(
             key | switches | {"dtype": "bfloat16", "n_replicates": 3, "status": status}

@@ -40,6 +40,13 @@ def test_an_interval_around_one_decides_nothing(build: Build) -> None:
     assert "×" not in found
 
 
+def test_a_gain_within_the_spread_of_equal_steps_is_no_gain(build: Build) -> None:
+    times = {("mid", "sdpa_flash"): 103.0, ("mid", "separate"): 100.0}
+    for aa_spread, claimed in ((0.001, True), (0.04, False)):
+        tables = sample.merged(H200, sample.steps(times, aa_spread=aa_spread))
+        assert ("1.03× faster" in title(draw("speedup", build(**tables)))) is claimed
+
+
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "sdpa_cudnn"): 50.0})
     assert found.startswith("sdpa_cudnn trains 2.00× faster than sdpa_flash at mid")
@@ -52,6 +59,20 @@ def test_speedup_of_failures_alone_claims_nothing_and_shows_why(build: Build) ->
     chart = draw("speedup", build(**tables))
     assert title(chart) == "No configuration could be timed yet"
     assert "out of memory" in vl_convert.vegalite_to_svg(chart.to_dict())
+
+
+@pytest.mark.parametrize("figure", ["speedup", "memory", "matrix"])
+def test_a_failed_baseline_hides_nothing_that_was_timed(build: Build, figure: str) -> None:
+    tables = sample.merged(H200, sample.steps({("mid", "sdpa_flash"): 9.0, ("mid", "own"): 6.0}))
+    for view in ("speedup", "matrix", "memory", "step_summary"):
+        for row in tables[view]:
+            speedups = {column: None for column in row if "speedup" in column}
+            row |= speedups | {"baseline_step_ms": None} if view == "speedup" else speedups
+    tables["speedup"][0] |= {"status": "oom", "step_ms": None}
+    chart = draw(figure, build(**tables))
+    svg = vl_convert.vegalite_to_svg(chart.to_dict())
+    expected = {"speedup": "timed, without a baseline", "memory": "8.00", "matrix": "6.00 ms"}
+    assert expected[figure] in svg
 
 
 @pytest.mark.parametrize("figure", ["speedup", "memory", "matrix"])

@@ -65,7 +65,7 @@ def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:
         """
         select variant from step_summary
         union select variant from training_curves
-        union select implementation from roofline
+        union select implementation from roofline where op not in ('matmul', 'copy')
         """,
     )
     names = {row["variant"] for row in found if row["variant"]}

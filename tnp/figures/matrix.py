@@ -44,7 +44,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         "Large: speedup of the training step against plain sdpa_flash at the same shape. Small: "
-        "median step time and peak memory. Green is faster, purple slower, grey has no number.",
+        "median step time and peak memory. Green is faster, purple slower, grey has no speedup.",
         "Outlined: the shortest step of the shape. No error bars in a table: the figure speedup "
         "has the intervals.",
     ]

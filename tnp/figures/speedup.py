@@ -20,8 +20,8 @@ TOOLTIP = [
     alt.Tooltip("switch:N"),
     alt.Tooltip("step_ms:Q", format=".4~r", title="median step, ms"),
     alt.Tooltip("speedup:Q", format=".3f"),
-    alt.Tooltip("speedup_low:Q", format=".3f", title="95 % low"),
-    alt.Tooltip("speedup_high:Q", format=".3f", title="95 % high"),
+    alt.Tooltip("speedup_low:Q", format=".3f", title="95% low"),
+    alt.Tooltip("speedup_high:Q", format=".3f", title="95% high"),
     alt.Tooltip("speedup_best:Q", format=".3f", title="against PyTorch's fastest"),
 ]
 
@@ -53,6 +53,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "of the configuration, on the same device, shape and dtype.",
         "Bars: 95% hierarchical bootstrap interval over replicates and samples. Dashed line: "
         "PyTorch's fastest configuration at that shape. Bold: the fastest of all.",
+        "Called faster or slower: where the bar clears 1× by more than equal replicates differ.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -79,10 +80,11 @@ def _device_finding(timed: list[Row], device: str) -> str:
         against_best = theme.verdict(best, "speedup_best")
         return f"{sentence}; it is {against_best} PyTorch's fastest configuration there"
     best = max(timed, key=lambda row: row["speedup"])
-    if best["speedup_low"] is not None and best["speedup_low"] > 1:
+    against_baseline = theme.verdict(best, "speedup")
+    if against_baseline.endswith("faster than"):
         return (
-            f"{switches.configuration(best)} trains {theme.times(best['speedup'])} faster than "
-            f"sdpa_flash at {best['shape']} on {device}; this project's kernels are not timed there"
+            f"{switches.configuration(best)} trains {against_baseline} sdpa_flash at "
+            f"{best['shape']} on {device}; this project's kernels are not timed there"
         )
     return f"No configuration timed on {device} is measurably faster than sdpa_flash"
 
@@ -107,9 +109,19 @@ def _panel(
     labelled: bool,
 ) -> alt.TopLevelMixin:
     timed = [
-        row | {"switch": switches.name(row), "label": theme.times(row["speedup"])}
+        row
+        | {
+            "switch": switches.name(row),
+            "label": theme.times(row["speedup"]),
+            "speedup_low": row["speedup_low"] or row["speedup"],
+            "speedup_high": row["speedup_high"] or row["speedup"],
+        }
         for row in rows
         if row["speedup"] is not None
+    ]
+    without_speedup = [
+        row | {"status": "no_baseline"} if row["status"] == "ok" and row["speedup"] is None else row
+        for row in rows
     ]
     y = lines.encodings(labelled)
     scale = alt.Scale(type="log", base=2, domain=domain, nice=False)
@@ -135,7 +147,7 @@ def _panel(
         *theme.text(
             label.transform_filter("datum.best_of_shape"), dx=8, fontSize=13, fontWeight="bold"
         ),
-        *switches.failures(rows, y),
+        *switches.failures(without_speedup, y),
     ]
     return alt.layer(*layers).properties(
         width=PANEL_WIDTH,

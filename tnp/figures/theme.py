@@ -11,7 +11,7 @@ import altair as alt
 
 from tnp.figures.data import Row, drawing
 
-INK, MUTED, FAINT, RULE = "#1f2328", "#59636e", "#8c959f", "#e4e7eb"
+INK, MUTED, RULE = "#1f2328", "#59636e", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 # Longest lines on a page 1,200 px wide.
 TITLE_CHARACTERS, SUBTITLE_CHARACTERS = 106, 185
@@ -61,11 +61,12 @@ STATUS_TEXT = {
     "unsupported": "cannot run here",
     "gate_failed": "gate failed",
     "timeout": "timed out",
+    "no_baseline": "timed, without a baseline",
 }
 
 
 def status_text(status: str) -> str:
-    """A row's status in a reader's words; "killed" and "error" already are."""
+    """A status in a reader's words; "killed" and "error" already are."""
     return STATUS_TEXT.get(status, status)
 
 
@@ -87,14 +88,15 @@ def duration(milliseconds: float) -> str:
 
 
 def verdict(row: Row, ratio: str) -> str:
-    """What the interval around the column `ratio` allows to be said: faster, slower or neither.
+    """What the column `ratio` allows to be said: faster, slower or neither.
 
-    Empty intervals (a single sample) decide nothing.
+    Its interval must lie beyond 1 by more than `aa_spread`, what equal steps differ by on the
+    device; without an interval nothing is decided.
     """
-    low, high = row[f"{ratio}_low"], row[f"{ratio}_high"]
-    if low is not None and low > 1:
+    low, high, spread = row[f"{ratio}_low"], row[f"{ratio}_high"], row["aa_spread"] or 0.0
+    if low is not None and low > 1 + spread:
         return f"{times(row[ratio])} faster than"
-    if high is not None and high < 1:
+    if high is not None and high < 1 - spread:
         return f"{times(1 / row[ratio])} slower than"
     return "neither measurably faster nor slower than"
 

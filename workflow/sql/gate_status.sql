@@ -6,7 +6,7 @@ with checks as (
         status = 'error' or not coalesce(passed, true) as failed,
         -- A check on the passing side of its bound with a larger value wants larger ones: turn it.
         case
-            when bound = 0 then if(value = 0, 0, 'inf'::double)
+            when bound = 0 and value = 0 then 0
             when (value > bound) = passed then bound / value
             else value / bound
         end as value_over_bound
@@ -14,10 +14,16 @@ with checks as (
 ),
 
 blocked as (
-    select device, reason from current_steps
+    select
+        device,
+        reason
+    from current_steps
     where status = 'gate_failed'
     union all
-    select device, reason from current_ops
+    select
+        device,
+        reason
+    from current_ops
     where status = 'gate_failed' and pass = 'forward'
 )
 
@@ -28,8 +34,8 @@ select
     count(*) as n_checks,
     count_if(failed) as n_failed,
     count_if(status = 'unsupported') as n_skipped,
-    if(n_skipped < n_checks, n_failed = 0, null) as passed,
-    arg_max(check, value_over_bound) as worst_check,
+    case when n_skipped < n_checks then n_failed = 0 end as passed,
+    arg_max("check", value_over_bound) as worst_check,
     max(value_over_bound) as worst_value_over_bound,
     (
         select count(*) from blocked

@@ -14,25 +14,26 @@ with cells as (
     from speedup
     inner join memory using (device, config_id)
     qualify
-        row_number() over (
-            partition by
-                device,
-                speedup.shape,
-                speedup.batch,
-                speedup.n_context,
-                speedup.n_target,
-                speedup.variant,
-                cell
-            order by step_ms nulls last, speedup.study
-        )
+        row_number()
+            over (
+                partition by
+                    device,
+                    speedup.shape,
+                    speedup.batch,
+                    speedup.n_context,
+                    speedup.n_target,
+                    speedup.variant,
+                    cell
+                order by step_ms nulls last, speedup.study
+            )
         = 1
 )
 
 pivot cells
 on cell in ('plain', 'checkpoint', 'cuda_graph', 'checkpoint_cuda_graph')
 using
-    any_value(step_ms) as step_ms,
-    any_value(peak_memory_gib) as peak_memory_gib,
-    any_value(speedup) as speedup,
-    any_value(status) as status
+any_value(step_ms) as step_ms,
+any_value(peak_memory_gib) as peak_memory_gib,
+any_value(speedup) as speedup,
+any_value(status) as status
 group by device, shape, batch, n_context, n_target, dtype, variant;

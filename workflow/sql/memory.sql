@@ -1,4 +1,4 @@
--- Grain: device × config_id: peak memory of a step; `baseline` is plain sdpa_flash at the same shape.
+-- Grain: device × config_id: peak memory of a step; the baseline is plain sdpa_flash.
 create or replace view memory as
 with baselines as (
     select

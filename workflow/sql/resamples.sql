@@ -8,24 +8,51 @@
 -- DuckDB's version.
 create or replace table resamples as
 with measured as (
-    select device, config_id, replicate, recorded_at, origin, 'step' as pass
-    from current_steps where status = 'ok'
+    select
+        device,
+        config_id,
+        replicate,
+        recorded_at,
+        origin,
+        'step' as pass
+    from current_steps
+    where status = 'ok'
     union all
-    select device, config_id, replicate, recorded_at, origin, pass
-    from current_ops where status = 'ok'
+    select
+        device,
+        config_id,
+        replicate,
+        recorded_at,
+        origin,
+        pass
+    from current_ops
+    where status = 'ok'
 ),
 
 timings as (
-    select device, config_id, pass, replicate, list(time_ms order by time_ms) as sorted_ms
+    select
+        device,
+        config_id,
+        pass,
+        replicate,
+        list(time_ms order by time_ms) as sorted_ms
     from measured
     inner join samples using (device, config_id, replicate, recorded_at, origin, pass)
     group by all
 ),
 
 configurations as (
-    select device, config_id, pass, list(sorted_ms order by replicate) as replicates
+    select
+        device,
+        config_id,
+        pass,
+        list(sorted_ms order by replicate) as replicates
     from timings
     group by all
+),
+
+numbers as (
+    select unnest(range(1000)) as resample
 ),
 
 draws as (
@@ -33,7 +60,7 @@ draws as (
         *,
         unnest(range(len(replicates))) as draw
     from configurations
-    cross join (select unnest(range(1000)) as resample)
+    cross join numbers
 ),
 
 uniform as (

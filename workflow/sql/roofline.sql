@@ -29,7 +29,7 @@ with operators as (
 timed as (
     select
         * exclude (median_ms),
-        if(status = 'ok', median_ms, null) as time_ms,
+        case when status = 'ok' then median_ms end as time_ms,
         flops / bytes as intensity,
         flops / (time_ms * 1e9) as tflops,
         bytes / (time_ms * 1e6) as gb_per_s
@@ -49,9 +49,12 @@ bounds as (
     select
         *,
         ceiling_tflops * 1000 / ceiling_gb_per_s as ridge,
-        if(intensity >= ridge, 'compute', if(intensity < ridge, 'memory', null)) as bound,
-        if(bound = 'compute', flops / (ceiling_tflops * 1e9), bytes / (ceiling_gb_per_s * 1e6))
-            as shortest_ms
+        case when intensity >= ridge then 'compute' when intensity < ridge then 'memory' end
+            as bound,
+        case bound
+            when 'compute' then flops / (ceiling_tflops * 1e9)
+            when 'memory' then bytes / (ceiling_gb_per_s * 1e6)
+        end as shortest_ms
     from timed
     left join ceilings using (device)
 ),
@@ -71,7 +74,8 @@ select
     bounds.* exclude (ridge, shortest_ms),
     time_ms_low,
     time_ms_high,
-    if(bound = 'compute', ceiling_tflops, intensity * ceiling_gb_per_s / 1000) as roofline_tflops,
+    case when bound is not null then least(ceiling_tflops, intensity * ceiling_gb_per_s / 1000) end
+        as roofline_tflops,
     shortest_ms / time_ms as share_of_roofline,
     shortest_ms / time_ms_high as share_low,
     shortest_ms / time_ms_low as share_high

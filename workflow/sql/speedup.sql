@@ -11,7 +11,9 @@ with configurations as (
 ),
 
 spreads as (
-    select device, median(abs(step_ms_p50 / step_ms - 1)) as aa_spread
+    select
+        device,
+        median(abs(step_ms_p50 / step_ms - 1)) as aa_spread
     from current_steps
     inner join configurations using (device, config_id)
     where n_replicates > 1
@@ -58,7 +60,12 @@ compared as (
 ),
 
 step_resamples as (
-    select device, config_id, resample, time_ms from resamples
+    select
+        device,
+        config_id,
+        resample,
+        time_ms
+    from resamples
     where pass = 'step'
 ),
 

@@ -41,13 +41,13 @@ configurations as (
 
 select
     configurations.* replace (
-        if(status = 'ok', step_ms, null) as step_ms,
-        if(status = 'ok', tokens_per_s, null) as tokens_per_s,
-        if(status = 'ok', peak_memory_bytes, null) as peak_memory_bytes,
-        if(status = 'ok', tflops, null) as tflops,
-        if(status = 'ok', mfu, null) as mfu
+        case when status = 'ok' then step_ms end as step_ms,
+        case when status = 'ok' then tokens_per_s end as tokens_per_s,
+        case when status = 'ok' then peak_memory_bytes end as peak_memory_bytes,
+        case when status = 'ok' then tflops end as tflops,
+        case when status = 'ok' then mfu end as mfu
     ),
-    if(status = 'ok', step_ms_low, null) as step_ms_low,
-    if(status = 'ok', step_ms_high, null) as step_ms_high
+    case when status = 'ok' then step_ms_low end as step_ms_low,
+    case when status = 'ok' then step_ms_high end as step_ms_high
 from configurations
 left join intervals using (device, config_id);

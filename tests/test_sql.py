@@ -1,0 +1,359 @@
+"""The views' numbers, against values computed by hand from rows written by the store."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+
+from tnp.store import build_database, write_table
+
+SQL = Path(__file__).parents[1] / "workflow" / "sql"
+VIEWS = sorted(path.stem for path in SQL.glob("*.sql"))
+NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
+PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}
+SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": "bfloat16"}
+
+Row = dict[str, object]
+Tables = dict[str, list[Row]]
+Query = Callable[[str], list[Row]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Callable[..., Query]:
+    """Builds a database from tables and returns a function from SQL to rows."""
+
+    def build(*parts: Tables, origin: str = "runs") -> Query:
+        folder, files, numbers = tmp_path / origin / "gpu", [], count()
+        for tables in parts:
+            for table, rows in tables.items():
+                files.append(folder / table / f"{next(numbers)}.parquet")
+                write_table(files[-1], table, rows)
+        build_database(files, SQL, tmp_path / "results.duckdb")
+
+        def query(sql: str) -> list[Row]:
+            with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
+                return connection.sql(sql).to_arrow_table().to_pylist()
+
+        return query
+
+    return build
+
+
+def step(
+    variant: str,
+    times: list[float] | str,
+    *,
+    replicate: int = 1,
+    checkpoint: bool = False,
+    cuda_graph: bool = False,
+    **columns: object,
+) -> Tables:
+    """One replicate of a step, from its timings in ms or the status it failed with."""
+    config_id = f"mid--{variant}" + "--ckpt" * checkpoint + "--graph" * cuda_graph
+    identity = PROVENANCE | {"config_id": config_id, "replicate": replicate}
+    row = identity | SIZES | {"study": "matrix", "variant": variant, "optimizer": True}
+    row |= {"checkpoint": checkpoint, "cuda_graph": cuda_graph}
+    if isinstance(times, str):
+        return {"steps": [row | {"status": times, "reason": f"because {times}"} | columns]}
+    row |= {"status": "ok", "step_ms_p50": float(np.median(times)), "peak_memory_bytes": 2 << 30}
+    samples = [
+        identity | {"pass": "step", "sample": i, "time_ms": time} for i, time in enumerate(times)
+    ]
+    at = {name: value for name, value in columns.items() if name in PROVENANCE}
+    return {"steps": [row | columns], "samples": [sample | at for sample in samples]}
+
+
+def steps(variant: str, median_ms: float, spread: float = 0.01, **columns: object) -> list[Tables]:
+    """Three replicates around `median_ms`, of nine timings each, `spread` apart."""
+    generator = np.random.default_rng(len(variant))
+    return [
+        step(
+            variant,
+            list(median_ms * (1 + spread * (i - 2)) * generator.normal(1, spread, 9)),
+            replicate=i,
+            **columns,
+        )
+        for i in (1, 2, 3)
+    ]
+
+
+def operator(implementation: str, op: str = "attention", status: str = "ok", **columns) -> Tables:
+    row = PROVENANCE | {"config_id": f"{op}--{implementation}", "op": op, "pass": "forward"}
+    row |= {"implementation": implementation, "shape": "mid", "dtype": "bfloat16", "replicate": 1}
+    sample = PROVENANCE | {"config_id": row["config_id"], "replicate": 1, "pass": "forward"}
+    samples = [sample | {"sample": 0, "time_ms": columns.get("time_ms_p50")}]
+    return {"ops": [row | {"status": status} | columns], "samples": samples}
+
+
+def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) -> None:
+    query = store()
+    for view in VIEWS:
+        assert query(f"from {view}") == []
+
+
+def test_equal_steps_are_no_win_and_twice_as_fast_ones_are(store: Callable[..., Query]) -> None:
+    query = store(*steps("sdpa_flash", 100), *steps("sdpa_cudnn", 100), *steps("separate", 50))
+    rows = {row["variant"]: row for row in query("from speedup")}
+    assert rows["sdpa_flash"]["speedup"] == 1
+    assert not rows["sdpa_flash"]["win"] and not rows["sdpa_cudnn"]["win"]
+    cudnn, separate = rows["sdpa_cudnn"], rows["separate"]
+    assert cudnn["speedup_low"] < 1 < cudnn["speedup_high"]
+    assert separate["win"]
+    assert separate["speedup"] == pytest.approx(2, rel=0.02)
+    assert 1.9 < separate["speedup_low"] < separate["speedup"] < separate["speedup_high"] < 2.1
+
+
+def test_a_gain_within_the_spread_of_equal_steps_is_no_win(store: Callable[..., Query]) -> None:
+    # Replicates differ by 10 %, and each config's timings agree: only the spread stands against 1.
+    flash = [step("sdpa_flash", [100.0 + 10 * (i - 2)], replicate=i) for i in (1, 2, 3)]
+    query = store(*flash, step("separate", [80.0]), step("triton", [50.0]))
+    rows = {row["variant"]: row for row in query("from speedup")}
+    assert rows["separate"]["aa_spread"] == pytest.approx(0.1)
+    assert rows["separate"]["speedup_low"] > 1.1 and rows["separate"]["win"]
+    query = store(*flash, step("separate", [85.0]))
+    (row,) = query("from speedup where variant = 'separate'")
+    assert 1 < row["speedup_low"] < 1.1 and not row["win"]
+
+
+def test_best_pytorch_is_the_fastest_with_any_switch(store: Callable[..., Query]) -> None:
+    query = store(
+        step("sdpa_flash", [100.0]),
+        step("sdpa_cudnn", [80.0], cuda_graph=True),
+        step("sdpa_cudnn", [90.0]),
+        step("separate", [40.0]),
+    )
+    (row,) = query("from speedup where variant = 'separate'")
+    assert (row["best_pytorch_variant"], row["best_pytorch_step_ms"]) == ("sdpa_cudnn", 80)
+    assert (row["speedup"], row["speedup_best"]) == (2.5, 2.0)
+
+
+def test_other_devices_shapes_and_dtypes_are_not_compared(store: Callable[..., Query]) -> None:
+    for column, value in (("device", "cpu"), ("n_context", 7), ("dtype", "float32")):
+        query = store(step("sdpa_flash", [100.0]), step("separate", [50.0], **{column: value}))
+        (row,) = query("from speedup where variant = 'separate'")
+        assert row["speedup"] is None and not row["win"]
+
+
+def test_a_failed_replicate_fails_the_configuration(store: Callable[..., Query]) -> None:
+    query = store(
+        *steps("sdpa_flash", 100),
+        step("separate", [50.0]),
+        step("separate", "oom", replicate=2),
+    )
+    (row,) = query("from step_summary where variant = 'separate'")
+    assert (row["status"], row["reason"], row["step_ms"]) == ("oom", "because oom", None)
+    assert row["step_ms_low"] is None and row["n_replicates"] == 2
+    (row,) = query("from speedup where variant = 'separate'")
+    assert row["status"] == "oom" and row["speedup"] is None and not row["win"]
+    (row,) = query("from memory where variant = 'separate'")
+    assert row["status"] == "oom" and row["peak_memory_gib"] is None
+
+
+def test_a_note_in_reason_does_not_make_a_failure(store: Callable[..., Query]) -> None:
+    (row,) = store(step("sdpa_flash", [2.0], reason="did not settle"))("from step_summary")
+    assert (row["status"], row["step_ms"]) == ("ok", 2)
+
+
+def test_the_last_measurement_counts(store: Callable[..., Query]) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=1)}
+    query = store(step("sdpa_flash", [100.0]), step("sdpa_flash", [50.0, 60.0, 70.0], **later))
+    (row,) = query("from step_summary")
+    assert (row["n_replicates"], row["step_ms"]) == (1, 60)
+    assert 50 <= row["step_ms_low"] <= row["step_ms_high"] <= 70
+    query = store(step("sdpa_flash", [100.0]), step("sdpa_flash", "oom", **later))
+    assert query("from step_summary")[0]["status"] == "oom"
+
+
+def test_recorded_rows_that_are_also_in_runs_count_once(tmp_path: Path) -> None:
+    files = [tmp_path / origin / "gpu" / "steps" / "a.parquet" for origin in ("recorded", "runs")]
+    for file in files:
+        write_table(file, "steps", step("sdpa_flash", [1.0])["steps"])
+    build_database(files, SQL, tmp_path / "results.duckdb")
+    with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
+        assert connection.sql("select origin from current_steps").fetchall() == [("recorded",)]
+
+
+def test_the_bootstrap_agrees_with_numpys(store: Callable[..., Query]) -> None:
+    generator = np.random.default_rng(0)
+    samples = [list(generator.normal(100, 5, 51)) for _ in range(4)]
+    query = store(*(step("sdpa_flash", times, replicate=i) for i, times in enumerate(samples)))
+    expected = [
+        np.median(
+            [
+                np.median(generator.choice(samples[replicate], 51))
+                for replicate in generator.integers(4, size=4)
+            ]
+        )
+        for _ in range(4000)
+    ]
+    low, high = np.quantile(expected, [0.025, 0.975])
+    (row,) = query("from step_summary")
+    assert row["step_ms_low"] == pytest.approx(low, abs=0.3)
+    assert row["step_ms_high"] == pytest.approx(high, abs=0.3)
+    again = store(*(step("sdpa_flash", times, replicate=i) for i, times in enumerate(samples)))
+    assert again("from step_summary") == [row]
+
+
+def test_memory_is_relative_to_the_plain_baseline(store: Callable[..., Query]) -> None:
+    query = store(
+        step("sdpa_flash", [1.0], peak_memory_bytes=8 << 30),
+        step("sdpa_flash", [1.0], checkpoint=True, peak_memory_bytes=2 << 30),
+    )
+    (row,) = query("from memory where checkpoint")
+    assert (row["peak_memory_gib"], row["relative_to_baseline"]) == (2, 0.25)
+
+
+def test_matrix_has_a_column_for_each_combination(store: Callable[..., Query]) -> None:
+    query = store(
+        step("sdpa_flash", [100.0], peak_memory_bytes=8 << 30),
+        step("sdpa_flash", "oom", cuda_graph=True),
+        step("sdpa_flash", [125.0], checkpoint=True, peak_memory_bytes=2 << 30),
+        step("sdpa_flash", [1.0], checkpoint=True, cuda_graph=True, optimizer=False),
+    )
+    (row,) = query("from matrix")
+    values = {
+        cell: tuple(row[f"{cell}_{name}"] for name in ("step_ms", "speedup", "peak_memory_gib"))
+        for cell in ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
+    }
+    assert values["plain"] == (100, 1, 8) and values["checkpoint"] == (125, 0.8, 2)
+    assert values["cuda_graph"] == values["checkpoint_cuda_graph"] == (None, None, None)
+    statuses = (row["plain_status"], row["cuda_graph_status"], row["checkpoint_cuda_graph_status"])
+    assert statuses == ("ok", "oom", None)
+
+
+def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
+    # Ceilings: 100 TFLOP/s and 1000 GB/s, so the ridge is at 100 FLOP/byte.
+    ceilings = [
+        operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9),
+        operator("torch", "copy", time_ms_p50=1.0, flops=0.0, bytes=1e9),
+    ]
+    compute = operator("separate", time_ms_p50=20.0, flops=1e12, bytes=1e9)
+    memory = operator("sdpa_flash", time_ms_p50=4.0, flops=1e10, bytes=1e9)
+    failed = operator("sdpa_cudnn", status="timeout")
+    query = store(*ceilings, compute, memory, failed)
+    rows = {row["implementation"]: row for row in query("from roofline where op = 'attention'")}
+    names = ("bound", "roofline_tflops", "tflops", "share_of_roofline", "intensity")
+    assert [rows["separate"][name] for name in names] == ["compute", 100, 50, 0.5, 1000]
+    assert [rows["sdpa_flash"][name] for name in names] == ["memory", 10, 2.5, 0.25, 10]
+    assert [rows["sdpa_cudnn"][name] for name in names] == [None] * 5
+    assert rows["sdpa_cudnn"]["status"] == "timeout"
+    (copy,) = query("from roofline where op = 'copy'")
+    assert (copy["share_of_roofline"], copy["bound"]) == (1, "memory")
+
+    query = store(compute, memory)
+    (row,) = query("from roofline where implementation = 'separate'")
+    assert (row["tflops"], row["bound"], row["share_of_roofline"]) == (50, None, None)
+
+
+def test_operators_are_compared_with_pytorchs(store: Callable[..., Query]) -> None:
+    query = store(
+        operator("sdpa_flash", time_ms_p50=4.0),
+        operator("sdpa_cudnn", time_ms_p50=3.0),
+        operator("separate", time_ms_p50=2.0),
+        operator("torch", "matmul", time_ms_p50=1.0),
+    )
+    rows = {row["implementation"]: row for row in query("from operator_speedup")}
+    assert set(rows) == {"sdpa_flash", "sdpa_cudnn", "separate"}
+    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 1.5)
+    assert rows["separate"]["best_pytorch_implementation"] == "sdpa_cudnn"
+    assert rows["separate"]["speedup_low"] == rows["separate"]["speedup_high"] == 2
+
+
+def check(gate: str, name: str, value: float | None, bound: float | None, **columns) -> Tables:
+    row = PROVENANCE | {"gate": gate, "phase": 2, "implementation": "", "check": name}
+    row |= {"metric": "error", "value": value, "bound": bound, "mode": "gpu", "status": "ok"}
+    return {"gates": [row | columns]}
+
+
+def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query]) -> None:
+    query = store(
+        check("attention_forward", "near", 0.9, 1.0, passed=True),
+        check("attention_forward", "cosine", 0.999, 0.99, passed=True),
+        check("attention_forward", "exact", 0.0, 0.0, passed=True),
+        check("attention_forward", "far", 3.0, 1.0, passed=False, implementation="separate"),
+        check("attention_forward", "skipped", None, None, status="unsupported"),
+        check("baseline", "near", 0.5, 1.0, passed=True),
+        check("kernels", "all", None, None, status="unsupported"),
+        check("cuda_graphs", "cosine", 0.9, 0.99, passed=False),
+        step("separate", "gate_failed", reason="gate attention_forward is red: far: error 3"),
+        step("sdpa_flash", "oom", reason="attention_forward ran out of memory"),
+    )
+    rows = {row["gate"]: row for row in query("from gate_status")}
+    names = ("n_checks", "n_failed", "n_skipped", "passed", "worst_check", "blocked_benchmarks")
+    expected = {
+        "attention_forward": [5, 1, 1, False, "far", 1],
+        "baseline": [1, 0, 0, True, "near", 0],
+        "kernels": [1, 0, 1, None, None, 0],
+        "cuda_graphs": [1, 1, 0, False, "cosine", 0],
+    }
+    assert {gate: [row[name] for name in names] for gate, row in rows.items()} == expected
+    assert rows["attention_forward"]["worst_value_over_bound"] == 3
+    assert rows["cuda_graphs"]["worst_value_over_bound"] == pytest.approx(1.1)
+
+
+def test_a_red_check_of_one_implementation_marks_its_variants(store: Callable[..., Query]) -> None:
+    query = store(
+        check("attention_forward", "far", 3.0, 1.0, passed=False, implementation="separate"),
+        check("attention_forward", "near", 0.1, 1.0, passed=True, implementation="sdpa_flash"),
+        *(step(name, [1.0]) for name in ("sdpa_flash", "separate", "separate_compiled", "triton")),
+    )
+    rows = query("select variant, gate_passed from speedup order by variant")
+    assert [row["gate_passed"] for row in rows] == [True, False, False, None]
+
+
+def test_a_check_the_gate_no_longer_makes_is_gone(store: Callable[..., Query]) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=1)}
+    query = store(
+        check("baseline", "old", 3.0, 1.0, passed=False),
+        check("baseline", "new", 0.5, 1.0, passed=True, **later),
+        check("baseline", "new", 0.7, 1.0, passed=True, metric="cosine", **later),
+    )
+    assert len(query("from current_gates")) == 2
+    assert query("from gate_status")[0]["passed"] is True
+
+
+def test_stage_shares_are_of_medians_and_sum_to_one(store: Callable[..., Query]) -> None:
+    parts = []
+    for replicate, scale in ((1, 1.0), (2, 2.0), (3, 9.0)):
+        tables = step("sdpa_flash", [4 * scale], replicate=replicate)
+        row = {name: value for name, value in tables["steps"][0].items() if name != "status"}
+        row = {name: row[name] for name in row if name not in ("step_ms_p50", "peak_memory_bytes")}
+        tables["stages"] = [
+            row | {"stage": stage, "time_ms_p50": time * scale}
+            for stage, time in (("attention", 1.0), ("backward", 3.0))
+        ]
+        parts.append(tables)
+    rows = {row["stage"]: row for row in store(*parts)("from stage_share")}
+    assert {stage: (row["time_ms"], row["share"]) for stage, row in rows.items()} == {
+        "attention": (2, 0.25),
+        "backward": (6, 0.75),
+    }
+
+
+def test_gap_closed_runs_from_prior_to_exact(store: Callable[..., Query]) -> None:
+    row = PROVENANCE | {"run": "gp", "step": 100, "heldout_log_likelihood": 0.5}
+    row |= {"prior_log_likelihood": -1.0, "exact_log_likelihood": 1.0}
+    images = row | {"run": "images", "exact_log_likelihood": None}
+    later = {"recorded_at": NOW + timedelta(hours=1)}
+    query = store(
+        {"training": [row | {"step": 900}, images]},
+        {"training": [row | later, row | later | {"step": 200, "heldout_log_likelihood": 1.0}]},
+    )
+    rows = query("select run, step, gap_closed from training_curves order by all")
+    assert [tuple(row.values()) for row in rows] == [
+        ("gp", 100, 0.75),
+        ("gp", 200, 1.0),
+        ("images", 100, None),
+    ]
+
+
+def test_environment_summary_has_the_latest_of_each(store: Callable[..., Query]) -> None:
+    row = PROVENANCE | {"device_name": "GPU", "git_commit": "a"}
+    later = row | {"recorded_at": NOW + timedelta(days=1), "git_commit": "b"}
+    (found,) = store({"environments": [row, later]})("from environment_summary")
+    assert (found["n_measurements"], found["git_commit"]) == (2, "b")
+    assert (found["first_recorded_at"], found["last_recorded_at"]) == (NOW, later["recorded_at"])

@@ -1,0 +1,93 @@
+"""Where tasks come from: known numbers, disjoint hold-outs, nothing but (seed, step)."""
+
+import pytest
+import torch
+
+from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
+
+
+def points(n, d=1, batch=2):
+    return torch.zeros(batch, n, d)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: GaussianProcessTasks(), lambda: ImageTasks(64), lambda: ImageTasks(11_000)]
+)
+def test_a_task_is_a_function_of_seed_and_step(make):
+    draw = make().sample(0, 3, 2, 40, 24)
+    again = make().sample(0, 3, 2, 40, 24)
+    assert all(torch.equal(a, b) for a, b in zip(draw, again, strict=True))
+    for seed, step in ((0, 4), (1, 3), (3, 0)):
+        other = make().sample(seed, step, 2, 40, 24)
+        assert not torch.equal(draw.y_context, other.y_context)
+
+
+def test_gaussian_process_has_its_known_likelihoods():
+    tasks, exact, prior = GaussianProcessTasks(), [], []
+    for step in range(4):
+        task = tasks.sample(0, step, 32, 64, 500)
+        exact.append(tasks.exact_log_likelihood(task, 0, step))
+        prior.append(tasks.prior_log_likelihood(task))
+    exact, prior = torch.cat(exact), torch.cat(prior)
+    assert exact.mean().item() == pytest.approx(0.795, abs=4 * exact.std().item() / 128**0.5)
+    # −½ log(2π·1.01) − ½
+    assert prior.mean().item() == pytest.approx(-1.424, abs=4 * prior.std().item() / 128**0.5)
+
+
+def test_exact_posterior_beats_that_of_another_tasks_context():
+    tasks = GaussianProcessTasks()
+    task = tasks.sample(0, 0, 8, 64, 50)
+    shuffled = task.with_shuffled_context()
+    true, control = (tasks.exact_log_likelihood(t, 0, 0).mean() for t in (task, shuffled))
+    assert true > control + 1
+
+
+def test_shuffling_moves_every_value_and_keeps_the_set():
+    task = GaussianProcessTasks().sample(0, 0, 2, 7, 3)
+    shuffled = task.with_shuffled_context()
+    assert (shuffled.y_context != task.y_context).all()
+    assert torch.equal(shuffled.y_context.sort(1)[0], task.y_context.sort(1)[0])
+
+
+@pytest.mark.parametrize("n_context, n_target", [(64, 500), (10_000, 1_000), (200_000, 5_000)])
+def test_images_serve_all_three_shapes(n_context, n_target):
+    tasks = ImageTasks(n_context + n_target)
+    task = tasks.sample(0, 0, 2, n_context, n_target)
+    assert task.x_context.shape == (2, n_context, 2) and task.y_target.shape == (2, n_target, 1)
+    assert -1 <= task.x_context.min() and task.x_context.max() <= 1
+    pixels = torch.cat([task.x_context, task.x_target], dim=1)[0]
+    assert len(torch.unique(pixels, dim=0)) == n_context + n_target
+    assert task.y_context.isfinite().all() and task.y_context.abs().max() < 10
+    assert 0.001 < tasks.sigma_min < 0.1
+
+
+def test_brightness_is_no_longer_quantized():
+    y = ImageTasks(564).sample(0, 0, 1, 64, 500).y_target.flatten()
+    assert len(y.unique()) == len(y)
+
+
+@pytest.mark.parametrize("n_points", [564, 11_000, 205_000])
+def test_held_out_pictures_are_never_trained_on(n_points):
+    training, held_out = ImageTasks(n_points), ImageTasks(n_points, held_out=True)
+    for picture in held_out._pictures:
+        for seen in training._pictures:
+            assert picture.shape != seen.shape or not torch.equal(picture, seen)
+
+
+def test_bad_tasks_raise_naming_the_shape():
+    with pytest.raises(ValueError, match="x_context has shape"):
+        Task(points(3)[0], points(3), points(2), points(2))
+    with pytest.raises(ValueError, match="agree in batch and points"):
+        Task(points(3), points(4), points(2), points(2))
+    with pytest.raises(ValueError, match="agree in batch and dimension"):
+        Task(points(3), points(3), points(2, d=2), points(2))
+    with pytest.raises(ValueError, match="n_context is 0"):
+        Task(points(0), points(0), points(2), points(2))
+    with pytest.raises(ValueError, match="n_points is 262145"):
+        ImageTasks(262_145)
+    with pytest.raises(ValueError, match="more than the 625 pixels"):
+        ImageTasks(100).sample(0, 0, 1, 600, 100)
+    with pytest.raises(ValueError, match="does not fit the captured step"):
+        Task(points(3), points(3), points(2), points(2)).copy_(
+            Task(points(4), points(4), points(2), points(2))
+        )

@@ -1,0 +1,114 @@
+"""Image completion: some pixels of a picture are the context, others the targets.
+
+x is a pixel's (row, column) in [−1, 1]; y its brightness, standardized by mean and deviation of the
+training pictures. Which pictures depends on how many pixels a task wants:
+
+    up to     625   scikit-image's lfw_subset, faces of 25 × 25 (the last 20 of 200 held out)
+    up to  16,384   128 × 128 crops of its bundled photographs, flipped and contrast-inverted
+    up to 262,144   their 512 × 512 crops
+
+astronaut and camera are never trained on. 8-bit brightness gets uniform noise of ±½/255: without
+it, and without a floor under sigma, a mixture collapses onto the 256 values.
+"""
+
+import numpy as np
+import skimage
+import torch
+from torch.distributions import Normal
+
+from tnp.tasks.task import Task, random_generator
+
+TRAINING = (
+    "retina", "hubble_deep_field", "cell", "rocket", "coffee", "brick", "grass", "gravel",
+)  # fmt: skip
+HELD_OUT = ("astronaut", "camera")
+N_HELD_OUT_FACES = 20
+SIDES = (25, 128, 512)
+LEVELS = 255.0
+
+
+class ImageTasks:
+    """Draws tasks with d_x = 2, d_y = 1 on `device`.
+
+    Args:
+        n_points: context and target points a task; decides which pictures, see the module.
+        held_out: draw from the pictures that are never trained on.
+    """
+
+    d_x = 2
+
+    def __init__(
+        self, n_points: int, device: torch.device | str = "cpu", held_out: bool = False
+    ) -> None:
+        self.side = next((side for side in SIDES if side * side >= n_points), None)
+        if self.side is None:
+            raise ValueError(f"n_points is {n_points}: the largest image task has {SIDES[-1] ** 2}")
+        self.device = torch.device(device)
+        training, held_out_pictures = _pictures(self.side)
+        pixels = np.concatenate([picture.ravel() for picture in training])
+        self._mean, self._deviation = float(pixels.mean()), float(pixels.std())
+        pictures = held_out_pictures if held_out else training
+        self._pictures = [torch.from_numpy(picture).to(self.device) for picture in pictures]
+        self._augment = not held_out and self.side > SIDES[0]
+
+    @property
+    def sigma_min(self) -> float:
+        """One grey level, in standardized units: the floor a model's sigma needs."""
+        return 1.0 / (LEVELS * self._deviation)
+
+    def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
+        """The task of (seed, step); every point is another pixel."""
+        n_points = n_context + n_target
+        if n_points > self.side**2:
+            raise ValueError(
+                f"{n_context} context and {n_target} target points are more than the "
+                f"{self.side**2} pixels of a picture"
+            )
+        rng = np.random.default_rng((seed, step))
+        generator = random_generator(self.device, seed, step)
+        crops = torch.stack([self._crop(rng) for _ in range(batch)]).flatten(1)
+        order = torch.rand(crops.shape, device=self.device, generator=generator).argsort(1)
+        chosen = order[:, :n_points]
+        noise = torch.rand(chosen.shape, device=self.device, generator=generator) - 0.5
+        y = (crops.gather(1, chosen) + noise / LEVELS - self._mean) / self._deviation
+        rows, columns = chosen // self.side, chosen % self.side
+        x = torch.stack([rows, columns], dim=-1) * (2.0 / (self.side - 1)) - 1.0
+        y = y.unsqueeze(-1)
+        return Task(x[:, :n_context], y[:, :n_context], x[:, n_context:], y[:, n_context:])
+
+    def prior_log_likelihood(self, task: Task) -> torch.Tensor:
+        """Mean log-density of each task's targets under one Gaussian fitted to training. [B]."""
+        return Normal(0.0, 1.0).log_prob(task.y_target.double()).mean((1, 2))
+
+    def _crop(self, rng: np.random.Generator) -> torch.Tensor:
+        picture = self._pictures[rng.integers(len(self._pictures))]
+        top, left = (rng.integers(size - self.side + 1) for size in picture.shape)
+        crop = picture[top : top + self.side, left : left + self.side]
+        if self._augment:
+            flips = [dim for dim in (0, 1) if rng.integers(2)]
+            crop = crop.flip(flips)
+            if rng.integers(2):
+                # Mirrored about the training mean, so that the mean stays what it is.
+                crop = 2.0 * self._mean - crop
+        return crop
+
+
+def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Training and held-out pictures, float32 brightness in [0, 1], none smaller than `side`."""
+    if side == SIDES[0]:
+        faces = skimage.data.lfw_subset().astype(np.float32)
+        return list(faces[:-N_HELD_OUT_FACES]), list(faces[-N_HELD_OUT_FACES:])
+    training, held_out = (
+        [
+            picture
+            for picture in (_brightness(getattr(skimage.data, name)()) for name in names)
+            if min(picture.shape) >= side
+        ]
+        for names in (TRAINING, HELD_OUT)
+    )
+    return training, held_out
+
+
+def _brightness(picture: np.ndarray) -> np.ndarray:
+    grey = skimage.color.rgb2gray(picture[..., :3]) if picture.ndim == 3 else picture / LEVELS
+    return grey.astype(np.float32)

@@ -1,0 +1,92 @@
+"""A batch of tasks of equal size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+
+def random_generator(device: torch.device, seed: int, step: int) -> torch.Generator:
+    """A generator of its own for (seed, step).
+
+    The two are hashed together: torch's CPU generator reads 32 bits of a seed and no more.
+    """
+    mixed = np.random.SeedSequence((seed, step)).generate_state(1)[0]
+    return torch.Generator(device).manual_seed(int(mixed))
+
+
+@dataclass(frozen=True)
+class Task:
+    """x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N, d_y].
+
+    Raises ValueError where the shapes do not go together or there is no context point.
+    """
+
+    x_context: torch.Tensor
+    y_context: torch.Tensor
+    x_target: torch.Tensor
+    y_target: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for field, tensor in zip(fields(self), self, strict=True):
+            if tensor.dim() != 3:
+                raise ValueError(
+                    f"{field.name} has shape {tuple(tensor.shape)}: it must be [batch, points, d]"
+                )
+        for x, y in (("x_context", "y_context"), ("x_target", "y_target")):
+            a, b = getattr(self, x).shape, getattr(self, y).shape
+            if a[:2] != b[:2]:
+                raise ValueError(
+                    f"{x} is {tuple(a)} and {y} {tuple(b)}: they must agree in batch and points"
+                )
+        for context, target in (("x_context", "x_target"), ("y_context", "y_target")):
+            a, b = getattr(self, context).shape, getattr(self, target).shape
+            if (a[0], a[2]) != (b[0], b[2]):
+                raise ValueError(
+                    f"{context} is {tuple(a)} and {target} {tuple(b)}: they must agree in batch "
+                    "and dimension"
+                )
+        if self.n_context == 0:
+            raise ValueError("n_context is 0: a task needs at least one context point")
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (getattr(self, field.name) for field in fields(self))
+
+    @property
+    def batch(self) -> int:
+        return self.x_context.shape[0]
+
+    @property
+    def n_context(self) -> int:
+        return self.x_context.shape[1]
+
+    @property
+    def n_target(self) -> int:
+        return self.x_target.shape[1]
+
+    def to(self, device: torch.device | str) -> Task:
+        return Task(*(tensor.to(device) for tensor in self))
+
+    def clone(self) -> Task:
+        return Task(*(tensor.clone() for tensor in self))
+
+    def copy_(self, other: Task) -> None:
+        """Overwrite this task's tensors in place, as a captured CUDA graph needs its inputs."""
+        for mine, theirs in zip(self, other, strict=True):
+            if mine.shape != theirs.shape:
+                raise ValueError(
+                    f"a task of shape {tuple(theirs.shape)} does not fit the captured step's "
+                    f"{tuple(mine.shape)}: all its tasks must have the same sizes"
+                )
+            mine.copy_(theirs)
+
+    def with_shuffled_context(self) -> Task:
+        """The same points with the context's y values moved away from their x: the control.
+
+        Values move by half the context, a permutation that leaves none in place.
+        """
+        shuffled = self.y_context.roll(max(1, self.n_context // 2), dims=1)
+        return Task(self.x_context, shuffled, self.x_target, self.y_target)

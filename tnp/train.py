@@ -1,0 +1,217 @@
+"""Training: AdamW with warm-up and cosine decay, held-out evaluation, checkpoints, resume.
+
+Every step is a function of (seed, step): a run that was killed and resumed gives the rows and
+weights of an unbroken one. Held-out tasks come from a seed, and for images from pictures, that are
+never trained on. Beside the held-out log-likelihood stands that of the same tasks with the
+context's y values shuffled: a model that uses its context is clearly better with the true one.
+"""
+
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tnp.model import TNPConfig, TransformerNP
+from tnp.prediction import Prediction
+from tnp.step import TrainingStep
+from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
+from tnp.variants import Variant
+
+FINAL_LEARNING_RATE = 0.1  # share of the peak that the cosine decays to
+HELD_OUT_SEED = 1_000_003
+N_HELD_OUT_BATCHES = 8
+SOURCES = ("gaussian_process", "images")
+# Columns of table `training` that do not change during a run.
+RUN_COLUMNS = (
+    "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
+)  # fmt: skip
+
+
+def learning_rate(step: int, peak: float, warmup_steps: int, steps: int) -> float:
+    """Linear warm-up to `peak`, then half a cosine to `FINAL_LEARNING_RATE` of it."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (FINAL_LEARNING_RATE + (1.0 - FINAL_LEARNING_RATE) * cosine)
+
+
+def run(
+    parameters: dict,
+    device: torch.device | str,
+    checkpoint_dir: Path,
+    on_row: Callable[[dict], None],
+) -> TransformerNP:
+    """Train one run of config.yaml, from its last checkpoint where there is one.
+
+    Args:
+        parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
+            steps, learning_rate, warmup_steps, eval_every, seed.
+        device: where to train.
+        checkpoint_dir: `latest.pt` is written there at every evaluation, whole or not at all.
+        on_row: receives every row of table `training`, those before a resume included.
+
+    Raises:
+        ValueError: an unknown source, sizes a picture does not have, a checkpoint that cannot be
+            read or is another run's.
+    """
+    device = torch.device(device)
+    training, held_out = sources(parameters, device)
+    evaluation = Evaluation(held_out, parameters)
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
+    config = TNPConfig(
+        **parameters["model"], d_x=training.d_x, sigma_min=getattr(training, "sigma_min", 0.0)
+    )
+    torch.manual_seed(parameters["seed"])
+    model = TransformerNP(config, variant, getattr(torch, parameters["dtype"])).to(device)
+    on_cuda = device.type == "cuda"
+    step_once = TrainingStep(
+        model,
+        learning_rate=parameters["learning_rate"],
+        cuda_graph=on_cuda,
+        compile=variant.compile,
+    )
+    path = checkpoint_dir / "latest.pt"
+    state = load_checkpoint(path, parameters, device) if path.exists() else None
+    first, rows, elapsed_s = 0, [], 0.0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        step_once.optimizer.load_state_dict(state["optimizer"])
+        first, rows, elapsed_s = state["step"], state["rows"], state["elapsed_s"]
+    for row in rows:
+        on_row(row)
+
+    start = time.perf_counter() - elapsed_s
+    loss_sum, n_summed = torch.zeros((), device=device), 0
+    sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
+    schedule = [parameters[name] for name in ("learning_rate", "warmup_steps", "steps")]
+    bar = tqdm(range(first, parameters["steps"]), initial=first, total=parameters["steps"])
+    bar.set_description(parameters["run"])
+    for step in bar:
+        rate = learning_rate(step, *schedule)
+        step_once.set_learning_rate(rate)
+        loss_sum += step_once(training.sample(parameters["seed"], step, *sizes))
+        n_summed += 1
+        done = step + 1
+        if done % parameters["eval_every"] and done != parameters["steps"]:
+            continue
+        row = {name: parameters[name] for name in RUN_COLUMNS} | {
+            "step": done,
+            "learning_rate": rate,
+            "loss": loss_sum.item() / n_summed,
+            **evaluation(model),
+        }
+        row["elapsed_s"] = time.perf_counter() - start
+        if not math.isfinite(row["loss"]):
+            raise RuntimeError(f"the loss is {row['loss']} at step {done}: the run diverged")
+        loss_sum.zero_()
+        n_summed = 0
+        rows.append(row)
+        on_row(row)
+        bar.set_postfix(held_out=f"{row['heldout_log_likelihood']:.3f}")
+        save_checkpoint(path, parameters, step_once, done, rows, row["elapsed_s"])
+    return model
+
+
+def sources(
+    parameters: dict, device: torch.device
+) -> tuple[GaussianProcessTasks | ImageTasks, GaussianProcessTasks | ImageTasks]:
+    """Where training and held-out tasks come from."""
+    if parameters["source"] == "gaussian_process":
+        tasks = GaussianProcessTasks(device)
+        return tasks, tasks
+    if parameters["source"] == "images":
+        n_points = parameters["n_context"] + parameters["n_target"]
+        return ImageTasks(n_points, device), ImageTasks(n_points, device, held_out=True)
+    raise ValueError(f"unknown source {parameters['source']!r}: choose from {', '.join(SOURCES)}")
+
+
+class Evaluation:
+    """Held-out log-likelihoods in nats per target value, over the same tasks every time."""
+
+    def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
+        sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
+        self._tasks = [
+            tasks.sample(HELD_OUT_SEED, index, *sizes) for index in range(N_HELD_OUT_BATCHES)
+        ]
+        prior = torch.cat([tasks.prior_log_likelihood(task) for task in self._tasks])
+        self._references = {"exact_log_likelihood": None, "prior_log_likelihood": _mean(prior)}
+        if isinstance(tasks, GaussianProcessTasks):
+            exact = [
+                tasks.exact_log_likelihood(task, HELD_OUT_SEED, index)
+                for index, task in enumerate(self._tasks)
+            ]
+            self._references["exact_log_likelihood"] = _mean(torch.cat(exact))
+
+    @torch.no_grad()
+    def __call__(self, model: TransformerNP) -> dict[str, float | None]:
+        """The `…_log_likelihood…` columns of a row of table `training`."""
+        true = torch.cat([self._log_likelihood(model, task) for task in self._tasks])
+        shuffled = torch.cat(
+            [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
+        )
+        return {
+            "heldout_log_likelihood": _mean(true),
+            "heldout_log_likelihood_shuffled": _mean(shuffled),
+            "heldout_log_likelihood_stderr": (true.std() / math.sqrt(len(true))).item(),
+            **self._references,
+        }
+
+    @staticmethod
+    def _log_likelihood(model: TransformerNP, task: Task) -> torch.Tensor:
+        parameters = model(task.x_context, task.y_context, task.x_target)
+        prediction = Prediction(parameters, model.config.sigma_min)
+        return prediction.log_prob(task.y_target).mean(1) / task.y_target.shape[-1]
+
+
+def _mean(values: torch.Tensor) -> float:
+    return values.double().mean().item()
+
+
+def save_checkpoint(
+    path: Path,
+    parameters: dict,
+    step_once: TrainingStep,
+    step: int,
+    rows: list[dict],
+    elapsed_s: float,
+) -> None:
+    """Replace `path` by the state after `step` steps; a kill leaves the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    torch.save(
+        {
+            "parameters": parameters,
+            "step": step,
+            "rows": rows,
+            "elapsed_s": elapsed_s,
+            "model": step_once.model.state_dict(),
+            "optimizer": step_once.optimizer.state_dict(),
+        },
+        temporary,
+    )
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: Path, parameters: dict, device: torch.device) -> dict:
+    """What `save_checkpoint` wrote for a run of these parameters; executes no pickled code."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"cannot read checkpoint {path} ({reason}): delete it to start the run again"
+        ) from error
+    theirs = state["parameters"]
+    for name in sorted(parameters.keys() | theirs.keys()):
+        if parameters.get(name) != theirs.get(name):
+            raise ValueError(
+                f"checkpoint {path} is of another run: {name} is {theirs.get(name)!r} there and "
+                f"{parameters.get(name)!r} here; delete it to start the run again"
+            )
+    return state
