@@ -155,6 +155,15 @@ def test_origin_is_the_folder(tmp_path: Path) -> None:
         ]
 
 
+def test_files_without_rows_load_beside_others(tmp_path: Path) -> None:
+    files = [samples(tmp_path, stem=stem) for stem in ("empty", "tiny")]
+    write_table(files[0], "samples", [])
+    write_table(files[1], "samples", [ROW])
+    build_database(files, SQL, tmp_path / "results.duckdb")
+    with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as store:
+        assert len(store.sql("from samples").fetchall()) == 1
+
+
 def test_a_file_in_a_folder_of_no_table_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data" / "runs" / "cpu" / "sampels" / "tiny.parquet"
     write_table(path, "samples", [ROW])

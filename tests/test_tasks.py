@@ -54,7 +54,7 @@ def test_images_serve_all_three_shapes(n_context, n_target):
     tasks = ImageTasks(n_context + n_target)
     task = tasks.sample(0, 0, 2, n_context, n_target)
     assert task.x_context.shape == (2, n_context, 2) and task.y_target.shape == (2, n_target, 1)
-    assert -1 <= task.x_context.min() and task.x_context.max() <= 1
+    assert task.x_context.min() >= -1 and task.x_context.max() <= 1
     pixels = torch.cat([task.x_context, task.x_target], dim=1)[0]
     assert len(torch.unique(pixels, dim=0)) == n_context + n_target
     assert task.y_context.isfinite().all() and task.y_context.abs().max() < 10

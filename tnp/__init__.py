@@ -1,1 +1,1 @@
-"""Transformer Neural Processes, the kernels that make them fast, and the experiment that proves it."""
+"""Transformer Neural Processes, the kernels that make them fast, and the proof of both."""

@@ -58,7 +58,7 @@ def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:
 
 
 def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
-    """Zero-pad a hidden width. Exact: SiLU(0) = 0, and zeros stay zero through gradient and AdamW."""
+    """Zero-pad a hidden width. Exact: SiLU(0) = 0, and zeros stay zero through AdamW."""
     padding = list(weight.shape)
     padding[dim] = width - weight.shape[dim]
     return nn.Parameter(torch.cat([weight.detach(), weight.new_zeros(padding)], dim))
@@ -161,7 +161,7 @@ class MixtureHeads(nn.Module):
         self.down = _pad(down, 2, d_ff_storage)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """h [B, N, d_model] → logit_weight, mu, log_sigma of each component [B, N, K, 1 + 2·d_y]."""
+        """h [B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
         hidden = F.silu(_linear(self.norm(h), self.up.flatten(0, 1)))
         hidden = hidden.unflatten(-1, self.up.shape[:2])
         return torch.einsum("bnkf,kof->bnko", hidden, self.down.to(h.dtype))

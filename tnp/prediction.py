@@ -1,4 +1,4 @@
-"""The predictive distribution: a Gaussian mixture for every target, on torch's own distributions."""
+"""The predictive distribution: a Gaussian mixture at every target, as a torch distribution."""
 
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal

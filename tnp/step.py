@@ -92,7 +92,7 @@ class TrainingStep:
 
     def _run(self, task: Task) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(*task)
+        loss = self.loss(task.x_context, task.y_context, task.x_target, task.y_target)
         loss.backward()
         if self.update:
             self.optimizer.step()

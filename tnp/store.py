@@ -93,7 +93,8 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
                 f"{path} lies in a folder {table!r}: it must be one of {', '.join(TABLES)}"
             )
         rows = read_table(path, table)
-        contents[table].append(rows.append_column("origin", [[_origin(path)] * len(rows)]))
+        origin = pa.repeat(_origin(path), len(rows))
+        contents[table].append(rows.append_column("origin", origin))
     with (
         _replacing(Path(database)) as temporary,
         duckdb.connect(str(temporary), config=DUCKDB_FORMAT) as connection,

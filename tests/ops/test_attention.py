@@ -1,4 +1,4 @@
-"""Attention kernels against float64, within PyTorch's own error; what they refuse; what must fail."""
+"""Attention kernels against float64, within PyTorch's own error; what they refuse; controls."""
 
 import pytest
 import torch

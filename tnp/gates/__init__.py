@@ -61,8 +61,9 @@ def blocking_reason(rows: Iterable[dict], implementation: str) -> str | None:
 def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
     """Rows of tables `gates` and `kernels` (without provenance) of gate `name` on "cuda" or "cpu".
 
-    `kernels` is empty for a gate that compiles nothing. A gate the device cannot run gives one row with status "unsupported"; a gate that raises keeps
-    the checks made so far and ends in a row with status "error": both with the reason.
+    `kernels` is empty for a gate that compiles nothing. A gate the device cannot run gives
+    one row with status "unsupported"; a gate that raises keeps the checks made so far and ends in
+    a row with status "error": both with the reason.
     """
     if name not in GATES:
         raise ValueError(f"unknown gate {name!r}: choose from {', '.join(GATES)}")

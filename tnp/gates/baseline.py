@@ -1,4 +1,4 @@
-"""Phase 1: the plain-PyTorch model is the specification's, trains, and runs on the backend named."""
+"""Phase 1: the plain-PyTorch model is right, trains, and runs on the backend that was named."""
 
 import copy
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
-from tnp.ops.attention.reference import attention_reference
 from tnp.step import TrainingStep
 from tnp.variants import Variant
 

@@ -30,7 +30,7 @@ class Check:
 
 
 class Unsupported(Exception):
-    """Raised by a gate's `checks` where the device cannot run it at all: recorded with the reason."""
+    """Raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
@@ -52,8 +52,9 @@ def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def error_ratio(out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tensor) -> float:
     """Relative error of `out` over that of PyTorch's own result in the same dtype.
 
-    `reference` is computed in float64. PyTorch's error is floored at about one rounding of the output's
-    dtype, so that a result PyTorch happens to hit exactly does not make every other one infinite.
+    `reference` is computed in float64. PyTorch's error is floored at about one rounding of the
+    output's dtype, so that a result PyTorch happens to hit exactly does not make every other one
+    infinite.
     """
     own = max(relative_error(pytorch, reference), torch.finfo(out.dtype).eps / 4)
     return relative_error(out, reference) / own

@@ -58,17 +58,19 @@ numbers as (
 draws as (
     select
         *,
-        unnest(range(len(replicates))) as draw
+        unnest(range(len(replicates))) as draw,
+        concat_ws(' ', device, config_id, pass, resample, draw) as resample_key
     from configurations
     cross join numbers
 ),
 
+-- Of one text each: hash() of several values leaves those that differ in one value correlated.
 uniform as (
     select
-        *,
-        (hash(device, config_id, pass, resample, draw, 1) + 0.5) / pow(2, 64) as u_replicate,
-        (hash(device, config_id, pass, resample, draw, 2) + 0.5) / pow(2, 64) as u_radius,
-        (hash(device, config_id, pass, resample, draw, 3) + 0.5) / pow(2, 64) as u_angle
+        * exclude (resample_key),
+        (hash(resample_key || 'replicate') + 0.5) / pow(2, 64) as u_replicate,
+        (hash(resample_key || 'radius') + 0.5) / pow(2, 64) as u_radius,
+        (hash(resample_key || 'angle') + 0.5) / pow(2, 64) as u_angle
     from draws
 ),
 

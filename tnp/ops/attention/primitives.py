@@ -1,4 +1,4 @@
-"""What the attention kernels share: loads of row tiles, matmuls, and their launch configurations."""
+"""What the attention kernels share: loads of row tiles, matmuls, launch configurations."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention with one backend forced: it runs, or PyTorch says why not."""
+"""PyTorch's scaled_dot_product_attention with one backend forced: it runs or says why not."""
 
 import torch
 import torch.nn.functional as F
