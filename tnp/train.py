@@ -23,7 +23,7 @@ from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
 from tnp.variants import Variant
 
 FINAL_LEARNING_RATE = 0.1  # share of the peak that the cosine decays to
-HELD_OUT_SEED = 1_000_003
+HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
 SOURCES = ("gaussian_process", "images")
 # Columns of table `training` that do not change during a run.
@@ -53,27 +53,26 @@ def run(
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed.
         device: where to train.
-        checkpoint_dir: `latest.pt` is written there at every evaluation, whole or not at all.
+        checkpoint_dir: `latest.pt` is written there at every evaluation, whole or not at all; it
+            becomes `final.pt` when the run is complete.
         on_row: receives every row of table `training`, those before a resume included.
 
     Raises:
         ValueError: an unknown source, sizes a picture does not have, a checkpoint that cannot be
             read or is another run's.
+        RuntimeError: training diverged, or the model predicts what only its targets could tell.
     """
     device = torch.device(device)
     training, held_out = sources(parameters, device)
     evaluation = Evaluation(held_out, parameters)
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    config = TNPConfig(
-        **parameters["model"], d_x=training.d_x, sigma_min=getattr(training, "sigma_min", 0.0)
-    )
+    config = TNPConfig(**parameters["model"], d_x=training.d_x, sigma_min=training.sigma_min)
     torch.manual_seed(parameters["seed"])
     model = TransformerNP(config, variant, getattr(torch, parameters["dtype"])).to(device)
-    on_cuda = device.type == "cuda"
     step_once = TrainingStep(
         model,
         learning_rate=parameters["learning_rate"],
-        cuda_graph=on_cuda,
+        cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
         compile=variant.compile,
     )
     path = checkpoint_dir / "latest.pt"
@@ -90,31 +89,40 @@ def run(
     loss_sum, n_summed = torch.zeros((), device=device), 0
     sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
     schedule = [parameters[name] for name in ("learning_rate", "warmup_steps", "steps")]
-    bar = tqdm(range(first, parameters["steps"]), initial=first, total=parameters["steps"])
-    bar.set_description(parameters["run"])
-    for step in bar:
-        rate = learning_rate(step, *schedule)
-        step_once.set_learning_rate(rate)
-        loss_sum += step_once(training.sample(parameters["seed"], step, *sizes))
-        n_summed += 1
-        done = step + 1
-        if done % parameters["eval_every"] and done != parameters["steps"]:
-            continue
+
+    def log(step: int) -> None:
         row = {name: parameters[name] for name in RUN_COLUMNS} | {
-            "step": done,
-            "learning_rate": rate,
-            "loss": loss_sum.item() / n_summed,
+            "step": step,
+            "learning_rate": learning_rate(step, *schedule),
+            "loss": loss_sum.item() / n_summed if n_summed else None,
             **evaluation(model),
         }
         row["elapsed_s"] = time.perf_counter() - start
-        if not math.isfinite(row["loss"]):
-            raise RuntimeError(f"the loss is {row['loss']} at step {done}: the run diverged")
-        loss_sum.zero_()
-        n_summed = 0
+        if not math.isfinite(row["heldout_log_likelihood"]):
+            raise RuntimeError(
+                f"the held-out log-likelihood is {row['heldout_log_likelihood']} at step {step}: "
+                "the run diverged"
+            )
         rows.append(row)
+        save_checkpoint(path, parameters, step_once, step, rows, row["elapsed_s"])
         on_row(row)
         bar.set_postfix(held_out=f"{row['heldout_log_likelihood']:.3f}")
-        save_checkpoint(path, parameters, step_once, done, rows, row["elapsed_s"])
+
+    steps = parameters["steps"]
+    with tqdm(initial=first, total=steps, desc=parameters["run"], unit="step") as bar:
+        if not rows:
+            log(0)
+        for step in range(first, steps):
+            step_once.set_learning_rate(learning_rate(step, *schedule))
+            loss_sum += step_once(training.sample(parameters["seed"], step, *sizes))
+            n_summed += 1
+            bar.update()
+            if (step + 1) % parameters["eval_every"] == 0 or step + 1 == steps:
+                log(step + 1)
+                loss_sum.zero_()
+                n_summed = 0
+    # Asked for again, because code or settings have changed, a finished run starts again.
+    os.replace(path, path.with_name("final.pt"))
     return model
 
 
@@ -139,14 +147,15 @@ class Evaluation:
         self._tasks = [
             tasks.sample(HELD_OUT_SEED, index, *sizes) for index in range(N_HELD_OUT_BATCHES)
         ]
-        prior = torch.cat([tasks.prior_log_likelihood(task) for task in self._tasks])
-        self._references = {"exact_log_likelihood": None, "prior_log_likelihood": _mean(prior)}
+        self._prior = torch.cat([tasks.prior_log_likelihood(task) for task in self._tasks])
+        self._exact = None
         if isinstance(tasks, GaussianProcessTasks):
-            exact = [
-                tasks.exact_log_likelihood(task, HELD_OUT_SEED, index)
-                for index, task in enumerate(self._tasks)
-            ]
-            self._references["exact_log_likelihood"] = _mean(torch.cat(exact))
+            self._exact = torch.cat(
+                [
+                    tasks.exact_log_likelihood(task, HELD_OUT_SEED, index)
+                    for index, task in enumerate(self._tasks)
+                ]
+            )
 
     @torch.no_grad()
     def __call__(self, model: TransformerNP) -> dict[str, float | None]:
@@ -155,11 +164,14 @@ class Evaluation:
         shuffled = torch.cat(
             [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
         )
+        if self._exact is not None:
+            check_no_leak(true, self._exact)
         return {
             "heldout_log_likelihood": _mean(true),
             "heldout_log_likelihood_shuffled": _mean(shuffled),
-            "heldout_log_likelihood_stderr": (true.std() / math.sqrt(len(true))).item(),
-            **self._references,
+            "heldout_log_likelihood_stderr": _standard_error(true),
+            "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
+            "prior_log_likelihood": _mean(self._prior),
         }
 
     @staticmethod
@@ -169,8 +181,25 @@ class Evaluation:
         return prediction.log_prob(task.y_target).mean(1) / task.y_target.shape[-1]
 
 
+def check_no_leak(log_likelihood: torch.Tensor, exact: torch.Tensor) -> None:
+    """Raise RuntimeError where a model is better than the exact posterior of its context can be.
+
+    Both [n_tasks], of the same tasks; three standard errors of their difference are let pass.
+    """
+    excess = log_likelihood.double() - exact
+    if _mean(excess) > 3.0 * _standard_error(excess):
+        raise RuntimeError(
+            f"the model reaches {_mean(log_likelihood):.3f} nats a target where the exact posterior "
+            f"reaches {_mean(exact):.3f}: it sees its targets"
+        )
+
+
 def _mean(values: torch.Tensor) -> float:
     return values.double().mean().item()
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    return values.double().std().item() / math.sqrt(len(values))
 
 
 def save_checkpoint(

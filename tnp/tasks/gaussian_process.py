@@ -23,6 +23,7 @@ class GaussianProcessTasks:
     """Draws tasks with d_x = d_y = 1 on `device`."""
 
     d_x = 1
+    sigma_min = 0.0  # y is continuous: a likelihood needs no floor
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
