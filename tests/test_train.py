@@ -54,15 +54,25 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, monkeypatch):
         run(tmp_path / "resumed", steps=8)
     resumed, again = run(tmp_path / "resumed", steps=8)
     assert without_time(resumed) == without_time(unbroken)
-    assert [row["step"] for row in resumed] == [3, 6, 8]
+    assert [row["step"] for row in resumed] == [0, 3, 6, 8]
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_finished_run_gives_its_rows_and_trains_no_more(tmp_path, monkeypatch):
+def test_a_finished_run_starts_again_and_keeps_its_weights(tmp_path):
+    _, model = run(tmp_path)
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, final["model"][name])
+    assert not (tmp_path / "latest.pt").exists()
+    rows, _ = run(tmp_path, learning_rate=1e-3)
+    assert rows[0]["step"] == 0 and rows[0]["loss"] is None
+
+
+def test_rows_fill_the_table(tmp_path):
     rows, _ = run(tmp_path)
-    monkeypatch.setattr(train.TrainingStep, "__call__", None)
-    assert run(tmp_path)[0] == rows
+    provenance = {name for name, _ in PROVENANCE}
+    assert all(row.keys() == set(TABLES["training"].names) - provenance for row in rows)
 
 
 def test_learns_from_context(tmp_path):
@@ -79,6 +89,23 @@ def test_an_untrained_model_makes_no_use_of_context(tmp_path):
     last = run(tmp_path, learning_rate=1e-9)[0][-1]
     difference = last["heldout_log_likelihood"] - last["heldout_log_likelihood_shuffled"]
     assert abs(difference) < 0.1
+
+
+def test_a_model_that_sees_its_targets_is_found_out():
+    """The best predictor that knows the targets too: the exact posterior given all points."""
+    tasks = GaussianProcessTasks()
+    task = tasks.sample(0, 0, 16, 8, 8)
+    exact = tasks.exact_log_likelihood(task, 0, 0)
+    everything = Task(
+        torch.cat([task.x_context, task.x_target], dim=1),
+        torch.cat([task.y_context, task.y_target], dim=1),
+        task.x_target,
+        task.y_target,
+    )
+    leaking = posterior_log_likelihood(everything, tasks.lengthscale(task, 0, 0))
+    train.check_no_leak(exact, exact)
+    with pytest.raises(RuntimeError, match="it sees its targets"):
+        train.check_no_leak(leaking, exact)
 
 
 def test_images_train(tmp_path):

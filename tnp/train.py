@@ -189,8 +189,8 @@ def check_no_leak(log_likelihood: torch.Tensor, exact: torch.Tensor) -> None:
     excess = log_likelihood.double() - exact
     if _mean(excess) > 3.0 * _standard_error(excess):
         raise RuntimeError(
-            f"the model reaches {_mean(log_likelihood):.3f} nats a target where the exact posterior "
-            f"reaches {_mean(exact):.3f}: it sees its targets"
+            f"the model reaches {_mean(log_likelihood):.3f} nats a target, more than the exact "
+            f"posterior's {_mean(exact):.3f}: it sees its targets"
         )
 
 

@@ -56,8 +56,11 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         )
     setup_s = time.perf_counter() - started
 
+    loss = torch.zeros(())
+
     def run() -> None:
-        step(task)
+        nonlocal loss
+        loss = step(task)
 
     compile_s = first_call(run, device)
     if parameters["cuda_graph"]:
@@ -69,9 +72,10 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     with Conditions(device.type) as conditions:
         measurement = measure([run], device, policy)
     peak_memory_bytes = memory.read()
-    loss = step(task).item()
-    if not math.isfinite(loss):
-        raise RuntimeError(f"the loss is {loss} after timing: a step that diverges is not timed")
+    if not math.isfinite(loss.item()):
+        raise RuntimeError(
+            f"the loss is {loss.item()} after timing: a step that diverges is not timed"
+        )
 
     row = (
         key("step", parameters)

@@ -10,6 +10,10 @@ from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
 from tnp.variants import Variant
 
 N_STEPS = N_EAGER_BEFORE_CAPTURE + 5
+# Eager runs that measure the spread, and how far beyond it a captured run may be: the largest of
+# three is a rough measure. A step that is skipped or sees old inputs is off by far more.
+N_NULL = 3
+MARGIN = 8
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -20,16 +24,21 @@ def checks(device: torch.device) -> Iterator[Check]:
 
         def run(cuda_graph: bool, variant: Variant = variant):
             model = models.build_model(device, variant)
-            step = TrainingStep(model, learning_rate=models.LEARNING_RATE, cuda_graph=cuda_graph)
+            rate = models.scale(device).learning_rate
+            step = TrainingStep(model, learning_rate=rate, cuda_graph=cuda_graph)
             return models.train(step, device, N_STEPS), models.weights(model)
 
         losses, weights = run(cuda_graph=False)
-        null_losses, null_weights = run(cuda_graph=False)
-        graph_losses, graph_weights = run(cuda_graph=True)
-        # The spread of two eager runs: zero for deterministic kernels.
-        yield Check(f"losses of {N_STEPS} steps, captured against eager", "max_abs_error",
-                    max_abs_error(graph_losses, losses),
-                    4 * max_abs_error(null_losses, losses), name)  # fmt: skip
-        yield Check(f"weights after {N_STEPS} steps, captured against eager", "relative_error",
-                    relative_error(graph_weights, weights),
-                    4 * relative_error(null_weights, weights), name)  # fmt: skip
+        eager = [run(cuda_graph=False) for _ in range(N_NULL)]
+        captured = run(cuda_graph=True)
+        # What eager runs differ by among themselves: nothing where all kernels are deterministic.
+        spread = max(max_abs_error(other[0], losses) for other in eager)
+        yield Check(
+            f"losses of {N_STEPS} steps, captured against eager", "max_abs_error",
+            max_abs_error(captured[0], losses), MARGIN * spread, name,
+        )  # fmt: skip
+        spread = max(relative_error(other[1], weights) for other in eager)
+        yield Check(
+            f"weights after {N_STEPS} steps, captured against eager", "relative_error",
+            relative_error(captured[1], weights), MARGIN * spread, name,
+        )  # fmt: skip

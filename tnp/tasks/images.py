@@ -12,7 +12,6 @@ it, and without a floor under sigma, a mixture collapses onto the 256 values.
 """
 
 import numpy as np
-import skimage
 import torch
 from torch.distributions import Normal
 
@@ -95,20 +94,17 @@ class ImageTasks:
 
 def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Training and held-out pictures, float32 brightness in [0, 1], none smaller than `side`."""
+    # Here, so that a machine that trains on no images needs no scikit-image.
+    from skimage import color, data
+
+    def brightness(picture: np.ndarray) -> np.ndarray:
+        return color.rgb2gray(picture) if picture.ndim == 3 else picture / LEVELS
+
     if side == SIDES[0]:
-        faces = skimage.data.lfw_subset().astype(np.float32)
+        faces = data.lfw_subset().astype(np.float32)
         return list(faces[:-N_HELD_OUT_FACES]), list(faces[-N_HELD_OUT_FACES:])
     training, held_out = (
-        [
-            picture
-            for picture in (_brightness(getattr(skimage.data, name)()) for name in names)
-            if min(picture.shape) >= side
-        ]
+        [brightness(getattr(data, name)()).astype(np.float32) for name in names]
         for names in (TRAINING, HELD_OUT)
     )
-    return training, held_out
-
-
-def _brightness(picture: np.ndarray) -> np.ndarray:
-    grey = skimage.color.rgb2gray(picture[..., :3]) if picture.ndim == 3 else picture / LEVELS
-    return grey.astype(np.float32)
+    return [picture for picture in training if min(picture.shape) >= side], held_out
