@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.distributions import Normal
 
 from tnp import train
-from tnp.tasks import GaussianProcessTasks
+from tnp.schemas import PROVENANCE, TABLES
+from tnp.tasks.gaussian_process import NOISE
 
 
 def parameters(**changes) -> dict:
@@ -41,22 +43,41 @@ class Killed(Exception):
     pass
 
 
-def test_a_resumed_run_is_the_unbroken_one(tmp_path, monkeypatch):
-    unbroken, model = run(tmp_path / "unbroken", steps=8)
+def run_killed(folder, **changes):
+    """Ends after step 3, when the checkpoint of that step is written."""
 
-    def killed_at_5(self, seed, step, *sizes, sample=GaussianProcessTasks.sample):
-        if step == 5 and seed == 0:
+    def kill(row):
+        if row["step"] == 3:
             raise Killed
-        return sample(self, seed, step, *sizes)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(GaussianProcessTasks, "sample", killed_at_5)
-        run(tmp_path / "resumed", steps=8)
-    resumed, again = run(tmp_path / "resumed", steps=8)
+    with pytest.raises(Killed):
+        train.run(parameters(**changes), "cpu", folder, kill)
+
+
+@pytest.mark.parametrize("source", ["gaussian_process", "images"])
+def test_a_resumed_run_is_the_unbroken_one(tmp_path, source):
+    unbroken, model = run(tmp_path / "unbroken", steps=8, source=source)
+    run_killed(tmp_path / "resumed", steps=8, source=source)
+    resumed, again = run(tmp_path / "resumed", steps=8, source=source)
     assert without_time(resumed) == without_time(unbroken)
     assert [row["step"] for row in resumed] == [0, 3, 6, 8]
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_kill_while_saving_keeps_the_checkpoint_before(tmp_path, monkeypatch):
+    run_killed(tmp_path, steps=8)
+    before = (tmp_path / "latest.pt").read_bytes()
+
+    def save_half(state, file):
+        file.write_bytes(b"half a checkpoint")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(torch, "save", save_half)
+        run(tmp_path, steps=8)
+    assert (tmp_path / "latest.pt").read_bytes() == before
+    assert run(tmp_path, steps=8)[0][-1]["step"] == 8
 
 
 def test_a_finished_run_starts_again_and_keeps_its_weights(tmp_path):
@@ -75,8 +96,22 @@ def test_rows_fill_the_table(tmp_path):
     assert all(row.keys() == set(TABLES["training"].names) - provenance for row in rows)
 
 
+def test_held_out_tasks_come_from_a_seed_no_run_can_have(tmp_path, monkeypatch):
+    seeds = []
+
+    def sample(self, seed, step, *sizes, original=GaussianProcessTasks.sample):
+        seeds.append(seed)
+        return original(self, seed, step, *sizes)
+
+    monkeypatch.setattr(GaussianProcessTasks, "sample", sample)
+    largest = 2**31 - 1  # that the column `seed` holds
+    run(tmp_path, seed=largest)
+    assert seeds.count(largest) == 6
+    assert seeds.count(train.HELD_OUT_SEED) == train.N_HELD_OUT_BATCHES
+
+
 def test_learns_from_context(tmp_path):
-    rows, _ = run(tmp_path, steps=250, eval_every=250, batch=16, warmup_steps=20)
+    rows, _ = run(tmp_path, steps=200, eval_every=200, warmup_steps=20)
     last = rows[-1]
     assert last["heldout_log_likelihood"] > last["prior_log_likelihood"] + 0.2
     assert last["heldout_log_likelihood"] > last["heldout_log_likelihood_shuffled"] + 0.3
@@ -91,21 +126,24 @@ def test_an_untrained_model_makes_no_use_of_context(tmp_path):
     assert abs(difference) < 0.1
 
 
-def test_a_model_that_sees_its_targets_is_found_out():
-    """The best predictor that knows the targets too: the exact posterior given all points."""
-    tasks = GaussianProcessTasks()
-    task = tasks.sample(0, 0, 16, 8, 8)
-    exact = tasks.exact_log_likelihood(task, 0, 0)
-    everything = Task(
-        torch.cat([task.x_context, task.x_target], dim=1),
-        torch.cat([task.y_context, task.y_target], dim=1),
-        task.x_target,
-        task.y_target,
-    )
-    leaking = posterior_log_likelihood(everything, tasks.lengthscale(task, 0, 0))
-    train.check_no_leak(exact, exact)
-    with pytest.raises(RuntimeError, match="it sees its targets"):
-        train.check_no_leak(leaking, exact)
+def test_a_model_that_sees_its_targets_is_found_out(tmp_path, monkeypatch):
+    def copying(model, task):
+        return Normal(task.y_target, NOISE).log_prob(task.y_target).mean((1, 2))
+
+    monkeypatch.setattr(train.Evaluation, "_log_likelihood", staticmethod(copying))
+    with pytest.raises(RuntimeError, match="1.384 nats a target.*it sees its targets"):
+        run(tmp_path)
+
+
+def test_the_exact_posterior_itself_is_no_leak():
+    exact = torch.linspace(0.5, 1.0, 16, dtype=torch.float64)
+    noise = torch.tensor([0.1, -0.1], dtype=torch.float64).repeat(8)
+    train.check_no_leak(exact + noise, exact)
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    with pytest.raises(RuntimeError, match="nan at step 3: the run diverged"):
+        run(tmp_path, learning_rate=1e30)
 
 
 def test_images_train(tmp_path):
@@ -122,15 +160,16 @@ def test_learning_rate_warms_up_and_decays():
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
-    run(tmp_path)
+    run_killed(tmp_path)
     with pytest.raises(ValueError, match="another run: learning_rate is 0.003 there and 0.1 here"):
         run(tmp_path, learning_rate=0.1)
 
 
-def test_a_truncated_checkpoint_is_one_sentence(tmp_path):
-    run(tmp_path)
+@pytest.mark.parametrize("length", [0, 1000, -1])
+def test_a_truncated_checkpoint_is_one_sentence(tmp_path, length):
+    run_killed(tmp_path)
     file = tmp_path / "latest.pt"
-    file.write_bytes(file.read_bytes()[:1000])
+    file.write_bytes(file.read_bytes()[:length])
     with pytest.raises(ValueError, match="cannot read checkpoint .*delete it to start"):
         run(tmp_path)
 
