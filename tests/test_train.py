@@ -6,6 +6,7 @@ from torch.distributions import Normal
 
 from tnp import train
 from tnp.schemas import PROVENANCE, TABLES
+from tnp.tasks import GaussianProcessTasks
 from tnp.tasks.gaussian_process import NOISE
 
 

@@ -67,16 +67,20 @@ class TrainingStep:
         """The loss before the update, a float32 scalar on the device."""
         if not self.cuda_graph:
             return self._run(task)
+        if self._static_task is None:
+            self._static_task = task.clone()
+        # Eager calls read the static inputs too: torch.compile guards on strides, and a task that
+        # is a view of another layout would make it compile again in the middle of the capture.
+        self._static_task.copy_(task)
         self._n_calls += 1
         if self._n_calls <= N_EAGER_BEFORE_CAPTURE:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                loss = self._run(task)
+                loss = self._run(self._static_task)
             torch.cuda.current_stream().wait_stream(self._stream)
             return loss
         if self._graph is None:
-            self._capture(task)
-        self._static_task.copy_(task)
+            self._capture()
         self._graph.replay()
         return self._static_loss.clone()
 
@@ -98,10 +102,9 @@ class TrainingStep:
             self.optimizer.step()
         return loss.detach()
 
-    def _capture(self, task: Task) -> None:
-        self._static_task = task.clone()
+    def _capture(self) -> None:
         # Gradients must be allocated inside the graph's own memory pool.
         self.optimizer.zero_grad(set_to_none=True)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
-            self._static_loss = self._run(task=self._static_task)
+            self._static_loss = self._run(self._static_task)

@@ -38,8 +38,17 @@ def test_error_ratio_is_about_one_for_equal_rounding_and_large_for_a_wrong_resul
 
 
 def row(**changes) -> dict:
-    return {"gate": "g", "implementation": "separate", "status": "ok", "passed": True,
-            "check": "c", "metric": "m", "value": 2.0, "bound": 1.0, "reason": ""} | changes  # fmt: skip
+    return {
+        "gate": "g",
+        "implementation": "separate",
+        "status": "ok",
+        "passed": True,
+        "check": "c",
+        "metric": "m",
+        "value": 2.0,
+        "bound": 1.0,
+        "reason": "",
+    } | changes
 
 
 def test_a_red_check_blocks_only_its_implementation():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 from tnp.gates import attention_cases as cases
 from tnp.gates.attention_cases import Case
@@ -11,7 +12,8 @@ from tnp.ops.attention import _separate, _separate_backward, attention, triton_b
 from tnp.ops.attention.primitives import CONFIGS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZES = [(1, 65), (63, 2), (64, 64), (65, 127), (129, 33)]
+SIZES = [(1, 65), (63, 2), (64, 64), (65, 127), (129, 33), (564, 63)]
+BUDGETS = {"o": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  # times PyTorch's own error
 
 
 def results(case: Case):
@@ -28,8 +30,12 @@ def results(case: Case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n_q, n_k", SIZES)
 def test_within_twice_and_thrice_pytorchs_error(n_q, n_k, dtype):
-    for name, kernel, pytorch, exact in results(Case(2, 2, n_q, n_k, dtype=dtype)):
-        assert error_ratio(kernel, pytorch, exact) <= (2 if name == "o" else 3), name
+    for name, kernel, pytorch, exact in results(Case(1, 2, n_q, n_k, dtype=dtype)):
+        assert error_ratio(kernel, pytorch, exact) <= BUDGETS[name], name
+
+
+# Long enough for its queries to be split into segments once MIN_SEGMENT_TILES is lowered.
+SPLIT = Case(2, 2, 200, 15, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("n_q", [1, 63])
@@ -39,10 +45,11 @@ def test_one_key_is_its_value_and_has_no_gradient_to_q_and_k(n_q):
         assert max_abs_error(kernel, exact) <= 1e-5, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 32, 128])
-def test_head_dims(head_dim):
-    for name, kernel, pytorch, exact in results(Case(1, 2, 70, 40, head_dim, torch.float32)):
-        assert error_ratio(kernel, pytorch, exact) <= (2 if name == "o" else 3), name
+def test_head_dims(head_dim, dtype):
+    for name, kernel, pytorch, exact in results(Case(2, 3, 70, 40, head_dim, dtype)):
+        assert error_ratio(kernel, pytorch, exact) <= BUDGETS[name], name
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 8.0, 40.0])
@@ -53,14 +60,14 @@ def test_from_all_equal_to_one_dominating_score(magnitude):
 
 
 def test_split_reduction_is_the_single_pass(monkeypatch):
-    case = Case(1, 1, 200, 40, dtype=torch.float32)
-    inputs, do = cases.draw(case, DEVICE)
+    inputs, do = cases.draw(SPLIT, DEVICE)
     whole = cases.run(inputs, do, "separate")
     monkeypatch.setattr(triton_backward, "MIN_SEGMENT_TILES", 2)
-    tiles = -(-200 // CONFIGS["dkdv", 4].block_m)
-    assert triton_backward.n_segments(1, tiles) > 1
+    tiles = triton.cdiv(SPLIT.n_q, CONFIGS["dkdv", 4, 64].block_m)
+    assert triton_backward.n_segments(4, tiles) > 1
     for split, once in zip(cases.run(inputs, do, "separate"), whole, strict=True):
         assert max_abs_error(split, once) <= 1e-4
+        assert split.stride() == once.stride()
 
 
 def test_segments_only_where_the_keys_do_not_fill_the_gpu():
@@ -98,18 +105,51 @@ def test_two_runs_are_bit_equal():
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("wrong", ["last key tile dropped", "scale missing"])
+def test_scores_far_below_zero():
+    """Keys past a ragged end score 0: against these, a probability of 2⁷³⁸ if it were let in."""
+    inputs, do = cases.draw(Case(1, 2, 33, 20, dtype=torch.float32), DEVICE)
+    with torch.no_grad():
+        inputs[0].copy_(inputs[0] * 0.01 + 8)
+        inputs[1].copy_(inputs[1] * 0.01 - 8)
+    kernel, exact = cases.run(inputs, do, "separate"), cases.reference(inputs, do)
+    for out, expected in zip(kernel, exact, strict=True):
+        assert max_abs_error(out, expected) <= 1e-3
+
+
+def last_key_tile_dropped(q, k, v):
+    return attention(q, k[:, :, :64], v[:, :, :64], implementation="separate")
+
+
+def scale_missing(q, k, v):
+    return attention(q, k, v, scale=1.0, implementation="separate")
+
+
+def values_shifted_by_a_row(q, k, v):
+    return attention(q, k, v.roll(1, 2), implementation="separate")
+
+
+@pytest.mark.parametrize("wrong", [last_key_tile_dropped, scale_missing, values_shifted_by_a_row])
 def test_negative_controls_fail(wrong):
-    inputs, do = cases.draw(Case(1, 2, 130, 100, dtype=torch.bfloat16), DEVICE)
-    exact, pytorch = cases.reference(inputs, do)[0], cases.pytorch_own(inputs, do)[0]
-    q, k, v = (x.detach() for x in inputs)
-    right = attention(q, k, v, implementation="separate")
-    assert error_ratio(right, pytorch, exact) <= 2
-    if wrong == "last key tile dropped":
-        out = attention(q, k[:, :, :64], v[:, :, :64], implementation="separate")
-    else:
-        out = attention(q, k, v, scale=1.0, implementation="separate")
-    assert error_ratio(out, pytorch, exact) > 20
+    inputs, do = cases.draw(Case(1, 2, 130, 100), DEVICE)
+    o = wrong(*inputs)
+    outs = (o, *torch.autograd.grad(o, inputs, do))
+    pytorch, exact = cases.pytorch_own(inputs, do), cases.reference(inputs, do)
+    for (name, budget), *compared in zip(BUDGETS.items(), outs, pytorch, exact, strict=True):
+        assert error_ratio(*compared) > 5 * budget, name
+
+
+def test_offsets_pass_32_bits():
+    """Rows 2³⁰ elements apart: the third starts where a 32-bit offset turns negative."""
+    stride = 2**30
+    memory = torch.empty(2 * stride + 3 * 64, dtype=torch.bfloat16, device=DEVICE)
+    q, k, v = (
+        memory.as_strided((1, 1, 3, 64), (0, 0, stride, 1), 64 * i).normal_().requires_grad_()
+        for i in range(3)
+    )
+    do = torch.randn(1, 1, 3, 64, device=DEVICE).bfloat16()
+    far = cases.run([q, k, v], do, "separate")
+    near = cases.run([x.detach().contiguous().requires_grad_() for x in (q, k, v)], do, "separate")
+    assert all(torch.equal(a, b) for a, b in zip(far, near, strict=True))
 
 
 def test_expanded_output_gradient():
@@ -128,21 +168,31 @@ def test_no_queries():
     assert (k.grad == 0).all()
 
 
-def test_registered_operators_keep_their_contract():
-    inputs, do = cases.draw(Case(1, 2, 33, 20, dtype=torch.float32), DEVICE)
+@pytest.fixture(params=["single pass", "split"])
+def reduction(request, monkeypatch):
+    if request.param == "split":
+        monkeypatch.setattr(triton_backward, "MIN_SEGMENT_TILES", 2)
+
+
+def test_forward_operator_keeps_its_contract():
+    inputs, _ = cases.draw(Case(1, 2, 33, 20, dtype=torch.float32), DEVICE)
     torch.library.opcheck(_separate, (*inputs, 0.125))
-    q, k, v = (x.detach() for x in inputs)
+
+
+def test_backward_operator_keeps_its_contract(reduction):
+    (q, k, v), do = cases.draw(SPLIT, DEVICE)
+    q, k, v = (x.detach() for x in (q, k, v))
     o, lse = _separate(q, k, v, 0.125)
     torch.library.opcheck(_separate_backward, (do, q, k, v, o, lse, 0.125))
 
 
-def test_compiles_in_one_graph():
-    inputs, do = cases.draw(Case(1, 2, 33, 20, dtype=torch.float32), DEVICE)
-    compiled = torch.compile(attention, fullgraph=True)
+def test_compiles_in_one_graph(reduction):
+    inputs, do = cases.draw(SPLIT, DEVICE)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     o = compiled(*inputs, implementation="separate")
     gradients = torch.autograd.grad(o, inputs, do)
     for a, b in zip((o, *gradients), cases.run(inputs, do, "separate"), strict=True):
-        assert max_abs_error(a, b) == 0
+        assert max_abs_error(a, b) == 0 and a.stride() == b.stride()
 
 
 def bad_inputs():
@@ -167,8 +217,9 @@ def test_bad_input_is_one_sentence(implementation, message, inputs):
 
 def test_bad_scale_and_unknown_implementation():
     x = torch.zeros(1, 2, 8, 64)
-    with pytest.raises(ValueError, match="scale is -1"):
-        attention(x, x, x, scale=-1, implementation="separate")
+    for scale in (-1.0, 0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"scale is {scale}"):
+            attention(x, x, x, scale=scale, implementation="separate")
     with pytest.raises(ValueError, match="unknown implementation 'sdpa_flsh'"):
         attention(x, x, x, implementation="sdpa_flsh")
 

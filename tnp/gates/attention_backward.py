@@ -10,7 +10,8 @@ from tnp.ops import registry
 
 IMPLEMENTATIONS = ("separate",)
 GRADIENT_BUDGET = 3.0
-REPEATS = {"cuda": 50, "cpu": 2}
+# An error that moves between runs is a race.
+REPEATS = {"cuda": 50, "cpu": 1}
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -21,9 +22,10 @@ def checks(device: torch.device) -> Iterator[Check]:
             raise Unsupported(str(error)) from error
         for case in cases.cases(device):
             inputs, do = cases.draw(case, device)
+            first = cases.run(inputs, do, name)
             results = zip(
                 ("dq", "dk", "dv"),
-                cases.run(inputs, do, name)[1:],
+                first[1:],
                 cases.pytorch_own(inputs, do)[1:],
                 cases.reference(inputs, do)[1:],
                 strict=True,
@@ -33,13 +35,10 @@ def checks(device: torch.device) -> Iterator[Check]:
                     f"{gradient} against float64, {case}", "error_ratio",
                     error_ratio(kernel, pytorch, exact), GRADIENT_BUDGET, name,
                 )  # fmt: skip
-        case = cases.cases(device)[2]
-        inputs, do = cases.draw(case, device)
-        first = cases.run(inputs, do, name)
-        repeats = REPEATS[device.type]
-        difference = max(
-            max_abs_error(again, once)
-            for _ in range(repeats)
-            for again, once in zip(cases.run(inputs, do, name), first, strict=True)
-        )
-        yield Check(f"{repeats} repeats, {case}", "max_abs_difference", difference, 0.0, name)
+            repeats = REPEATS[device.type]
+            difference = max(
+                max_abs_error(again, once)
+                for _ in range(repeats)
+                for again, once in zip(cases.run(inputs, do, name), first, strict=True)
+            )
+            yield Check(f"repeats: {repeats}, {case}", "max_abs_difference", difference, 0.0, name)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tnp.ops import registry
 from tnp.ops.attention import attention
 from tnp.ops.attention.reference import attention_reference
 
@@ -80,12 +81,11 @@ def run(
 def pytorch_own(inputs: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """o, dq, dk, dv as PyTorch computes them in the inputs' dtype.
 
-    On CUDA in 16 bits that is SDPA's flash backend. Elsewhere it is the plain formula: SDPA on the
-    CPU keeps its probabilities in float32, a budget that no tensor-core kernel is made for.
+    By SDPA's flash backend where it takes that dtype, elsewhere by the plain formula.
     """
     device, dtype = inputs[0].device, inputs[0].dtype
-    flash = device.type == "cuda" and dtype.itemsize == 2
-    return run(inputs, do, "sdpa_flash" if flash else "reference")
+    refused = registry.get("attention", "sdpa_flash").unsupported(device, dtype)
+    return run(inputs, do, "reference" if refused else "sdpa_flash")
 
 
 def exact(inputs: list[torch.Tensor], do: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

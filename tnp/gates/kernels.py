@@ -3,6 +3,7 @@
 Needs no GPU. What the compiler reports goes into table `kernels`.
 """
 
+import json
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,8 @@ def kernel_rows() -> list[dict]:
 
 def checks(device: torch.device) -> Iterator[Check]:
     for row in kernel_rows():
-        what = f"{row['kernel']} {row['dtype']} for {row['target']}"
+        head_dim = json.loads(row["launch_config"])["HEAD_DIM"]
+        what = f"{row['kernel']} {row['dtype']} D={head_dim} for {row['target']}"
         yield Check(f"{what}: registers spilled", "bytes", row["spill_bytes"], 0, "separate")
         yield Check(
             f"{what}: shared memory", "bytes", row["shared_bytes"], row["shared_limit_bytes"],

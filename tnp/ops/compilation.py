@@ -23,48 +23,59 @@ TARGETS = {
     100: ("sm_100a", 227 * 1024),
 }
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-HEAD_DIM = 64
 # Arguments that are float32 whatever the inputs are.
 FLOAT32 = {"lse_ptr", "delta_ptr", "scale", "scale_log2"}
 
 
 @cache
 def compile_all() -> list[dict]:
-    """Rows of table `kernels` without provenance, one per kernel, dtype and target.
+    """Rows of table `kernels` without provenance, one per configuration, dtype and target.
 
     Raises RuntimeError with the compiler's message if a configuration does not compile.
     """
-    jobs = [(capability, dtype) for capability in TARGETS for dtype in DTYPES]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [row for rows in pool.map(lambda job: _compile_in_child(*job), jobs) for row in rows]
+    n_children = os.cpu_count() or 1
+    with ThreadPoolExecutor(n_children) as pool:
+        parts = pool.map(_compile_in_child, range(n_children), [n_children] * n_children)
+        return [row for rows in parts for row in rows]
 
 
-def _compile_in_child(capability: int, dtype: str) -> list[dict]:
+def _compile_in_child(part: int, n_parts: int) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tnp.ops.compilation", str(capability), dtype]
+    environment["TRITON_ALWAYS_COMPILE"] = "1"  # `compile_s` must not time a cache
+    command = [sys.executable, "-m", "tnp.ops.compilation", str(part), str(n_parts)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode:
-        raise RuntimeError(
-            f"compiling for {TARGETS[capability][0]} in {dtype} failed: {child.stderr[-400:]}"
-        )
+        raise RuntimeError(f"a kernel does not compile: {child.stderr[-400:]}")
     return json.loads(child.stdout)
 
 
-def _kernels() -> dict[str, tuple]:
-    """Name → (kernel, configuration key); tile arguments come from the committed table."""
+def _jobs() -> list[tuple]:
+    """(name, kernel, configuration, dtype, head_dim, capability) of everything committed."""
+    import torch
+
     from tnp.ops.attention import triton_backward, triton_forward
+    from tnp.ops.attention.primitives import CONFIGS, LaunchConfig
 
-    return {
-        "attention_fwd": (triton_forward._attention_fwd_kernel, "forward"),
-        "attention_bwd_delta": (triton_backward._delta_kernel, "delta"),
-        "attention_bwd_dkdv": (triton_backward._attention_bwd_dkdv_kernel, "dkdv"),
-        "attention_bwd_dq": (triton_backward._attention_bwd_dq_kernel, "dq"),
+    kernels = {
+        "forward": ("attention_fwd", triton_forward._attention_fwd_kernel),
+        "delta": ("attention_bwd_delta", triton_backward._delta_kernel),
+        "dkdv": ("attention_bwd_dkdv", triton_backward._attention_bwd_dkdv_kernel),
+        "dq": ("attention_bwd_dq", triton_backward._attention_bwd_dq_kernel),
     }
+    rows = triton_backward.DELTA_ROWS
+    delta = {("delta", itemsize, 64): LaunchConfig(rows, rows, 4, 1) for itemsize in (2, 4)}
+    return [
+        (*kernels[key], config, dtype, head_dim, capability)
+        for (key, itemsize, head_dim), config in (CONFIGS | delta).items()
+        for dtype in DTYPES
+        if getattr(torch, dtype).itemsize == itemsize
+        for capability in TARGETS
+    ]
 
 
-def _compile(kernel, config, dtype: str, capability: int):
+def _compile(kernel, config, dtype: str, head_dim: int, capability: int):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -73,7 +84,7 @@ def _compile(kernel, config, dtype: str, capability: int):
     options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
     constexprs = {
         name: value
-        for name, value in ({"HEAD_DIM": HEAD_DIM} | tiles).items()
+        for name, value in ({"HEAD_DIM": head_dim} | tiles).items()
         if name in kernel.arg_names
     }
     signature, attributes = {}, {}
@@ -109,44 +120,34 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _rows(capability: int, dtype: str) -> list[dict]:
-    import torch
-
-    from tnp.ops.attention.primitives import LaunchConfig, launch_config
-    from tnp.ops.attention.triton_backward import DELTA_ROWS
-
+def _row(name: str, kernel, config, dtype: str, head_dim: int, capability: int) -> dict:
     target, shared_limit = TARGETS[capability]
-    rows = []
-    for name, (kernel, key) in _kernels().items():
-        config = (
-            LaunchConfig(DELTA_ROWS, DELTA_ROWS, 4, 1)
-            if key == "delta"
-            else launch_config(key, getattr(torch, dtype))
-        )
-        start = time.perf_counter()
-        compiled = _compile(kernel, config, dtype, capability)
-        registers, spill_bytes = _resources(compiled.asm["cubin"])
-        rows.append(
-            {
-                "kernel": name,
-                "target": target,
-                "dtype": dtype,
-                "launch_config": json.dumps(config.kernel_arguments()),
-                "registers": registers,
-                "spill_bytes": spill_bytes,
-                "shared_bytes": compiled.metadata.shared,
-                "shared_limit_bytes": shared_limit,
-                "num_warps": config.num_warps,
-                "num_stages": config.num_stages,
-                "compile_s": time.perf_counter() - start,
-            }
-        )
-    return rows
+    start = time.perf_counter()
+    try:
+        compiled = _compile(kernel, config, dtype, head_dim, capability)
+    except Exception as error:
+        raise RuntimeError(f"{name} {dtype} head_dim {head_dim} for {target}: {error}") from error
+    compile_s = time.perf_counter() - start
+    registers, spill_bytes = _resources(compiled.asm["cubin"])
+    return {
+        "kernel": name,
+        "target": target,
+        "dtype": dtype,
+        "launch_config": json.dumps({"HEAD_DIM": head_dim} | config.kernel_arguments()),
+        "registers": registers,
+        "spill_bytes": spill_bytes,
+        "shared_bytes": compiled.metadata.shared,
+        "shared_limit_bytes": shared_limit,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "compile_s": compile_s,
+    }
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        print(json.dumps(_rows(int(sys.argv[1]), sys.argv[2])))
+    if len(sys.argv) == 3:  # a child: its share of the jobs
+        jobs = _jobs()[int(sys.argv[1]) :: int(sys.argv[2])]
+        print(json.dumps([_row(*job) for job in jobs]))
     else:
         for row in compile_all():
             print(*row.values(), sep="  ")

@@ -25,7 +25,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _separate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attention_forward(q, k, v, scale)
+    with torch.cuda.device_of(q):  # where Triton launches
+        return attention_forward(q, k, v, scale)
 
 
 @_separate.register_fake
@@ -43,7 +44,8 @@ def _separate_backward(
     lse: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_backward(do, q, k, v, o, lse, scale)
+    with torch.cuda.device_of(q):
+        return attention_backward(do, q, k, v, o, lse, scale)
 
 
 @_separate_backward.register_fake
@@ -79,7 +81,7 @@ def attention(
         q: [B, H, n_q, D]; bfloat16, float16 or float32, D one of 16, 32, 64, 128. Any strides
             with the last dimension contiguous, such as views of a fused projection.
         k, v: [B, H, n_k, D], n_k ≥ 1, like q in dtype and device.
-        scale: positive; 1/√D where None.
+        scale: positive and finite; 1/√D where None.
         implementation: a name of `tnp.ops.registry.names("attention")`.
 
     Returns:
@@ -126,5 +128,5 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | Non
         )
     if k.shape[2] == 0:
         raise ValueError("n_k is 0: attention needs at least one key")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale is {scale}: it must be positive")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}: it must be positive and finite")

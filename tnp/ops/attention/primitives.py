@@ -8,7 +8,8 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
-# Triton's interpreter computes bfloat16 dots wrongly (3.6 to 3.9): operands are upcast there.
+# Triton's interpreter (3.6 to 3.9) computes bfloat16 dots wrongly and truncates where a GPU rounds:
+# `dot` upcasts there, and `cast` rounds first.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Three TF32 products per float32 product: float32's accuracy on the tensor cores. The exact product
@@ -37,21 +38,29 @@ class LaunchConfig:
         }
 
 
-# By kernel and bytes per element. In 16 bits: of ten configurations a kernel measured on an H200 at
-# head_dim 64 (B=4, 11,000 queries, 10,000 keys), the fastest that spills on none of the targets.
-# In float32: the largest tiles that do not spill.
+# By kernel, bytes per element and head_dim. In 16 bits at 64: of ten configurations a kernel
+# measured on an H200 (B=4, 11,000 queries, 10,000 keys), the fastest that spills on none of the
+# targets. The others: the largest tiles that do not spill, unmeasured.
 CONFIGS = {
-    ("forward", 2): LaunchConfig(128, 64, 8, 3),
-    ("dkdv", 2): LaunchConfig(32, 64, 4, 3),
-    ("dq", 2): LaunchConfig(128, 64, 8, 3),
-    ("forward", 4): LaunchConfig(16, 32, 4, 1),
-    ("dkdv", 4): LaunchConfig(32, 16, 4, 1),
-    ("dq", 4): LaunchConfig(16, 32, 4, 1),
+    ("forward", 2, 64): LaunchConfig(128, 64, 8, 3),
+    ("dkdv", 2, 64): LaunchConfig(32, 64, 4, 3),
+    ("dq", 2, 64): LaunchConfig(128, 64, 8, 3),
+    ("forward", 2, 128): LaunchConfig(128, 64, 8, 3),
+    ("dkdv", 2, 128): LaunchConfig(16, 128, 8, 2),
+    ("dq", 2, 128): LaunchConfig(128, 32, 8, 2),
+    ("forward", 4, 64): LaunchConfig(16, 32, 4, 1),
+    ("dkdv", 4, 64): LaunchConfig(32, 16, 4, 1),
+    ("dq", 4, 64): LaunchConfig(16, 32, 4, 1),
 }
 
 
-def launch_config(kernel: str, dtype: torch.dtype) -> LaunchConfig:
-    return CONFIGS[kernel, dtype.itemsize]
+def launch_config(kernel: str, dtype: torch.dtype, head_dim: int) -> LaunchConfig:
+    """The committed configuration; 64's for head dims that have none of their own.
+
+    float32 at 128 is such a one: every tile spills there, which is slow and still right.
+    """
+    own = CONFIGS.get((kernel, dtype.itemsize, head_dim))
+    return own or CONFIGS[kernel, dtype.itemsize, 64]
 
 
 @triton.jit
@@ -69,7 +78,7 @@ def load_rows(ptr, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr, MASKED:
 def store_rows(ptr, tile, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr):
     offs_d = tl.arange(0, HEAD_DIM)
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_d[None, :]
-    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=offs_row[:, None] < n_rows)
+    tl.store(ptrs, cast(tile, ptr.dtype.element_ty), mask=offs_row[:, None] < n_rows)
 
 
 @triton.jit
@@ -78,6 +87,16 @@ def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
     b = (pid_bh // n_heads).to(tl.int64)
     h = (pid_bh % n_heads).to(tl.int64)
     return ptr + b * stride_b + h * stride_h
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """float32 x in `dtype`, rounded to nearest."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # Dekker's split: the upper 8 bits of the significand, rounded; the cast is then exact.
+        shifted = x * 65537.0
+        x = shifted - (shifted - x)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from tnp.ops.attention.primitives import (
     FULL_GRID,
     LOG2_E,
     add_dot,
+    cast,
     dot,
     empty_rows,
     head_ptr,
@@ -69,9 +70,9 @@ def _dkdv_tile(
         lse = tl.load(lse_ptr + offs_m)
         delta = tl.load(delta_ptr + offs_m)
     p_t = tl.math.exp2(dot(k, tl.trans(q)) * scale_log2 - lse[None, :])
-    dv = add_dot(p_t.to(do.dtype), do, dv)
+    dv = add_dot(cast(p_t, do.dtype), do, dv)
     ds_t = p_t * (dot(v, tl.trans(do)) - delta[None, :])
-    dk = add_dot(ds_t.to(q.dtype), q, dk)
+    dk = add_dot(cast(ds_t, q.dtype), q, dk)
     return dk, dv
 
 
@@ -135,7 +136,7 @@ def _dq_tile(
         # Keys past the end score 0, whose probability overflows where lse is very negative.
         p = tl.where(offs_n[None, :] < n_k, p, 0.0)
     ds = p * (dot(do, tl.trans(v)) - delta[:, None])
-    return add_dot(ds.to(k.dtype), k, dq)
+    return add_dot(cast(ds, k.dtype), k, dq)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -187,7 +188,7 @@ def n_segments(n_programs: int, n_tiles: int) -> int:
 def _dkdv(q, k, v, do, lse, delta, scale) -> tuple[torch.Tensor, torch.Tensor]:
     batch, n_heads, n_q, head_dim = q.shape
     n_k = k.shape[2]
-    config = launch_config("dkdv", q.dtype)
+    config = launch_config("dkdv", q.dtype, head_dim)
     n_programs = triton.cdiv(n_k, config.block_n) * batch * n_heads
     n_tiles = triton.cdiv(n_q, config.block_m)
     segments = n_segments(n_programs, n_tiles)
@@ -195,20 +196,20 @@ def _dkdv(q, k, v, do, lse, delta, scale) -> tuple[torch.Tensor, torch.Tensor]:
     segments = triton.cdiv(n_q, segment)
     if segments == 1:
         dk, dv = empty_rows(k, n_k), empty_rows(v, n_k)
-        partials = (dk, dv)
+        partials, stride_dks = (dk, dv), 0
     else:
-        shape = (segments, batch, n_k, n_heads, head_dim)
-        buffers = k.new_empty(2, *shape, dtype=torch.float32)
-        partials = buffers.transpose(3, 4).unbind()
-        dk, dv = (part[0] for part in partials)
+        shape = (2, segments, batch, n_k, n_heads, head_dim)
+        partials = k.new_empty(shape, dtype=torch.float32)
+        stride_dks = partials.stride(1)
+        dk, dv = partials[:, 0].transpose(2, 3)
     _attention_bwd_dkdv_kernel[(n_programs, segments)](
         q, k, v, do, lse, delta, *partials,
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dk),
-        partials[0].stride(0), n_heads, n_q, n_k, segment, scale, scale * LOG2_E,
+        stride_dks, n_heads, n_q, n_k, segment, scale, scale * LOG2_E,
         HEAD_DIM=head_dim, **config.kernel_arguments(),
     )  # fmt: skip
     if segments > 1:
-        dk, dv = (part.sum(0).to(k.dtype) for part in partials)
+        dk, dv = (part.sum(0).to(k.dtype).transpose(1, 2) for part in partials)
     return dk, dv
 
 
@@ -233,7 +234,7 @@ def attention_backward(
     )  # fmt: skip
     dk, dv = _dkdv(q, k, v, do, lse, delta, scale)
     dq = empty_rows(q, n_q)
-    config = launch_config("dq", q.dtype)
+    config = launch_config("dq", q.dtype, head_dim)
     _attention_bwd_dq_kernel[(triton.cdiv(n_q, config.block_m) * batch * n_heads,)](
         q, k, v, do, lse, delta, dq,
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dq),

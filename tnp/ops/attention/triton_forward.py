@@ -17,6 +17,7 @@ import triton.language as tl
 from tnp.ops.attention.primitives import (
     LOG2_E,
     add_dot,
+    cast,
     dot,
     empty_rows,
     head_ptr,
@@ -43,7 +44,7 @@ def _fwd_tile(
     alpha = tl.math.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     v = load_rows(v_ptr, offs_n, n_k, stride_vn, HEAD_DIM, MASKED)
-    acc = add_dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = add_dot(cast(p, v.dtype), v, acc * alpha[:, None])
     return acc, l_i, m_new
 
 
@@ -93,7 +94,7 @@ def attention_forward(
     n_k = k.shape[2]
     o = empty_rows(q, n_q)
     lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
-    config = launch_config("forward", q.dtype)
+    config = launch_config("forward", q.dtype, head_dim)
     grid = (triton.cdiv(n_q, config.block_m) * batch * n_heads,)
     _attention_fwd_kernel[grid](
         q, k, v, o, lse,
