@@ -1,7 +1,7 @@
 # make all     set up .venv, then run the workflow
 # make test    set up .venv, then run the tests
 # make lint    style of Python, SQL and workflow
-# make record  move what this machine measured into data/recorded
+# make record  copy what this machine measured into data/recorded
 # make bundle  wheels for a GPU host without network (see workflow/bundle.sh)
 
 PYTHON ?= python3
