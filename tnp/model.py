@@ -231,8 +231,18 @@ class TransformerNP(nn.Module):
 
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar."""
-        parameters = self(task.x_context, task.y_context, task.x_target)
-        return mixture_nll(parameters, task.y_target, self.config.sigma_min)
+        return self.nll(task.x_context, task.y_context, task.x_target, task.y_target)
+
+    def nll(
+        self,
+        x_context: torch.Tensor,
+        y_context: torch.Tensor,
+        x_target: torch.Tensor,
+        y_target: torch.Tensor,
+    ) -> torch.Tensor:
+        """The loss of the four tensors of a task: what `torch.compile` is given."""
+        parameters = self(x_context, y_context, x_target)
+        return mixture_nll(parameters, y_target, self.config.sigma_min)
 
     @torch.no_grad()
     def predict(self, task: Task, max_targets: int = 16_384) -> Prediction:

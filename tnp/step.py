@@ -3,7 +3,6 @@
 import torch
 
 from tnp.model import TransformerNP
-from tnp.ops.mixture_nll import mixture_nll
 from tnp.tasks import Task
 
 # Steps a captured step runs eagerly first: cuBLAS, Triton and AdamW create their state in them.
@@ -49,7 +48,7 @@ class TrainingStep:
         )
         self.update = optimizer
         self.cuda_graph = cuda_graph
-        self.loss = torch.compile(self._loss, fullgraph=True) if compile else self._loss
+        self.nll = torch.compile(model.nll, fullgraph=True) if compile else model.nll
         self._n_calls = 0
         self._stream = torch.cuda.Stream() if cuda_graph else None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -84,19 +83,9 @@ class TrainingStep:
         self._graph.replay()
         return self._static_loss.clone()
 
-    def _loss(
-        self,
-        x_context: torch.Tensor,
-        y_context: torch.Tensor,
-        x_target: torch.Tensor,
-        y_target: torch.Tensor,
-    ) -> torch.Tensor:
-        parameters = self.model(x_context, y_context, x_target)
-        return mixture_nll(parameters, y_target, self.model.config.sigma_min)
-
     def _run(self, task: Task) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(task.x_context, task.y_context, task.x_target, task.y_target)
+        loss = self.nll(task.x_context, task.y_context, task.x_target, task.y_target)
         loss.backward()
         if self.update:
             self.optimizer.step()

@@ -39,7 +39,7 @@ def _one_pass(step: TrainingStep, task: Task, device: torch.device) -> Spans:
     spans: Spans = defaultdict(list)
     step.optimizer.zero_grad(set_to_none=True)
     with _marking(_stages(step), spans, device):
-        loss = step.loss(task.x_context, task.y_context, task.x_target, task.y_target)
+        loss = step.nll(task.x_context, task.y_context, task.x_target, task.y_target)
     after_loss = mark(device)
     loss.backward()
     after_backward = mark(device)
