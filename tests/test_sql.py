@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pytest
 
+from tnp.gates import GATES, gates_for
 from tnp.store import build_database, write_table
 
 SQL = Path(__file__).parents[1] / "workflow" / "sql"
@@ -110,13 +111,21 @@ def test_equal_steps_are_no_win_and_twice_as_fast_ones_are(store: Callable[..., 
 def test_a_gain_within_the_spread_of_equal_steps_is_no_win(store: Callable[..., Query]) -> None:
     # Replicates differ by 10 %, and each config's timings agree: only the spread stands against 1.
     flash = [step("sdpa_flash", [100.0 + 10 * (i - 2)], replicate=i) for i in (1, 2, 3)]
-    query = store(*flash, step("separate", [80.0]), step("triton", [50.0]))
+    query = store(*flash, step("separate", [80.0]))
     rows = {row["variant"]: row for row in query("from speedup")}
     assert rows["separate"]["aa_spread"] == pytest.approx(0.1)
     assert rows["separate"]["speedup_low"] > 1.1 and rows["separate"]["win"]
     query = store(*flash, step("separate", [85.0]))
     (row,) = query("from speedup where variant = 'separate'")
     assert 1 < row["speedup_low"] < 1.1 and not row["win"]
+
+
+def test_nothing_wins_where_the_spread_of_equal_steps_is_unknown(
+    store: Callable[..., Query],
+) -> None:
+    query = store(step("sdpa_flash", [100.0, 101.0]), step("separate", [50.0, 51.0]))
+    (row,) = query("from speedup where variant = 'separate'")
+    assert row["speedup_low"] > 1.9 and row["aa_spread"] is None and not row["win"]
 
 
 def test_best_pytorch_is_the_fastest_with_any_switch(store: Callable[..., Query]) -> None:
@@ -153,9 +162,22 @@ def test_a_failed_replicate_fails_the_configuration(store: Callable[..., Query])
     assert row["status"] == "oom" and row["peak_memory_gib"] is None
 
 
-def test_a_note_in_reason_does_not_make_a_failure(store: Callable[..., Query]) -> None:
-    (row,) = store(step("sdpa_flash", [2.0], reason="did not settle"))("from step_summary")
-    assert (row["status"], row["step_ms"]) == ("ok", 2)
+def test_a_note_in_reason_is_kept_and_makes_no_failure(store: Callable[..., Query]) -> None:
+    query = store(
+        step("sdpa_flash", [2.0], reason=""),
+        step("sdpa_flash", [2.0], replicate=2, reason="did not settle"),
+    )
+    (row,) = query("from step_summary")
+    assert (row["status"], row["step_ms"], row["reason"]) == ("ok", 2, "did not settle")
+
+
+def test_mfu_is_of_the_matmul_ceiling_of_the_device(store: Callable[..., Query]) -> None:
+    parts = [
+        step("sdpa_flash", [2.0], replicate=i, tflops=tflops) for i, tflops in ((1, 30), (2, 50))
+    ]
+    matmul = operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9)
+    assert store(*parts, matmul)("select mfu from step_summary") == [{"mfu": 0.4}]
+    assert store(*parts)("select mfu from step_summary") == [{"mfu": None}]
 
 
 def test_the_last_measurement_counts(store: Callable[..., Query]) -> None:
@@ -229,7 +251,7 @@ def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
     # Ceilings: 100 TFLOP/s and 1000 GB/s, so the ridge is at 100 FLOP/byte.
     ceilings = [
         operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9),
-        operator("torch", "copy", time_ms_p50=1.0, flops=0.0, bytes=1e9),
+        operator("torch", "copy", time_ms_p50=1.0, bytes=1e9),
     ]
     compute = operator("separate", time_ms_p50=20.0, flops=1e12, bytes=1e9)
     memory = operator("sdpa_flash", time_ms_p50=4.0, flops=1e10, bytes=1e9)
@@ -279,7 +301,7 @@ def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query
         check("baseline", "near", 0.5, 1.0, passed=True),
         check("kernels", "all", None, None, status="unsupported"),
         check("cuda_graphs", "cosine", 0.9, 0.99, passed=False),
-        step("separate", "gate_failed", reason="gate attention_forward is red: far: error 3"),
+        step("separate", "gate_failed", reason="gate attention_forward is red: all kernels: 3"),
         step("sdpa_flash", "oom", reason="attention_forward ran out of memory"),
     )
     rows = {row["gate"]: row for row in query("from gate_status")}
@@ -297,12 +319,29 @@ def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query
 
 def test_a_red_check_of_one_implementation_marks_its_variants(store: Callable[..., Query]) -> None:
     query = store(
-        check("attention_forward", "far", 3.0, 1.0, passed=False, implementation="separate"),
-        check("attention_forward", "near", 0.1, 1.0, passed=True, implementation="sdpa_flash"),
+        check("baseline", "far", 3.0, 1.0, passed=False, implementation="separate"),
+        check("baseline", "near", 0.1, 1.0, passed=True, implementation="sdpa_flash"),
         *(step(name, [1.0]) for name in ("sdpa_flash", "separate", "separate_compiled", "triton")),
     )
     rows = query("select variant, gate_passed from speedup order by variant")
     assert [row["gate_passed"] for row in rows] == [True, False, False, None]
+
+
+def test_a_red_gate_marks_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
+    parts, expected = [], {}
+    for gate in GATES:  # red alone, on a device of its name
+        parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
+        for attention, *switches in product(
+            ("sdpa_flash", "separate"), (False, True), (False, True)
+        ):
+            checkpoint, cuda_graph = switches
+            parts.append(
+                step(attention, [1.0], checkpoint=checkpoint, cuda_graph=cuda_graph, device=gate)
+            )
+            waits = gate in gates_for(attention, checkpoint, cuda_graph)
+            expected[gate, attention, checkpoint, cuda_graph] = False if waits else None
+    rows = store(*parts)("select device, variant, checkpoint, cuda_graph, gate_passed from speedup")
+    assert {tuple(row.values())[:4]: row["gate_passed"] for row in rows} == expected
 
 
 def test_a_check_the_gate_no_longer_makes_is_gone(store: Callable[..., Query]) -> None:

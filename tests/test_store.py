@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -77,7 +78,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
     before = path.read_bytes()
 
     def full(content: pa.Table, where: Path, **options: object) -> None:
-        assert where.suffix != ".parquet" and where.parent == path.parent
+        assert where.suffix != ".parquet" and where.parent.parent == path.parent
         where.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -86,6 +87,28 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
         write_table(path, "samples", [])
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_killed_write_leaves_no_parquet_file(tmp_path: Path) -> None:
+    killed = """
+import os, signal, sys
+from pathlib import Path
+import pyarrow.parquet as pq
+from tnp.store import write_table
+
+def write(content, where, **options):
+    Path(where).write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+pq.write_table = write
+write_table(Path(sys.argv[1]), "samples", [])
+"""
+    path = samples(tmp_path)
+    command = [sys.executable, "-c", killed, str(path)]
+    assert subprocess.run(command, cwd=SQL.parents[1]).returncode == -signal.SIGKILL
+    assert list(path.parent.iterdir()) and not list(tmp_path.rglob("*.parquet"))
+    write_table(path, "samples", [ROW])
+    assert list(tmp_path.glob("data/*/*/*/*.parquet")) == [path]
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
@@ -182,6 +205,12 @@ def test_a_view_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [view.name]
 
 
+def test_a_folder_without_views_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="sqll holds no .sql file"):
+        build_database([], tmp_path / "sqll", tmp_path / "results.duckdb")
+    assert not list(tmp_path.iterdir())
+
+
 def test_readers_keep_their_database_while_it_is_replaced(tmp_path: Path) -> None:
     database, path = tmp_path / "results.duckdb", samples(tmp_path)
     build_database([], SQL, database)
@@ -197,6 +226,7 @@ def test_record_adds_what_is_new_and_changes_no_row(tmp_path: Path) -> None:
     for row in rows:
         write_table(samples(tmp_path, stem=f"r{row['replicate']}"), "samples", [row])
     (runs / "cpu" / "checkpoints").mkdir()
+    samples(tmp_path, stem=".half").write_bytes(b"half")  # hidden: some program's own
     command = [sys.executable, "-m", "tnp.store", "record", str(runs), str(recorded)]
     subprocess.run(command, check=True, cwd=SQL.parents[1])
     record(runs, recorded)  # nothing new
@@ -206,10 +236,16 @@ def test_record_adds_what_is_new_and_changes_no_row(tmp_path: Path) -> None:
         row | {"environment_id": None} for row in rows
     ]
     write_table(samples(tmp_path, stem="r3"), "samples", [ROW | {"replicate": 3}])
-    shutil.move(file, file.with_name("earlier.parquet"))
     record(runs, recorded)
-    new = [path for path in recorded.glob("cpu/*/*.parquet") if path.stem != "earlier"]
-    assert [row["replicate"] for row in read_table(new[0], "samples").to_pylist()] == [3]
+    (new,) = set(recorded.glob("cpu/*/*.parquet")) - {file}
+    assert [row["replicate"] for row in read_table(new, "samples").to_pylist()] == [3]
+
+
+def test_recording_what_is_not_there_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tnp.store", "record", str(tmp_path / "rnus"), str(tmp_path)]
+    done = subprocess.run(command, cwd=SQL.parents[1], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{tmp_path}/rnus is no folder") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not shutil.which("duckdb"), reason="no duckdb command line")

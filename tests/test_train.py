@@ -30,9 +30,11 @@ def parameters(**changes) -> dict:
     } | changes
 
 
-def run(folder, **changes):
+def run(folder, finished=True, **changes):
     rows = []
     model = train.run(parameters(**changes), "cpu", folder, rows.append)
+    if finished:
+        train.finish(folder)
     return rows, model
 
 
@@ -89,6 +91,12 @@ def test_a_finished_run_starts_again_and_keeps_its_weights(tmp_path):
     assert not (tmp_path / "latest.pt").exists()
     rows, _ = run(tmp_path, learning_rate=1e-3)
     assert rows[0]["step"] == 0 and rows[0]["loss"] is None
+
+
+def test_a_run_whose_rows_were_not_saved_gives_them_again(tmp_path):
+    """Killed between the last step and the writing of the rows."""
+    rows, _ = run(tmp_path, finished=False)
+    assert run(tmp_path)[0] == rows
 
 
 def test_rows_fill_the_table(tmp_path):

@@ -6,6 +6,7 @@ A file holds rows of one table and lies at `data/{recorded,runs}/<device>/<table
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -72,11 +73,8 @@ def read_table(path: Path, table: str) -> pa.Table:
                 f"{path} has {field.name} as {field.type}, table {table} as "
                 f"{schema.field(field.name).type}: delete the file and measure again"
             )
-    columns = [
-        content[field.name] if field.name in content.column_names else _nulls(field, len(content))
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
+    complete = pa.concat_tables([schema.empty_table(), content], promote_options="default")
+    return complete.replace_schema_metadata(schema.metadata)
 
 
 def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None:
@@ -85,6 +83,9 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
     `database` is replaced at the end, so that readers keep the old one until then and errors leave
     it alone. Raises StoreError for a file that cannot be used, before anything is written.
     """
+    views = sorted(Path(sql_dir).glob("*.sql"))
+    if not views:
+        raise StoreError(f"{sql_dir} holds no .sql file: it should be workflow/sql")
     contents: dict[str, list[pa.Table]] = {table: [] for table in TABLES}
     for path in map(Path, files):
         table = path.parent.name
@@ -104,15 +105,19 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
             connection.register("loaded", pa.concat_tables([empty, *contents[table]]))
             connection.execute(f"create table {table} as from loaded")
             connection.unregister("loaded")
-        _create_views(connection, Path(sql_dir))
+        _create_views(connection, views)
 
 
 def record(runs: Path, recorded: Path) -> None:
     """Copy the rows under `runs` that `recorded` lacks to `<device>/<table>/<now>.parquet` there.
 
-    Rows stay as they were measured; without new rows nothing is written.
+    Rows stay as they were measured; without new rows nothing is written. Raises StoreError where
+    `runs` is no folder or one of the files cannot be used.
     """
-    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    if not Path(runs).is_dir():
+        raise StoreError(f"{runs} is no folder: run the workflow to measure something first")
+    # To the microsecond: two calls never write the same file.
+    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
     for folder in sorted(path for path in Path(runs).glob("*/*") if path.name in TABLES):
         table = folder.name
         target = Path(recorded) / folder.parent.name / table
@@ -144,10 +149,6 @@ def _check_version(path: Path, schema: pa.Schema) -> None:
         raise StoreError(f"{path} was not written by tnp.store (no schema version): delete it")
 
 
-def _nulls(field: pa.Field, length: int) -> pa.Array:
-    return pa.nulls(length, field.type)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0].rstrip(".")
 
@@ -158,7 +159,7 @@ def _origin(path: Path) -> str:
 
 
 def _all_rows(folder: Path, table: str) -> pa.Table:
-    files = sorted(folder.glob("*.parquet"))
+    files = sorted(file for file in folder.glob("*.parquet") if not file.name.startswith("."))
     return pa.concat_tables(
         [_schema(table).empty_table(), *(read_table(file, table) for file in files)]
     )
@@ -171,25 +172,25 @@ def _write(path: Path, content: pa.Table) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place where the block ends without error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A temporary file that takes the place of `path` where the block ends without error.
+
+    It lies in a folder of its own beside `path`, which DuckDB's write-ahead log shares.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            temporary = Path(folder, "new")
+            yield temporary
+            os.replace(temporary, path)
     except (OSError, duckdb.IOException) as error:
         raise StoreError(
-            f"cannot write {path} ({_first_line(error)}): make room for it in {path.parent}/, "
-            "and that folder writable"
+            f"cannot write {path} ({_first_line(error)}): {path.parent}/ must be a writable "
+            "folder with free space"
         ) from error
-    finally:
-        if path.parent.is_dir():
-            temporary.unlink(missing_ok=True)
 
 
-def _create_views(connection: duckdb.DuckDBPyConnection, sql_dir: Path) -> None:
+def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) -> None:
     """Run every .sql file; one that reads a view not there yet waits for the others."""
-    pending = sorted(sql_dir.glob("*.sql"))
     while pending:
         waiting, problem = [], ""
         for path in pending:
@@ -201,13 +202,16 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sql_dir: Path) -> None:
             except duckdb.Error as error:
                 raise StoreError(f"{path} cannot be run: {error}") from error
         if waiting == pending:
-            raise StoreError(f"{problem}: no file in {sql_dir} creates it")
+            raise StoreError(f"{problem}: no file in {waiting[0].parent} creates it")
         pending = waiting
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["record", runs, recorded]:
-            record(Path(runs), Path(recorded))
+            try:
+                record(Path(runs), Path(recorded))
+            except StoreError as error:
+                sys.exit(str(error))
         case _:
             sys.exit("usage: python -m tnp.store record data/runs data/recorded")

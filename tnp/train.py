@@ -54,8 +54,7 @@ def run(
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed.
         device: where to train.
-        checkpoint_dir: `latest.pt` is written there at every evaluation, whole or not at all; it
-            becomes `final.pt` when the run is complete.
+        checkpoint_dir: `latest.pt` is written there at every evaluation, whole or not at all.
         on_row: receives every row of table `training`, those before a resume included.
 
     Raises:
@@ -122,9 +121,15 @@ def run(
                 log(step + 1)
                 loss_sum.zero_()
                 n_summed = 0
-    # Asked for again, because code or settings have changed, a finished run starts again.
-    os.replace(path, path.with_name("final.pt"))
     return model
+
+
+def finish(checkpoint_dir: Path) -> None:
+    """Rename `latest.pt` to `final.pt`, once the rows of the run are safe.
+
+    Asked for again, because code or settings have changed, a finished run then starts again.
+    """
+    os.replace(checkpoint_dir / "latest.pt", checkpoint_dir / "final.pt")
 
 
 def sources(

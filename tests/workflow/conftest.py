@@ -44,6 +44,9 @@ def render(name, database, html_path, image_path):
 FAKE_TRAINING = """
 def run(parameters, device, checkpoint_dir, on_row):
     on_row({"run": parameters["run"], "step": 1, "heldout_log_likelihood": 0.0})
+
+def finish(checkpoint_dir):
+    pass
 """
 
 

@@ -28,6 +28,8 @@ with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
     tables = {"training": rows, "environments": [state]}
     for table, content in with_provenance(tables, slug, state["environment_id"]).items():
         write_table(Path(snakemake.output[table]), table, content)
+    if not reason:
+        train.finish(Path(snakemake.params.checkpoints))
     Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if reason:
         say(f"not trained: {reason}")

@@ -32,14 +32,16 @@ select
     gate,
     any_value(phase) as phase,
     count(*) as n_checks,
-    count_if(failed) as n_failed,
-    count_if(status = 'unsupported') as n_skipped,
+    count(*) filter (where failed) as n_failed,
+    count(*) filter (where status = 'unsupported') as n_skipped,
     case when n_skipped < n_checks then n_failed = 0 end as passed,
     arg_max("check", value_over_bound) as worst_check,
     max(value_over_bound) as worst_value_over_bound,
     (
         select count(*) from blocked
-        where blocked.device = checks.device and contains(blocked.reason, checks.gate)
+        where
+            blocked.device = checks.device
+            and starts_with(blocked.reason, concat('gate ', checks.gate, ' '))
     ) as blocked_benchmarks,
     any_value(mode) as mode
 from checks

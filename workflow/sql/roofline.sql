@@ -1,5 +1,6 @@
 -- Grain: device × op × pass × implementation × shape: medians over the replicates against what the
--- device itself reached in a large matmul and a memory copy; null where a replicate failed.
+-- device itself reached in a large matmul and a memory copy (view `ceilings`); null where a
+-- replicate failed.
 create or replace view roofline as
 with operators as (
     select
@@ -30,19 +31,10 @@ timed as (
     select
         * exclude (median_ms),
         case when status = 'ok' then median_ms end as time_ms,
-        flops / bytes as intensity,
+        coalesce(flops, 0) / bytes as intensity,  -- a copy has no operations
         flops / (time_ms * 1e9) as tflops,
         bytes / (time_ms * 1e6) as gb_per_s
     from operators
-),
-
-ceilings as (
-    select
-        device,
-        max(tflops) filter (where op = 'matmul') as ceiling_tflops,
-        max(gb_per_s) filter (where op = 'copy') as ceiling_gb_per_s
-    from timed
-    group by device
 ),
 
 bounds as (

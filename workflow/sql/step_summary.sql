@@ -1,4 +1,5 @@
 -- Grain: device × config_id: medians over the replicates; null where one of them failed.
+-- `reason` of a failure says why, of a timing what was odd. `mfu` is of the matmul ceiling.
 create or replace view step_summary as
 with intervals as (
     select
@@ -27,15 +28,19 @@ configurations as (
         any_value(optimizer) as optimizer,
         count(*) as n_replicates,
         coalesce(arg_min(status, replicate) filter (where status != 'ok'), 'ok') as status,
-        arg_min(reason, replicate) filter (where status != 'ok') as reason,
+        coalesce(
+            arg_min(reason, replicate) filter (where status != 'ok'),
+            arg_min(reason, replicate) filter (where reason != '')
+        ) as reason,
         median(step_ms_p50) as step_ms,
         median(tokens_per_s) as tokens_per_s,
         max(peak_memory_bytes) as peak_memory_bytes,
         median(tflops) as tflops,
-        median(mfu) as mfu,
+        median(tflops) / any_value(ceiling_tflops) as mfu,
         bool_or(throttled) as throttled,
         arg_max(environment_id, recorded_at) as environment_id
     from current_steps
+    left join ceilings using (device)
     group by device, config_id
 )
 

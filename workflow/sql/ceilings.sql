@@ -1,0 +1,20 @@
+-- Grain: device: what it reached in a large matmul and in a memory copy, median over replicates.
+create or replace view ceilings as
+with medians as (
+    select
+        device,
+        config_id,
+        any_value(op) as op,
+        any_value(flops) / (median(time_ms_p50) * 1e9) as tflops,
+        any_value(bytes) / (median(time_ms_p50) * 1e6) as gb_per_s
+    from current_ops
+    where op in ('matmul', 'copy') and status = 'ok'
+    group by device, config_id
+)
+
+select
+    device,
+    max(tflops) filter (where op = 'matmul') as ceiling_tflops,
+    max(gb_per_s) filter (where op = 'copy') as ceiling_gb_per_s
+from medians
+group by device;
