@@ -85,9 +85,10 @@ def steps(variant: str, median_ms: float, spread: float = 0.01, **columns: objec
 def operator(implementation: str, op: str = "attention", status: str = "ok", **columns) -> Tables:
     row = PROVENANCE | {"config_id": f"{op}--{implementation}", "op": op, "pass": "forward"}
     row |= {"implementation": implementation, "shape": "mid", "dtype": "bfloat16", "replicate": 1}
-    sample = PROVENANCE | {"config_id": row["config_id"], "replicate": 1, "pass": "forward"}
-    samples = [sample | {"sample": 0, "time_ms": columns.get("time_ms_p50")}]
-    return {"ops": [row | {"status": status} | columns], "samples": samples}
+    row |= {"status": status} | columns
+    sample = {name: row[name] for name in (*PROVENANCE, "config_id", "replicate", "pass")}
+    sample |= {"sample": 0, "time_ms": columns.get("time_ms_p50")}
+    return {"ops": [row], "samples": [sample]}
 
 
 def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) -> None:
@@ -271,18 +272,37 @@ def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
     assert (row["tflops"], row["bound"], row["share_of_roofline"]) == (50, None, None)
 
 
-def test_operators_are_compared_with_pytorchs(store: Callable[..., Query]) -> None:
+def test_operators_are_compared_with_the_best_peer(store: Callable[..., Query]) -> None:
     query = store(
         operator("sdpa_flash", time_ms_p50=4.0),
-        operator("sdpa_cudnn", time_ms_p50=3.0),
+        operator("sdpa_cudnn", time_ms_p50=3.5),
+        operator("fa4", time_ms_p50=3.0),
+        operator("fa3", status="unsupported"),
         operator("separate", time_ms_p50=2.0),
+        operator("fused", time_ms_p50=1.0),  # ours too, so nobody's peer
         operator("torch", "matmul", time_ms_p50=1.0),
     )
     rows = {row["implementation"]: row for row in query("from operator_speedup")}
-    assert set(rows) == {"sdpa_flash", "sdpa_cudnn", "separate"}
+    assert set(rows) == {"sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "separate", "fused"}
     assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 1.5)
-    assert rows["separate"]["best_pytorch_implementation"] == "sdpa_cudnn"
+    assert rows["separate"]["best_peer_implementation"] == "fa4"
     assert rows["separate"]["speedup_low"] == rows["separate"]["speedup_high"] == 2
+    assert {name for name, row in rows.items() if row["own"]} == {"separate", "fused"}
+    assert rows["fa3"]["speedup_best"] is None
+
+
+def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> None:
+    at = [{"recorded_at": NOW + timedelta(hours=i)} for i in range(3)]
+    query = store(
+        *(operator("sdpa_flash", time_ms_p50=4.0, replicate=i, **at[i]) for i in (0, 1)),
+        *(operator("separate", time_ms_p50=2.0, replicate=i, **at[i]) for i in (0, 1)),
+        operator("fa4", time_ms_p50=3.0, replicate=0, **at[0]),
+        operator("fa4", time_ms_p50=3.0, replicate=1, **at[2]),  # on its own, later
+    )
+    rows = {row["implementation"]: row for row in query("from operator_speedup")}
+    assert rows["separate"]["best_peer_implementation"] == "sdpa_flash"
+    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 2)
+    assert (rows["fa4"]["speedup"], rows["fa4"]["speedup_best"]) == (None, 1)
 
 
 def check(gate: str, name: str, value: float | None, bound: float | None, **columns) -> Tables:

@@ -56,7 +56,10 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
 
 
 def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
-    """Operator benchmarks, and the ceilings of the device they are compared with."""
+    """Operator benchmarks, all implementations of a shape in one, and the device's ceilings.
+
+    `implementations` is {name: config_id of its rows}.
+    """
     common = {
         "dtype": config["compute_dtype"][device],
         "timing": config["timing"],
@@ -67,21 +70,24 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     for op, spec in _on(device, config["ops"]).items():
         if op == "ceilings":
             for ceiling in CEILINGS:
-                configurations[f"ceilings--{ceiling}"] = {
-                    "config_id": f"ceilings--{ceiling}",
+                config_id = f"ceilings--{ceiling}"
+                configurations[config_id] = {
+                    "config_id": config_id,
                     "op": ceiling,
-                    "implementation": "torch",
+                    "implementations": {"torch": config_id},
                     "replicates": spec["replicates"],
                     **common,
                 }
             continue
-        for shape, implementation in product(spec["shapes"], spec["implementations"]):
-            config_id = f"{op}--{shape}--{implementation}"
+        for shape in spec["shapes"]:
+            config_id = f"{op}--{shape}"
             sizes, model = config["shapes"][shape], config["model"]
             configurations[config_id] = {
                 "config_id": config_id,
                 "op": op,
-                "implementation": implementation,
+                "implementations": {
+                    name: f"{config_id}--{name}" for name in spec["implementations"]
+                },
                 "shape": shape,
                 "batch": sizes["batch"],
                 "n_q": sizes["n_context"] + sizes["n_target"],

@@ -28,9 +28,9 @@ def step_parameters(**changes) -> dict:
 
 def op_parameters(**changes) -> dict:
     return {
-        "config_id": "attention--tiny--sdpa_flash",
+        "config_id": "attention--tiny",
         "op": "attention",
-        "implementation": "sdpa_flash",
+        "implementations": {"sdpa_flash": "attention--tiny--sdpa_flash"},
         "shape": "tiny",
         "batch": 2,
         "n_q": 21,

@@ -123,10 +123,97 @@ def test_what_a_device_cannot_run_is_a_row():
 
 
 def test_an_operator_that_cannot_run_is_two_rows():
-    tables = run_isolated("op", op_parameters(implementation="sdpa_cudnn"), 60)
+    names = {"sdpa_cudnn": "attention--tiny--sdpa_cudnn"}
+    tables = run_isolated("op", op_parameters(implementations=names), 60)
     assert [row["pass"] for row in tables["ops"]] == ["forward", "backward"]
     assert {row["status"] for row in tables["ops"]} == {"unsupported"}
     pa.Table.from_pylist(tables["ops"], schema=TABLES["ops"])
+
+
+# Measures in no time, and ends the process as `how` says.
+OP_STUB = """
+import os, signal, sys, types
+from tnp.bench.outcome import failure_rows
+
+def measure_op(parameters, started, suspect):
+    names = list(parameters["implementations"])
+    with open({calls!r}, "a") as calls:
+        print(*names, file=calls)
+    for name in names:
+        suspect([name])
+        if (name, {how!r}) == ("second", "preparing"):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if (name, {how!r}) == ("second", "losing the device"):
+            raise RuntimeError("CUDA error: an illegal memory access")
+    suspect(names)
+    if "second" in names and {how!r} == "in the rounds":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return failure_rows("op", parameters, "ok", "")
+
+operators = types.ModuleType("tnp.bench.operators")
+operators.measure_op = measure_op
+sys.modules["tnp.bench.operators"] = operators
+"""
+THREE = {name: f"attention--tiny--{name}" for name in ("first", "second", "third")}
+
+
+@pytest.fixture
+def ended_by_the_second(tmp_path, monkeypatch):
+    """Have three implementations measured, of which the second ends the process."""
+
+    def measure(how: str) -> tuple[dict[str, dict], list[str]]:
+        """Forward rows by implementation, and which were measured together."""
+        calls = tmp_path / "calls"
+        stub = OP_STUB.format(calls=str(calls), how=how)
+        Path(tmp_path, "sitecustomize.py").write_text(stub)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        tables = run_isolated("op", op_parameters(implementations=THREE), 60)
+        pa.Table.from_pylist(tables["ops"], schema=TABLES["ops"])
+        assert len(tables["ops"]) == 6
+        assert {row["config_id"] for row in tables["ops"]} == set(THREE.values())
+        rows = {row["implementation"]: row for row in tables["ops"] if row["pass"] == "forward"}
+        return rows, calls.read_text().splitlines()
+
+    return measure
+
+
+def test_who_crashes_a_job_is_left_out_and_the_others_stay_together(ended_by_the_second):
+    rows, groups = ended_by_the_second("preparing")
+    assert groups == ["first second third", "first third"]
+    assert (rows["second"]["status"], rows["second"]["reason"]) == (
+        "error",
+        "crashed by signal SIGSEGV",
+    )
+    assert rows["first"]["status"] == rows["third"]["status"] == "ok"
+    assert rows["first"]["recorded_at"] == rows["third"]["recorded_at"]
+
+
+def test_who_loses_the_device_is_left_out_too(ended_by_the_second):
+    rows, groups = ended_by_the_second("losing the device")
+    assert groups == ["first second third", "first third"]
+    assert rows["second"]["reason"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert rows["first"]["status"] == rows["third"]["status"] == "ok"
+
+
+def test_where_nobody_knows_who_ended_a_job_each_is_measured_alone(ended_by_the_second):
+    rows, groups = ended_by_the_second("in the rounds")
+    assert groups == ["first second third", "first", "second", "third"]
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "first": "ok",
+        "second": "error",
+        "third": "ok",
+    }
+    assert rows["first"]["recorded_at"] != rows["third"]["recorded_at"]
+
+
+def test_dying_after_the_result_loses_nothing(instead_of_a_step):
+    instead_of_a_step(
+        "import atexit",
+        "from tnp.bench.outcome import failure_rows",
+        "atexit.register(os.kill, os.getpid(), signal.SIGSEGV)",
+        "return failure_rows('step', parameters, 'ok', '')",
+    )
+    assert the_row(run_isolated("step", step_parameters(), 60))["status"] == "ok"
 
 
 def test_the_child_dies_with_its_parent(instead_of_a_step, tmp_path):

@@ -3,46 +3,137 @@ import time
 import pytest
 import torch
 
-from tests.bench.configurations import op_parameters
+from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import operators, workloads
 from tnp.bench.operators import Inaccurate, checked_error, measure_op
-from tnp.bench.outcome import Unsupported
 from tnp.schemas import PROVENANCE, TABLES
+
+BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "reference": "attention--tiny--reference"}
+
+
+@pytest.fixture(autouse=True)
+def launch_config(monkeypatch):
+    """The kernels' own description of a launch has tests of its own."""
+
+    def describe(q, k, pass_, implementation):
+        return f"{implementation} {pass_} {q.shape[2]}x{k.shape[2]}"
+
+    monkeypatch.setattr(workloads, "describe_launch", describe)
+
+
+@pytest.fixture
+def attention(monkeypatch):
+    """Have `reference` be computed by the function that this is called with."""
+    right = workloads.attention
+
+    def install(replacement):
+        def attention(*qkv, implementation):
+            if implementation == "reference":
+                return replacement(right(*qkv, implementation=implementation))
+            return right(*qkv, implementation=implementation)
+
+        monkeypatch.setattr(workloads, "attention", attention)
+
+    return install
 
 
 def measured(**changes) -> dict[str, dict]:
+    """By pass, of a job of one implementation."""
     rows = measure_op(op_parameters(**changes), time.perf_counter())["ops"]
     return {row["pass"]: row for row in rows}
+
+
+def both(**changes) -> dict[tuple[str, str], dict]:
+    """By implementation and pass, of a job of two."""
+    parameters = op_parameters(**{"implementations": BOTH} | changes)
+    rows = measure_op(parameters, time.perf_counter())["ops"]
+    assert len(rows) == 2 * len(parameters["implementations"])
+    return {(row["implementation"], row["pass"]): row for row in rows}
 
 
 @pytest.mark.parametrize("n_q, n_k", [(21, 13), (5, 40)])
 def test_attention_fills_a_row_for_each_pass(n_q, n_k):
     rows = measured(n_q=n_q, n_k=n_k)
-    added = {name for name, _ in PROVENANCE} | {"launch_config"}
+    added = {name for name, _ in PROVENANCE}
     assert list(rows) == ["forward", "backward"]
-    for row in rows.values():
+    for pass_, row in rows.items():
         assert row["status"] == "ok"
         assert set(row) | added == set(TABLES["ops"].names)
+        assert row["config_id"] == "attention--tiny--sdpa_flash"
+        assert row["launch_config"] == f"sdpa_flash {pass_} {n_q}x{n_k}"
         assert 0 < row["max_abs_error"] < 1e-4
     assert rows["backward"]["flops"] == 2.5 * rows["forward"]["flops"]
 
 
-def test_samples_name_their_pass():
-    tables = measure_op(op_parameters(), time.perf_counter())
+def test_every_implementation_has_its_rows_and_samples():
+    tables = measure_op(op_parameters(implementations=BOTH), time.perf_counter())
+    assert {(row["config_id"], row["pass"]) for row in tables["ops"]} == {
+        (config_id, pass_) for config_id in BOTH.values() for pass_ in ("forward", "backward")
+    }
     for row in tables["ops"]:
-        times = [s["time_ms"] for s in tables["samples"] if s["pass"] == row["pass"]]
+        assert BOTH[row["implementation"]] == row["config_id"]
+        times = [
+            sample["time_ms"]
+            for sample in tables["samples"]
+            if (sample["config_id"], sample["pass"]) == (row["config_id"], row["pass"])
+        ]
         assert len(times) == row["n_samples"]
         assert min(times) == row["time_ms_min"]
 
 
-@pytest.mark.parametrize("wrong", [1.01, float("nan")])
-def test_a_wrong_output_is_an_error_and_not_a_record(monkeypatch, wrong):
+def test_implementations_take_turns_on_the_same_inputs(monkeypatch):
+    calls = []
     right = workloads.attention
-    monkeypatch.setattr(workloads, "attention", lambda *a, **k: right(*a, **k) * wrong)
-    for row in measured().values():
+
+    def attention(q, k, v, *, implementation):
+        calls.append((implementation, (q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride())))
+        return right(q, k, v, implementation=implementation)
+
+    monkeypatch.setattr(workloads, "attention", attention)
+    monkeypatch.setattr(operators, "passes", lambda op: ("forward",))
+    measure_op(op_parameters(implementations=BOTH), time.perf_counter())
+    assert len({inputs for _, inputs in calls}) == 1
+    timed = [name for name, _ in calls][-2 - 2 * TIMING["min_samples"] : -2]  # 2: the checks
+    turns = [set(timed[i : i + 2]) for i in range(0, len(timed), 2)]
+    assert turns == [set(BOTH)] * TIMING["min_samples"]
+
+
+@pytest.mark.parametrize("wrong", [1.01, float("nan")])
+def test_a_wrong_output_is_an_error_and_not_a_record(attention, wrong):
+    attention(lambda o: o * wrong)
+    rows = both()
+    for pass_ in ("forward", "backward"):
+        row = rows["reference", pass_]
         assert row["status"] == "error"
         assert "after timing" in row["reason"]
         assert "time_ms_p50" not in row
+        assert rows["sdpa_flash", pass_]["status"] == "ok"
+
+
+def test_what_one_implementation_raises_is_its_row_alone(attention):
+    def out_of_memory(o):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    attention(out_of_memory)
+    rows = both()
+    for pass_ in ("forward", "backward"):
+        row = rows["reference", pass_]
+        assert (row["status"], row["reason"]) == ("oom", "CUDA out of memory.")
+        assert rows["sdpa_flash", pass_]["status"] == "ok"
+
+
+def test_a_forward_only_implementation_has_its_forward(attention):
+    def forward_only(o):
+        if o.requires_grad:
+            raise NotImplementedError("forward only")
+        return o
+
+    attention(forward_only)
+    rows = both()
+    assert rows["reference", "forward"]["status"] == "ok"
+    row = rows["reference", "backward"]
+    assert (row["status"], row["reason"]) == ("unsupported", "forward only")
+    assert rows["sdpa_flash", "backward"]["status"] == "ok"
 
 
 def test_a_failing_backward_leaves_the_forward(monkeypatch):
@@ -56,6 +147,35 @@ def test_a_failing_backward_leaves_the_forward(monkeypatch):
         "oom",
         "CUDA out of memory.",
     )
+
+
+def test_who_runs_is_known_before_it_runs(attention):
+    suspects = []
+
+    def reference(o):
+        assert suspects[-1] in (["reference"], list(BOTH))
+        return o
+
+    attention(reference)
+    measure_op(op_parameters(implementations=BOTH), time.perf_counter(), suspects.append)
+    assert suspects[:4] == [[], ["sdpa_flash"], ["reference"], ["sdpa_flash"]]
+    assert list(BOTH) in suspects
+
+
+def test_a_device_that_is_lost_ends_the_job(attention, monkeypatch):
+    def crash(o):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device):
+        if suspects[-1] == ["reference"]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    suspects = []
+    attention(crash)
+    monkeypatch.setattr(operators, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        measure_op(op_parameters(implementations=BOTH), time.perf_counter(), suspects.append)
+    assert suspects[-1] == ["reference"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -99,15 +219,21 @@ def test_the_ceilings(monkeypatch):
     monkeypatch.setattr(workloads, "MATMUL_SIZE", 96)
     monkeypatch.setattr(workloads, "COPY_BYTES", 2**16)
     sizes = dict.fromkeys(("n_q", "n_k", "n_heads", "head_dim", "batch"))
-    (matmul,) = measured(op="matmul", implementation="torch", **sizes).values()
+    torch_alone = {"implementations": {"torch": "ceilings--it"}}
+    (matmul,) = measured(op="matmul", **torch_alone, **sizes).values()
+    assert (matmul["config_id"], matmul["implementation"]) == ("ceilings--it", "torch")
     assert matmul["flops"] == 2 * 96**3
-    (copy,) = measured(op="copy", implementation="torch", **sizes).values()
+    (copy,) = measured(op="copy", **torch_alone, **sizes).values()
     assert copy["bytes"] == 2 * 2**16 and copy["tflops"] is None and copy["max_abs_error"] == 0
 
 
-def test_what_the_cpu_cannot_run_is_refused():
-    with pytest.raises(Unsupported):
-        measured(implementation="sdpa_cudnn")
+def test_what_the_cpu_cannot_run_is_a_row_with_the_reason():
+    names = {name: f"attention--tiny--{name}" for name in ("sdpa_cudnn", "sdpa_flash")}
+    rows = both(implementations=names)
+    for pass_ in ("forward", "backward"):
+        assert rows["sdpa_cudnn", pass_]["status"] == "unsupported"
+        assert "cuDNN needs a CUDA device" in rows["sdpa_cudnn", pass_]["reason"]
+        assert rows["sdpa_flash", pass_]["status"] == "ok"
 
 
 def test_an_unknown_operator_is_named():
@@ -121,3 +247,13 @@ def test_an_impossible_rate_is_an_error(monkeypatch):
     operators.refuse_impossible(cuda, "bfloat16", 790.0, 4200.0)
     with pytest.raises(operators.AboveCeiling, match="1200 TFLOP/s"):
         operators.refuse_impossible(cuda, "bfloat16", 1200.0, 4200.0)
+
+
+def test_short_kernels_are_launched_from_graphs_of_whole_rotations():
+    def launches(device: str, *calls_ms: float, n_inputs: int = 3) -> int:
+        contenders = [operators._Contender([None] * n_inputs, 0.0, ms) for ms in calls_ms]
+        return operators._launches_per_run(contenders, torch.device(device))
+
+    assert launches("cuda", 5.0, 0.5) == 21  # all of them, however slow: launched alike
+    assert launches("cuda", 0.5, n_inputs=25) == 25
+    assert launches("cuda", 5.0, 1.5) == launches("cpu", 0.5) == launches("cuda") == 1

@@ -33,8 +33,8 @@ VIEWS = {
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
     " prior_log_likelihood double, gap_closed double",
-    "roofline": f"device text, op text, pass text, implementation text, shape text, dtype text,"
-    f" time_ms double, tflops double, intensity double, ceiling_tflops double,"
+    "roofline": f"device text, op text, pass text, implementation text, own boolean, shape text,"
+    f" dtype text, time_ms double, tflops double, intensity double, ceiling_tflops double,"
     f" ceiling_gb_per_s double, bound text, roofline_tflops double, share_of_roofline double,"
     f" share_low double, share_high double, {OUTCOME}",
     "matrix": f"device text, {SHAPE}, variant text, "
@@ -189,6 +189,7 @@ def roofline_rows(
             "op": "attention",
             "pass": "forward",
             "implementation": implementation,
+            "own": implementation in ("separate", "fused"),
             "shape": shape,
             "dtype": "bfloat16",
             "intensity": 50.0 if shape == "small" else 5000.0,

@@ -125,13 +125,13 @@ def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
     shares = {
         ("separate", "mid"): 0.6,
         ("sdpa_cudnn", "mid"): 0.7,
+        ("fa4", "mid"): 0.8,
         ("sdpa_cudnn", "small"): 0.9,
         ("separate", "small"): 0.1,
     }
     found = title(draw("roofline", build(**sample.merged(H200, sample.roofline_rows(shares)))))
     assert found == (
-        "separate attention forward reaches 60% of the NVIDIA H200 roofline at mid; "
-        "sdpa_cudnn reaches 70%"
+        "separate attention forward reaches 60% of the NVIDIA H200 roofline at mid; fa4 reaches 80%"
     )
 
 

@@ -8,8 +8,8 @@ from tnp.gates import attention_cases as cases
 from tnp.gates.attention_cases import Case
 from tnp.gates.checks import error_ratio, max_abs_error
 from tnp.ops import registry
-from tnp.ops.attention import _separate, _separate_backward, attention, triton_backward
-from tnp.ops.attention.primitives import CONFIGS
+from tnp.ops.attention import _attention, _attention_backward, attention
+from tnp.ops.attention import triton_backward
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = [(1, 65), (63, 2), (64, 64), (65, 127), (129, 33), (564, 63)]
@@ -21,8 +21,8 @@ def results(case: Case):
     return zip(
         ("o", "dq", "dk", "dv"),
         cases.run(inputs, do, "separate"),
-        cases.pytorch_own(inputs, do),
-        cases.reference(inputs, do),
+        cases.pytorch_own(case, inputs, do),
+        cases.reference(case, inputs, do),
         strict=True,
     )
 
@@ -111,7 +111,7 @@ def test_scores_far_below_zero():
     with torch.no_grad():
         inputs[0].copy_(inputs[0] * 0.01 + 8)
         inputs[1].copy_(inputs[1] * 0.01 - 8)
-    kernel, exact = cases.run(inputs, do, "separate"), cases.reference(inputs, do)
+    kernel, exact = cases.run(inputs, do, "separate"), cases.reference(case, inputs, do)
     for out, expected in zip(kernel, exact, strict=True):
         assert max_abs_error(out, expected) <= 1e-3
 
@@ -133,7 +133,7 @@ def test_negative_controls_fail(wrong):
     inputs, do = cases.draw(Case(1, 2, 130, 100), DEVICE)
     o = wrong(*inputs)
     outs = (o, *torch.autograd.grad(o, inputs, do))
-    pytorch, exact = cases.pytorch_own(inputs, do), cases.reference(inputs, do)
+    pytorch, exact = cases.pytorch_own(case, inputs, do), cases.reference(case, inputs, do)
     for (name, budget), *compared in zip(BUDGETS.items(), outs, pytorch, exact, strict=True):
         assert error_ratio(*compared) > 5 * budget, name
 

@@ -25,8 +25,20 @@ def test_a_device_takes_part_only_where_it_is_named():
 
 
 def test_operator_sizes_follow_from_shape_and_model():
-    op = plan.ops(CONFIG, "cuda", "nvidia-h200")["attention--mid--separate"]
+    op = plan.ops(CONFIG, "cuda", "nvidia-h200")["attention--mid"]
     assert (op["n_q"], op["n_k"], op["n_heads"], op["head_dim"]) == (11_000, 10_000, 8, 64)
+
+
+def test_an_operators_implementations_are_one_job_a_size_and_replicate():
+    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
+    spec = CONFIG["ops"]["attention"]
+    names = spec["implementations"]
+    assert ops["attention--mid"]["implementations"] == {
+        name: f"attention--mid--{name}" for name in names
+    }
+    assert ops["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
+    jobs = [name for name, _ in plan.running_order(ops) if name.startswith("attention--")]
+    assert len(jobs) == len(spec["shapes"]) * spec["replicates"]
 
 
 def test_training_overrides_its_shape():

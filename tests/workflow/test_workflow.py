@@ -98,6 +98,21 @@ def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
     assert not any("ckpt" in call for call in checkout.measured())
 
 
+def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
+    checkout.config["ops"]["attention"]["implementations"] = ["sdpa_flash", "separate"]
+    status, output = checkout.run("all", FAKE_RED="attention_forward")
+    assert status != 0
+    outcomes = {(row["config_id"], row["pass"]): row["status"] for row in checkout.rows("ops")}
+    assert outcomes == {
+        ("attention--tiny--sdpa_flash", "forward"): "ok",
+        ("attention--tiny--sdpa_flash", "backward"): "ok",
+        ("attention--tiny--separate", "forward"): "gate_failed",
+        ("attention--tiny--separate", "backward"): "gate_failed",
+    }
+    reasons = {row["reason"] for row in checkout.rows("ops") if row["status"] == "gate_failed"}
+    assert reasons == {"gate attention_forward is red: fake: error 2, bound 1"}
+
+
 def test_edited_kernel_reruns_only_what_uses_it(finished):
     finished.append("tnp/ops/attention/triton_forward.py", "\n# edited\n")
     status, output = finished.run("all")

@@ -1,7 +1,8 @@
 """The process a measurement runs in: `python -m tnp.bench.child KIND PARAMETERS RESULT PARENT`.
 
-Writes {"environment": row, "tables": {table: rows}} to RESULT: the environment before anything
-that can end the process, the tables when they are known.
+Writes to RESULT what is known so far, so that it outlives the process: "environment", a row;
+"suspects", the implementations of an operator to blame should this process end now; and "tables",
+table → rows, or "failure", status and reason of what the measurement as a whole raised.
 """
 
 import json
@@ -12,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from tnp.bench.isolate import die_with_parent
-from tnp.bench.outcome import Unsupported, classify, failure_rows
+from tnp.bench.outcome import Unsupported, classify
 
 
 def main(kind: str, parameters_path: str, result_path: str, parent: str) -> None:
@@ -20,18 +21,27 @@ def main(kind: str, parameters_path: str, result_path: str, parent: str) -> None
     die_with_parent(int(parent))
     parameters = json.loads(Path(parameters_path).read_text())
     report: dict[str, object] = {}
+
+    def note(**known: object) -> None:
+        report.update(known)
+        _write(Path(result_path), report)
+
     try:
         require_device(parameters["device"])
         from tnp.bench.provenance import environment
 
-        report["environment"] = environment(parameters["device"])
-        _write(Path(result_path), report)
-        report["tables"] = _measure(kind, parameters, started)
+        note(environment=environment(parameters["device"]))
+        if kind == "step":
+            from tnp.bench.steps import measure_step
+
+            note(tables=measure_step(parameters, started))
+        else:
+            from tnp.bench.operators import measure_op
+
+            note(tables=measure_op(parameters, started, lambda names: note(suspects=names)))
     except Exception as error:  # whatever it was, it is this configuration's result
         traceback.print_exc()
-        status, reason = classify(error)
-        report["tables"] = failure_rows(kind, parameters, status, reason)
-    _write(Path(result_path), report)
+        note(failure=classify(error))
 
 
 def require_device(device: str) -> None:
@@ -40,14 +50,6 @@ def require_device(device: str) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise Unsupported(f"no CUDA device is visible to PyTorch {torch.__version__}")
-
-
-def _measure(kind: str, parameters: dict, started: float) -> dict[str, list[dict]]:
-    if kind == "step":
-        from tnp.bench.steps import measure_step as measure
-    else:
-        from tnp.bench.operators import measure_op as measure
-    return measure(parameters, started)
 
 
 def _write(path: Path, report: dict) -> None:

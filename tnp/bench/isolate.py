@@ -13,14 +13,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tnp.bench.outcome import failure_rows, one_line
+from tnp.bench.outcome import Rows, failure_rows, one_line, only, together
 
 ROOT = Path(__file__).parents[2]
 STDERR_LINES = 30
 SHOW_LOG_OF = ("error", "killed", "timeout")
 _PR_SET_PDEATHSIG = 1
-
-Rows = dict[str, list[dict[str, object]]]
 
 
 def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
@@ -30,25 +28,45 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
     kill and the time limit are rows with that status and the reason. The device is locked while the
     child lives, and waiting for the lock does not count against `timeout_s`.
 
+    Where one of an operator's implementations ends the process, that is its result, and the others
+    are measured together without it; where it is not known which, each is measured alone.
+
     Args:
         kind: "step" (`tnp.bench.steps.measure_step`) or "op" (`tnp.bench.operators.measure_op`).
         parameters: the configuration, as JSON can hold it.
-        timeout_s: seconds until the child is killed.
+        timeout_s: seconds until a child is killed.
     """
+    tables, suspects = _run_once(kind, parameters, timeout_s)
+    names = list(parameters.get("implementations", []))
+    if not suspects or len(names) == 1:
+        return tables
+    if len(suspects) == 1:
+        groups = [[name for name in names if name not in suspects]]
+        tables["ops"] = [row for row in tables["ops"] if row["implementation"] in suspects]
+    else:
+        groups, tables = [[name] for name in names], {}
+    rest = (run_isolated(kind, only(parameters, group), timeout_s) for group in groups)
+    return together([tables, *rest])
+
+
+def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list[str]]:
+    """What one child process gives: table → rows, and who may have ended it before its time."""
     device = parameters["device_slug"]
     with tempfile.TemporaryDirectory(prefix="tnp-bench-") as folder, device_lock(device):
         result, log = Path(folder, "result.json"), Path(folder, "log")
-        failure = _run_child(kind, parameters, timeout_s, result, log)
+        ended = _run_child(kind, parameters, timeout_s, result, log)
         report = json.loads(result.read_text()) if result.exists() else {}
-        if failure is not None:
-            report["tables"] = failure_rows(kind, parameters, *failure)
-        if any(row["status"] in SHOW_LOG_OF for row in report["tables"][f"{kind}s"]):
+        # A process that dies while it is being taken down has measured all the same.
+        failure = None if "tables" in report else ended or report["failure"]
+        tables: Rows = failure_rows(kind, parameters, *failure) if failure else report["tables"]
+        if any(row["status"] in SHOW_LOG_OF for row in tables[f"{kind}s"]):
             print("\n".join(_tail(log)), file=sys.stderr)
     environment = report.get("environment")  # null where the child died before it looked
-    tables: Rows = report["tables"]
     if environment is not None:
         tables["environments"] = [environment]
-    return with_provenance(tables, device, environment and environment["environment_id"])
+    identity = environment and environment["environment_id"]
+    suspects = report.get("suspects", []) if failure else []
+    return with_provenance(tables, device, identity), suspects
 
 
 def with_provenance(tables: Rows, device: str, environment_id: str | None) -> Rows:

@@ -1,26 +1,47 @@
-"""Benchmark of one operator: cold caches, real inputs, outputs checked again after timing."""
+"""Benchmark of one operator: its implementations in turn, on the same inputs, with cold caches.
 
+Outputs are checked again after timing.
+"""
+
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import TypeVar
 
 import torch
 
-from tnp.bench.outcome import CEILINGS, classify, failure_rows, require_supported
+from tnp.bench.outcome import (
+    CEILINGS,
+    Rows,
+    classify,
+    key,
+    of_implementation,
+    passes,
+    require_supported,
+)
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import above_ceiling
 from tnp.bench.statistics import summarize
 from tnp.bench.steps import sample_rows
-from tnp.bench.timing import Measurement, Policy, first_call, measure, time_calls
-from tnp.bench.workloads import WORKLOADS, Output
+from tnp.bench.timing import (
+    Measurement,
+    Policy,
+    first_call,
+    measure_interleaved,
+    synchronize,
+    time_calls,
+)
+from tnp.bench.workloads import WORKLOADS, Output, Workload
 
-# Kernels shorter than this run from a CUDA graph, where the host's launch time is not seen …
+# Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
+# seen there …
 GRAPH_BELOW_MS = 1.0
-# … with at least this many launches in it, so that the events around a replay are not seen either.
+# … nor, with at least this many launches in one, the events around it.
 GRAPH_LAUNCHES = 20
-PROBE_CALLS = 2
 
 # Share of the largest reference value that an output may be off. An absolute bound sees nothing
 # at 200,000 keys, where an attention output is about as small as the bound; the gates hold those.
@@ -35,67 +56,142 @@ class AboveCeiling(ValueError):
     """A rate that the device cannot reach: the timing is wrong."""
 
 
-def measure_op(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:
-    """Tables "ops" and "samples" of one operator, one row a pass.
+T = TypeVar("T")
 
-    A pass that fails is a row with its status and reason; the others stand.
+
+@dataclass(frozen=True)
+class _Contender:
+    """An implementation whose kernels are compiled and whose calls have all run once."""
+
+    calls: list[Callable[[], Output]]
+    compile_s: float
+    call_ms: float
+
+
+def measure_op(
+    parameters: dict, started: float, suspect: Callable[[list[str]], None] = lambda names: None
+) -> Rows:
+    """Tables "ops" and "samples" of one operator at one size, a row an implementation and pass.
+
+    All implementations are timed in the same rounds. What one of them raises is its row, and the
+    others are measured without it.
 
     Args:
-        parameters: the op key, `timing` and `device`.
+        parameters: the op key, `implementations` (name → config_id), `timing` and `device`.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
+        suspect: told whom to blame should this process not survive what comes next.
+
+    Raises:
+        Exception: the inputs do not fit, or an error made the device useless to this process.
     """
     op, device = parameters["op"], torch.device(parameters["device"])
     if op not in WORKLOADS:
         raise ValueError(f"unknown op {op!r}: choose from {', '.join(WORKLOADS)}")
-    if op not in CEILINGS:
-        dtype = getattr(torch, parameters["dtype"])
-        require_supported(op, parameters["implementation"], device, dtype)
-    rows, samples = [], []
+    tables: Rows = {"ops": [], "samples": []}
     # A backward runs on the stream of its forward, and the default stream cannot be captured.
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
     with stream:
-        for row in failure_rows("op", parameters, "error", "not measured")["ops"]:
-            try:
-                columns, measurement = _measure_pass(parameters, row["pass"], device, started)
-                samples += sample_rows(parameters, row["pass"], measurement)
-            except Exception as error:  # whatever it was, it is this pass's result
-                traceback.print_exc()
-                columns = dict(zip(("status", "reason"), classify(error), strict=True))
-            rows.append(row | columns)
+        for pass_ in passes(op):
+            suspect([])
+            workload = WORKLOADS[op](parameters, pass_, device)
+            setup_s = time.perf_counter() - started
+            outcomes = _measure_pass(parameters, workload, device, suspect)
+            for name, (columns, measurement) in outcomes.items():
+                own = of_implementation(parameters, name)
+                row = key("op", own) | {"pass": pass_} | columns
+                if measurement is not None:
+                    row["setup_s"] = setup_s
+                    tables["samples"] += sample_rows(own, pass_, measurement)
+                tables["ops"].append(row)
             started = time.perf_counter()
-    return {"ops": rows, "samples": samples}
+    return tables
 
 
 def _measure_pass(
-    parameters: dict, pass_: str, device: torch.device, started: float
-) -> tuple[dict[str, object], Measurement]:
-    """The columns of an "ops" row beyond its key.
+    parameters: dict, workload: Workload, device: torch.device, suspect: Callable[[list[str]], None]
+) -> dict[str, tuple[dict[str, object], Measurement | None]]:
+    """Each implementation's columns of its "ops" row, and its timings if it could be timed."""
+    op, dtype = parameters["op"], parameters["dtype"]
+    outcomes: dict[str, tuple[dict[str, object], Measurement | None]] = {}
 
-    Raises Inaccurate and AboveCeiling, and whatever the operator itself raises.
-    """
-    workload = WORKLOADS[parameters["op"]](parameters, pass_, device)
-    setup_s = time.perf_counter() - started
-    policy = Policy.from_parameters(parameters["timing"])
-    compile_s = sum(first_call(call, device) for call in workload.calls)
-    run, n_launches, output = _launcher(workload.calls, device)
+    def each(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+        """`work` of those `names` for which it succeeds; the others' outcome is their failure."""
+        done = {}
+        for name in names:
+            suspect([name])
+            try:
+                done[name] = work(name)
+            except Exception as error:  # whatever it was, it is this implementation's result
+                traceback.print_exc()
+                status, reason = classify(error)
+                outcomes[name] = {"status": status, "reason": reason}, None
+                synchronize(device)  # raises where the device can no longer be used
+        return done
+
+    def prepare(name: str) -> _Contender:
+        if op not in CEILINGS:
+            require_supported(op, name, device, getattr(torch, dtype))
+        calls = workload.calls(name)
+        compile_s = sum(first_call(call, device) for call in calls)
+        (call_ms,) = time_calls(iter(calls), 1, device)
+        return _Contender(calls, compile_s, call_ms)
+
+    contenders = each(prepare, parameters["implementations"])
+    n_launches = _launches_per_run(contenders.values(), device)
+    runs = each(lambda name: _runs(contenders[name].calls, n_launches), contenders)
+    suspect(list(runs))
     with Conditions(device.type) as conditions:
-        measurement = measure(run, device, policy, n_launches)
-    timings = summarize(measurement.samples_ms, "time_ms")
-    median_s = timings["time_ms_p50"] / 1e3
-    tflops = None if workload.flops is None else workload.flops / median_s / 1e12
-    gb_per_s = workload.bytes / median_s / 1e9
-    refuse_impossible(device, parameters["dtype"], tflops, gb_per_s)
-    row = (
-        {"status": "ok", "reason": measurement.note}
-        | timings
-        | {"flops": workload.flops, "bytes": workload.bytes}
-        | {"tflops": tflops, "gb_per_s": gb_per_s}
-        | {"max_abs_error": checked_error(workload.check(output()), parameters["dtype"])}
-        | {"n_samples": len(measurement.samples_ms), "n_warmup": measurement.n_warmup}
-        | {"setup_s": setup_s, "compile_s": compile_s, "measure_s": measurement.measure_s}
-        | conditions.row()
-    )
-    return row, measurement
+        measurements = measure_interleaved(
+            [timed for timed, _ in runs.values()],
+            device,
+            Policy.from_parameters(parameters["timing"]),
+            n_launches,
+        )
+    measured = dict(zip(runs, measurements, strict=True))
+
+    def columns(name: str) -> dict[str, object]:
+        own, (_, output) = measured[name], runs[name]
+        timings = summarize(own.samples_ms, "time_ms")
+        median_s = timings["time_ms_p50"] / 1e3
+        tflops = None if workload.flops is None else workload.flops / median_s / 1e12
+        gb_per_s = workload.bytes / median_s / 1e9
+        refuse_impossible(device, dtype, tflops, gb_per_s)
+        return (
+            {"status": "ok", "reason": own.note}
+            | timings
+            | {"flops": workload.flops, "bytes": workload.bytes}
+            | {"tflops": tflops, "gb_per_s": gb_per_s}
+            | {"launch_config": workload.launch_config(name)}
+            | {"max_abs_error": checked_error(workload.check(output()), dtype)}
+            | {"n_samples": len(own.samples_ms), "n_warmup": own.n_warmup}
+            | {"compile_s": contenders[name].compile_s, "measure_s": own.measure_s}
+            | conditions.row()
+        )
+
+    for name, row in each(columns, runs).items():
+        outcomes[name] = row, measured[name]
+    return outcomes
+
+
+def _launches_per_run(contenders: Iterable[_Contender], device: torch.device) -> int:
+    """1 where all are launched one by one; else of whole rotations of the inputs, from a graph."""
+    fastest = min(contenders, key=lambda contender: contender.call_ms, default=None)
+    if device.type != "cuda" or fastest is None or fastest.call_ms >= GRAPH_BELOW_MS:
+        return 1
+    return len(fastest.calls) * math.ceil(GRAPH_LAUNCHES / len(fastest.calls))
+
+
+def _runs(
+    calls: list[Callable[[], Output]], n_launches: int
+) -> tuple[list[Callable[[], object]], Callable[[], Output]]:
+    """What to time, and how to get the output for the first inputs afterwards."""
+    if n_launches == 1:
+        return calls, calls[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        # Kept, so that each launch writes memory of its own: a reused output would stay in cache.
+        outputs = [call() for call in islice(cycle(calls), n_launches)]
+    return [graph.replay], lambda: outputs[0]
 
 
 def refuse_impossible(
@@ -106,22 +202,6 @@ def refuse_impossible(
         name = torch.cuda.get_device_name(device)
         if impossible := above_ceiling(name, dtype, tflops, gb_per_s):
             raise AboveCeiling(impossible)
-
-
-def _launcher(
-    calls: list[Callable[[], Output]], device: torch.device
-) -> tuple[list[Callable[[], object]], int, Callable[[], Output]]:
-    """What to time, its launches a call, and how to get the output of `calls[0]` afterwards."""
-    if device.type != "cuda":
-        return calls, 1, calls[0]
-    if min(time_calls(cycle(calls), PROBE_CALLS, device)) >= GRAPH_BELOW_MS:
-        return calls, 1, calls[0]
-    n_launches = max(len(calls), GRAPH_LAUNCHES)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        # Kept, so that each launch writes memory of its own: a reused output would stay in cache.
-        outputs = [call() for call in islice(cycle(calls), n_launches)]
-    return [graph.replay], n_launches, lambda: outputs[0]
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:

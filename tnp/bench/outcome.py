@@ -1,7 +1,11 @@
 """A measurement that did not happen is a result: rows with a status and a one-line reason."""
 
+from collections.abc import Iterable
+
 from tnp.ops import registry
 from tnp.schemas import OP_KEY, STEP_KEY
+
+Rows = dict[str, list[dict[str, object]]]  # by table
 
 MAX_REASON = 300
 
@@ -27,15 +31,42 @@ def key(kind: str, parameters: dict) -> dict[str, object]:
     return {name: parameters.get(name) for name, _ in columns}
 
 
-def failure_rows(
-    kind: str, parameters: dict, status: str, reason: str
-) -> dict[str, list[dict[str, object]]]:
-    """Table → rows saying that the configuration was not measured, one row a pass."""
+def passes(op: str) -> tuple[str, ...]:
+    return ("forward",) if op in CEILINGS else ("forward", "backward")
+
+
+def only(parameters: dict, implementations: Iterable[str]) -> dict:
+    """An operator's job with these of its implementations."""
+    chosen = {name: parameters["implementations"][name] for name in implementations}
+    return parameters | {"implementations": chosen}
+
+
+def of_implementation(parameters: dict, name: str) -> dict:
+    """What an operator's job says of one of its implementations: the parameters of its rows."""
+    return parameters | {"implementation": name, "config_id": parameters["implementations"][name]}
+
+
+def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
+    """Rows saying what was not measured: one a step, one an implementation and pass of an op."""
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":
         return {"steps": [key(kind, parameters) | outcome]}
-    passes = ("forward",) if parameters["op"] in CEILINGS else ("forward", "backward")
-    return {"ops": [key(kind, parameters) | {"pass": pass_} | outcome for pass_ in passes]}
+    return {
+        "ops": [
+            key(kind, of_implementation(parameters, name)) | {"pass": pass_} | outcome
+            for name in parameters["implementations"]
+            for pass_ in passes(parameters["op"])
+        ]
+    }
+
+
+def together(parts: Iterable[Rows]) -> Rows:
+    """All rows of `parts`, table by table."""
+    tables: Rows = {}
+    for part in parts:
+        for table, rows in part.items():
+            tables.setdefault(table, []).extend(rows)
+    return tables
 
 
 def classify(error: Exception) -> tuple[str, str]:
@@ -50,7 +81,7 @@ def classify(error: Exception) -> tuple[str, str]:
         or "cublas_status_alloc_failed" in lowered
     ):
         return "oom", one_line(text)
-    if isinstance(error, Unsupported):
+    if isinstance(error, (Unsupported, NotImplementedError)):
         return "unsupported", one_line(text)
     return "error", one_line(f"{type(error).__name__}: {text}")
 

@@ -98,48 +98,108 @@ def first_call(call: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(
-    calls: Sequence[Callable[[], object]],
-    device: torch.device,
-    policy: Policy,
-    launches_per_call: int = 1,
+    calls: Sequence[Callable[[], object]], device: torch.device, policy: Policy
 ) -> Measurement:
-    """Time `calls` in rotation, each of which has run before; samples are per launch.
+    """Time `calls` in rotation, each of which has run before.
 
     A call longer than `long_step_s` counts its first run as the warm-up: `long_samples` follow.
     """
+    (measurement,) = measure_interleaved([calls], device, policy)
+    return measurement
+
+
+def measure_interleaved(
+    contenders: Sequence[Sequence[Callable[[], object]]],
+    device: torch.device,
+    policy: Policy,
+    launches_per_call: int = 1,
+) -> list[Measurement]:
+    """Time several contenders in rounds, one call of each a round, so that drift hits all alike.
+
+    Every call has run before. Each round starts with the next contender, and each call in it takes
+    the next of its contender's inputs, so that none finds in cache what the one before it read.
+    Warm-up ends when every contender has settled. A round longer than `long_step_s` counts its
+    first run as the warm-up: `long_samples` rounds follow. Samples are per launch.
+    """
+    if not contenders:
+        return []
     start = time.perf_counter()
-    rotation = itertools.cycle(calls)
-    samples = time_calls(rotation, 1, device)
-    if samples[0] > policy.long_step_s * 1e3:
-        samples += time_calls(rotation, policy.long_samples - 1, device)
-        n_warmup, settled = 1, True
+    turns = _turns(contenders)
+    samples = _time_rounds(turns, 1, len(contenders), device)
+    n_warmup, settled = 1, [True] * len(contenders)
+    round_ms = sum(first for (first,) in samples)
+    if round_ms > policy.long_step_s * 1e3:
+        rest = _time_rounds(turns, policy.long_samples - 1, len(contenders), device)
+        samples = [first + others for first, others in zip(samples, rest, strict=True)]
     else:
-        n_warmup, settled = _warm_up(rotation, samples[0], device, policy)
-        samples = time_calls(rotation, policy.min_samples, device)
-    return Measurement(
-        samples_ms=[sample / launches_per_call for sample in samples],
-        n_warmup=n_warmup,
-        settled=settled,
-        measure_s=time.perf_counter() - start,
-    )
+        n_warmup, settled = _warm_up(turns, len(contenders), round_ms, device, policy)
+        samples = _time_rounds(turns, policy.min_samples, len(contenders), device)
+    measure_s = time.perf_counter() - start
+    return [
+        Measurement(
+            samples_ms=[time_ms / launches_per_call for time_ms in own],
+            n_warmup=n_warmup,
+            settled=own_settled,
+            measure_s=measure_s,
+        )
+        for own, own_settled in zip(samples, settled, strict=True)
+    ]
+
+
+def _turns(
+    contenders: Sequence[Sequence[Callable[[], object]]],
+) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Whose turn it is, and the call, round after round."""
+    turns = itertools.count()
+    for first in itertools.count():
+        for place in range(len(contenders)):
+            contender = (first + place) % len(contenders)
+            calls = contenders[contender]
+            yield contender, calls[next(turns) % len(calls)]
+
+
+def _time_rounds(
+    turns: Iterator[tuple[int, Callable[[], object]]],
+    n_rounds: int,
+    n_contenders: int,
+    device: torch.device,
+) -> list[list[float]]:
+    """Milliseconds of the next `n_rounds` calls of each contender."""
+    taken = list(itertools.islice(turns, n_rounds * n_contenders))
+    times = time_calls((call for _, call in taken), len(taken), device)
+    samples: list[list[float]] = [[] for _ in range(n_contenders)]
+    for (contender, _), time_ms in zip(taken, times, strict=True):
+        samples[contender].append(time_ms)
+    return samples
 
 
 def _warm_up(
-    rotation: Iterator[Callable[[], object]], call_ms: float, device: torch.device, policy: Policy
-) -> tuple[int, bool]:
-    """Run until settled; returns the number of calls, and whether they settled."""
+    turns: Iterator[tuple[int, Callable[[], object]]],
+    n_contenders: int,
+    round_ms: float,
+    device: torch.device,
+    policy: Policy,
+) -> tuple[int, list[bool]]:
+    """Run until all have settled; returns the number of rounds, and who settled."""
     least, most = CHUNK_CALLS
-    chunk = min(max(round(policy.warmup_s * 250 / max(call_ms, 1e-3)), least), most)
+    chunk = min(max(round(policy.warmup_s * 250 / max(round_ms, 1e-3)), least), most)
     start = time.perf_counter()
-    previous = statistics.median(time_calls(rotation, chunk, device))
-    n_calls = 1 + chunk
+
+    def medians() -> list[float]:
+        return list(map(statistics.median, _time_rounds(turns, chunk, n_contenders, device)))
+
+    previous = medians()
+    n_rounds = 1 + chunk
     while True:
-        median = statistics.median(time_calls(rotation, chunk, device))
-        n_calls += chunk
+        latest = medians()
+        n_rounds += chunk
         elapsed = time.perf_counter() - start
-        settled = abs(median / previous - 1) <= SETTLED_WITHIN
-        if settled and elapsed >= policy.warmup_s:
-            return n_calls, True
+        settled = [
+            abs(after / before - 1) <= SETTLED_WITHIN
+            for before, after in zip(previous, latest, strict=True)
+        ]
+        if all(settled) and elapsed >= policy.warmup_s:
+            return n_rounds, settled
         if elapsed >= WARMUP_LIMIT * policy.warmup_s:
-            return n_calls, False
-        previous = median
+            return n_rounds, settled
+        previous = latest

@@ -6,12 +6,12 @@ To add an operator, write a function of (parameters, pass_, device) and enter it
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from tnp.bench.roofline import attention_bytes
-from tnp.ops.attention import attention
+from tnp.ops.attention import attention, describe_launch
 from tnp.ops.flops import attention_flops
 
 MATMUL_SIZE = 8192
@@ -24,16 +24,18 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """One pass of one operator.
+    """One pass of one operator, the same for all its implementations.
 
-    `calls` launch it on different inputs, together more than the L2 cache holds; each returns its
-    output. `check(output)` compares the output of `calls[0]`: pairs (measured, reference).
+    `calls(implementation)` launch it on different inputs, together more than the L2 cache holds;
+    each returns its output. `check(output)` compares the output of the first: pairs (measured,
+    reference). `launch_config(implementation)` is what a kernel of our own was launched with.
     """
 
-    calls: list[Callable[[], Output]]
+    calls: Callable[[str], list[Callable[[], Output]]]
     flops: float | None
     bytes: float
     check: Callable[[Output], list[tuple[torch.Tensor, torch.Tensor]]]
+    launch_config: Callable[[str], str | None] = lambda implementation: None
 
 
 def input_sets(bytes_touched: float, device: torch.device) -> int:
@@ -63,32 +65,39 @@ def attention_workload(parameters: dict, pass_: str, device: torch.device) -> Wo
         q, k, v = projection.permute(2, 0, 3, 1, 4)
         return [q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]]
 
-    def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
-        return attention(*inputs, implementation=parameters["implementation"])
-
     inputs = [qkv() for _ in range(input_sets(n_bytes, device))]
-    if pass_ == "forward":
-        calls = [partial(forward, qkv) for qkv in inputs]
-        do = None
-    else:
+    gradients = []
+    if pass_ == "backward":
         inputs = [[x.requires_grad_() for x in qkv] for qkv in inputs]
         gradients = [normal(batch, n_q, n_heads, head_dim).transpose(1, 2) for _ in inputs]
-        calls = [
-            partial(torch.autograd.grad, forward(qkv), qkv, do, retain_graph=True)
-            for qkv, do in zip(inputs, gradients, strict=True)
+
+    def calls(implementation: str) -> list[Callable[[], Output]]:
+        forward = [partial(attention, *qkv, implementation=implementation) for qkv in inputs]
+        if pass_ == "forward":
+            return forward
+        return [
+            partial(torch.autograd.grad, o(), qkv, do, retain_graph=True)
+            for o, qkv, do in zip(forward, inputs, gradients, strict=True)
         ]
-        do = gradients[0]
+
+    @cache
+    def reference() -> tuple[torch.Tensor, ...]:
+        return _attention_head_reference(*inputs[0], *gradients[:1])
 
     def check(output: Output) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        measured = [output] if do is None else output
-        reference = _attention_head_reference(*inputs[0], do)
-        return [(x[-1, -1], y) for x, y in zip(measured, reference, strict=True)]
+        measured = [output] if pass_ == "forward" else output
+        return [(x[-1, -1], y) for x, y in zip(measured, reference(), strict=True)]
 
-    return Workload(calls, float(attention_flops(*size, pass_)), n_bytes, check)
+    def launch_config(implementation: str) -> str | None:
+        q, k, _ = inputs[0]
+        return describe_launch(q, k, pass_, implementation)
+
+    flops = float(attention_flops(*size, pass_))
+    return Workload(calls, flops, n_bytes, check, launch_config)
 
 
 def _attention_head_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """o, or with `do` dq, dk, dv, of the last head of the last batch, in float64.
 
@@ -120,7 +129,7 @@ def matmul_workload(parameters: dict, pass_: str, device: torch.device) -> Workl
     a, b = (torch.randn(n, n, dtype=dtype, device=device, generator=generator) for _ in "ab")
     rows = slice(n - min(n, 64), n)
     return Workload(
-        [lambda: a @ b],
+        lambda implementation: [lambda: a @ b],
         2.0 * n**3,
         3.0 * n**2 * dtype.itemsize,
         lambda product: [(product[rows], a[rows].double() @ b.double())],
@@ -133,7 +142,7 @@ def copy_workload(parameters: dict, pass_: str, device: torch.device) -> Workloa
     source = torch.randn(COPY_BYTES // 4, device=device, generator=generator)
     target = torch.empty_like(source)
     return Workload(
-        [lambda: target.copy_(source)],
+        lambda implementation: [lambda: target.copy_(source)],
         None,
         2.0 * COPY_BYTES,
         lambda copied: [(copied, source)],

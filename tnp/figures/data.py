@@ -29,8 +29,8 @@ def drawing(rows: list[Row]) -> alt.Chart:
 
 
 def is_pytorch(variant: str) -> bool:
-    """Whether a variant's attention is PyTorch's own (the rule of the view `speedup`)."""
-    return variant.startswith("sdpa_")
+    """Whether a variant's attention, or an operator's implementation, is not ours."""
+    return variant.startswith(("sdpa_", "flex", "fa3", "fa4"))
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:

@@ -68,16 +68,16 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Who comes nearest to its roofline on the first device, and what PyTorch reaches there."""
+    """Who of ours comes nearest to its roofline on the first device, and the best peer there."""
     for slug, device in devices.items():
         timed = [row for row in rows if row["device"] == slug and row["share_of_roofline"]]
-        own = [row for row in timed if not data.is_pytorch(row["implementation"])]
+        own = [row for row in timed if row["own"]]
         if own:
             best = max(own, key=lambda row: row["share_of_roofline"])
             peers = [
                 row
                 for row in timed
-                if data.is_pytorch(row["implementation"])
+                if not row["own"]
                 and (row["op"], row["pass"], row["shape"])
                 == (best["op"], best["pass"], best["shape"])
             ]
@@ -136,7 +136,7 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
             dy=-25, **SHAPE_LABEL
         ),
         names.transform_filter("datum.bound == 'memory'").mark_text(
-            dx=-8, align="right", **SHAPE_LABEL
+            dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
         marks.mark_point(filled=True, size=80, opacity=0.9).encode(
             color=_color(rows, colors), tooltip=TOOLTIP

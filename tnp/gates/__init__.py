@@ -22,20 +22,22 @@ GATES = {
     "baseline": Gate(1, _MODEL),
     "attention_forward": Gate(2, ("tnp.ops.attention",)),
     "attention_backward": Gate(3, ("tnp.ops.attention",)),
+    "attention_fused": Gate(4, ("tnp.ops.attention",)),
     "checkpointing": Gate(9, _MODEL),
     "cuda_graphs": Gate(10, _MODEL),
     "kernels": Gate(11, ("tnp.ops.compilation",)),
 }
 
-# Gates that prove a kernel of our own: PyTorch's implementations do not wait for them.
-KERNEL_GATES = ("attention_forward", "attention_backward", "kernels")
+# Gates that prove kernels of our own, by attention implementation: others do not wait for them.
+KERNEL_GATES = {
+    "separate": ("attention_forward", "attention_backward", "kernels"),
+    "fused": ("attention_forward", "attention_fused", "kernels"),
+}
 
 
 def gates_for(attention: str, checkpoint: bool = False, cuda_graph: bool = False) -> list[str]:
     """Gates a step with this attention implementation and these switches waits for."""
-    gates = ["baseline"]
-    if not attention.startswith("sdpa_"):
-        gates += KERNEL_GATES
+    gates = ["baseline", *KERNEL_GATES.get(attention, ())]
     if checkpoint:
         gates.append("checkpointing")
     if cuda_graph:

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tnp.ops import registry
+from tnp.ops import registry, tuning
 from tnp.ops.attention import attention
+from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.attention.reference import attention_reference
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: sizes, dtype, and the factor that q and k are scaled up by."""
+    """One comparison: sizes, dtype, the factor that q and k are scaled up by, and n_context."""
 
     batch: int
     n_heads: int
@@ -21,24 +23,36 @@ class Case:
     head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     magnitude: float = 1.0
+    n_context: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         text = f"B={self.batch} H={self.n_heads} n_q={self.n_q} n_k={self.n_k} D={self.head_dim}"
         text += f" {str(self.dtype).removeprefix('torch.')}"
+        if self.n_context is not None:
+            text += f" n_context {', '.join(map(str, self.n_context))}"
         return text if self.magnitude == 1 else f"{text} magnitude {self.magnitude:g}"
 
 
-# No size but the last two is a multiple of a tile; they are the specification's small and mid.
+# On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
+# where 2^s overflows float32, from 8 on no fixed reference is safe, at 0 all keys are equal.
+SIZES = (1, 63, 64, 65, 127, 564, 777, 10_000, 11_000, 205_000)
 GPU_CASES = (
-    Case(2, 3, 1, 65),
+    *(Case(1, 1, n, 200) for n in SIZES),
+    *(Case(1, 1, 200, n) for n in SIZES),
     Case(2, 3, 127, 65),
     Case(4, 8, 564, 64),
-    Case(1, 2, 777, 564),
+    Case(64, 8, 564, 64),
+    Case(3, 8, 1100, 1000),
     Case(1, 2, 777, 564, dtype=torch.float16),
+    Case(2, 3, 300, 100, dtype=torch.float16),
     Case(1, 2, 200, 130, dtype=torch.float32),
     Case(1, 2, 300, 200, head_dim=32),
     Case(1, 2, 300, 200, head_dim=128),
-    Case(1, 2, 777, 564, magnitude=8.0),
+    *(Case(1, 2, 777, 564, magnitude=magnitude) for magnitude in (0.0, 2.5, 8.0, 40.0)),
+    Case(2, 3, 300, 100, magnitude=8.0),
+    Case(4, 2, 1500, 1000, n_context=(1, 64, 777, 1000)),
+    Case(3, 2, 300, 128, n_context=(1, 65, 128)),
+    Case(2, 2, 700, 600, magnitude=8.0, n_context=(65, 600)),
     Case(1, 1, 11_000, 10_000),
 )
 CPU_CASES = (
@@ -47,6 +61,8 @@ CPU_CASES = (
     Case(1, 2, 130, 63),
     Case(1, 2, 130, 63, dtype=torch.float16),
     Case(1, 1, 70, 40, dtype=torch.float32, magnitude=8.0),
+    Case(2, 1, 70, 40, dtype=torch.float32, n_context=(7, 40)),
+    Case(2, 1, 70, 140, n_context=(7, 140)),
 )
 
 
@@ -70,36 +86,83 @@ def draw(case: Case, device: torch.device) -> tuple[list[torch.Tensor], torch.Te
     return [x.requires_grad_() for x in inputs], do.transpose(1, 2)
 
 
+def n_context(case: Case, device: torch.device) -> torch.Tensor | None:
+    if case.n_context is None:
+        return None
+    return torch.tensor(case.n_context, dtype=torch.int32, device=device)
+
+
+def launches(operation: str, inputs: list[torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    """(kernel, configuration) of every kernel that can serve the operation on these inputs.
+
+    Of each its default, and the tuned choice, which is what `attention` runs.
+    """
+    problem = Problem.of(operation, *inputs)
+    choice = tuning.choose(problem)
+    for (of, name), kernel in KERNELS.items():
+        if of == operation and kernel.unsupported(problem) is None:
+            default = kernel.configs(problem)[0]
+            yield name, default
+            if name == choice.kernel and choice.config != default:
+                yield name, choice.config
+
+
+def forward(
+    case: Case, inputs: list[torch.Tensor], kernel: str | None = None, config: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse by one kernel, or by the tuned choice."""
+    if kernel is None:
+        choice = tuning.choose(Problem.of("forward", *inputs))
+        kernel, config = choice.kernel, choice.config
+    q, k, v = (x.detach() for x in inputs)
+    lengths, scale = n_context(case, q.device), case.head_dim**-0.5
+    return KERNELS["forward", kernel].run(q, k, v, lengths, scale, config)
+
+
+def backward(
+    case: Case, inputs: list[torch.Tensor], do: torch.Tensor, operation: str, kernel: str, config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv by one kernel, after the forward pass of the tuned choice."""
+    o, lse = forward(case, inputs)
+    q, k, v = (x.detach() for x in inputs)
+    lengths, scale = n_context(case, q.device), case.head_dim**-0.5
+    return KERNELS[operation, kernel].run(do, q, k, v, o, lse, lengths, scale, config)
+
+
 def run(
-    inputs: list[torch.Tensor], do: torch.Tensor, implementation: str
+    inputs: list[torch.Tensor],
+    do: torch.Tensor,
+    implementation: str,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """o, dq, dk, dv."""
-    o = attention(*inputs, implementation=implementation)
+    """o, dq, dk, dv through the public function and autograd."""
+    o = attention(*inputs, n_context=lengths, implementation=implementation)
     return (o.detach(), *torch.autograd.grad(o, inputs, do))
 
 
-def pytorch_own(inputs: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def pytorch_own(
+    case: Case, inputs: list[torch.Tensor], do: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """o, dq, dk, dv as PyTorch computes them in the inputs' dtype.
 
     By SDPA's flash backend where it takes that dtype, elsewhere by the plain formula.
     """
     device, dtype = inputs[0].device, inputs[0].dtype
     refused = registry.get("attention", "sdpa_flash").unsupported(device, dtype)
-    return run(inputs, do, "reference" if refused else "sdpa_flash")
+    if refused or case.n_context is not None:
+        return run(inputs, do, "reference", n_context(case, device))
+    return run(inputs, do, "sdpa_flash")
 
 
-def exact(inputs: list[torch.Tensor], do: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """o, dq, dk, dv in float64 of each batch's heads, a head at a time to bound the memory."""
+def reference(case: Case, inputs: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """o, dq, dk, dv in float64, a head at a time to bound the memory."""
+    results = [torch.empty(x.shape, dtype=torch.float64, device=x.device) for x in (do, *inputs)]
+    lengths = n_context(case, do.device)
     for b in range(do.shape[0]):
         for h in range(do.shape[1]):
-            head = [x.detach()[b, h].double().requires_grad_() for x in inputs]
-            o = attention_reference(*head)
-            yield (o.detach(), *torch.autograd.grad(o, head, do[b, h].double()))
-
-
-def reference(inputs: list[torch.Tensor], do: torch.Tensor) -> list[torch.Tensor]:
-    """o, dq, dk, dv in float64, shaped like the inputs."""
-    return [
-        torch.stack(heads).unflatten(0, do.shape[:2])
-        for heads in zip(*exact(inputs, do), strict=True)
-    ]
+            head = [x.detach()[b : b + 1, h : h + 1].double().requires_grad_() for x in inputs]
+            o = attention_reference(*head, None, None if lengths is None else lengths[b : b + 1])
+            gradients = torch.autograd.grad(o, head, do[b : b + 1, h : h + 1].double())
+            for result, part in zip(results, (o.detach(), *gradients), strict=True):
+                result[b, h] = part[0, 0]
+    return tuple(results)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tnp.ops import registry
+
 
 @dataclass(frozen=True)
 class Check:
@@ -31,6 +33,14 @@ class Check:
 
 class Unsupported(Exception):
     """Raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
+
+
+def require_ours(device: torch.device) -> None:
+    """Raises Unsupported with the reason where our attention kernels cannot run."""
+    try:
+        registry.check("attention", "separate", device, torch.bfloat16)
+    except RuntimeError as error:
+        raise Unsupported(str(error)) from error
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

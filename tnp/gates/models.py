@@ -8,6 +8,8 @@ import torch
 
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops import registry
+from tnp.ops.attention import OURS
+from tnp.ops.attention.sdpa import BACKENDS
 from tnp.step import TrainingStep
 from tnp.tasks import GaussianProcessTasks, Task
 from tnp.variants import Variant
@@ -40,10 +42,8 @@ def scale(device: torch.device) -> Scale:
 
 
 def implementations(device: torch.device) -> Iterator[str]:
-    """Attention implementations that run on this device in the dtype its gates use."""
-    for name in registry.names("attention"):
-        if name == "reference":
-            continue
+    """PyTorch's attention backends and ours, those that run here in the dtype the gates use."""
+    for name in (*BACKENDS, *OURS):
         # One that cannot run here has no result to check; its benchmarks say why in their rows.
         with contextlib.suppress(RuntimeError):
             registry.check("attention", name, device, scale(device).dtype)

@@ -1,20 +1,36 @@
 """Compile every committed kernel configuration for every GPU it is meant for, without a GPU.
 
-`compile_all` gives rows of table `kernels`: registers, spills and shared memory, read from the
-machine code by the `cuobjdump` that ships with triton. A process with TRITON_INTERPRET=1 holds
-interpreted functions that cannot be compiled, so the compiling happens in child processes.
+Committed is what a launch may choose: the default of every kernel that serves a problem, and the
+entries of the tuned table. `compile_all` gives rows of table `kernels`: registers, stack, shared
+memory, and what ptxas says of them.
+
+A kernel module needs nothing for it: its launchers run on meta tensors, and in place of a driver
+stands a target. What the launches would compile is collected, specialized as at run time, and
+compiled once each. A process with TRITON_INTERPRET=1 holds interpreted functions that cannot be
+compiled, so this happens in child processes.
 """
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from tnp.ops import tuning
+
+if TYPE_CHECKING:
+    from tnp.ops.attention.kernels import Problem
 
 # Compute capability → name, and the shared memory a block may use there (CUDA programming guide).
 TARGETS = {
@@ -22,16 +38,54 @@ TARGETS = {
     90: ("sm_90a", 227 * 1024),
     100: ("sm_100a", 227 * 1024),
 }
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-# Arguments that are float32 whatever the inputs are.
-FLOAT32 = {"lse_ptr", "delta_ptr", "scale", "scale_log2"}
+MULTIPROCESSORS = 132
+
+# dtype, head_dim, and n_context given or not. Away from the model's own type only the form with
+# n_context is compiled, which needs more registers, and float16 needs what bfloat16 needs.
+TYPES = (
+    *(("bfloat16", 64, given) for given in (False, True)),
+    ("float16", 64, True),
+    ("float32", 64, True),
+    *product(("bfloat16", "float32"), (16, 32, 128), [True]),
+)
+# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few.
+SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64))
+N_HEADS = 8
+
+# What ptxas -v says of a kernel, and of wgmma that wait for one another (C7508, C7510, C7515 …).
+RESOURCES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
+WARNING = re.compile(r"^.*(?:\(C75\d\d\)|\bwarning\b).*$", re.MULTILINE | re.IGNORECASE)
+
+Launch = tuple["Problem", str, Any, bool]  # problem, kernel, configuration, n_context given
+
+
+@dataclass
+class Job:
+    """One kernel to compile, and the operations that launch it."""
+
+    source: Any
+    target: Any
+    options: dict[str, Any]
+    dtype: str
+    operations: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.source.fn.__name__.strip("_").removesuffix("_kernel")
+
+    @property
+    def launch_config(self) -> dict[str, Any]:
+        names = {(p.num,): p.name for p in self.source.fn.params if p.is_constexpr}
+        constants = {names[at]: x for at, x in self.source.constants.items() if at in names}
+        return constants | {name: self.options[name] for name in ("num_warps", "num_stages")}
 
 
 @cache
 def compile_all() -> list[dict]:
-    """Rows of table `kernels` without provenance, one per configuration, dtype and target.
+    """Rows of table `kernels` without provenance, one per kernel, configuration, dtype and target.
 
-    Raises RuntimeError with the compiler's message if a configuration does not compile.
+    A row also has `operations`, those that launch the kernel. Raises RuntimeError with the
+    compiler's message if a configuration does not compile.
     """
     n_children = os.cpu_count() or 1
     with ThreadPoolExecutor(n_children) as pool:
@@ -43,7 +97,8 @@ def _compile_in_child(part: int, n_parts: int) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    environment["TRITON_ALWAYS_COMPILE"] = "1"  # `compile_s` must not time a cache
+    environment["TRITON_ALWAYS_COMPILE"] = "1"  # a cached kernel has no log, and no `compile_s`
+    environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     command = [sys.executable, "-m", "tnp.ops.compilation", str(part), str(n_parts)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode:
@@ -51,103 +106,117 @@ def _compile_in_child(part: int, n_parts: int) -> list[dict]:
     return json.loads(child.stdout)
 
 
-def _jobs() -> list[tuple]:
-    """(name, kernel, configuration, dtype, head_dim, capability) of everything committed."""
+def committed_launches() -> Iterator[Launch]:
+    """Every launch of `TYPES`, `SIZES`, `TARGETS` and the tuned table that could be chosen."""
     import torch
 
-    from tnp.ops.attention import triton_backward, triton_forward
-    from tnp.ops.attention.primitives import CONFIGS, LaunchConfig
+    from tnp.ops.attention.kernels import KERNELS, Problem
 
-    kernels = {
-        "forward": ("attention_fwd", triton_forward._attention_fwd_kernel),
-        "delta": ("attention_bwd_delta", triton_backward._delta_kernel),
-        "dkdv": ("attention_bwd_dkdv", triton_backward._attention_bwd_dkdv_kernel),
-        "dq": ("attention_bwd_dq", triton_backward._attention_bwd_dq_kernel),
-    }
-    rows = triton_backward.DELTA_ROWS
-    delta = {("delta", itemsize, 64): LaunchConfig(rows, rows, 4, 1) for itemsize in (2, 4)}
-    return [
-        (*kernels[key], config, dtype, head_dim, capability)
-        for (key, itemsize, head_dim), config in (CONFIGS | delta).items()
-        for dtype in DTYPES
-        if getattr(torch, dtype).itemsize == itemsize
-        for capability in TARGETS
-    ]
+    for capability, (dtype, head_dim, given), (batch, n_q, n_k) in product(TARGETS, TYPES, SIZES):
+        for (operation, name), kernel in KERNELS.items():
+            size = (batch, N_HEADS, n_q, n_k, head_dim)
+            problem = Problem(operation, getattr(torch, dtype), *size, capability)
+            if kernel.unsupported(problem) is None:
+                yield problem, name, kernel.configs(problem)[0], given
+    for entry in tuning.table():
+        problem = tuning.problem_of(entry)
+        config = tuning.config_of(entry, problem)
+        if config is None:
+            raise ValueError(f"no candidate of its kernel: {entry} in {tuning.TABLE}")
+        yield from ((problem, entry["kernel"], config, given) for given in (False, True))
 
 
-def _compile(kernel, config, dtype: str, head_dim: int, capability: int):
+def collect(launches: Iterable[Launch]) -> list[Job]:
+    """What `launches` compile, once each; afterwards nothing can be launched in this process."""
+    import torch
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    tiles = config.kernel_arguments()
-    options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
-    constexprs = {
-        name: value
-        for name, value in ({"HEAD_DIM": head_dim} | tiles).items()
-        if name in kernel.arg_names
-    }
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constexprs:
-            signature[name] = "constexpr"
-        elif name in FLOAT32 or name.endswith("_ptr"):
-            scalar = "fp32" if name in FLOAT32 else DTYPES[dtype]
-            signature[name] = f"*{scalar}" if name.endswith("_ptr") else scalar
-        else:
-            signature[name] = "i32"
-        # As at run time: allocations and strides are multiples of 16, sizes need not be.
-        if name.endswith("_ptr") or name.startswith("stride_"):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    from tnp.ops.attention.kernels import KERNELS
+
+    jobs: list[Job] = []
+
+    def instead_of_compiling(source, target, options, **_):
+        """A job, and in place of the kernel what notes who launches it."""
+        job = Job(source, target, options, str(problem.dtype).removeprefix("torch."))
+        jobs.append(job)
+        return SimpleNamespace(
+            run=lambda *_: job.operations.add(problem.operation),
+            launch_metadata=lambda *_: None,
+            function=None,
+            packed_metadata=None,
+        )
+
+    triton.compiler.compile = instead_of_compiling
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", problem.capability, 32),
+            get_current_device=lambda: problem.capability,
+            get_current_stream=lambda device: None,
+        )
+    )
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    torch.cuda.get_device_properties = lambda device: properties
+    for problem, name, config, given in launches:
+        run = KERNELS[problem.operation, name].run
+        run(*_arguments(problem, given), problem.head_dim**-0.5, config)
+    return jobs
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of stack, which is where ptxas spills, of one kernel."""
+def _arguments(problem: "Problem", given: bool) -> list:
+    """The tensors of an operation and n_context, as the model passes them, on the meta device."""
+    import torch
+
+    def empty(*shape: int, dtype=problem.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch, n_heads, n_q, n_k = problem.batch, problem.n_heads, problem.n_q, problem.n_k
+    projection = empty(batch, max(n_q, n_k), 3, n_heads, problem.head_dim)
+    q, k, v = projection.permute(2, 0, 3, 1, 4)
+    inputs = [q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]]
+    n_context = empty(batch, dtype=torch.int32) if given else None
+    if problem.operation == "forward":
+        return [*inputs, n_context]
+    o, do = (empty(batch, n_q, n_heads, problem.head_dim).transpose(1, 2) for _ in range(2))
+    return [do, *inputs, o, empty(batch, n_heads, n_q, dtype=torch.float32), n_context]
+
+
+def compiled(job: Job) -> dict:
+    """A row of table `kernels`, and `operations`; in a process that compiles and logs."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if match is None:
-        raise RuntimeError(f"cuobjdump gave no resource usage: {usage[:200]!r}")
-    return int(match[1]), int(match[2])
-
-
-def _row(name: str, kernel, config, dtype: str, head_dim: int, capability: int) -> dict:
-    target, shared_limit = TARGETS[capability]
+    target, shared_limit = TARGETS[job.target.arch]
     start = time.perf_counter()
     try:
-        compiled = _compile(kernel, config, dtype, head_dim, capability)
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = triton.compile(job.source, target=job.target, options=job.options)
     except Exception as error:
-        raise RuntimeError(f"{name} {dtype} head_dim {head_dim} for {target}: {error}") from error
+        raise RuntimeError(f"{job.name} {job.dtype} for {target}: {error}") from error
     compile_s = time.perf_counter() - start
-    registers, spill_bytes = _resources(compiled.asm["cubin"])
+    functions = RESOURCES.findall(log.getvalue())
+    if not functions:
+        raise RuntimeError(f"ptxas said nothing of {job.name} for {target}: {log.getvalue()!r}")
     return {
-        "kernel": name,
+        "kernel": job.name,
         "target": target,
-        "dtype": dtype,
-        "launch_config": json.dumps({"HEAD_DIM": head_dim} | config.kernel_arguments()),
-        "registers": registers,
-        "spill_bytes": spill_bytes,
-        "shared_bytes": compiled.metadata.shared,
+        "dtype": job.dtype,
+        "launch_config": json.dumps(job.launch_config, default=str),
+        "registers": max(int(registers) for _, registers in functions),
+        "spill_bytes": max(int(stack) for stack, _ in functions),
+        "shared_bytes": kernel.metadata.shared,
         "shared_limit_bytes": shared_limit,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_warps": kernel.metadata.num_warps,
+        "num_stages": kernel.metadata.num_stages,
         "compile_s": compile_s,
+        "warnings": "\n".join(dict.fromkeys(WARNING.findall(log.getvalue()))),
+        "operations": sorted(job.operations),
     }
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:  # a child: its share of the jobs
-        jobs = _jobs()[int(sys.argv[1]) :: int(sys.argv[2])]
-        print(json.dumps([_row(*job) for job in jobs]))
+        jobs = collect(committed_launches())[int(sys.argv[1]) :: int(sys.argv[2])]
+        print(json.dumps([compiled(job) for job in jobs]))
     else:
         for row in compile_all():
             print(*row.values(), sep="  ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,6 +68,59 @@ def _triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _flex(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"flex_attention has a backward on CUDA only, not on {device.type}"
+    return _capability(device, (8, 0))
+
+
+def _fa3(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What the wheel holds: code for sm_80 and sm_90a, bfloat16, no float16 and no backward."""
+    if device.type != "cuda":
+        return f"FlashAttention-3 needs a CUDA device, not {device.type}"
+    if str(dtype) != "torch.bfloat16":
+        return f"package fa3-fwd is built for bfloat16, not {dtype}"
+    return _capability(device, (8, 0), below=(10, 0)) or _package("fa3-fwd")
+
+
+def _fa4(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"FlashAttention-4 needs a CUDA device, not {device.type}"
+    if dtype.itemsize != 2:
+        return f"FlashAttention-4 takes bfloat16 or float16, not {dtype}"
+    return _capability(device, (9, 0)) or _package("flash-attn-4")
+
+
+def _capability(
+    device: torch.device, least: tuple[int, int], below: tuple[int, int] = (99, 0)
+) -> str | None:
+    import torch
+
+    found = torch.cuda.get_device_capability(device)
+    if least <= found < below:
+        return None
+    bound = "{}.{} or newer".format(*least) if found < least else "below {}.{}".format(*below)
+    return f"it needs compute capability {bound}, this GPU has {found[0]}.{found[1]}"
+
+
+def _package(name: str) -> str | None:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"package {name} is not installed: pip install {name}"
+    return None
+
+
+_OURS = tuple(
+    f"tnp.ops.attention.{module}"
+    for module in (
+        "triton_forward",
+        "triton_backward",
+        "few_keys",
+        "hopper_forward",
+        "hopper_backward",
+    )
+)
 _IMPLEMENTATIONS = {
     (implementation.op, implementation.name): implementation
     for implementation in (
@@ -74,12 +128,11 @@ _IMPLEMENTATIONS = {
             "attention", "sdpa_flash", ("tnp.ops.attention.sdpa",), _half_precision_on_cuda
         ),
         Implementation("attention", "sdpa_cudnn", ("tnp.ops.attention.sdpa",), _cudnn),
-        Implementation(
-            "attention",
-            "separate",
-            ("tnp.ops.attention.triton_forward", "tnp.ops.attention.triton_backward"),
-            _triton,
-        ),
+        Implementation("attention", "flex", ("tnp.ops.attention.peers",), _flex),
+        Implementation("attention", "fa3", ("tnp.ops.attention.peers",), _fa3),
+        Implementation("attention", "fa4", ("tnp.ops.attention.peers",), _fa4),
+        Implementation("attention", "separate", _OURS, _triton),
+        Implementation("attention", "fused", _OURS, _triton),
         Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
     )
 }

@@ -1,4 +1,7 @@
-"""Benchmarks: one job, and one process of its own, per configuration and replicate."""
+"""Benchmarks: one job, and one process of its own, per configuration and replicate.
+
+An operator's configuration is one size with all its implementations, timed in turn.
+"""
 
 
 rule step:
@@ -18,6 +21,9 @@ rule step:
         gpu=GPUS,
     params:
         kind="step",
+        gates=lambda wildcards, input: {
+            STEPS[wildcards.config_id]["variant_spec"]["attention"]: list(input.gates)
+        },
         parameters=lambda wildcards: plan.job(STEPS, *wildcards),
     script:
         "../scripts/benchmark.py"
@@ -25,8 +31,8 @@ rule step:
 
 rule op:
     input:
-        gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
-        sources=lambda wildcards: sources.of_op(OPS[wildcards.config_id]),
+        gates=lambda wildcards: union(op_gates(OPS[wildcards.config_id]).values()),
+        sources=lambda wildcards: op_sources(OPS[wildcards.config_id]),
     output:
         **outputs("op", "{config_id}--r{replicate}"),
     log:
@@ -40,6 +46,7 @@ rule op:
         gpu=GPUS,
     params:
         kind="op",
+        gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
         parameters=lambda wildcards: plan.job(OPS, *wildcards),
     script:
         "../scripts/benchmark.py"

@@ -67,8 +67,23 @@ def step_gates(parameters):
 
 
 def op_gates(parameters):
+    """{implementation: results of the gates it waits for}."""
     ceiling = parameters["op"] in CEILINGS
-    return [] if ceiling else gate_files(parameters["implementation"])
+    return {
+        name: [] if ceiling else gate_files(name)
+        for name in parameters["implementations"]
+    }
+
+
+def op_sources(parameters):
+    return union(
+        sources.of_op(parameters | {"implementation": name})
+        for name in parameters["implementations"]
+    )
+
+
+def union(lists):
+    return sorted(set().union(*lists))
 
 
 def planned_tables():

@@ -1,30 +1,45 @@
--- Grain: device × op × pass × implementation × shape: against sdpa_flash and PyTorch's fastest.
+-- Grain: device × op × pass × implementation × shape: against sdpa_flash and the fastest peer.
+--
+-- Only what was timed in the same runs is compared: the rows of a run have one `recorded_at`, and
+-- in it the implementations took turns.
 create or replace view operator_speedup as
-with operators as (
+with runs as (
+    select
+        device,
+        config_id,
+        pass,
+        list(recorded_at order by recorded_at) as recorded_at
+    from current_ops
+    group by all
+),
+
+operators as (
     select * from roofline
+    inner join runs using (device, config_id, pass)
     where op not in ('matmul', 'copy')
 ),
 
-pytorch as (
+peers as (
     select
         device,
         op,
         pass,
         shape,
         dtype,
+        recorded_at,
         min(time_ms) filter (where implementation = 'sdpa_flash') as baseline_time_ms,
         any_value(config_id) filter (where implementation = 'sdpa_flash') as baseline_config_id,
-        min(time_ms) as best_pytorch_time_ms,
-        arg_min(config_id, time_ms) as best_pytorch_config_id,
-        arg_min(implementation, time_ms) as best_pytorch_implementation
+        min(time_ms) as best_peer_time_ms,
+        arg_min(config_id, time_ms) as best_peer_config_id,
+        arg_min(implementation, time_ms) as best_peer_implementation
     from operators
-    where status = 'ok' and starts_with(implementation, 'sdpa_')
+    where status = 'ok' and not own
     group by all
 ),
 
 compared as (
     select * from operators
-    left join pytorch using (device, op, pass, shape, dtype)
+    left join peers using (device, op, pass, shape, dtype, recorded_at)
 ),
 
 intervals as (
@@ -49,7 +64,7 @@ intervals as (
     left join resamples as best
         on
             compared.device = best.device
-            and compared.best_pytorch_config_id = best.config_id
+            and compared.best_peer_config_id = best.config_id
             and compared.pass = best.pass
             and own.resample = best.resample
     where compared.status = 'ok'
@@ -62,6 +77,7 @@ select
     op,
     pass,
     implementation,
+    own,
     shape,
     batch,
     n_q,
@@ -73,13 +89,14 @@ select
     reason,
     n_replicates,
     time_ms,
+    tflops,
     baseline_time_ms,
     baseline_time_ms / time_ms as speedup,
     against_baseline[1] as speedup_low,
     against_baseline[2] as speedup_high,
-    best_pytorch_implementation,
-    best_pytorch_time_ms,
-    best_pytorch_time_ms / time_ms as speedup_best,
+    best_peer_implementation,
+    best_peer_time_ms,
+    best_peer_time_ms / time_ms as speedup_best,
     against_best[1] as speedup_best_low,
     against_best[2] as speedup_best_high,
     throttled

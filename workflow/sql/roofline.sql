@@ -1,6 +1,6 @@
 -- Grain: device × op × pass × implementation × shape: medians over the replicates against what the
 -- device itself reached in a large matmul and a memory copy (view `ceilings`); null where a
--- replicate failed.
+-- replicate failed. `own` are this project's implementations, all others are its peers.
 create or replace view roofline as
 with operators as (
     select
@@ -9,6 +9,7 @@ with operators as (
         op,
         pass,
         implementation,
+        implementation in ('separate', 'fused') as own,
         shape,
         any_value(batch) as batch,
         any_value(n_q) as n_q,

@@ -1,70 +1,87 @@
-"""Rectangular attention: every query row attends to every key row, no mask.
+"""Rectangular attention: every query row attends to the key rows of its sample, no mask.
 
     o = softmax(scale · q kᵀ) v
 
 `implementation` is explicit and never falls back: asking for one that cannot run raises with the
-reason. `tnp.ops.registry` lists them.
+reason. `tnp.ops.registry` lists them. Ours, `separate` and `fused`, share the forward pass and
+differ in the backward; which kernel and which tiles run is `tnp.ops.tuning`'s choice.
 """
 
 import torch
 
-from tnp.ops import registry
+from tnp.ops import registry, tuning
+from tnp.ops.attention.kernels import KERNELS, Problem
+from tnp.ops.attention.peers import PEERS
 from tnp.ops.attention.primitives import empty_rows
 from tnp.ops.attention.reference import attention_reference
 from tnp.ops.attention.sdpa import BACKENDS, sdpa_attention
-from tnp.ops.attention.triton_backward import attention_backward
-from tnp.ops.attention.triton_forward import attention_forward
 
 HEAD_DIMS = (16, 32, 64, 128)
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
 _require_supported = torch.compiler.assume_constant_result(registry.check)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OURS = ("separate", "fused")
 
 
-@torch.library.custom_op("tnp::attention_separate", mutates_args=())
-def _separate(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+@torch.library.custom_op("tnp::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n_context: torch.Tensor | None,
+    scale: float,
+    backward: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the rows' lse; `backward` names the operation that differentiates it."""
+    choice = tuning.choose(Problem.of("forward", q, k, v))
     with torch.cuda.device_of(q):  # where Triton launches
-        return attention_forward(q, k, v, scale)
+        return KERNELS["forward", choice.kernel].run(q, k, v, n_context, scale, choice.config)
 
 
-@_separate.register_fake
-def _(q, k, v, scale):
+@_attention.register_fake
+def _(q, k, v, n_context, scale, backward):
     return empty_rows(q, q.shape[2]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("tnp::attention_separate_backward", mutates_args=())
-def _separate_backward(
+@torch.library.custom_op("tnp::attention_backward", mutates_args=())
+def _attention_backward(
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    n_context: torch.Tensor | None,
     scale: float,
+    backward: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if do.stride(-1) != 1 or 0 in do.stride():
+        do = do.contiguous()
+    choice = tuning.choose(Problem.of(backward, q, k, v, do))
     with torch.cuda.device_of(q):
-        return attention_backward(do, q, k, v, o, lse, scale)
+        return KERNELS[backward, choice.kernel].run(
+            do, q, k, v, o, lse, n_context, scale, choice.config
+        )
 
 
-@_separate_backward.register_fake
-def _(do, q, k, v, o, lse, scale):
+@_attention_backward.register_fake
+def _(do, q, k, v, o, lse, n_context, scale, backward):
     return empty_rows(q, q.shape[2]), empty_rows(k, k.shape[2]), empty_rows(v, v.shape[2])
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.scale = inputs
+    q, k, v, n_context, ctx.scale, ctx.backward = inputs
     o, lse = output
-    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.save_for_backward(q, k, v, o, lse, n_context)
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx, do, _dlse):
-    return (*_separate_backward(do, *ctx.saved_tensors, ctx.scale), None)
+    gradients = _attention_backward(do, *ctx.saved_tensors, ctx.scale, ctx.backward)
+    return (*gradients, None, None, None)
 
 
-_separate.register_autograd(_backward, setup_context=_save)
+_attention.register_autograd(_backward, setup_context=_save)
 
 
 def attention(
@@ -73,6 +90,7 @@ def attention(
     v: torch.Tensor,
     *,
     scale: float | None = None,
+    n_context: torch.Tensor | None = None,
     implementation: str = "sdpa_flash",
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ) v.
@@ -82,6 +100,10 @@ def attention(
             with the last dimension contiguous, such as views of a fused projection.
         k, v: [B, H, n_k, D], n_k ≥ 1, like q in dtype and device.
         scale: positive and finite; 1/√D where None.
+        n_context: int32 [B] on q's device, each from 1 to n_k, or None for n_k everywhere: sample b
+            has keys 0 … n_context[b] − 1. Rows of k and v past them are padding: any finite
+            values, of weight exactly 0 and gradient exactly 0. Only `separate`, `fused` and
+            `reference` take it.
         implementation: a name of `tnp.ops.registry.names("attention")`.
 
     Returns:
@@ -89,18 +111,37 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
-        RuntimeError: the implementation cannot run on this device and dtype.
+        RuntimeError: the implementation cannot run on this device and dtype. An n_context out of
+            range is found where it lies: on CUDA as a device-side assertion, at the next
+            synchronization.
     """
     if implementation == "reference":
-        return attention_reference(q, k, v, scale)
+        return attention_reference(q, k, v, scale, n_context)
     _check(q, k, v, scale)
+    if n_context is not None:
+        _check_n_context(n_context, q, k, implementation)
     _require_supported("attention", implementation, q.device, q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if q.numel() == 0:
         return q * 0.0 + (k.sum() + v.sum()) * 0.0
     if implementation in BACKENDS:
         return sdpa_attention(q, k, v, scale, implementation)
-    return _separate(q, k, v, scale)[0]
+    if implementation in PEERS:
+        return PEERS[implementation](q, k, v, scale)
+    return _attention(q, k, v, n_context, scale, implementation)[0]
+
+
+def describe_launch(
+    q: torch.Tensor, k: torch.Tensor, pass_: str, implementation: str
+) -> str | None:
+    """What runs in a "forward" or "backward" pass, kernel and configuration as JSON.
+
+    None for what is not ours.
+    """
+    if implementation not in OURS:
+        return None
+    operation = "forward" if pass_ == "forward" else implementation
+    return tuning.choose(Problem.of(operation, q, k)).describe()
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> None:
@@ -130,3 +171,21 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | Non
         raise ValueError("n_k is 0: attention needs at least one key")
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale is {scale}: it must be positive and finite")
+
+
+def _check_n_context(
+    n_context: torch.Tensor, q: torch.Tensor, k: torch.Tensor, implementation: str
+) -> None:
+    if implementation not in OURS:
+        raise ValueError(
+            f"n_context needs implementation {' or '.join(OURS)}, not {implementation!r}"
+        )
+    if n_context.shape != q.shape[:1] or n_context.dtype != torch.int32:
+        raise ValueError(
+            f"n_context is {n_context.dtype} {tuple(n_context.shape)}: "
+            f"it must be int32 of shape ({q.shape[0]},)"
+        )
+    if n_context.device != q.device:
+        raise ValueError(f"n_context is on {n_context.device} and q on {q.device}")
+    inside = ((n_context >= 1) & (n_context <= k.shape[2])).all()
+    torch._assert_async(inside, f"n_context must lie between 1 and n_k = {k.shape[2]}")

@@ -1,10 +1,14 @@
 """What the attention kernels share: loads of row tiles, matmuls, launch configurations."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from tnp.ops.attention.kernels import Problem
 
 LOG2_E = 1.4426950408889634
 
@@ -19,48 +23,35 @@ FLOAT32_PRECISION = tl.constexpr("tf32x3")
 # Programs that keep every multiprocessor of an H100 or H200 (132) busy twice over.
 FULL_GRID = 264
 
+# Elements a program of the reduction adds up.
+SUM_BLOCK = 1024
+
 
 @dataclass(frozen=True)
-class LaunchConfig:
-    """Tile of queries and keys a program works on, its warps, and its software-pipeline depth."""
+class KernelConfig:
+    """What a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
+
+    def kernel_arguments(self) -> dict[str, int]:
+        """The sizes in capitals, as the kernels name them."""
+        options = ("num_warps", "num_stages")
+        fields = asdict(self).items()
+        return {name if name in options else name.upper(): value for name, value in fields}
+
+
+@dataclass(frozen=True)
+class LaunchConfig(KernelConfig):
+    """Tile of queries and keys a program works on."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
 
-    def kernel_arguments(self) -> dict[str, int]:
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
 
-
-# By kernel, bytes per element and head_dim. In 16 bits at 64: of ten configurations a kernel
-# measured on an H200 (B=4, 11,000 queries, 10,000 keys), the fastest that spills on none of the
-# targets. The others: the largest tiles that do not spill, unmeasured.
-CONFIGS = {
-    ("forward", 2, 64): LaunchConfig(128, 64, 8, 3),
-    ("dkdv", 2, 64): LaunchConfig(32, 64, 4, 3),
-    ("dq", 2, 64): LaunchConfig(128, 64, 8, 3),
-    ("forward", 2, 128): LaunchConfig(128, 64, 8, 3),
-    ("dkdv", 2, 128): LaunchConfig(16, 128, 8, 2),
-    ("dq", 2, 128): LaunchConfig(128, 32, 8, 2),
-    ("forward", 4, 64): LaunchConfig(16, 32, 4, 1),
-    ("dkdv", 4, 64): LaunchConfig(32, 16, 4, 1),
-    ("dq", 4, 64): LaunchConfig(16, 32, 4, 1),
-}
-
-
-def launch_config(kernel: str, dtype: torch.dtype, head_dim: int) -> LaunchConfig:
-    """The committed configuration; 64's for head dims that have none of their own.
-
-    float32 at 128 is such a one: every tile spills there, which is slow and still right.
-    """
-    own = CONFIGS.get((kernel, dtype.itemsize, head_dim))
-    return own or CONFIGS[kernel, dtype.itemsize, 64]
+def candidates(configs: dict, problem: "Problem") -> tuple:
+    """The entry of the problem's element size and head_dim; 64's for those without their own."""
+    itemsize = problem.dtype.itemsize
+    return configs.get((itemsize, problem.head_dim)) or configs[itemsize, 64]
 
 
 @triton.jit
@@ -87,6 +78,14 @@ def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
     b = (pid_bh // n_heads).to(tl.int64)
     h = (pid_bh % n_heads).to(tl.int64)
     return ptr + b * stride_b + h * stride_h
+
+
+@triton.jit
+def key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT: tl.constexpr):
+    """How many keys sample b has: all n_k, or what n_context says, clamped to what there is."""
+    if HAS_N_CONTEXT:
+        return tl.minimum(tl.maximum(tl.load(n_context_ptr + b), 1), n_k)
+    return n_k
 
 
 @triton.jit
@@ -124,3 +123,31 @@ def empty_rows(like: torch.Tensor, n_rows: int) -> torch.Tensor:
     """Uninitialized [B, H, n_rows, D] laid out [B, n_rows, H, D], as the projections read it."""
     batch, n_heads, _, head_dim = like.shape
     return like.new_empty(batch, n_rows, n_heads, head_dim).transpose(1, 2)
+
+
+def empty_partials(like: torch.Tensor, segments: int) -> torch.Tensor:
+    """Uninitialized float32 [segments, 2, B, H, L, D], laid out [segments, 2, B, L, H, D]."""
+    batch, n_heads, n_rows, head_dim = like.shape
+    shape = (segments, 2, batch, n_rows, n_heads, head_dim)
+    return like.new_empty(shape, dtype=torch.float32).transpose(3, 4)
+
+
+@triton.jit
+def _sum_partials_kernel(partials_ptr, dk_ptr, dv_ptr, n, n_segments, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dk = tl.zeros([BLOCK], tl.float32)
+    dv = tl.zeros([BLOCK], tl.float32)
+    for _ in range(n_segments):
+        dk += tl.load(partials_ptr + offs, mask=offs < n, other=0.0)
+        partials_ptr += n
+        dv += tl.load(partials_ptr + offs, mask=offs < n, other=0.0)
+        partials_ptr += n
+    tl.store(dk_ptr + offs, cast(dk, dk_ptr.dtype.element_ty), mask=offs < n)
+    tl.store(dv_ptr + offs, cast(dv, dv_ptr.dtype.element_ty), mask=offs < n)
+
+
+def sum_partials(partials: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Write the sums of `empty_partials`, filled, to dk and dv of `empty_rows`, in fixed order."""
+    _sum_partials_kernel[(triton.cdiv(dk.numel(), SUM_BLOCK),)](
+        partials, dk, dv, dk.numel(), len(partials), BLOCK=SUM_BLOCK
+    )

@@ -6,9 +6,11 @@ For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m
     o  = o·2^(m − m') + p v   and at the end  o / l,  lse = m + log2(l)
 
 Products accumulate in float32; p is rounded to the inputs' dtype for the second matmul. Saved for
-the backward pass: `lse` [B, H, n_q] in float32, to base 2. (Dao, FlashAttention-2, arXiv
-2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
+the backward pass: `lse` [B, H, n_q] in float32, to base 2. A sample with n_context ends its loop
+there. (Dao, FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -16,47 +18,67 @@ import triton.language as tl
 
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    LaunchConfig,
     add_dot,
+    candidates,
     cast,
     dot,
     empty_rows,
     head_ptr,
-    launch_config,
+    key_count,
     load_rows,
     row_strides,
     store_rows,
 )
 
+if TYPE_CHECKING:
+    from tnp.ops.attention.kernels import Problem
+
+# By bytes per element and head_dim, the default first; none spills on any target. In 16 bits at 64
+# the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000 keys). The
+# others: the largest tiles that do not spill, unmeasured.
+CONFIGS = {
+    (2, 64): (
+        LaunchConfig(128, 64, 8, 3),
+        LaunchConfig(64, 64, 4, 2),
+        LaunchConfig(64, 64, 4, 3),
+        LaunchConfig(128, 128, 8, 2),
+    ),
+    (2, 128): (LaunchConfig(128, 64, 8, 3),),
+    (4, 64): (LaunchConfig(16, 32, 4, 1),),
+}
+
 
 @triton.jit
 def _fwd_tile(
-    acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_k, stride_kn, stride_vn, scale_log2,
+    acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_keys, stride_kn, stride_vn, scale_log2,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax update with keys start_n … start_n + BLOCK_N."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    k = load_rows(k_ptr, offs_n, n_k, stride_kn, HEAD_DIM, MASKED)
+    k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, MASKED)
     s = dot(q, tl.trans(k))
     if MASKED:
-        s = tl.where(offs_n[None, :] < n_k, s, float("-inf"))
+        s = tl.where(offs_n[None, :] < n_keys, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
     p = tl.math.exp2(s * scale_log2 - m_new[:, None])
     alpha = tl.math.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
-    v = load_rows(v_ptr, offs_n, n_k, stride_vn, HEAD_DIM, MASKED)
+    v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, MASKED)
     acc = add_dot(cast(p, v.dtype), v, acc * alpha[:, None])
     return acc, l_i, m_new
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_context_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     n_heads, n_q, n_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_N_CONTEXT: tl.constexpr,
 ):  # fmt: skip
     n_blocks = tl.cdiv(n_q, BLOCK_M)
     pid_bh = tl.program_id(0) // n_blocks
@@ -64,42 +86,56 @@ def _attention_fwd_kernel(
     q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
     k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
     v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
-    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
 
     q = load_rows(q_ptr, offs_m, n_q, stride_qm, HEAD_DIM, True)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    n_full = n_k // BLOCK_N * BLOCK_N
+    n_keys = key_count(n_context_ptr, pid_bh // n_heads, n_k, HAS_N_CONTEXT)
+    n_full = n_keys // BLOCK_N * BLOCK_N
     for start_n in tl.range(0, n_full, BLOCK_N):
         acc, l_i, m_i = _fwd_tile(
-            acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_k, stride_kn, stride_vn, scale_log2,
+            acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_keys, stride_kn, stride_vn, scale_log2,
             BLOCK_N, HEAD_DIM, False,
         )  # fmt: skip
-    if n_full < n_k:
+    if n_full < n_keys:
         acc, l_i, m_i = _fwd_tile(
-            acc, l_i, m_i, q, k_ptr, v_ptr, n_full, n_k, stride_kn, stride_vn, scale_log2,
+            acc, l_i, m_i, q, k_ptr, v_ptr, n_full, n_keys, stride_kn, stride_vn, scale_log2,
             BLOCK_N, HEAD_DIM, True,
         )  # fmt: skip
+    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
     store_rows(o_ptr, acc * (1.0 / l_i)[:, None], offs_m, n_q, stride_om, HEAD_DIM)
     lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
     tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
-def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+def unsupported(problem: "Problem") -> str | None:
+    """Always None: these kernels serve every problem."""
+    return None
+
+
+def forward_configs(problem: "Problem") -> tuple[LaunchConfig, ...]:
+    """Candidates, the default first."""
+    return candidates(CONFIGS, problem)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n_context: torch.Tensor | None,
+    scale: float,
+    config: LaunchConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
     batch, n_heads, n_q, head_dim = q.shape
-    n_k = k.shape[2]
     o = empty_rows(q, n_q)
     lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
-    config = launch_config("forward", q.dtype, head_dim)
     grid = (triton.cdiv(n_q, config.block_m) * batch * n_heads,)
     _attention_fwd_kernel[grid](
-        q, k, v, o, lse,
+        q, k, v, o, lse, q if n_context is None else n_context,
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o),
-        n_heads, n_q, n_k, scale * LOG2_E,
-        HEAD_DIM=head_dim, **config.kernel_arguments(),
+        n_heads, n_q, k.shape[2], scale * LOG2_E,
+        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
     )  # fmt: skip
     return o, lse

@@ -1,0 +1,248 @@
+"""The portable kernels, called directly: float64, batches of different n_context, controls."""
+
+import json
+from dataclasses import asdict, dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+from tnp.gates import attention_cases as cases
+from tnp.gates.attention_cases import Case
+from tnp.gates.checks import error_ratio, max_abs_error
+from tnp.ops.attention import few_keys, triton_backward, triton_forward
+from tnp.ops.attention.kernels import Problem
+from tnp.ops.attention.reference import attention_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BUDGETS = {"o": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  # times PyTorch's own error
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALE = 0.125
+BATCH = Case(3, 1, 67, 60, dtype=torch.float32)
+COUNTS = [1, 60, 40]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A forward and a backward pass of the modules, with their default configurations."""
+
+    forward: ModuleType
+    backward: ModuleType
+    operation: str
+
+    def run(self, q, k, v, do, n_context=None) -> tuple[torch.Tensor, ...]:
+        """o, dq, dk, dv; skips the test where the kernels do not serve the problem."""
+        inputs = (q, k, v)
+        config = self._default(self.forward, "forward", "forward_configs", inputs)
+        o, lse = self.forward.forward(*inputs, n_context, SCALE, config)
+        name = f"backward_{self.operation}"
+        config = self._default(self.backward, self.operation, f"{name}_configs", inputs)
+        backward = getattr(self.backward, name)
+        return o, *backward(do, *inputs, o, lse, n_context, SCALE, config)
+
+    def _default(self, module, operation, configs, inputs):
+        problem = Problem.of(operation, *inputs)
+        if reason := module.unsupported(problem):
+            pytest.skip(reason)
+        return getattr(module, configs)(problem)[0]
+
+
+KERNELS = {
+    "separate": Kernels(triton_forward, triton_backward, "separate"),
+    "fused": Kernels(triton_forward, triton_backward, "fused"),
+    "few_keys": Kernels(few_keys, few_keys, "fused"),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request) -> Kernels:
+    return KERNELS[request.param]
+
+
+def draw(case: Case) -> list[torch.Tensor]:
+    """q, k, v, views of one projection, and do."""
+    inputs, do = cases.draw(case, DEVICE)
+    return [*(x.detach() for x in inputs), do]
+
+
+def counts(*n_context: int) -> torch.Tensor:
+    return torch.tensor(n_context, dtype=torch.int32, device=DEVICE)
+
+
+def reference(q, k, v, do, n_context=None, dtype=torch.float64) -> list[torch.Tensor]:
+    """o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
+    samples = []
+    for b, n_keys in enumerate([k.shape[2]] * len(q) if n_context is None else n_context.tolist()):
+        inputs = [x[b].to(dtype).requires_grad_() for x in (q, k, v)]
+        o = attention_reference(inputs[0], *(x[:, :n_keys] for x in inputs[1:]), SCALE)
+        samples.append((o.detach(), *torch.autograd.grad(o, inputs, do[b].to(dtype))))
+    return [torch.stack(heads) for heads in zip(*samples, strict=True)]
+
+
+def ratios(outs, inputs, n_context=None) -> dict[str, float]:
+    own = reference(*inputs, n_context, dtype=inputs[0].dtype)
+    exact = reference(*inputs, n_context)
+    return dict(zip(BUDGETS, map(error_ratio, outs, own, exact), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_q, n_k", [(1, 65), (63, 2), (64, 127), (65, 64), (127, 63)])
+def test_within_pytorchs_error(kernels, n_q, n_k, dtype):
+    inputs = draw(Case(1, 2, n_q, n_k, dtype=dtype))
+    for name, ratio in ratios(kernels.run(*inputs), inputs).items():
+        assert ratio <= BUDGETS[name], name
+
+
+@pytest.mark.parametrize("n_context", [None, [1, 1]])
+def test_one_key_is_its_value_and_has_no_gradient_to_q_and_k(kernels, n_context):
+    inputs = draw(Case(2, 2, 63, 1 if n_context is None else 5, dtype=torch.float32))
+    n_context = None if n_context is None else counts(*n_context)
+    exact = reference(*inputs, n_context)
+    for out, expected in zip(kernels.run(*inputs, n_context), exact, strict=True):
+        assert max_abs_error(out, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_k, n_context", [(2, [1, 2]), (64, [64, 63]), (127, [1, 65])])
+def test_a_sample_has_its_own_keys(kernels, n_k, n_context, dtype):
+    inputs = draw(Case(2, 2, 65, n_k, dtype=dtype))
+    outs = kernels.run(*inputs, counts(*n_context))
+    for name, ratio in ratios(outs, inputs, counts(*n_context)).items():
+        assert ratio <= BUDGETS[name], name
+    for gradient in outs[2:]:
+        for b, n_keys in enumerate(n_context):
+            assert (gradient[b, :, n_keys:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 32, 128])
+def test_head_dims(kernels, head_dim, dtype):
+    inputs = draw(Case(2, 1, 70, 40, head_dim, dtype))
+    n_context = counts(40, 17)
+    for name, ratio in ratios(kernels.run(*inputs, n_context), inputs, n_context).items():
+        assert ratio <= BUDGETS[name], name
+
+
+def test_all_keys_counted_is_not_counting(kernels):
+    inputs = draw(BATCH)
+    counted = kernels.run(*inputs, counts(60, 60, 60))
+    assert all(map(torch.equal, counted, kernels.run(*inputs)))
+
+
+def test_counts_are_clamped_to_the_keys_there_are(kernels):
+    inputs = draw(BATCH)
+    wild = kernels.run(*inputs, counts(-7, 2**30, 40))
+    assert all(map(torch.equal, wild, kernels.run(*inputs, counts(1, 60, 40))))
+
+
+def test_padding_changes_nothing(kernels):
+    q, k, v, do = draw(BATCH)
+    garbage = [x.clone() for x in (k, v)]
+    for x in garbage:
+        for b, n_keys in enumerate(COUNTS):
+            x[b, :, n_keys:] = 1e30
+    clean, padded = (kernels.run(q, *kv, do, counts(*COUNTS)) for kv in ((k, v), garbage))
+    assert all(map(torch.equal, padded, clean))
+
+
+@pytest.mark.parametrize("n_context", [None, COUNTS])
+def test_every_element_is_written(kernels, n_context, monkeypatch):
+    empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+
+    def poisoned(self, *size, **options):
+        out = empty(self, *size, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    inputs = draw(BATCH)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(float("nan")))
+    for out in kernels.run(*inputs, None if n_context is None else counts(*n_context)):
+        assert out.isfinite().all()
+
+
+def test_two_runs_are_bit_equal(kernels):
+    inputs = draw(Case(2, 2, 130, 63))
+    first, again = (kernels.run(*inputs, counts(63, 20)) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+
+
+def test_views_of_a_projection_are_read_in_place(kernels):
+    """Rows past the slice are NaN: a kernel that reads one shows it."""
+    rows = torch.full((2, 100, 4, 3, 64), float("nan"), device=DEVICE)
+    rows[:, :67] = torch.randn(2, 67, 4, 3, 64, device=DEVICE)
+    q, k, v, do = rows.permute(2, 0, 3, 1, 4)
+    views = [q[:, :, :67], k[:, :, :41], v[:, :, :41], do[:, :, :67]]
+    copies = [x.contiguous() for x in views]
+    assert not any(x.is_contiguous() for x in views)
+    assert all(map(torch.equal, kernels.run(*views), kernels.run(*copies)))
+
+
+def test_gradients_are_laid_out_as_the_projections_read_them(kernels):
+    for out in kernels.run(*draw(BATCH)):
+        assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 8.0, 40.0])
+def test_from_all_equal_to_one_dominating_score(kernels, magnitude):
+    inputs = draw(Case(2, 1, 70, 40, dtype=torch.float32, magnitude=magnitude))
+    outs, exact = kernels.run(*inputs, counts(40, 33)), reference(*inputs, counts(40, 33))
+    for out, expected in zip(outs, exact, strict=True):
+        assert max_abs_error(out, expected) <= 2e-4 * max(1.0, expected.abs().max().item())
+
+
+def test_scores_far_below_zero(kernels):
+    """Keys past a ragged end score 0: against these, a probability of 2⁷³⁸ if it were let in."""
+    q, k, v, do = draw(Case(2, 2, 33, 20, dtype=torch.float32))
+    inputs = (q * 0.01 + 8, k * 0.01 - 8, v, do)
+    outs, exact = kernels.run(*inputs, counts(20, 7)), reference(*inputs, counts(20, 7))
+    for out, expected in zip(outs, exact, strict=True):
+        assert max_abs_error(out, expected) <= 1e-3
+
+
+def one_key_too_many(kernels, inputs, n_context):
+    return kernels.run(*inputs, n_context + 1)
+
+
+def padding_attended(kernels, inputs, n_context):
+    return kernels.run(*inputs)
+
+
+def samples_swapped(kernels, inputs, n_context):
+    return kernels.run(*inputs, n_context.flip(0))
+
+
+@pytest.mark.parametrize("wrong", [one_key_too_many, padding_attended, samples_swapped])
+def test_negative_controls_fail(kernels, wrong):
+    inputs, n_context = draw(Case(2, 2, 70, 40)), counts(12, 30)
+    for name, ratio in ratios(wrong(kernels, inputs, n_context), inputs, n_context).items():
+        assert ratio > 5 * BUDGETS[name], name
+
+
+def test_split_reduction_is_the_single_pass(monkeypatch):
+    """A segment a tile: dk and dv of the portable kernels through float32 partials."""
+    inputs, n_context = draw(BATCH), counts(*COUNTS)
+    whole = KERNELS["separate"].run(*inputs, n_context)
+    segments, sum_partials = [], triton_backward.sum_partials
+
+    def counted(partials, dk, dv):
+        segments.append(len(partials))
+        sum_partials(partials, dk, dv)
+
+    monkeypatch.setattr(triton_backward, "MIN_SEGMENT_TILES", 1)
+    monkeypatch.setattr(triton_backward, "sum_partials", counted)
+    split, again = (KERNELS["separate"].run(*inputs, n_context) for _ in range(2))
+    assert segments == [3, 3]
+    assert all(map(torch.equal, split, again))
+    for a, b in zip(split, whole, strict=True):
+        assert max_abs_error(a, b) <= 1e-5 and a.stride() == b.stride()
+
+
+def test_configurations_survive_json():
+    for operation in ("forward", "separate", "fused"):
+        problem = Problem(operation, torch.bfloat16, 4, 8, 11_000, 10_000, 64, 90)
+        module = triton_forward if operation == "forward" else triton_backward
+        name = "forward" if operation == "forward" else f"backward_{operation}"
+        configs = getattr(module, f"{name}_configs")(problem)
+        assert len(set(configs)) == len(configs) > 1
+        for config in configs:
+            assert type(config)(**json.loads(json.dumps(asdict(config)))) == config

@@ -1,0 +1,279 @@
+"""Attention with at most 128 keys: all in one tile, every tensor read and written once.
+
+The keys and values of a head stay on chip while a program walks a chunk of its queries. One tile
+holds a whole row of scores, so that softmax needs no running statistics, and the backward pass
+yields dq, dk and dv in one launch, with neither atomics nor a second look at the scores. With
+s = scale·log2(e)·q kᵀ:
+
+    m = max_j s_j    p = 2^(s − m)    l = Σ_j p_j    o = p v / l    lse = m + log2(l)
+
+    p = 2^(s − lse)    dp = do vᵀ    delta = Σ_j p_j dp_j    ds = p ∘ (dp − delta)
+    dv = pᵀ do         dk = scale · dsᵀ q                    dq = scale · ds k
+
+delta equals Σ_d do·o; summed over the keys of the tile instead, o need not be read. Neighbouring
+programs take the heads of the same rows, which lie side by side in memory. Where the heads are too
+few to fill the GPU, the backward pass splits the queries into segments that write float32
+partials, which a second launch adds up in a fixed order.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.ops.attention.primitives import (
+    FULL_GRID,
+    LOG2_E,
+    KernelConfig,
+    LaunchConfig,
+    add_dot,
+    cast,
+    dot,
+    empty_partials,
+    empty_rows,
+    head_ptr,
+    key_count,
+    load_rows,
+    row_strides,
+    store_rows,
+    sum_partials,
+)
+
+if TYPE_CHECKING:
+    from tnp.ops.attention.kernels import Problem
+
+MAX_KEYS = 128
+# A segment shorter than this costs more in partials than its parallelism gains.
+MIN_SEGMENT_TILES = 2
+
+
+@dataclass(frozen=True)
+class ForwardConfig(KernelConfig):
+    """Tile of queries and of all keys, and the query tiles a program walks."""
+
+    block_m: int
+    block_n: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+
+
+# Queries, tiles a program walks, warps and stages; by keys of the tile, bytes per element and
+# head_dim, the default first; none spills on any target.
+_TILES = ((64, 1, 4, 1), (64, 3, 4, 3), (64, 5, 4, 3), (128, 1, 8, 1))
+FORWARD_TILES = {
+    **{(64, 2, head_dim): (*_TILES, (128, 3, 8, 3)) for head_dim in (16, 32, 64)},
+    **{(128, 2, head_dim): _TILES for head_dim in (16, 32, 64)},
+    **{(block_n, 2, 128): _TILES[:3] for block_n in (64, 128)},
+    **{(64, 4, head_dim): ((16, 1, 8, 1),) for head_dim in (16, 32, 64, 128)},
+    **{(128, 4, head_dim): ((16, 1, 8, 1),) for head_dim in (16, 32, 64)},
+}
+# Queries, warps and stages, likewise. WIDE_TARGETS multiply with keys in shared memory; elsewhere
+# these take registers, and the tiles stay small.
+BACKWARD_TILES = {
+    (64, 2, 16): ((64, 4, 2), (64, 4, 3)),
+    (64, 2, 32): ((64, 4, 2), (64, 4, 3)),
+    (64, 2, 64): ((32, 8, 2), (32, 4, 2)),
+    (64, 2, 128): ((32, 8, 1), (32, 8, 2), (16, 8, 1)),
+    (128, 2, 32): ((16, 8, 1),),
+    (128, 2, 64): ((32, 8, 1), (32, 8, 2), (16, 8, 1)),
+    (128, 2, 128): ((16, 8, 1),),
+    (64, 4, 32): ((16, 8, 1),),
+    (64, 4, 64): ((16, 8, 1),),
+    (128, 4, 32): ((16, 8, 1),),
+}
+WIDE_TARGETS = (90, 100)
+WIDE_BACKWARD_TILES = {
+    (64, 2, 64): ((64, 4, 3), (64, 4, 2), (64, 4, 1), (64, 8, 2), (128, 8, 2)),
+    (128, 2, 16): ((64, 8, 2),),
+    (128, 2, 64): ((64, 8, 2),),
+    (128, 2, 128): ((32, 8, 1),),
+}
+
+
+@triton.jit
+def _program(n_q, n_heads, chunk):
+    """Sample, head of all samples' heads, and first query of a program; heads vary fastest."""
+    n_chunks = tl.cdiv(n_q, chunk)
+    h = tl.program_id(0) % n_heads
+    b = tl.program_id(0) // n_heads // n_chunks
+    begin = tl.program_id(0) // n_heads % n_chunks * chunk
+    return b, b * n_heads + h, begin
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def _few_keys_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_context_ptr,
+    stride_qb, stride_qh, stride_qm,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    n_heads, n_q, n_k, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    HAS_N_CONTEXT: tl.constexpr,
+):  # fmt: skip
+    b, pid_bh, begin = _program(n_q, n_heads, TILES * BLOCK_M)
+    q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
+    k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
+    v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
+    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
+    lse_ptr += pid_bh.to(tl.int64) * n_q
+
+    offs_n = tl.arange(0, BLOCK_N)
+    n_keys = key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT)
+    k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, True)
+    v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, True)
+    for tile in tl.range(0, TILES):
+        offs_m = begin + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr, offs_m, n_q, stride_qm, HEAD_DIM, True)
+        s = tl.where(offs_n[None, :] < n_keys, dot(q, tl.trans(k)), float("-inf"))
+        m = tl.max(s, 1) * scale_log2
+        p = tl.math.exp2(s * scale_log2 - m[:, None])
+        l = tl.sum(p, 1)  # noqa: E741
+        o = dot(cast(p, v.dtype), v) * (1.0 / l)[:, None]
+        store_rows(o_ptr, o, offs_m, n_q, stride_om, HEAD_DIM)
+        tl.store(lse_ptr + offs_m, m + tl.math.log2(l), mask=offs_m < n_q)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "chunk"])
+def _few_keys_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, n_context_ptr,
+    stride_qb, stride_qh, stride_qm,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom,
+    stride_dqb, stride_dqh, stride_dqm,
+    stride_dkb, stride_dkh, stride_dkn,
+    stride_dks, n_heads, n_q, n_k, chunk, scale, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_N_CONTEXT: tl.constexpr,
+):  # fmt: skip
+    """dk and dv share strides; `chunk` queries, a multiple of BLOCK_M, belong to a program."""
+    b, pid_bh, begin = _program(n_q, n_heads, chunk)
+    q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
+    k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
+    v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
+    do_ptr = head_ptr(do_ptr, stride_dob, stride_doh, pid_bh, n_heads)
+    dq_ptr = head_ptr(dq_ptr, stride_dqb, stride_dqh, pid_bh, n_heads)
+    lse_ptr += pid_bh.to(tl.int64) * n_q
+
+    offs_n = tl.arange(0, BLOCK_N)
+    n_keys = key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT)
+    k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, True)
+    v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, True)
+    dk_t = tl.zeros([HEAD_DIM, BLOCK_N], tl.float32)
+    dv_t = tl.zeros([HEAD_DIM, BLOCK_N], tl.float32)
+    for start_m in tl.range(begin, tl.minimum(begin + chunk, n_q), BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr, offs_m, n_q, stride_qm, HEAD_DIM, True)
+        do = load_rows(do_ptr, offs_m, n_q, stride_dom, HEAD_DIM, True)
+        lse = tl.load(lse_ptr + offs_m, mask=offs_m < n_q, other=0.0)
+        s = tl.where(offs_n[None, :] < n_keys, dot(q, tl.trans(k)), float("-inf"))
+        p = tl.math.exp2(s * scale_log2 - lse[:, None])
+        dp = dot(do, tl.trans(v))
+        # An lse off by a rounding scales all p of a row: divided by their sum, delta is exact.
+        delta = tl.sum(p * dp, 1) / tl.sum(p, 1)
+        ds = cast(p * (dp - delta[:, None]), k.dtype)
+        # Transposed sums need no transpose of p and ds, only of tiles in shared memory; a computed
+        # left operand that is transposed came out wrong on 64-wide tiles (triton 3.4 to 3.7).
+        dv_t = add_dot(tl.trans(do), cast(p, do.dtype), dv_t)
+        dk_t = add_dot(tl.trans(q), ds, dk_t)
+        store_rows(dq_ptr, dot(ds, k) * scale, offs_m, n_q, stride_dqm, HEAD_DIM)
+    partial = (begin // chunk).to(tl.int64) * stride_dks
+    dk_ptr = head_ptr(dk_ptr, stride_dkb, stride_dkh, pid_bh, n_heads) + partial
+    dv_ptr = head_ptr(dv_ptr, stride_dkb, stride_dkh, pid_bh, n_heads) + partial
+    store_rows(dv_ptr, tl.trans(dv_t), offs_n, n_k, stride_dkn, HEAD_DIM)
+    store_rows(dk_ptr, tl.trans(dk_t) * scale, offs_n, n_k, stride_dkn, HEAD_DIM)
+
+
+def _block_n(n_k: int) -> int:
+    return 64 if n_k <= 64 else MAX_KEYS
+
+
+def unsupported(problem: "Problem") -> str | None:
+    """Why these kernels cannot serve the problem, or None."""
+    if problem.n_k > MAX_KEYS:
+        return f"its tile holds {MAX_KEYS} keys and there are {problem.n_k}"
+    configs = forward_configs if problem.operation == "forward" else backward_configs
+    if not configs(problem):
+        return f"no tile of {problem.n_k} keys at head_dim {problem.head_dim} fits the registers"
+    return None
+
+
+def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
+    """Candidates, the default first; none where the forward pass is unsupported."""
+    block_n = _block_n(problem.n_k)
+    tiles = FORWARD_TILES.get((block_n, problem.dtype.itemsize, problem.head_dim), ())
+    return tuple(ForwardConfig(block_m, block_n, *rest) for block_m, *rest in tiles)
+
+
+def backward_configs(problem: "Problem") -> tuple[LaunchConfig, ...]:
+    """Candidates, the default first; none where the backward pass is unsupported."""
+    block_n = _block_n(problem.n_k)
+    key = block_n, problem.dtype.itemsize, problem.head_dim
+    tiles = BACKWARD_TILES.get(key, ())
+    if problem.capability in WIDE_TARGETS:
+        tiles = WIDE_BACKWARD_TILES.get(key, ()) + tiles
+    return tuple(LaunchConfig(block_m, block_n, *rest) for block_m, *rest in tiles)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n_context: torch.Tensor | None,
+    scale: float,
+    config: ForwardConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+    batch, n_heads, n_q, head_dim = q.shape
+    o = empty_rows(q, n_q)
+    lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
+    chunks = triton.cdiv(n_q, config.tiles * config.block_m)
+    _few_keys_fwd_kernel[(batch * n_heads * chunks,)](
+        q, k, v, o, lse, q if n_context is None else n_context,
+        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o),
+        n_heads, n_q, k.shape[2], scale * LOG2_E,
+        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
+    )  # fmt: skip
+    return o, lse
+
+
+def backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    n_context: torch.Tensor | None,
+    scale: float,
+    config: LaunchConfig,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]; o is not read."""
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k = k.shape[2]
+    n_tiles = triton.cdiv(n_q, config.block_m)
+    segments = max(1, min(FULL_GRID // (batch * n_heads), n_tiles // MIN_SEGMENT_TILES))
+    chunk = triton.cdiv(n_tiles, segments) * config.block_m
+    segments = triton.cdiv(n_q, chunk)
+    dq, dk, dv = empty_rows(q, n_q), empty_rows(k, n_k), empty_rows(v, n_k)
+    partials = None if segments == 1 else empty_partials(k, segments)
+    dk_part, dv_part = (dk, dv) if partials is None else partials[0]
+    _few_keys_bwd_kernel[(batch * n_heads * segments,)](
+        q, k, v, do, lse, dq, dk_part, dv_part, q if n_context is None else n_context,
+        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dq),
+        *row_strides(dk), 0 if partials is None else partials.stride(0),
+        n_heads, n_q, n_k, chunk, scale, scale * LOG2_E,
+        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
+    )  # fmt: skip
+    if partials is not None:
+        sum_partials(partials, dk, dv)
+    return dq, dk, dv
+
+
+# One launch without atomics is both the deterministic form and the fused one.
+backward_separate, backward_separate_configs = backward, backward_configs
+backward_fused, backward_fused_configs = backward, backward_configs

@@ -1,0 +1,182 @@
+"""Attention forward for Hopper: what runs around `hopper_forward_kernel`.
+
+First the largest norms of query tiles and of each head's keys, by which the kernel knows where a
+fixed reference is safe; then the kernel for those tiles, and again, online, for the others, where
+there are any; last, where tiles were split along the keys, their parts are added up in a fixed
+order.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.ops.attention.hopper_forward_kernel import (
+    PART_WIDTH,
+    ROWS,
+    TILE_ROWS,
+    attention_fwd_hopper_kernel,
+)
+from tnp.ops.attention.hopper_primitives import head_descriptor, multiprocessors, refuses
+from tnp.ops.attention.primitives import (
+    LOG2_E,
+    empty_rows,
+    head_ptr,
+    load_rows,
+    row_strides,
+    store_rows,
+)
+
+if TYPE_CHECKING:
+    from tnp.ops.attention.kernels import Problem
+
+COMBINE_ROWS = 32
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Keys a block, blocks in flight (a power of two), registers of a consumer's thread."""
+
+    block_n: int
+    num_stages: int
+    registers: int
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def _norm_kernel(
+    q_ptr, k_ptr, norm_ptr,
+    stride_qb, stride_qh, stride_qm,
+    stride_kb, stride_kh, stride_kn,
+    n_heads, n_q, n_k,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Largest ‖q‖² of every query tile, then largest ‖k‖² of every head, which must be 0 before."""
+    q_tiles, k_tiles = tl.cdiv(n_q, TILE), tl.cdiv(n_k, TILE)
+    n_tiles = tl.num_programs(0) // (q_tiles + k_tiles) * q_tiles
+    index = tl.program_id(0)
+    if index < n_tiles:
+        bh, start = index // q_tiles, index % q_tiles * TILE
+        rows = head_ptr(q_ptr, stride_qb, stride_qh, bh, n_heads)
+        n_rows, stride = n_q, stride_qm
+    else:
+        bh, start = (index - n_tiles) // k_tiles, (index - n_tiles) % k_tiles * TILE
+        rows = head_ptr(k_ptr, stride_kb, stride_kh, bh, n_heads)
+        n_rows, stride = n_k, stride_kn
+    largest = tl.zeros([BLOCK], tl.float32)
+    for offset in tl.static_range(0, TILE, BLOCK):
+        offs = start + offset + tl.arange(0, BLOCK)
+        x = load_rows(rows, offs, n_rows, stride, HEAD_DIM, True).to(tl.float32)
+        largest = tl.maximum(largest, tl.sum(x * x, 1))
+    if index < n_tiles:
+        tl.store(norm_ptr + index, tl.max(largest, 0))
+    else:
+        tl.atomic_max(norm_ptr + n_tiles + bh, tl.max(largest, 0))
+
+
+@triton.jit(do_not_specialize=["n_q", "first_tile", "share", "blocks"])
+def _combine_kernel(
+    part_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_om, n_heads, n_q, first_tile, share,
+    blocks, TILE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PART_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l."""
+    split = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    first = split * blocks // share
+    last = ((split + 1) * blocks - 1) // share
+    for program in tl.range(first, last + 1):
+        part = 2 * program + split - program * share // blocks
+        part_rows = part_ptr + (part * TILE + rows) * PART_WIDTH
+        m = tl.load(part_rows + HEAD_DIM)
+        part_l = tl.load(part_rows + HEAD_DIM + 1)
+        m_new = tl.maximum(m_i, m)
+        old, new = tl.math.exp2(m_i - m_new), tl.math.exp2(m - m_new)
+        part_acc = tl.load(part_rows[:, None] + offs_d[None, :])
+        acc = acc * old[:, None] + part_acc * new[:, None]
+        l_i = l_i * old + part_l * new
+        m_i = m_new
+    n_tiles = tl.cdiv(n_q, TILE)
+    pid_bh = (first_tile + split) // n_tiles
+    offs_m = (first_tile + split) % n_tiles * TILE + rows
+    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
+    store_rows(o_ptr, acc * (1.0 / l_i)[:, None], offs_m, n_q, stride_om, HEAD_DIM)
+    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
+    tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
+
+
+def _squared_norms(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Largest ‖q‖² of each query tile of each head, then largest ‖k‖² of each head, then 0."""
+    heads, head_dim = q.shape[0] * q.shape[1], q.shape[3]
+    q_tiles, k_tiles = (triton.cdiv(x.shape[2], TILE_ROWS.value) for x in (q, k))
+    norms = q.new_zeros(heads * (q_tiles + 1) + 1, dtype=torch.float32)
+    _norm_kernel[(heads * (q_tiles + k_tiles),)](
+        q, k, norms, *row_strides(q), *row_strides(k), q.shape[1], q.shape[2], k.shape[2],
+        HEAD_DIM=head_dim, TILE=TILE_ROWS.value, BLOCK=ROWS.value,
+    )  # fmt: skip
+    return norms
+
+
+def unsupported(problem: "Problem") -> str | None:
+    """Why this kernel cannot serve the problem, or None."""
+    return refuses(problem)
+
+
+def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
+    """Candidates, the default first."""
+    return (
+        ForwardConfig(128, 4, 160),
+        ForwardConfig(128, 2, 160),
+        ForwardConfig(64, 4, 160),
+        ForwardConfig(64, 8, 160),
+    )
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n_context: torch.Tensor | None,
+    scale: float,
+    config: ForwardConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k = k.shape[2]
+    o = empty_rows(q, n_q)
+    lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
+    n_tiles = triton.cdiv(n_q, TILE_ROWS.value) * batch * n_heads
+    blocks = triton.cdiv(n_k, config.block_n)
+    programs = multiprocessors(q.device)
+    if n_context is None:
+        n_whole, n_split = divmod(n_tiles, programs)
+    else:  # whose share is what would depend on the samples' sizes: nothing is split
+        n_whole, n_split = triton.cdiv(n_tiles, programs), 0
+    share = triton.cdiv(n_split * blocks, programs)
+    part_rows = 2 * programs * TILE_ROWS.value if n_split else 0
+    parts = q.new_empty(part_rows, PART_WIDTH.value, dtype=torch.float32)
+    descriptors = [
+        head_descriptor(x, rows)
+        for x, rows in ((q, ROWS.value), (k, config.block_n), (v, config.block_n), (o, ROWS.value))
+    ]
+    norms = _squared_norms(q, k)
+    for online in (False, True):
+        attention_fwd_hopper_kernel[(programs,)](
+            *descriptors, lse, parts, norms, lse if n_context is None else n_context,
+            n_tiles, n_heads, n_q, n_k, n_whole, share, scale * LOG2_E,
+            BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
+            HAS_N_CONTEXT=n_context is not None, ONLINE=online,
+            num_warps=4,
+        )  # fmt: skip
+    if n_split:
+        _combine_kernel[n_split, TILE_ROWS.value // COMBINE_ROWS](
+            parts, o, lse, *row_strides(o), n_heads, n_q, n_tiles - n_split, share, blocks,
+            TILE=TILE_ROWS.value, BLOCK_M=COMBINE_ROWS, HEAD_DIM=head_dim,
+            PART_WIDTH=PART_WIDTH.value,
+        )  # fmt: skip
+    return o, lse

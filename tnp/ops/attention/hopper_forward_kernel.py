@@ -1,0 +1,342 @@
+"""Attention forward for Hopper: TMA, warp specialization, and a fixed reference where it is safe.
+
+A program keeps one multiprocessor: three consumer warpgroups own 64 query rows each, a producer
+warp streams blocks of keys and values through shared memory. For a tile of queries, with
+s = scale·log2(e)·q kᵀ:
+
+    p = 2^(s − m)    o = (Σ_j p_j v_j) / Σ_j p_j    lse = m + log2(Σ_j p_j)
+
+Softmax does not change with the reference m. By Cauchy–Schwarz |s| ≤ b = scale·log2(e)·‖q‖·max‖k‖;
+where 2b ≤ SAFE_RANGE for every row of a warpgroup, m = ⌈b⌉ is fixed: all p lie in
+[2^−SAFE_RANGE, 1], no row can underflow, and neither the maximum nor the rescaling of online
+softmax is needed. Any other rows run online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+Both overlap the exponentials of a block with the matmuls of its neighbours, as FlashAttention-3
+does (arXiv 2407.08608).
+
+The last block of keys, the one that may be ragged, comes first, so that the loop needs no mask.
+Tiles that would leave multiprocessors idle in a last round are split along the keys instead, and a
+second kernel adds the parts up in a fixed order.
+
+Saved for the backward pass: `lse` [B, H, n_q] in float32, to base 2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from tnp.ops.attention.hopper_primitives import allocate_tiles, barriers, load_tile, opaque, tile
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup
+CONSUMERS = gl.constexpr(3)
+TILE_ROWS = gl.constexpr(3 * 64)
+# Blocks that the values run behind the keys.
+LAG = gl.constexpr(1)
+HEAD_DIM = gl.constexpr(64)
+# Twice the bound: the smallest p is 2^-96, and p·v a normal float32 down to |v| = 1e-9.
+SAFE_RANGE = gl.constexpr(96.0)
+# The norms' rounding must not push a score past its bound.
+BOUND_MARGIN = gl.constexpr(1.001)
+# A row of a part: acc, m and l, padded so that rows stay aligned.
+PART_WIDTH = gl.constexpr(68)
+
+
+@aggregate
+class Pipeline:
+    """Shared memory and barriers between the producer and the consumers, and what is to be done.
+
+    Each program takes `n_whole` query tiles and then `share` of the key blocks of the tiles left.
+    """
+
+    q: gl.shared_memory_descriptor  # two tiles of CONSUMERS × [64, D]; o leaves through them
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
+    empty: gl.shared_memory_descriptor
+    norm_ptr: gl.tensor
+    n_context_ptr: gl.tensor
+    n_tiles: gl.tensor
+    n_heads: gl.tensor
+    n_q: gl.tensor
+    n_k: gl.tensor
+    n_whole: gl.tensor
+    share: gl.tensor
+    scale_log2: gl.tensor
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    HAS_N_CONTEXT: gl.constexpr
+    ONLINE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, q_full, q_empty, full, empty, norm_ptr, n_context_ptr,
+        n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
+        BLOCK_N, STAGES, HAS_N_CONTEXT, ONLINE,
+    ):  # fmt: skip
+        self.q, self.k, self.v = q, k, v
+        self.q_full, self.q_empty = q_full, q_empty
+        self.full, self.empty = full, empty
+        self.norm_ptr, self.n_context_ptr = norm_ptr, n_context_ptr
+        self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
+        self.n_whole, self.share, self.scale_log2 = n_whole, share, scale_log2
+        self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK_N), gl.constexpr(STAGES)
+        self.HAS_N_CONTEXT, self.ONLINE = gl.constexpr(HAS_N_CONTEXT), gl.constexpr(ONLINE)
+
+    @gluon.jit
+    def n_items(self):
+        """Most tiles that a program works on, whole or in part; `item` says which exist."""
+        n_items = self.n_whole + gl.where(self.share > 0, 2, 0)
+        if self.ONLINE:
+            n_items = gl.where(gl.load(self.left_ptr()) > 0, n_items, 0)
+        return n_items
+
+    @gluon.jit
+    def left_ptr(self):
+        """Above 0 where tiles are left to the ONLINE kernel."""
+        return self.norm_ptr + self.n_tiles + self.n_tiles // gl.cdiv(self.n_q, TILE_ROWS)
+
+    @gluon.jit
+    def item(self, i):
+        """Head of the batch, first query row, keys, first and last + 1 of the key blocks."""
+        keys = opaque(self.n_k)
+        blocks = gl.cdiv(keys, self.BLOCK_N)
+        index = i * gl.num_programs(0) + gl.program_id(0)
+        first = 0
+        last = blocks
+        if i >= self.n_whole:
+            begin = gl.program_id(0) * self.share
+            split = begin // blocks + i - self.n_whole
+            index = self.n_whole * gl.num_programs(0) + split
+            first = gl.maximum(begin - split * blocks, 0)
+            last = gl.minimum(begin + self.share - split * blocks, blocks)
+        tiles_per_head = gl.cdiv(self.n_q, TILE_ROWS)
+        bh = index // tiles_per_head
+        if self.HAS_N_CONTEXT:
+            n_context = gl.load(self.n_context_ptr + bh // self.n_heads)
+            keys = gl.maximum(gl.minimum(n_context, keys), 1)
+            last = gl.cdiv(keys, self.BLOCK_N)
+        return index, bh, (index % tiles_per_head) * TILE_ROWS, keys, first, last
+
+    @gluon.jit
+    def reference(self, index, bh, exists):
+        """(m, whether this kernel is the one for the tile): ⌈bound⌉, and safe or else ONLINE."""
+        q_norm = gl.load(self.norm_ptr + index, mask=exists, other=0.0)
+        k_norm = gl.load(self.norm_ptr + self.n_tiles + bh, mask=exists, other=0.0)
+        m = gl.ceil(gl.sqrt(q_norm) * gl.sqrt(k_norm) * (self.scale_log2 * BOUND_MARGIN))
+        return m, (2.0 * m <= SAFE_RANGE) != self.ONLINE
+
+    @gluon.jit
+    def stage(self, n):
+        """Buffer of the n-th step, of a power of two of them, and the phase of its barriers."""
+        return n & (self.STAGES - 1), (n >> (self.STAGES.bit_length() - 1)) & 1
+
+
+@gluon.jit
+def _producer(pipe, q_desc, k_desc, v_desc):
+    step = 0
+    t = 0
+    for i in range(pipe.n_items()):
+        index, bh, row, _keys, first, last = pipe.item(i)
+        exists = (index < pipe.n_tiles) & (first < last)
+        _m, mine = pipe.reference(index, bh, exists)
+        if mine & exists:
+            b = bh // pipe.n_heads
+            h = bh % pipe.n_heads
+            mbarrier.wait(pipe.q_empty.index(t % 2), ((t // 2) & 1) ^ 1)
+            mbarrier.expect(pipe.q_full.index(t % 2), CONSUMERS * q_desc.block_type.nbytes)
+            for c in gl.static_range(CONSUMERS):
+                load_tile(
+                    q_desc, b, h, row + c * ROWS, pipe.q_full.index(t % 2),
+                    pipe.q, (t % 2) * CONSUMERS + c,
+                )  # fmt: skip
+            blocks = last - first
+            for j in range(blocks + LAG):
+                stage, phase = pipe.stage(step + j)
+                mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
+                full = pipe.full.index(stage)
+                has_k = j < blocks
+                has_v = j >= LAG
+                # Two arrivals complete a stage: the keys' and the values', with or without bytes.
+                mbarrier.expect(full, k_desc.block_type.nbytes, pred=has_k)
+                mbarrier.arrive(full, count=1, pred=j >= blocks)
+                mbarrier.expect(full, v_desc.block_type.nbytes, pred=has_v)
+                mbarrier.arrive(full, count=1, pred=j < LAG)
+                k_start = gl.where(j == 0, last - 1, first + j - 1) * pipe.BLOCK_N
+                v_start = gl.where(j == LAG, last - 1, first + j - LAG - 1) * pipe.BLOCK_N
+                load_tile(k_desc, b, h, k_start, full, pipe.k, stage, has_k)
+                load_tile(v_desc, b, h, v_start, full, pipe.v, stage, has_v)
+            step += blocks + LAG
+            t += 1
+        if not pipe.ONLINE:
+            gl.store(pipe.left_ptr(), 1.0, mask=exists & (not mine))
+
+
+@gluon.jit
+def _lane_sums(p, BLOCK_N: gl.constexpr):
+    """Row sums over the columns that a thread holds: [64, 4], without a shuffle."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _scores(pipe, q, stage):
+    """Start q kᵀ with the keys of a stage."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
+    zeros = gl.zeros([ROWS, pipe.BLOCK_N], gl.float32, S)
+    k_t = tile(pipe.k, stage).permute((1, 0))
+    return warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(pipe, p, acc, stage):
+    """Start acc + p v with the values of a stage."""
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p = gl.convert_layout(p.to(pipe.v.dtype), gl.DotOperandLayout(0, OUT, 2))
+    return warpgroup_mma(p, tile(pipe.v, stage), acc, is_async=True)
+
+
+@gluon.jit
+def _softmax(pipe, s, m, l_i):
+    """(p, alpha, m, l_i) after a block of scores; alpha rescales what was summed before."""
+    if pipe.ONLINE:
+        m_new = gl.maximum(m, gl.max(s, 1) * pipe.scale_log2)
+        alpha = gl.exp2(m - m_new)
+        p = gl.exp2(s * pipe.scale_log2 - m_new[:, None])
+        return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
+    else:
+        p = gl.exp2(s * pipe.scale_log2 - m)
+        return p, m, m, l_i + _lane_sums(p, pipe.BLOCK_N)
+
+
+@gluon.jit
+def _rescale(pipe, acc, alpha):
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    if pipe.ONLINE:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    return acc
+
+
+@gluon.jit
+def _attend(pipe, q, m, step, keys, first, last):
+    """acc [64, D], l_i [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
+
+    `step` stages were consumed before. The scalar m given is kept unless ONLINE. The exponentials
+    of a block run while its predecessor's values are multiplied.
+    """
+    BLOCK_N: gl.constexpr = pipe.BLOCK_N
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
+    end = step + last - first
+
+    stage, phase = pipe.stage(step)
+    mbarrier.wait(pipe.full.index(stage), phase)
+    s = warpgroup_mma_wait(0, deps=[_scores(pipe, q, stage)])
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    columns = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
+    inside = (columns < keys)[None, :]
+    if pipe.ONLINE:
+        s = gl.where(inside, s, float("-inf"))
+        m = gl.max(s, 1) * pipe.scale_log2
+        p = gl.exp2(s * pipe.scale_log2 - m[:, None])
+        l_i = gl.sum(p, 1)
+    else:
+        p = gl.where(inside, gl.exp2(s * pipe.scale_log2 - m), 0.0)
+        l_i = _lane_sums(p, BLOCK_N)
+
+    for j in range(step + 1, end):
+        stage, phase = pipe.stage(j)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        s_started = _scores(pipe, q, stage)
+        acc_started = _add_values(pipe, p, acc, stage)
+        s = warpgroup_mma_wait(1, deps=[s_started])
+        p, alpha, m, l_i = _softmax(pipe, s, m, l_i)
+        acc = _rescale(pipe, warpgroup_mma_wait(0, deps=[acc_started]), alpha)
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
+
+    stage, phase = pipe.stage(end)
+    mbarrier.wait(pipe.full.index(stage), phase)
+    acc = warpgroup_mma_wait(0, deps=[_add_values(pipe, p, acc, stage)])
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    if not pipe.ONLINE:
+        l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
+        m = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S)) + m
+    return acc, l_i, m
+
+
+@gluon.jit
+def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    DTYPE: gl.constexpr = o_desc.dtype
+    step = 0
+    t = 0
+    for i in range(pipe.n_items()):
+        index, bh, row, keys, first, last = pipe.item(i)
+        exists = (index < pipe.n_tiles) & (first < last)
+        fixed, mine = pipe.reference(index, bh, exists)
+        if mine & exists:
+            q_slot = (t % 2) * CONSUMERS + WARPGROUP
+            mbarrier.wait(pipe.q_full.index(t % 2), (t // 2) & 1)
+            q = tile(pipe.q, q_slot)
+            acc, l_i, m = _attend(pipe, q, fixed, step, keys, first, last)
+
+            rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+            row += WARPGROUP * ROWS
+            if i < pipe.n_whole:
+                acc = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
+                q.store(acc.to(DTYPE))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(
+                    o_desc, [bh // pipe.n_heads, bh % pipe.n_heads, row, 0], pipe.q.index(q_slot)
+                )
+                lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
+                gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < pipe.n_q)
+                tma.store_wait(0)
+            else:
+                part = 2 * gl.program_id(0) + i - pipe.n_whole
+                part_rows = part * TILE_ROWS + WARPGROUP * ROWS
+                acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+                offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
+                gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
+                gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
+                gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
+            mbarrier.arrive(pipe.q_empty.index(t % 2), count=1)
+            step += last - first + LAG
+            t += 1
+
+
+@gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k", "n_whole", "share"])
+def attention_fwd_hopper_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr, norm_ptr, n_context_ptr,
+    n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_N_CONTEXT: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    """The tiles that are safe with a fixed reference, or if ONLINE those that are not."""
+    pipe = Pipeline(
+        allocate_tiles(q_desc, 2 * CONSUMERS),
+        allocate_tiles(k_desc, STAGES),
+        allocate_tiles(v_desc, STAGES),
+        barriers(2, 1), barriers(2, CONSUMERS),
+        barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
+        norm_ptr, n_context_ptr, n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
+        BLOCK_N, STAGES, HAS_N_CONTEXT, ONLINE,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 0)),
+            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 1)),
+            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 2)),
+            (_producer, (pipe, q_desc, k_desc, v_desc)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )

@@ -1,0 +1,81 @@
+"""What the Gluon kernels for Hopper share: tile layouts, TMA descriptors of strided heads.
+
+A descriptor spans a whole [B, H, L, D] tensor with whatever strides it has, so that views of a
+fused projection are read and written in place; rows past the end read as 0 and are not written.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+if TYPE_CHECKING:
+    from tnp.ops.attention.kernels import Problem
+
+
+def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Tiles [rows, D] of one head of x [B, H, L, D], 16-bit, its last dimension contiguous."""
+    block = [1, 1, rows, x.shape[3]]
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype[x.dtype])
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+def refuses(problem: "Problem") -> str | None:
+    """Why the Hopper kernels cannot serve the problem, or None."""
+    if problem.capability != 90:
+        return "it uses instructions of compute capability 9.0 alone"
+    if problem.dtype.itemsize != 2 or problem.head_dim != 64:
+        return (
+            f"it is written for 16-bit floats and D = 64, not {problem.dtype}, {problem.head_dim}"
+        )
+    if not problem.aligned:
+        return "TMA reads rows that start at multiples of 16 bytes"
+    return None
+
+
+@gluon.jit
+def allocate_tiles(desc, n: gl.constexpr):
+    """`n` buffers in shared memory for the tiles of `desc`."""
+    return gl.allocate_shared_memory(desc.dtype, [n] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def tile(buffers, index):
+    """Buffer `index` as a matrix [rows, D]."""
+    buffer = buffers.index(index)
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def load_tile(desc, b, h, row, barrier, buffers, index, pred=True):
+    """Start the copy of rows row … of one head; `barrier` counts its bytes."""
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], barrier, buffers.index(index), pred)
+
+
+@gluon.jit
+def barriers(n: gl.constexpr, count: gl.constexpr):
+    """`n` mbarriers that complete after `count` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit
+def opaque(x):
+    """int32 x, of which the compiler knows nothing.
+
+    In a loop over tiles it would hoist what is the same for all of them, masks and addresses, and
+    spill it: registers are full of accumulators.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
