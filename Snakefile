@@ -12,6 +12,7 @@ include: "workflow/rules/common.smk"
 include: "workflow/rules/gates.smk"
 include: "workflow/rules/benchmarks.smk"
 include: "workflow/rules/training.smk"
+include: "workflow/rules/tuning.smk"
 include: "workflow/rules/store.smk"
 include: "workflow/rules/figures.smk"
 

@@ -352,7 +352,7 @@ def test_a_red_gate_marks_the_steps_that_wait_for_it(store: Callable[..., Query]
     for gate in GATES:  # red alone, on a device of its name
         parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
         for attention, *switches in product(
-            ("sdpa_flash", "separate"), (False, True), (False, True)
+            ("sdpa_flash", "separate", "fused"), (False, True), (False, True)
         ):
             checkpoint, cuda_graph = switches
             parts.append(

@@ -169,6 +169,25 @@ TABLES: dict[str, pa.Schema] = {
             ("num_warps", pa.int32()),
             ("num_stages", pa.int32()),
             ("compile_s", pa.float64()),
+            ("warnings", pa.string()),  # ptxas's, one a line; "" is none
+        ],
+        "trials": [  # of tuning: one candidate of one problem
+            ("operation", pa.string()),  # "forward" | "separate" | "fused"
+            ("shape", pa.string()),
+            ("batch", pa.int32()),
+            ("n_q", pa.int32()),
+            ("n_k", pa.int32()),
+            ("n_heads", pa.int32()),
+            ("head_dim", pa.int32()),
+            ("dtype", pa.string()),
+            ("capability", pa.int32()),  # 90 is 9.0
+            ("kernel", pa.string()),
+            ("launch_config", pa.string()),
+            ("is_default", pa.bool_()),  # what runs where the tuned table has nothing
+            *OUTCOME,
+            *_statistics("time_ms"),
+            ("max_relative_error", pa.float64()),  # of a result's largest value, to the first's
+            *CONDITIONS,
         ],
     }.items()
 }

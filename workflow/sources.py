@@ -16,16 +16,20 @@ from tnp.ops import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Which kernel runs, of our own.
+TUNED = ROOT / "tnp/ops/tuned/attention.json"
+
 # How rows are written, not what is measured: a column added there voids no measurement.
 NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
 
 
 def of_gate(gate: str) -> list[str]:
     """A gate of the model leaves our kernels out: the kernels' own gates answer for them."""
+    kernel_gates = set().union(*KERNEL_GATES.values())
     used = {
         (op, name)
         for op, name in _implementations()
-        if gate in KERNEL_GATES or name.startswith("sdpa_") or name == "reference"
+        if gate in kernel_gates or name.startswith("sdpa_") or name == "reference"
     }
     return _using([f"tnp.gates.{gate}", *GATES[gate].modules], used)
 
@@ -75,7 +79,9 @@ def _using(modules: Iterable[str], implementations: set[tuple[str, str]]) -> lis
     """Files of `modules` and of these (operator, implementation) pairs, no other kernel's."""
     used = {module for pair in implementations for module in registry.get(*pair).modules}
     every = {module for pair in _implementations() for module in registry.get(*pair).modules}
-    return _relative(closure({*modules, *used}, without=every - used))
+    files = closure({*modules, *used}, without=every - used)
+    tables = [TUNED] if any(module in used for module in registry.OURS) else []
+    return _relative(files + tables)
 
 
 def _implementations() -> list[tuple[str, str]]:

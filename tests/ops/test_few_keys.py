@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from tests.ops.test_portable_attention import (
+from tests.ops.test_attention_kernels import (
     BUDGETS,
     DEVICE,
     KERNELS,

@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Contender:
+class Contender:
     """An implementation whose kernels are compiled and whose calls have all run once."""
 
     calls: list[Callable[[], Output]]
@@ -128,17 +128,17 @@ def _measure_pass(
                 synchronize(device)  # raises where the device can no longer be used
         return done
 
-    def prepare(name: str) -> _Contender:
+    def prepare(name: str) -> Contender:
         if op not in CEILINGS:
             require_supported(op, name, device, getattr(torch, dtype))
         calls = workload.calls(name)
         compile_s = sum(first_call(call, device) for call in calls)
         (call_ms,) = time_calls(iter(calls), 1, device)
-        return _Contender(calls, compile_s, call_ms)
+        return Contender(calls, compile_s, call_ms)
 
     contenders = each(prepare, parameters["implementations"])
-    n_launches = _launches_per_run(contenders.values(), device)
-    runs = each(lambda name: _runs(contenders[name].calls, n_launches), contenders)
+    n_launches = launches_per_run(contenders.values(), device)
+    runs = each(lambda name: replayed(contenders[name].calls, n_launches), contenders)
     suspect(list(runs))
     with Conditions(device.type) as conditions:
         measurements = measure_interleaved(
@@ -173,7 +173,7 @@ def _measure_pass(
     return outcomes
 
 
-def _launches_per_run(contenders: Iterable[_Contender], device: torch.device) -> int:
+def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> int:
     """1 where all are launched one by one; else of whole rotations of the inputs, from a graph."""
     fastest = min(contenders, key=lambda contender: contender.call_ms, default=None)
     if device.type != "cuda" or fastest is None or fastest.call_ms >= GRAPH_BELOW_MS:
@@ -181,7 +181,7 @@ def _launches_per_run(contenders: Iterable[_Contender], device: torch.device) ->
     return len(fastest.calls) * math.ceil(GRAPH_LAUNCHES / len(fastest.calls))
 
 
-def _runs(
+def replayed(
     calls: list[Callable[[], Output]], n_launches: int
 ) -> tuple[list[Callable[[], object]], Callable[[], Output]]:
     """What to time, and how to get the output for the first inputs afterwards."""

@@ -26,7 +26,7 @@ def checks(device: torch.device) -> Iterator[Check]:
             o, _lse = cases.forward(case, inputs, kernel, config)
             yield Check(f"{kernel}: o against float64, {case}", "error_ratio",
                         error_ratio(o, pytorch, exact), OUTPUT_BUDGET)  # fmt: skip
-            if case.magnitude == 1:
+            if case.magnitude == 1 and case.n_context is None:
                 yield Check(f"{kernel}: o against PyTorch, {case}", "max_abs_error",
                             max_abs_error(o, pytorch), MAX_ABS_ERROR)  # fmt: skip
             repeats = REPEATS[device.type]

@@ -111,7 +111,8 @@ def _package(name: str) -> str | None:
     return None
 
 
-_OURS = tuple(
+# The kernels of our own implementations, which share them.
+OURS = tuple(
     f"tnp.ops.attention.{module}"
     for module in (
         "triton_forward",
@@ -131,8 +132,8 @@ _IMPLEMENTATIONS = {
         Implementation("attention", "flex", ("tnp.ops.attention.peers",), _flex),
         Implementation("attention", "fa3", ("tnp.ops.attention.peers",), _fa3),
         Implementation("attention", "fa4", ("tnp.ops.attention.peers",), _fa4),
-        Implementation("attention", "separate", _OURS, _triton),
-        Implementation("attention", "fused", _OURS, _triton),
+        Implementation("attention", "separate", OURS, _triton),
+        Implementation("attention", "fused", OURS, _triton),
         Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
     )
 }

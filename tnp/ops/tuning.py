@@ -101,6 +101,18 @@ def key_of(problem: "Problem") -> Entry:
     }
 
 
+def entry_of(winner: dict[str, Any]) -> Entry:
+    """The entry that a row of view `tuning` makes."""
+    import torch
+
+    from tnp.ops.attention.kernels import Problem
+
+    sizes = (winner[name] for name in ("batch", "n_heads", "n_q", "n_k", "head_dim", "capability"))
+    problem = Problem(winner["operation"], getattr(torch, winner["dtype"]), *sizes)
+    config = json.loads(winner["launch_config"])
+    return key_of(problem) | {"kernel": winner["kernel"], "config": config}
+
+
 def problem_of(entry: Entry) -> "Problem":
     """The largest problem of the entry's bucket, of 8 heads where there are as many."""
     import torch

@@ -118,6 +118,8 @@ verdicts as (
                 when 'baseline' then true
                 when 'checkpointing' then compared.checkpoint
                 when 'cuda_graphs' then compared.cuda_graph
+                when 'attention_backward' then starts_with(compared.variant, 'separate')
+                when 'attention_fused' then starts_with(compared.variant, 'fused')
                 else not starts_with(compared.variant, 'sdpa_')
             end
     group by all

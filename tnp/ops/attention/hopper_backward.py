@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.ops.attention.hopper_dkdv import DkdvConfig, attention_dkdv
+from tnp.ops.attention.hopper_dkdv import PADDED_ROWS, DkdvConfig, attention_dkdv
 from tnp.ops.attention.hopper_dq import DqConfig, attention_dq
 from tnp.ops.attention.hopper_primitives import refuses
 from tnp.ops.attention.primitives import empty_rows, head_ptr, load_rows, row_strides, store_rows
@@ -21,7 +21,7 @@ from tnp.ops.attention.primitives import empty_rows, head_ptr, load_rows, row_st
 if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem
 
-ROWS = 64
+TILE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def _statistics_kernel(
     stride_ob, stride_oh, stride_om,
     stride_dob, stride_doh, stride_dom,
     n_heads, n_q,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """A query tile's lse and delta, padded; if FUSED its tile of dq becomes 0."""
-    n_tiles = tl.cdiv(n_q, ROWS)
+    n_tiles = tl.cdiv(n_q, PADDED_ROWS) * (PADDED_ROWS // ROWS)
     pid_bh = tl.program_id(0) // n_tiles
     offs_m = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
@@ -65,10 +65,10 @@ def _statistics_kernel(
 @triton.jit(do_not_specialize=["n_q"])
 def _finish_dq_kernel(
     tile_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Scaled dq from float32 tiles in the order of a matmul's registers."""
-    n_tiles = tl.cdiv(n_q, ROWS)
+    n_tiles = tl.cdiv(n_q, PADDED_ROWS) * (PADDED_ROWS // ROWS)
     pid_bh = tl.program_id(0) // n_tiles
     offs_m = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
     tile = tile_ptr + tl.program_id(0).to(tl.int64) * ROWS * HEAD_DIM
@@ -80,15 +80,21 @@ def _finish_dq_kernel(
     store_rows(dq_ptr, dq, offs_m, n_q, stride_dqm, HEAD_DIM)
 
 
+def _n_tiles(q: torch.Tensor) -> int:
+    """Query tiles of all heads, each head's padded to PADDED_ROWS."""
+    padded = PADDED_ROWS.value
+    return q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], padded) * (padded // TILE_ROWS)
+
+
 def _statistics(o, do, lse, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Padded lse and delta [2, rows], and dq's float32 tiles [rows, D], 0, where `fused`."""
-    batch, n_heads, n_q, head_dim = o.shape
-    n_tiles = batch * n_heads * triton.cdiv(n_q, ROWS)
-    statistics = lse.new_empty(2, n_tiles * ROWS)
-    dq = lse.new_empty(n_tiles * ROWS if fused else ROWS, head_dim)
-    _statistics_kernel[(n_tiles,)](
+    n_heads, n_q, head_dim = o.shape[1:]
+    rows = _n_tiles(o) * TILE_ROWS
+    statistics = lse.new_empty(2, rows)
+    dq = lse.new_empty(rows if fused else TILE_ROWS, head_dim)
+    _statistics_kernel[(_n_tiles(o),)](
         o, do, lse, statistics, dq, *row_strides(o), *row_strides(do), n_heads, n_q,
-        HEAD_DIM=head_dim, ROWS=ROWS, FUSED=fused,
+        HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value, FUSED=fused,
     )  # fmt: skip
     return statistics, dq
 
@@ -100,12 +106,16 @@ def unsupported(problem: "Problem") -> str | None:
 
 def backward_separate_configs(problem: "Problem") -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
-    return (SeparateConfig(DkdvConfig(4, 240), DqConfig(64, 4, 160)),)
+    return tuple(
+        SeparateConfig(dkdv, dq)
+        for dkdv in (DkdvConfig(4, 2, 240), DkdvConfig(4, 1, 240))
+        for dq in (DqConfig(64, 4, 160), DqConfig(64, 8, 160))
+    )
 
 
 def backward_fused_configs(problem: "Problem") -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
-    return (DkdvConfig(4, 208),)
+    return (DkdvConfig(4, 1, 208),)
 
 
 def backward_separate(
@@ -140,11 +150,12 @@ def backward_fused(
     config: DkdvConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv as `backward_separate`; dq differs by rounding from run to run."""
-    batch, n_heads, n_q, head_dim = q.shape
+    n_heads, n_q, head_dim = q.shape[1:]
     statistics, tiles = _statistics(o, do, lse, fused=True)
     dk, dv = attention_dkdv(do, q, k, v, statistics, tiles, n_context, scale, config, fused=True)
     dq = empty_rows(q, n_q)
-    _finish_dq_kernel[(batch * n_heads * triton.cdiv(n_q, ROWS),)](
-        tiles, dq, *row_strides(dq), n_heads, n_q, scale, HEAD_DIM=head_dim, ROWS=ROWS
-    )
+    _finish_dq_kernel[(_n_tiles(q),)](
+        tiles, dq, *row_strides(dq), n_heads, n_q, scale,
+        HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
+    )  # fmt: skip
     return dq, dk, dv

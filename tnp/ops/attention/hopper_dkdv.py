@@ -42,22 +42,24 @@ from tnp.ops.attention.primitives import LOG2_E, empty_rows
 
 ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
 BLOCK_N = gl.constexpr(128)
+# A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
+PADDED_ROWS = gl.constexpr(128)
 HEAD_DIM = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
 class DkdvConfig:
-    """Query tiles in flight (a power of two), registers of a consumer's thread."""
+    """Stages in flight (a power of two), query tiles a stage, registers of a consumer's thread."""
 
     num_stages: int
+    tiles: int
     registers: int
 
 
 @gluon.constexpr_function
-def masked_product_ptx(dtype):
-    """PTX for two products of 16-bit floats, where the third operand's bits are set, else 0."""
-    kind = "bf16" if dtype == gl.bfloat16 else "f16"
-    return f"{{ .reg .b32 p; and.b32 p, $1, $3; mul.rn.{kind}x2 $0, p, $2; }}"
+def product_ptx(dtype):
+    """PTX for two products of 16-bit floats."""
+    return f"mul.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2 $0, $1, $2;"
 
 
 @builtin
@@ -69,6 +71,14 @@ def reduce_add(desc, coord, src, _semantic=None):
     )
 
 
+@gluon.jit
+def place(program, n_heads, n_k):
+    """Sample, head, and first key of a program."""
+    n_blocks = gl.cdiv(n_k, BLOCK_N)
+    bh = program // n_blocks
+    return bh // n_heads, bh % n_heads, program % n_blocks * BLOCK_N
+
+
 @aggregate
 class Pipeline:
     """Shared memory and barriers between the partitions, and what the program works on."""
@@ -77,63 +87,93 @@ class Pipeline:
     do: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor  # a tile a consumer; dk and dv leave through k and v
+    k: gl.shared_memory_descriptor  # a tile a consumer
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     key_full: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # a query tile: q, do, lse, delta
+    full: gl.shared_memory_descriptor  # TILES query tiles: q, do, lse, delta
     empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
-    b: gl.tensor
-    h: gl.tensor
-    first_key: gl.tensor
+    n_heads: gl.tensor
+    n_q: gl.tensor
+    n_k: gl.tensor
     keys: gl.tensor
-    n_tiles: gl.tensor
-    first_tile: gl.tensor  # of the head in the padded lse, delta and dq
+    n_stages: gl.tensor  # to walk through
     STAGES: gl.constexpr
+    TILES: gl.constexpr
     HAS_N_CONTEXT: gl.constexpr
     FUSED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, full, empty, ds_full, ds_empty,
-        b, h, first_key, keys, n_tiles, first_tile, STAGES, HAS_N_CONTEXT, FUSED,
+        n_heads, n_q, n_k, keys, n_stages,
+        STAGES, TILES, HAS_N_CONTEXT, FUSED,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
         self.key_full, self.full, self.empty = key_full, full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
-        self.b, self.h, self.first_key, self.keys = b, h, first_key, keys
-        self.n_tiles, self.first_tile = n_tiles, first_tile
-        self.STAGES = gl.constexpr(STAGES)
+        self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
+        self.keys, self.n_stages = keys, n_stages
+        self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
         self.HAS_N_CONTEXT = gl.constexpr(HAS_N_CONTEXT)
         self.FUSED = gl.constexpr(FUSED)
 
     @gluon.jit
+    def place(self):
+        """Sample, head, and first key of the program: kept from the start they would spill."""
+        n_k = self.n_k if self.HAS_N_CONTEXT else opaque(self.n_k)
+        return place(opaque(gl.program_id(0)), self.n_heads, n_k)
+
+    @gluon.jit
+    def first_row(self):
+        """Of the program's head in the padded lse, delta and dq."""
+        b, h, _first_key = self.place()
+        return (b * self.n_heads + h) * gl.cdiv(self.n_q, PADDED_ROWS) * PADDED_ROWS
+
+    @gluon.jit
     def stage(self, n):
-        """Buffer of the n-th query tile, of a power of two of them, and its barriers' phase."""
+        """Buffer of the n-th stage, of a power of two of them, and its barriers' phase."""
         return n & (self.STAGES - 1), (n >> (self.STAGES.bit_length() - 1)) & 1
 
 
 @gluon.jit
 def _producer(pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
+    b, h, first_key = pipe.place()
+    first_row = pipe.first_row()
     for c in gl.static_range(2):
         full = pipe.key_full.index(c)
         mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
-        load_tile(k_desc, pipe.b, pipe.h, pipe.first_key + c * ROWS, full, pipe.k, c)
-        load_tile(v_desc, pipe.b, pipe.h, pipe.first_key + c * ROWS, full, pipe.v, c)
-    for i in range(pipe.n_tiles):
+        load_tile(k_desc, b, h, first_key + c * ROWS, full, pipe.k, c)
+        load_tile(v_desc, b, h, first_key + c * ROWS, full, pipe.v, c)
+    for i in range(pipe.n_stages):
         stage, phase = pipe.stage(i)
         mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
         full = pipe.full.index(stage)
         mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-        load_tile(q_desc, pipe.b, pipe.h, i * ROWS, full, pipe.q, stage)
-        load_tile(do_desc, pipe.b, pipe.h, i * ROWS, full, pipe.do, stage)
-        row = (pipe.first_tile + i) * ROWS
+        row = i * pipe.TILES * ROWS
+        load_tile(q_desc, b, h, row, full, pipe.q, stage)
+        load_tile(do_desc, b, h, row, full, pipe.do, stage)
+        row += first_row
         tma.async_copy_global_to_shared(lse_desc, [row], full, pipe.lse.index(stage))
         tma.async_copy_global_to_shared(delta_desc, [row], full, pipe.delta.index(stage))
+
+
+@gluon.jit
+def _query_tile(buffers, stage, t: gl.constexpr):
+    """Tile t of a stage of q or do."""
+    return tile(buffers, stage).slice(t * ROWS, ROWS, dim=0)
+
+
+@gluon.jit
+def _row_of(buffers, stage, t: gl.constexpr):
+    """lse or delta of tile t of a stage, along the columns of the scores."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    values = buffers.index(stage).slice(t * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, S))
+    return values[None, :]
 
 
 @gluon.jit
@@ -145,86 +185,125 @@ def _times_transposed(a, b):
 
 
 @gluon.jit
-def _store_rows(pipe, desc, x, inside, WARPGROUP: gl.constexpr):
-    """Write a consumer's 64 rows of dk or dv; 0 past the sample's keys."""
-    if pipe.HAS_N_CONTEXT:  # else the descriptor ends where the keys do
-        x = gl.where(inside[:, None], x, 0.0)
-    tile(pipe.v, WARPGROUP).store(x.to(desc.dtype))
-    fence_async_shared()
-    row = pipe.first_key + WARPGROUP * ROWS
-    tma.async_copy_shared_to_global(desc, [pipe.b, pipe.h, row, 0], pipe.v.index(WARPGROUP))
-    tma.store_wait(0)
+def _store_rows(pipe, ptr, x, WARPGROUP: gl.constexpr):
+    """Write a consumer's 64 rows of dk or dv, [B, n_k, H, D]; 0 past the sample's keys.
+
+    Straight from registers: once a program, and a bulk store's descriptors cost registers of loops.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    b, h, first_key = pipe.place()
+    row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, S))
+    if pipe.HAS_N_CONTEXT:
+        x = gl.where((row < pipe.keys)[:, None], x, 0.0)
+    first = ((b.to(gl.int64) * pipe.n_k + row) * pipe.n_heads + h) * HEAD_DIM
+    ptrs = ptr + first[:, None] + column[None, :]
+    gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(row < pipe.n_k)[:, None])
 
 
 @gluon.jit
-def _consumer(pipe, dk_desc, dv_desc, scale, scale_log2, WARPGROUP: gl.constexpr):
+def _gradient_of_scores(p, p_operand, dp, FUSED: gl.constexpr):
+    """p ∘ dp in the operands' dtype."""
+    if FUSED:
+        # In pairs of 16 bits: with p in float32 the registers do not suffice.
+        return gl.inline_asm_elementwise(
+            product_ptx(p_operand.dtype), "=r,r,r",
+            [gl.convert_layout(p_operand, dp.type.layout), dp.to(p_operand.dtype)],
+            dtype=p_operand.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (p * dp).to(p_operand.dtype)
+
+
+@gluon.jit
+def _walk(pipe, k, v, scale_log2, WARPGROUP: gl.constexpr, MASKED: gl.constexpr):
+    """dk (unscaled) and dv of a warpgroup's keys over all queries.
+
+    The next tile's scores are multiplied beside this one's gradients. MASKED makes p of keys past
+    the sample's 0: in dq they would be wrong.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    DTYPE: gl.constexpr = dk_desc.dtype
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    first = pipe.first_key + WARPGROUP * ROWS
-    # Past the sample's keys ds must not reach dq.
-    inside = gl.arange(0, ROWS, layout=ROW) < pipe.keys - first
-    mask = gl.where(inside, -1, 0).to(gl.int16)[:, None]
+    DTYPE: gl.constexpr = pipe.q.dtype
+    _b, _h, first_key = pipe.place()
+    row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    limit = gl.where(row < pipe.keys, float("inf"), float("-inf"))[:, None]
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
+    s = gl.zeros([ROWS, ROWS], gl.float32, S)
+    if pipe.n_stages > 0:
+        mbarrier.wait(pipe.full.index(0), 0)
+        s = warpgroup_mma_wait(0, deps=[_times_transposed(k, _query_tile(pipe.q, 0, 0))])
+    for i in range(pipe.n_stages):
+        stage, _phase = pipe.stage(i)
+        # The last stage's next is itself: its scores are thrown away.
+        following, phase = pipe.stage(gl.minimum(i + 1, pipe.n_stages - 1))
+        for t in gl.static_range(pipe.TILES):
+            q = _query_tile(pipe.q, stage, t)
+            do = _query_tile(pipe.do, stage, t)
+            dp_started = _times_transposed(v, do)
+            exponent = s * scale_log2 - _row_of(pipe.lse, stage, t)
+            if MASKED:
+                exponent = gl.minimum(exponent, limit)
+            p = gl.exp2(exponent)
+            p_operand = gl.convert_layout(p.to(DTYPE), A)
+            if t + 1 < pipe.TILES:
+                s_started = _times_transposed(k, _query_tile(pipe.q, stage, t + 1))
+            else:
+                mbarrier.wait(pipe.full.index(following), phase)
+                s_started = _times_transposed(k, _query_tile(pipe.q, following, 0))
+            dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
+            delta = _row_of(pipe.delta, stage, t)
+            if t == 0:
+                dp = warpgroup_mma_wait(2, deps=[dp_started])
+            else:
+                dp, dk = warpgroup_mma_wait(2, deps=[dp_started, dk_started])  # noqa: F821
+            ds = _gradient_of_scores(p, p_operand, dp - delta, pipe.FUSED)
+            if pipe.FUSED:
+                mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+                tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+            dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+            if t + 1 < pipe.TILES:
+                s, dv = warpgroup_mma_wait(1, deps=[s_started, dv_started])
+            else:
+                s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(pipe, dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     mbarrier.wait(pipe.key_full.index(WARPGROUP), 0)
     k = tile(pipe.k, WARPGROUP).load(A)
     v = tile(pipe.v, WARPGROUP)
     if pipe.FUSED:
         v = v.load(A)
-    if pipe.n_tiles > 0:
-        mbarrier.wait(pipe.full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=[_times_transposed(k, tile(pipe.q, 0))])
-        for i in range(pipe.n_tiles):
-            stage, _phase = pipe.stage(i)
-            # The last tile's next is itself: its scores are thrown away.
-            following, phase = pipe.stage(gl.minimum(i + 1, pipe.n_tiles - 1))
-            q = tile(pipe.q, stage)
-            do = tile(pipe.do, stage)
-            dp_started = _times_transposed(v, do)
-            lse = pipe.lse.index(stage).load(COLUMN)
-            p = gl.exp2(s * scale_log2 - lse[None, :])
-            p_operand = gl.convert_layout(p.to(DTYPE), A)
-            mbarrier.wait(pipe.full.index(following), phase)
-            s_started = _times_transposed(k, tile(pipe.q, following))
-            dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
-            delta = pipe.delta.index(stage).load(COLUMN)
-            dp = warpgroup_mma_wait(2, deps=[dp_started])
-            if pipe.FUSED:
-                # In pairs of 16 bits: with p in float32 the registers do not suffice.
-                ds = gl.inline_asm_elementwise(
-                    masked_product_ptx(DTYPE), "=r,r,r,r",
-                    [gl.convert_layout(p_operand, S), (dp - delta[None, :]).to(DTYPE), mask],
-                    dtype=pipe.q.dtype, is_pure=True, pack=2,
-                )  # fmt: skip
-                mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
-                tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
-            else:
-                ds = (p * (dp - delta[None, :])).to(DTYPE)
-            dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-            s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
-            mbarrier.arrive(pipe.empty.index(stage), count=1)
-    # Computed again: kept beside the accumulators it would spill.
-    inside = opaque(gl.arange(0, ROWS, layout=ROW)) < pipe.keys - pipe.first_key - WARPGROUP * ROWS
-    # Both through v's buffer: the warpgroup of dq may still read k's.
-    _store_rows(pipe, dv_desc, dv, inside, WARPGROUP)
-    _store_rows(pipe, dk_desc, dk * scale, inside, WARPGROUP)
+        _b, _h, first_key = pipe.place()
+        if first_key + (WARPGROUP + 1) * ROWS <= pipe.keys:
+            dk, dv = _walk(pipe, k, v, scale_log2, WARPGROUP, False)
+        else:
+            dk, dv = _walk(pipe, k, v, scale_log2, WARPGROUP, True)
+    else:
+        # v in registers too miscompiles: ptxas 12.8 overwrites it with ds inside the loop.
+        dk, dv = _walk(pipe, k, v, scale_log2, WARPGROUP, False)
+    _store_rows(pipe, dv_ptr, dv, WARPGROUP)
+    _store_rows(pipe, dk_ptr, dk * scale, WARPGROUP)
 
 
 @gluon.jit
 def _dq_consumer(pipe, dq_desc):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
+    first_row = pipe.first_row()
     mbarrier.wait(pipe.key_full.index(0), 0)
     mbarrier.wait(pipe.key_full.index(1), 0)
-    for i in range(pipe.n_tiles):
+    for i in range(pipe.n_stages):
         buffer = i & 1
         mbarrier.wait(pipe.ds_full.index(buffer), (i >> 1) & 1)
-        dq = zeros
         ds = tile(pipe.ds, 2 * buffer).permute((1, 0))
         dq = warpgroup_mma(ds, tile(pipe.k, 0), zeros, use_acc=False, is_async=True)
         ds = tile(pipe.ds, 2 * buffer + 1).permute((1, 0))
@@ -235,32 +314,28 @@ def _dq_consumer(pipe, dq_desc):
         in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
         pipe.dq.index(buffer).store(gl.reshape(in_order, [ROWS, HEAD_DIM]))
         fence_async_shared()
-        reduce_add(dq_desc, [(pipe.first_tile + i) * ROWS, 0], pipe.dq.index(buffer))
+        reduce_add(dq_desc, [first_row + i * ROWS, 0], pipe.dq.index(buffer))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "n_q", "n_k"])
 def _attention_bwd_dkdv_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
     n_context_ptr, n_heads, n_q, n_k, scale, scale_log2,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, HAS_N_CONTEXT: gl.constexpr,
-    FUSED: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_N_CONTEXT: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
-    n_blocks = gl.cdiv(n_k, BLOCK_N)
-    bh = gl.program_id(0) // n_blocks
-    first_key = (gl.program_id(0) % n_blocks) * BLOCK_N
-    b = bh // n_heads
-    tiles_per_head = gl.cdiv(n_q, ROWS)
+    b, _h, first_key = place(gl.program_id(0), n_heads, n_k)
     keys = n_k
-    n_tiles = tiles_per_head
+    n_stages = gl.cdiv(n_q, TILES * ROWS)
     if HAS_N_CONTEXT:
         keys = gl.maximum(gl.minimum(gl.load(n_context_ptr + b), n_k), 1)
-        n_tiles = gl.where(first_key < keys, n_tiles, 0)
+        n_stages = gl.where(first_key < keys, n_stages, 0)
     pipe = Pipeline(
         allocate_tiles(q_desc, STAGES),
         allocate_tiles(do_desc, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], delta_desc.layout),
         allocate_tiles(k_desc, 2),
         allocate_tiles(v_desc, 2),
         allocate_tiles(k_desc, 4 if FUSED else 1),
@@ -268,14 +343,14 @@ def _attention_bwd_dkdv_hopper_kernel(
             gl.float32, [2 if FUSED else 1, ROWS, HEAD_DIM], dq_desc.layout
         ),
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
-        b, bh % n_heads, first_key, keys, n_tiles, bh * tiles_per_head,
-        STAGES, HAS_N_CONTEXT, FUSED,
+        n_heads, n_q, n_k, keys, n_stages,
+        STAGES, TILES, HAS_N_CONTEXT, FUSED,
     )  # fmt: skip
     if FUSED:
         gl.warp_specialize(
             [
-                (_consumer, (pipe, dk_desc, dv_desc, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_desc, dv_desc, scale, scale_log2, 1)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 0)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 1)),
                 (_dq_consumer, (pipe, dq_desc)),
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
             ],
@@ -285,8 +360,8 @@ def _attention_bwd_dkdv_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (pipe, dk_desc, dv_desc, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_desc, dv_desc, scale, scale_log2, 1)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 0)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 1)),
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
             ],
             [4, 1],
@@ -309,7 +384,7 @@ def attention_dkdv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk and dv [B, H, n_k, D] laid out [B, n_k, H, D]; where `fused` dq is added to `dq_tiles`.
 
-    statistics: lse and delta, float32 [2, rows], each head's rows padded to whole query tiles.
+    statistics: lse and delta, float32 [2, rows], each head's rows padded to PADDED_ROWS.
     dq_tiles: float32 [rows, D], each 64 rows a tile of unscaled dq in the order of registers.
     """
     batch, n_heads, n_q, _head_dim = q.shape
@@ -319,13 +394,13 @@ def attention_dkdv(
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     tile_layout = gl.NVMMASharedLayout.get_default_for([rows, rows], gl.float32)
     _attention_bwd_dkdv_hopper_kernel[(triton.cdiv(n_k, BLOCK_N.value) * batch * n_heads,)](
-        *(head_descriptor(x, rows) for x in (q, do, k, v)),
-        *(TensorDescriptor.from_tensor(x, [rows], row_layout) for x in statistics),
-        *(head_descriptor(x, rows) for x in (dk, dv)),
-        TensorDescriptor.from_tensor(dq_tiles, [rows, rows], tile_layout),
+        *(head_descriptor(x, rows * config.tiles) for x in (q, do)),
+        *(head_descriptor(x, rows) for x in (k, v)),
+        *(TensorDescriptor.from_tensor(x, [rows * config.tiles], row_layout) for x in statistics),
+        TensorDescriptor.from_tensor(dq_tiles, [rows, rows], tile_layout), dk, dv,
         dq_tiles if n_context is None else n_context,
         n_heads, n_q, n_k, scale, scale * LOG2_E,
-        STAGES=config.num_stages, REGISTERS=config.registers,
+        STAGES=config.num_stages, TILES=config.tiles, REGISTERS=config.registers,
         HAS_N_CONTEXT=n_context is not None, FUSED=fused, num_warps=4,
     )  # fmt: skip
     return dk, dv

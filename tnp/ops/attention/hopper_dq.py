@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from tnp.ops.attention.hopper_dkdv import PADDED_ROWS
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
     barriers,
@@ -167,7 +168,7 @@ def _consumer(
         bh, row, keys = pipe.item(index)
         row += WARPGROUP * ROWS
         offs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-        padded = gl.cdiv(pipe.n_q, ROWS) * ROWS
+        padded = gl.cdiv(pipe.n_q, PADDED_ROWS) * PADDED_ROWS
         ptrs = stats_ptr + bh.to(gl.int64) * padded + offs
         n_stats = (pipe.n_tiles // gl.cdiv(pipe.n_q, TILE_ROWS)).to(gl.int64) * padded
         # An lse of +inf makes p zero on rows past the end.
@@ -256,7 +257,7 @@ def attention_dq(
 ) -> torch.Tensor:
     """dq [B, H, n_q, D] laid out [B, n_q, H, D].
 
-    statistics: lse and delta, float32 [2, rows], each head's rows padded to whole 64.
+    statistics: lse and delta, float32 [2, rows], each head's rows padded to PADDED_ROWS.
     """
     batch, n_heads, n_q, _head_dim = q.shape
     dq = empty_rows(q, n_q)

@@ -7,9 +7,9 @@ s = scale·log2(e)·q kᵀ:
     p = 2^(s − m)    o = (Σ_j p_j v_j) / Σ_j p_j    lse = m + log2(Σ_j p_j)
 
 Softmax does not change with the reference m. By Cauchy–Schwarz |s| ≤ b = scale·log2(e)·‖q‖·max‖k‖;
-where 2b ≤ SAFE_RANGE for every row of a warpgroup, m = ⌈b⌉ is fixed: all p lie in
-[2^−SAFE_RANGE, 1], no row can underflow, and neither the maximum nor the rescaling of online
-softmax is needed. Any other rows run online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+where 2b is at most a safe range for the largest ‖q‖ of a tile, m = ⌈b⌉ is fixed: all p lie in
+[2^−range, 1], no row can underflow, and neither the maximum nor the rescaling of online softmax is
+needed. Any other tile runs online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 Both overlap the exponentials of a block with the matmuls of its neighbours, as FlashAttention-3
 does (arXiv 2407.08608).
 
@@ -39,8 +39,13 @@ TILE_ROWS = gl.constexpr(3 * 64)
 # Blocks that the values run behind the keys.
 LAG = gl.constexpr(1)
 HEAD_DIM = gl.constexpr(64)
-# Twice the bound: the smallest p is 2^-96, and p·v a normal float32 down to |v| = 1e-9.
-SAFE_RANGE = gl.constexpr(96.0)
+# Twice the bound. In bfloat16 the smallest p is 2^-96, and p·v a normal float32 down to |v| = 1e-9;
+# float16 has no such exponents.
+BFLOAT16_RANGE = gl.constexpr(96.0)
+FLOAT16_RANGE = gl.constexpr(8.0)
+# Online softmax gives the largest score the exact weight 1 before all are divided by their sum. A
+# fixed reference does not: with very few keys the rounding of one weight would be the output's.
+SAFE_KEYS = gl.constexpr(64)
 # The norms' rounding must not push a score past its bound.
 BOUND_MARGIN = gl.constexpr(1.001)
 # A row of a part: acc, m and l, padded so that rows stay aligned.
@@ -126,12 +131,14 @@ class Pipeline:
         return index, bh, (index % tiles_per_head) * TILE_ROWS, keys, first, last
 
     @gluon.jit
-    def reference(self, index, bh, exists):
+    def reference(self, index, bh, keys, exists):
         """(m, whether this kernel is the one for the tile): ⌈bound⌉, and safe or else ONLINE."""
+        SAFE_RANGE: gl.constexpr = BFLOAT16_RANGE if self.q.dtype == gl.bfloat16 else FLOAT16_RANGE
         q_norm = gl.load(self.norm_ptr + index, mask=exists, other=0.0)
         k_norm = gl.load(self.norm_ptr + self.n_tiles + bh, mask=exists, other=0.0)
         m = gl.ceil(gl.sqrt(q_norm) * gl.sqrt(k_norm) * (self.scale_log2 * BOUND_MARGIN))
-        return m, (2.0 * m <= SAFE_RANGE) != self.ONLINE
+        safe = (2.0 * m <= SAFE_RANGE) & (keys >= SAFE_KEYS)
+        return m, safe != self.ONLINE
 
     @gluon.jit
     def stage(self, n):
@@ -144,9 +151,9 @@ def _producer(pipe, q_desc, k_desc, v_desc):
     step = 0
     t = 0
     for i in range(pipe.n_items()):
-        index, bh, row, _keys, first, last = pipe.item(i)
+        index, bh, row, keys, first, last = pipe.item(i)
         exists = (index < pipe.n_tiles) & (first < last)
-        _m, mine = pipe.reference(index, bh, exists)
+        _m, mine = pipe.reference(index, bh, keys, exists)
         if mine & exists:
             b = bh // pipe.n_heads
             h = bh % pipe.n_heads
@@ -281,7 +288,7 @@ def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
     for i in range(pipe.n_items()):
         index, bh, row, keys, first, last = pipe.item(i)
         exists = (index < pipe.n_tiles) & (first < last)
-        fixed, mine = pipe.reference(index, bh, exists)
+        fixed, mine = pipe.reference(index, bh, keys, exists)
         if mine & exists:
             q_slot = (t % 2) * CONSUMERS + WARPGROUP
             mbarrier.wait(pipe.q_full.index(t % 2), (t // 2) & 1)

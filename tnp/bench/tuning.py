@@ -1,0 +1,265 @@
+"""Times every candidate of one problem: each kernel that can serve it, with each configuration.
+
+All run on the same inputs and take turns, with cold caches, from CUDA graphs where they are short;
+what one of them raises is its row. `tune` starts `python -m tnp.bench.tuning PARAMETERS RESULT
+PARENT`, which writes to RESULT what is known so far: "environment", "suspect", the candidate to
+blame should the process end now, and "trials" or "failure".
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tnp.bench.child import require_device
+from tnp.bench.isolate import device_lock, die_with_parent, with_provenance
+from tnp.bench.operators import (
+    MAX_RELATIVE_ERROR,
+    Contender,
+    Inaccurate,
+    launches_per_run,
+    replayed,
+)
+from tnp.bench.outcome import Rows, classify
+from tnp.bench.provenance import Conditions, environment
+from tnp.bench.roofline import attention_bytes
+from tnp.bench.statistics import summarize
+from tnp.bench.timing import Policy, first_call, measure_interleaved, synchronize, time_calls
+from tnp.bench.workloads import Output, input_sets
+from tnp.ops.attention.kernels import KERNELS, Problem
+from tnp.ops.tuning import candidates, choose
+
+PROBLEM = ("operation", "shape", "batch", "n_q", "n_k", "n_heads", "head_dim", "dtype")
+
+
+def tune(parameters: dict, timeout_s: float) -> Rows:
+    """Tables "trials" and "environments" of one problem, provenance included.
+
+    A candidate that ends the process it is tried in is a row, and the others are measured in a new
+    process without it.
+
+    Args:
+        parameters: `PROBLEM`, `timing`, `device` and `device_slug`, as JSON can hold them.
+        timeout_s: seconds until a process is killed.
+    """
+    ended_by: dict[str, tuple[str, str]] = {}
+    while True:
+        report = _run_child(parameters | {"ended_by": ended_by}, timeout_s)
+        trials = report.get("trials")
+        if trials is None and report.get("suspect") is not None:
+            ended_by[report["suspect"]] = report["failure"]
+            continue
+        if trials is None:
+            status, reason = report["failure"]
+            trials = [_key(parameters) | {"status": status, "reason": reason}]
+        state = report.get("environment")
+        tables = {"trials": trials, "environments": [state] if state else []}
+        return with_provenance(tables, parameters["device_slug"], state and state["environment_id"])
+
+
+def _run_child(parameters: dict, timeout_s: float) -> dict:
+    """The child's report; "failure" is in it where "trials" is not."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tnp-tune-") as folder,
+        device_lock(parameters["device_slug"]),
+    ):
+        result = Path(folder, "result.json")
+        Path(folder, "parameters.json").write_text(json.dumps(parameters))
+        command = [sys.executable, "-m", __name__, f"{folder}/parameters.json", result]
+        try:
+            code = subprocess.run([*command, str(os.getpid())], timeout=timeout_s).returncode
+            ended = "error", f"its process ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = "timeout", f"not finished after {timeout_s:g} s"
+        report = json.loads(result.read_text()) if result.exists() else {}
+        return {"failure": ended} | report
+
+
+def main(parameters_path: str, result_path: str, parent: str) -> None:
+    started = time.perf_counter()
+    die_with_parent(int(parent))
+    parameters = json.loads(Path(parameters_path).read_text())
+    report: dict[str, object] = {}
+
+    def note(**known: object) -> None:
+        report.update(known)
+        temporary = Path(f"{result_path}.tmp")
+        temporary.write_text(json.dumps(report))
+        os.replace(temporary, result_path)
+
+    try:
+        require_device(parameters["device"])
+        note(environment=environment(parameters["device"]))
+        note(trials=measure_trials(parameters, started, lambda name: note(suspect=name)))
+    except Exception as error:
+        traceback.print_exc()
+        note(failure=classify(error))
+
+
+@dataclass
+class _Trial:
+    """A candidate, its row so far, and what its stages leave to the next."""
+
+    name: str
+    calls: list[Callable[[], Output]]
+    row: dict[str, object]
+    contender: Contender | None = None
+    runs: tuple[list[Callable[[], object]], Callable[[], Output]] | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        compile_s = sum(first_call(call, device) for call in self.calls)
+        (call_ms,) = time_calls(iter(self.calls), 1, device)
+        self.row["compile_s"] = compile_s
+        self.contender = Contender(self.calls, compile_s, call_ms)
+
+    def check(self, output: Output, reference: Output) -> None:
+        """Raises Inaccurate past the bound; the row keeps the largest error."""
+        error = _relative_error(output, reference)
+        self.row["max_relative_error"] = max(error, self.row.get("max_relative_error", 0.0))
+        if not error <= MAX_RELATIVE_ERROR[self.row["dtype"]]:  # NaN never passes
+            raise Inaccurate(f"its result is off by {error:.2e} of the largest value")
+
+    def fail(self, status: str, reason: str) -> None:
+        self.row |= {"status": status, "reason": reason}
+
+
+def measure_trials(
+    parameters: dict, started: float, suspect: Callable[[str | None], None] = lambda name: None
+) -> list[dict]:
+    """Rows of table "trials", the default first; errors are relative to the first that ran.
+
+    Args:
+        parameters: `PROBLEM`, `timing`, `device`, and `ended_by`: name → status and reason of the
+            candidates that must not be tried.
+        started: `time.perf_counter()` when the process began; `setup_s` counts from there.
+        suspect: told whom to blame should this process not survive what comes next.
+
+    Raises:
+        Exception: the inputs do not fit, or an error made the device useless to this process.
+    """
+    device = torch.device(parameters["device"])
+    # The default stream cannot be captured.
+    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+        trials = _trials(parameters, device)
+        setup_s = time.perf_counter() - started
+        pending = [trial for trial in trials if "status" not in trial.row]
+        each = partial(_each, device=device, suspect=suspect)
+
+        pending = each(pending, lambda trial: trial.prepare(device))
+        reference = pending[0].calls[0]() if pending else ()
+        pending = each(pending, lambda trial: trial.check(trial.calls[0](), reference))
+        n_launches = launches_per_run([trial.contender for trial in pending], device)
+
+        def capture(trial: _Trial) -> None:
+            trial.runs = replayed(trial.calls, n_launches)
+
+        pending = each(pending, capture)
+        policy = Policy.from_parameters(parameters["timing"])
+        with Conditions(device.type) as conditions:
+            timed = [trial.runs[0] for trial in pending]
+            measured = measure_interleaved(timed, device, policy, n_launches)
+        for trial, own in zip(pending, measured, strict=True):
+            trial.row |= (
+                summarize(own.samples_ms, "time_ms")
+                | {"n_samples": len(own.samples_ms), "n_warmup": own.n_warmup, "setup_s": setup_s}
+                | {"measure_s": own.measure_s, "reason": own.note}
+                | conditions.row()
+            )
+        for trial in each(pending, lambda trial: trial.check(trial.runs[1](), reference)):
+            trial.row["status"] = "ok"
+    return [trial.row for trial in trials]
+
+
+def _each(
+    trials: list[_Trial],
+    work: Callable[[_Trial], None],
+    device: torch.device,
+    suspect: Callable[[str | None], None],
+) -> list[_Trial]:
+    """Those of `trials` for which `work` succeeds; the others' rows say how it failed."""
+    succeeded = []
+    for trial in trials:
+        suspect(trial.name)
+        try:
+            work(trial)
+            succeeded.append(trial)
+        except Exception as error:  # whatever it was, it is this candidate's result
+            traceback.print_exc()
+            trial.fail(*classify(error))
+            synchronize(device)  # raises where the device can no longer be used
+    suspect(None)
+    return succeeded
+
+
+def _trials(parameters: dict, device: torch.device) -> list[_Trial]:
+    """Every candidate, the default first; those that must not be tried have their status."""
+    operation, scale = parameters["operation"], parameters["head_dim"] ** -0.5
+    inputs = _inputs(parameters, device)
+    q, k = inputs[0][:2] if operation == "forward" else inputs[0][1:3]
+    problem = Problem.of(operation, q, k)
+    trials = []
+    for kernel, config in candidates(problem):
+        launch_config = json.dumps(asdict(config))
+        name = f"{kernel} {launch_config}"
+        run = KERNELS[operation, kernel].run
+        calls = [partial(run, *tensors, None, scale, config) for tensors in inputs]
+        row = _key(parameters) | {"capability": problem.capability, "kernel": kernel}
+        row |= {"launch_config": launch_config, "is_default": not trials}
+        trials.append(_Trial(name, calls, row))
+        if name in parameters.get("ended_by", {}):
+            trials[-1].fail(*parameters["ended_by"][name])
+    return trials
+
+
+def _key(parameters: dict) -> dict[str, object]:
+    return {name: parameters[name] for name in PROBLEM}
+
+
+def _inputs(parameters: dict, device: torch.device) -> list[list[torch.Tensor]]:
+    """The tensors of an operation, as the model passes them, in sets that overflow the cache."""
+    batch, n_heads, n_q, n_k, head_dim = size = [
+        parameters[name] for name in ("batch", "n_heads", "n_q", "n_k", "head_dim")
+    ]
+    dtype, pass_ = getattr(torch, parameters["dtype"]), parameters["operation"]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    def tensors() -> list[torch.Tensor]:
+        q, k, v = normal(batch, max(n_q, n_k), 3, n_heads, head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]
+        if pass_ == "forward":
+            return [q, k, v]
+        choice = choose(Problem.of("forward", q, k, v))
+        forward = KERNELS["forward", choice.kernel].run
+        o, lse = forward(q, k, v, None, head_dim**-0.5, choice.config)
+        return [normal(batch, n_q, n_heads, head_dim).transpose(1, 2), q, k, v, o, lse]
+
+    n_bytes = attention_bytes(
+        *size, dtype.itemsize, "forward" if pass_ == "forward" else "backward"
+    )
+    return [tensors() for _ in range(input_sets(n_bytes, device))]
+
+
+def _relative_error(output: Output, reference: Output) -> float:
+    """Largest difference in an output over the largest value of its reference; NaN where one is."""
+    errors = [
+        (x.float() - y.float()).abs().max() / y.float().abs().max()
+        for x, y in zip(output, reference, strict=True)
+    ]
+    return torch.stack(errors).max().item()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Tuning, on demand: `snakemake tune` times every candidate and rewrites the tuned table.
+
+The table is no rule's output: it is committed, and nothing else may wait for a tuning.
+"""
+
+from workflow import tuning_plan
+
+try:
+    PROBLEMS = tuning_plan.problems(config, DEVICE, SLUG)
+except ValueError as error:
+    sys.exit(str(error))
+
+
+rule trials:
+    input:
+        tuning_plan.source_files(),
+    output:
+        trials=f"{RUNS}/trials/{{problem}}.parquet",
+        environments=f"{RUNS}/environments/tuning--{{problem}}.parquet",
+    log:
+        f"{LOGS}/tuning--{{problem}}.log",
+    wildcard_constraints:
+        problem=one_of(PROBLEMS),
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        parameters=lambda wildcards: PROBLEMS[wildcards.problem],
+    script:
+        "../scripts/trials.py"
+
+
+# Without an output it always runs, and always from the trials that are there.
+rule tune:
+    input:
+        trials=expand(f"{RUNS}/trials/{{problem}}.parquet", problem=PROBLEMS),
+        views=sources.views(),
+    log:
+        "data/runs/logs/tune.log",
+    params:
+        slug=SLUG,
+    script:
+        "../scripts/tune.py"

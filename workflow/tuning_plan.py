@@ -1,0 +1,48 @@
+"""What `snakemake tune` has to time, and what that depends on."""
+
+import os
+from itertools import product
+
+from workflow import sources
+
+
+def problems(config: dict, device: str, slug: str) -> dict[str, dict]:
+    """{readable id: parameters} of every operation at every shape of section `tuning`.
+
+    None without a GPU. Raises ValueError for a shape that config.yaml does not define.
+    """
+    tuning = config.get("tuning", {"shapes": [], "operations": []})
+    for shape in tuning["shapes"]:
+        if shape not in config["shapes"]:
+            known = ", ".join(config["shapes"])
+            raise ValueError(
+                f"config.yaml: tuning.shapes: unknown shape {shape!r}: choose from {known}"
+            )
+    if device != "cuda":
+        return {}
+    model, found = config["model"], {}
+    for shape, operation in product(tuning["shapes"], tuning["operations"]):
+        sizes = config["shapes"][shape]
+        found[f"{operation}--{shape}"] = {
+            "operation": operation,
+            "shape": shape,
+            "batch": sizes["batch"],
+            "n_q": sizes["n_context"] + sizes["n_target"],
+            "n_k": sizes["n_context"],
+            "n_heads": model["n_heads"],
+            "head_dim": model["d_model"] // model["n_heads"],
+            "dtype": tuning["dtype"],
+            "timing": config["timing"],
+            "device": device,
+            "device_slug": slug,
+        }
+    return found
+
+
+def source_files() -> list[str]:
+    """Files of our kernels and of what times them; not the table, which voids no trial."""
+    ours = (
+        sources.of_op({"op": "attention", "implementation": name}) for name in ("separate", "fused")
+    )
+    files = {os.path.relpath(sources.ROOT / "tnp/bench/tuning.py")}.union(*ours)
+    return sorted(file for file in files if file.endswith(".py"))
