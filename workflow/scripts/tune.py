@@ -14,7 +14,7 @@ trials, views = map(list, (snakemake.input.trials, snakemake.input.views))
 
 def winners() -> list[dict]:
     """Of view `tuning`, the larger of two problems in one bucket last."""
-    query = "from tuning where kernel is not null order by batch * n_heads * n_q * n_k"
+    query = "from tuning where kernel is not null order by 1.0 * batch * n_heads * n_q * n_k"
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder, "trials.duckdb")
         build_database([Path(file) for file in trials], Path(views[0]).parent, database)

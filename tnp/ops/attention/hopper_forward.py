@@ -130,10 +130,10 @@ def unsupported(problem: "Problem") -> str | None:
 def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
     """Candidates, the default first."""
     return (
+        ForwardConfig(64, 8, 160),
+        ForwardConfig(64, 4, 160),
         ForwardConfig(128, 4, 160),
         ForwardConfig(128, 2, 160),
-        ForwardConfig(64, 4, 160),
-        ForwardConfig(64, 8, 160),
     )
 
 
