@@ -68,9 +68,16 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Who of ours comes nearest to its roofline on the first device, and the best peer there."""
+    """Who of ours comes nearest to its roofline on the first device, and the best peer there.
+
+    A share above 1 says that the ceiling was measured too low, and nothing of the kernel.
+    """
     for slug, device in devices.items():
-        timed = [row for row in rows if row["device"] == slug and row["share_of_roofline"]]
+        timed = [
+            row
+            for row in rows
+            if row["device"] == slug and 0 < (row["share_of_roofline"] or 0) <= 1
+        ]
         own = [row for row in timed if row["own"]]
         if own:
             best = max(own, key=lambda row: row["share_of_roofline"])
