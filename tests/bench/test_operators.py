@@ -251,8 +251,8 @@ def test_an_impossible_rate_is_an_error(monkeypatch):
 
 def test_short_kernels_are_launched_from_graphs_of_whole_rotations():
     def launches(device: str, *calls_ms: float, n_inputs: int = 3) -> int:
-        contenders = [operators._Contender([None] * n_inputs, 0.0, ms) for ms in calls_ms]
-        return operators._launches_per_run(contenders, torch.device(device))
+        contenders = [operators.Contender([None] * n_inputs, 0.0, ms) for ms in calls_ms]
+        return operators.launches_per_run(contenders, torch.device(device))
 
     assert launches("cuda", 5.0, 0.5) == 21  # all of them, however slow: launched alike
     assert launches("cuda", 0.5, n_inputs=25) == 25

@@ -110,6 +110,16 @@ def test_the_backward_runs_from_another_thread(implementation):
 
 
 @ours
+def test_keys_shared_by_all_samples(implementation):
+    """Expanded over the batch, of stride 0."""
+    (q, k, v), _do = cases.draw(Case(2, 2, 70, 140), DEVICE)
+    k, v = (x[:1].detach().expand_as(x) for x in (k, v))
+    shared = attention(q, k, v, implementation=implementation)
+    copied = attention(q, k.contiguous(), v.contiguous(), implementation=implementation)
+    assert max_abs_error(shared, copied) <= 1e-2
+
+
+@ours
 def test_no_queries(implementation):
     q, k = torch.zeros(1, 2, 0, 64, device=DEVICE), torch.randn(1, 2, 5, 64, device=DEVICE)
     k.requires_grad_()

@@ -60,7 +60,10 @@ class Kernel:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(step * x.itemsize % 16 == 0 for step in x.stride()[:3])
+    """Rows at distinct multiples of 16 bytes: an expanded dimension, of stride 0, is not."""
+    steps = [step * x.itemsize for step, size in zip(x.stride(), x.shape[:3], strict=False)]
+    expanded = any(size > 1 and step == 0 for step, size in zip(steps, x.shape[:3], strict=True))
+    return x.data_ptr() % 16 == 0 and not expanded and all(step % 16 == 0 for step in steps)
 
 
 def _kernels() -> dict[tuple[str, str], Kernel]:
