@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-QUERY = 'duckdb -readonly data/results.duckdb "from speedup"'
+DATABASE = "data/results.duckdb"
+QUERY = f'duckdb -readonly {DATABASE} "from speedup"'
 
 
 def red_gates(files: Iterable[str]) -> list[str]:
@@ -27,4 +28,7 @@ def red_gates(files: Iterable[str]) -> list[str]:
 def success(figures: Iterable[str]) -> str:
     """Where to look, and one query to try."""
     drawn = "  ".join(figure for figure in figures if Path(figure).exists())
-    return f"Figures: {drawn}\nAsk the results: {QUERY}"
+    lines = [f"Figures: {drawn}"] if drawn else []
+    if Path(DATABASE).exists():
+        lines.append(f"Ask the results: {QUERY}")
+    return "\n".join(lines)

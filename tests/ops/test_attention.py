@@ -186,18 +186,20 @@ def bad_n_context():
     yield "n_context is torch.int64", right.long()
     yield "must be int32 of shape", right.repeat(2)
     yield "n_context is on meta", right.to("meta")
+    yield "it must be an int32 tensor", [8]
 
 
 @pytest.mark.parametrize("message, n_context", list(bad_n_context()))
-def test_bad_n_context_is_one_sentence(message, n_context):
+@pytest.mark.parametrize("implementation", [*OURS, "reference"])
+def test_bad_n_context_is_one_sentence(implementation, message, n_context):
     x = torch.zeros(1, 2, 8, 64)
     with pytest.raises(ValueError, match=message):
-        attention(x, x, x, n_context=n_context, implementation="separate")
+        attention(x, x, x, n_context=n_context, implementation=implementation)
 
 
 def test_n_context_needs_an_implementation_that_knows_it():
     x, n_context = torch.zeros(1, 2, 8, 64), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="separate or fused, not 'sdpa_flash'"):
+    with pytest.raises(ValueError, match="separate, fused, reference, not 'sdpa_flash'"):
         attention(x, x, x, n_context=n_context)
 
 

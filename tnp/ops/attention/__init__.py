@@ -115,11 +115,11 @@ def attention(
             range is found where it lies: on CUDA as a device-side assertion, at the next
             synchronization.
     """
-    if implementation == "reference":
-        return attention_reference(q, k, v, scale, n_context)
-    _check(q, k, v, scale)
+    _check(q, k, v, scale, any_type=implementation == "reference")
     if n_context is not None:
         _check_n_context(n_context, q, k, implementation)
+    if implementation == "reference":
+        return attention_reference(q, k, v, scale, n_context)
     _require_supported("attention", implementation, q.device, q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if q.numel() == 0:
@@ -144,7 +144,10 @@ def describe_launch(
     return tuning.choose(Problem.of(operation, q, k)).describe()
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> None:
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, any_type: bool
+) -> None:
+    """Raises ValueError; `any_type` allows every dtype, head_dim and stride."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
@@ -152,13 +155,13 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | Non
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}: they must be equal")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and not any_type:
             raise ValueError(
                 f"{name} has strides {x.stride()}: its last dimension must be contiguous"
             )
-    if q.dtype not in DTYPES:
+    if q.dtype not in DTYPES and not any_type:
         raise ValueError(f"q is {q.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
-    if q.shape[-1] not in HEAD_DIMS:
+    if q.shape[-1] not in HEAD_DIMS and not any_type:
         raise ValueError(f"head_dim is {q.shape[-1]}: it must be one of {HEAD_DIMS}")
     if k.shape != v.shape:
         raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
@@ -176,10 +179,13 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | Non
 def _check_n_context(
     n_context: torch.Tensor, q: torch.Tensor, k: torch.Tensor, implementation: str
 ) -> None:
-    if implementation not in OURS:
+    takes_it = (*OURS, "reference")
+    if implementation not in takes_it:
         raise ValueError(
-            f"n_context needs implementation {' or '.join(OURS)}, not {implementation!r}"
+            f"n_context needs implementation {', '.join(takes_it)}, not {implementation!r}"
         )
+    if not isinstance(n_context, torch.Tensor):
+        raise ValueError(f"n_context is {n_context!r}: it must be an int32 tensor")
     if n_context.shape != q.shape[:1] or n_context.dtype != torch.int32:
         raise ValueError(
             f"n_context is {n_context.dtype} {tuple(n_context.shape)}: "
