@@ -1,9 +1,8 @@
 """Attention forward for Hopper: what runs around `hopper_forward_kernel`.
 
 First the largest norms of query tiles and of each head's keys, by which the kernel knows where a
-fixed reference is safe; then the kernel for those tiles, and again, online, for the others, where
-there are any; last, where tiles were split along the keys, their parts are added up in a fixed
-order.
+fixed reference is safe; then the kernel; last, where tiles were split along the keys, their parts
+are added up in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tnp.ops.attention.hopper_forward_kernel import (
+    KEY_PARTS,
     PART_WIDTH,
     ROWS,
     TILE_ROWS,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem
 
 COMBINE_ROWS = 32
+# Blocks of keys (0.6 µs each on an H200) that splitting must save a program: parts cost 10 µs.
+MIN_BLOCKS_SAVED = 16
 
 
 @dataclass(frozen=True)
@@ -50,29 +52,27 @@ def _norm_kernel(
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     n_heads, n_q, n_k,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Largest ‖q‖² of every query tile, then largest ‖k‖² of every head, which must be 0 before."""
-    q_tiles, k_tiles = tl.cdiv(n_q, TILE), tl.cdiv(n_k, TILE)
-    n_tiles = tl.num_programs(0) // (q_tiles + k_tiles) * q_tiles
+    """Largest ‖q‖² of every query tile, then largest ‖k‖² of every part of each head's keys."""
+    q_tiles = tl.cdiv(n_q, TILE)
+    n_tiles = tl.num_programs(0) // (q_tiles + KEY_PARTS) * q_tiles
     index = tl.program_id(0)
     if index < n_tiles:
         bh, start = index // q_tiles, index % q_tiles * TILE
         rows = head_ptr(q_ptr, stride_qb, stride_qh, bh, n_heads)
-        n_rows, stride = n_q, stride_qm
+        n_rows, stride, length = n_q, stride_qm, TILE
     else:
-        bh, start = (index - n_tiles) // k_tiles, (index - n_tiles) % k_tiles * TILE
+        length = tl.cdiv(n_k, KEY_PARTS * BLOCK) * BLOCK
+        bh, start = (index - n_tiles) // KEY_PARTS, (index - n_tiles) % KEY_PARTS * length
         rows = head_ptr(k_ptr, stride_kb, stride_kh, bh, n_heads)
         n_rows, stride = n_k, stride_kn
     largest = tl.zeros([BLOCK], tl.float32)
-    for offset in tl.static_range(0, TILE, BLOCK):
-        offs = start + offset + tl.arange(0, BLOCK)
-        x = load_rows(rows, offs, n_rows, stride, HEAD_DIM, True).to(tl.float32)
+    for offset in tl.range(start, tl.minimum(start + length, n_rows), BLOCK):
+        x = load_rows(rows, offset + tl.arange(0, BLOCK), n_rows, stride, HEAD_DIM, True)
+        x = x.to(tl.float32)
         largest = tl.maximum(largest, tl.sum(x * x, 1))
-    if index < n_tiles:
-        tl.store(norm_ptr + index, tl.max(largest, 0))
-    else:
-        tl.atomic_max(norm_ptr + n_tiles + bh, tl.max(largest, 0))
+    tl.store(norm_ptr + index, tl.max(largest, 0))
 
 
 @triton.jit(do_not_specialize=["n_q", "first_tile", "share", "blocks"])
@@ -111,13 +111,13 @@ def _combine_kernel(
 
 
 def _squared_norms(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Largest ‖q‖² of each query tile of each head, then largest ‖k‖² of each head, then 0."""
+    """Largest ‖q‖² of each query tile of each head, then ‖k‖² of each part of each head's keys."""
     heads, head_dim = q.shape[0] * q.shape[1], q.shape[3]
-    q_tiles, k_tiles = (triton.cdiv(x.shape[2], TILE_ROWS.value) for x in (q, k))
-    norms = q.new_zeros(heads * (q_tiles + 1) + 1, dtype=torch.float32)
-    _norm_kernel[(heads * (q_tiles + k_tiles),)](
+    programs = heads * (triton.cdiv(q.shape[2], TILE_ROWS.value) + KEY_PARTS.value)
+    norms = q.new_empty(programs, dtype=torch.float32)
+    _norm_kernel[(programs,)](
         q, k, norms, *row_strides(q), *row_strides(k), q.shape[1], q.shape[2], k.shape[2],
-        HEAD_DIM=head_dim, TILE=TILE_ROWS.value, BLOCK=ROWS.value,
+        HEAD_DIM=head_dim, TILE=TILE_ROWS.value, KEY_PARTS=KEY_PARTS.value, BLOCK=ROWS.value,
     )  # fmt: skip
     return norms
 
@@ -132,8 +132,6 @@ def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
     return (
         ForwardConfig(64, 8, 160),
         ForwardConfig(64, 4, 160),
-        ForwardConfig(128, 4, 160),
-        ForwardConfig(128, 2, 160),
     )
 
 
@@ -153,26 +151,23 @@ def forward(
     n_tiles = triton.cdiv(n_q, TILE_ROWS.value) * batch * n_heads
     blocks = triton.cdiv(n_k, config.block_n)
     programs = multiprocessors(q.device)
-    if n_context is None:
-        n_whole, n_split = divmod(n_tiles, programs)
-    else:  # whose share is what would depend on the samples' sizes: nothing is split
-        n_whole, n_split = triton.cdiv(n_tiles, programs), 0
+    n_whole, n_split = divmod(n_tiles, programs)
     share = triton.cdiv(n_split * blocks, programs)
+    # With n_context, whose share is what would depend on the samples' sizes.
+    if n_context is not None or blocks - share < MIN_BLOCKS_SAVED:
+        n_whole, n_split, share = triton.cdiv(n_tiles, programs), 0, 0
     part_rows = 2 * programs * TILE_ROWS.value if n_split else 0
     parts = q.new_empty(part_rows, PART_WIDTH.value, dtype=torch.float32)
     descriptors = [
         head_descriptor(x, rows)
         for x, rows in ((q, ROWS.value), (k, config.block_n), (v, config.block_n), (o, ROWS.value))
     ]
-    norms = _squared_norms(q, k)
-    for online in (False, True):
-        attention_fwd_hopper_kernel[(programs,)](
-            *descriptors, lse, parts, norms, lse if n_context is None else n_context,
-            n_tiles, n_heads, n_q, n_k, n_whole, share, scale * LOG2_E,
-            BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
-            HAS_N_CONTEXT=n_context is not None, ONLINE=online,
-            num_warps=4,
-        )  # fmt: skip
+    attention_fwd_hopper_kernel[(programs,)](
+        *descriptors, lse, parts, _squared_norms(q, k), lse if n_context is None else n_context,
+        n_tiles, n_heads, n_q, n_k, n_whole, share, scale * LOG2_E,
+        BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
+        HAS_N_CONTEXT=n_context is not None, num_warps=4,
+    )  # fmt: skip
     if n_split:
         _combine_kernel[n_split, TILE_ROWS.value // COMBINE_ROWS](
             parts, o, lse, *row_strides(o), n_heads, n_q, n_tiles - n_split, share, blocks,
