@@ -10,8 +10,8 @@ Softmax does not change with the reference m. By Cauchy–Schwarz |s| ≤ b = sc
 where 2b is at most a safe range for the largest ‖q‖ of a tile, m = ⌈b⌉ is fixed: all p lie in
 [2^−range, 1], no row can underflow, and neither the maximum nor the rescaling of online softmax is
 needed. Any other tile runs online softmax (Milakov and Gimelshein, arXiv 1805.02867).
-Both overlap the exponentials of a block with the matmuls of its neighbours, as FlashAttention-3
-does (arXiv 2407.08608).
+The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
+(arXiv 2407.08608).
 
 The last block of keys, the one that may be ragged, comes first, so that the loop needs no mask.
 Tiles that would leave multiprocessors idle in a last round are split along the keys instead, and a
@@ -31,7 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import allocate_tiles, barriers, load_tile, opaque, tile
+from tnp.ops.attention.hopper_primitives import (
+    allocate_tiles,
+    barriers,
+    load_tile,
+    opaque,
+    synchronize_warp,
+    tile,
+)
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 CONSUMERS = gl.constexpr(3)
@@ -123,7 +130,8 @@ class Pipeline:
         tiles_per_head = gl.cdiv(opaque(self.n_q), TILE_ROWS)
         bh = index // tiles_per_head
         if self.HAS_N_CONTEXT:
-            n_context = gl.load(self.n_context_ptr + bh // self.n_heads)
+            exists = index < self.n_tiles
+            n_context = gl.load(self.n_context_ptr + bh // self.n_heads, mask=exists, other=0)
             keys = gl.maximum(gl.minimum(n_context, keys), 1)
             last = gl.cdiv(keys, self.BLOCK_N)
         return index, bh, (index % tiles_per_head) * TILE_ROWS, keys, first, last
@@ -156,6 +164,7 @@ def _producer(pipe, q_desc, k_desc, v_desc):
             bound = gl.full([1], 0.0, gl.float32, one) + pipe.reference(index, bh, keys)
             mbarrier.wait(pipe.q_empty.index(i % 2), ((i // 2) & 1) ^ 1)
             pipe.bound.index(i % 2).store(bound)
+            synchronize_warp(i)  # all lanes wrote before one arrives
             mbarrier.expect(pipe.q_full.index(i % 2), CONSUMERS * q_desc.block_type.nbytes)
             for c in gl.static_range(CONSUMERS):
                 load_tile(
@@ -229,8 +238,8 @@ def _rescale(acc, alpha, ONLINE: gl.constexpr):
 def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
     """acc [64, D], l_i [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
 
-    `step` stages were consumed before. The scalar m given is kept unless ONLINE. The exponentials
-    of a block run while its predecessor's values are multiplied.
+    `step` stages were consumed before. The scalar m given is kept unless ONLINE. ptxas waits for
+    the values of the block before ahead of the exponentials; 64-key blocks are faster that way.
     """
     BLOCK_N: gl.constexpr = pipe.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -242,6 +251,7 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
     mbarrier.wait(pipe.full.index(stage), phase)
     s = warpgroup_mma_wait(0, deps=[_scores(pipe, q, stage)])
     mbarrier.arrive(pipe.empty.index(stage), count=1)
+    # Opaque, or one mask would be kept for both forms, and spill.
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
     inside = (columns < opaque(keys - (last - 1) * BLOCK_N))[None, :]
     if ONLINE:
@@ -335,7 +345,7 @@ def attention_fwd_hopper_kernel(
         allocate_tiles(k_desc, STAGES),
         allocate_tiles(v_desc, STAGES),
         barriers(2, 1), barriers(2, CONSUMERS),
-        gl.allocate_shared_memory(gl.float32, [2, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
         norm_ptr, n_context_ptr, n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
         BLOCK_N, STAGES, HAS_N_CONTEXT,
