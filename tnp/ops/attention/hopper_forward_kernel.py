@@ -31,14 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import (
-    allocate_tiles,
-    barriers,
-    load_tile,
-    opaque,
-    synchronize_warp,
-    tile,
-)
+from tnp.ops.attention.hopper_primitives import allocate_tiles, barriers, load_tile, opaque, tile
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 CONSUMERS = gl.constexpr(3)
@@ -164,7 +157,6 @@ def _producer(pipe, q_desc, k_desc, v_desc):
             bound = gl.full([1], 0.0, gl.float32, one) + pipe.reference(index, bh, keys)
             mbarrier.wait(pipe.q_empty.index(i % 2), ((i // 2) & 1) ^ 1)
             pipe.bound.index(i % 2).store(bound)
-            synchronize_warp(i)  # all lanes wrote before one arrives
             mbarrier.expect(pipe.q_full.index(i % 2), CONSUMERS * q_desc.block_type.nbytes)
             for c in gl.static_range(CONSUMERS):
                 load_tile(

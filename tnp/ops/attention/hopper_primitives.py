@@ -77,14 +77,5 @@ def opaque(x):
     )
 
 
-@gluon.jit
-def synchronize_warp(x):
-    """A barrier of the warp; x, any int32, is needed for the assembly and not used."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [x],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
