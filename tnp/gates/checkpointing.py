@@ -1,6 +1,7 @@
 """Phase 9: recomputing blocks in the backward pass changes neither loss nor gradients."""
 
 from collections.abc import Iterator
+from statistics import median
 
 import torch
 
@@ -8,20 +9,26 @@ from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
 from tnp.variants import Variant
 
+# Backward passes that add dQ up in no fixed order (SDPA's flash, ours `fused`) differ from run to
+# run, mostly by 1e-6 and now and then, where a rounding tips over, by 1e-4. So several runs each:
+# the median recomputed one may be MARGIN times as far off as the farthest plain one. Without a
+# spread there is no margin.
+RUNS = {"cuda": 5, "cpu": 1}
+MARGIN = 4
+
 
 def checks(device: torch.device) -> Iterator[Check]:
     batch = models.task(device, 0)
+    runs = range(RUNS[device.type])
     for name in models.implementations(device):
         variant = Variant(name, attention=name)
         plain = models.build_model(device, variant)
         loss, gradient = models.gradients(plain, batch)
-        # SDPA's flash backward adds dQ up in no fixed order: its own two runs differ, and that
-        # spread is all the recomputed run may differ by. A deterministic backward has no spread.
-        spread = relative_error(models.gradients(plain, batch)[1], gradient)
-        again_loss, again = models.gradients(
-            models.build_model(device, variant, checkpoint=True), batch
-        )
+        spread = max(relative_error(models.gradients(plain, batch)[1], gradient) for _ in runs)
+        recomputing = models.build_model(device, variant, checkpoint=True)
+        recomputed = [models.gradients(recomputing, batch) for _ in runs]
         yield Check("loss with checkpointing against without", "max_abs_error",
-                    max_abs_error(again_loss, loss), 0.0, name)  # fmt: skip
+                    max(max_abs_error(other, loss) for other, _ in recomputed), 0.0, name)  # fmt: skip
         yield Check("gradients with checkpointing against without", "relative_error",
-                    relative_error(again, gradient), 4 * spread, name)  # fmt: skip
+                    median(relative_error(other, gradient) for _, other in recomputed),
+                    MARGIN * spread, name)  # fmt: skip
