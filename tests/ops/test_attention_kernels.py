@@ -4,7 +4,7 @@ On the CPU the portable ones are interpreted, and those for Hopper skipped.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 
 import pytest
@@ -151,13 +151,14 @@ def test_counts_are_clamped_to_the_keys_there_are(kernels):
     assert all(map(torch.equal, wild, kernels.run(*inputs, counts(1, 60, 40))))
 
 
-def test_padding_changes_nothing(kernels):
-    q, k, v, do = draw(BATCH)
+@pytest.mark.parametrize("n_k, n_context", [(BATCH.n_k, COUNTS), (200, [1, 200, 130])])
+def test_padding_changes_nothing(kernels, n_k, n_context):
+    q, k, v, do = draw(replace(BATCH, n_k=n_k))
     garbage = [x.clone() for x in (k, v)]
     for x in garbage:
-        for b, n_keys in enumerate(COUNTS):
+        for b, n_keys in enumerate(n_context):
             x[b, :, n_keys:] = 1e30
-    clean, padded = (kernels.run(q, *kv, do, counts(*COUNTS)) for kv in ((k, v), garbage))
+    clean, padded = (kernels.run(q, *kv, do, counts(*n_context)) for kv in ((k, v), garbage))
     assert all(map(torch.equal, padded, clean))
 
 

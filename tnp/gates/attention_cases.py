@@ -54,6 +54,10 @@ GPU_CASES = (
     Case(3, 2, 300, 128, n_context=(1, 65, 128)),
     Case(2, 2, 700, 600, magnitude=8.0, n_context=(65, 600)),
     Case(1, 1, 11_000, 10_000),
+    # More tiles than multiprocessors: whole ones and then parts, some online; by sample.
+    Case(1, 8, 3300, 3000, magnitude=1.6),
+    Case(1, 8, 3300, 3000, dtype=torch.float16),
+    Case(4, 8, 2000, 1000, n_context=(1, 64, 777, 1000)),
 )
 CPU_CASES = (
     Case(1, 2, 1, 65, dtype=torch.float32),

@@ -49,8 +49,9 @@ TYPES = (
     *product(("bfloat16", "float32"), (16, 32), [True]),
     ("bfloat16", 128, True),  # float32 spills there in every tile: slow, and still right
 )
-# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few.
-SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64))
+# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
+# keys that the forward pass splits tiles along them.
+SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 N_HEADS = 8
 
 # What ptxas -v says of a kernel, and of wgmma that wait for one another (C7508, C7510, C7515 …).
@@ -159,7 +160,7 @@ def collect(launches: Iterable[Launch]) -> list[Job]:
             get_current_stream=lambda device: None,
         )
     )
-    # What launchers ask to size their grids; it has no part in what is compiled.
+    # What launchers ask to size their grids, and to decide whether tiles are split along the keys.
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     torch.cuda.get_device_properties = lambda device: properties
     for problem, name, config, given in launches:

@@ -24,6 +24,7 @@ from tnp.ops.attention.primitives import (
     LOG2_E,
     empty_rows,
     head_ptr,
+    key_count,
     load_rows,
     row_strides,
     store_rows,
@@ -46,13 +47,26 @@ class ForwardConfig:
     registers: int
 
 
+def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple[int, int, int]:
+    """(query tiles a program takes whole, tiles left to split, blocks of keys of those a program).
+
+    Without a split the last round is of whole tiles too, and not all programs have one.
+    """
+    n_whole, n_split = divmod(n_tiles, programs)
+    share = triton.cdiv(n_split * blocks, programs)
+    if may_split and blocks - share >= MIN_BLOCKS_SAVED:
+        return n_whole, n_split, share
+    return triton.cdiv(n_tiles, programs), 0, 0
+
+
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _norm_kernel(
-    q_ptr, k_ptr, norm_ptr,
+    q_ptr, k_ptr, norm_ptr, n_context_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     n_heads, n_q, n_k,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_N_CONTEXT: tl.constexpr,
 ):  # fmt: skip
     """Largest ‖q‖² of every query tile, then largest ‖k‖² of every part of each head's keys."""
     q_tiles = tl.cdiv(n_q, TILE)
@@ -66,7 +80,8 @@ def _norm_kernel(
         length = tl.cdiv(n_k, KEY_PARTS * BLOCK) * BLOCK
         bh, start = (index - n_tiles) // KEY_PARTS, (index - n_tiles) % KEY_PARTS * length
         rows = head_ptr(k_ptr, stride_kb, stride_kh, bh, n_heads)
-        n_rows, stride = n_k, stride_kn
+        n_rows = key_count(n_context_ptr, bh // n_heads, n_k, HAS_N_CONTEXT)
+        stride = stride_kn
     largest = tl.zeros([BLOCK], tl.float32)
     for offset in tl.range(start, tl.minimum(start + length, n_rows), BLOCK):
         x = load_rows(rows, offset + tl.arange(0, BLOCK), n_rows, stride, HEAD_DIM, True)
@@ -110,14 +125,18 @@ def _combine_kernel(
     tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
-def _squared_norms(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _squared_norms(
+    q: torch.Tensor, k: torch.Tensor, n_context: torch.Tensor | None
+) -> torch.Tensor:
     """Largest ‖q‖² of each query tile of each head, then ‖k‖² of each part of each head's keys."""
     heads, head_dim = q.shape[0] * q.shape[1], q.shape[3]
     programs = heads * (triton.cdiv(q.shape[2], TILE_ROWS.value) + KEY_PARTS.value)
     norms = q.new_empty(programs, dtype=torch.float32)
     _norm_kernel[(programs,)](
-        q, k, norms, *row_strides(q), *row_strides(k), q.shape[1], q.shape[2], k.shape[2],
+        q, k, norms, norms if n_context is None else n_context,
+        *row_strides(q), *row_strides(k), q.shape[1], q.shape[2], k.shape[2],
         HEAD_DIM=head_dim, TILE=TILE_ROWS.value, KEY_PARTS=KEY_PARTS.value, BLOCK=ROWS.value,
+        HAS_N_CONTEXT=n_context is not None,
     )  # fmt: skip
     return norms
 
@@ -151,19 +170,17 @@ def forward(
     n_tiles = triton.cdiv(n_q, TILE_ROWS.value) * batch * n_heads
     blocks = triton.cdiv(n_k, config.block_n)
     programs = multiprocessors(q.device)
-    n_whole, n_split = divmod(n_tiles, programs)
-    share = triton.cdiv(n_split * blocks, programs)
     # With n_context, whose share is what would depend on the samples' sizes.
-    if n_context is not None or blocks - share < MIN_BLOCKS_SAVED:
-        n_whole, n_split, share = triton.cdiv(n_tiles, programs), 0, 0
+    n_whole, n_split, share = schedule(n_tiles, blocks, programs, may_split=n_context is None)
     part_rows = 2 * programs * TILE_ROWS.value if n_split else 0
     parts = q.new_empty(part_rows, PART_WIDTH.value, dtype=torch.float32)
     descriptors = [
         head_descriptor(x, rows)
         for x, rows in ((q, ROWS.value), (k, config.block_n), (v, config.block_n), (o, ROWS.value))
     ]
+    norms = _squared_norms(q, k, n_context)
     attention_fwd_hopper_kernel[(programs,)](
-        *descriptors, lse, parts, _squared_norms(q, k), lse if n_context is None else n_context,
+        *descriptors, lse, parts, norms, lse if n_context is None else n_context,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale * LOG2_E,
         BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
         HAS_N_CONTEXT=n_context is not None, num_warps=4,

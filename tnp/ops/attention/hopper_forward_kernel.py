@@ -14,8 +14,9 @@ The exponentials of one warpgroup run beside the matmuls of the others, as in Fl
 (arXiv 2407.08608).
 
 The last block of keys, the one that may be ragged, comes first, so that the loop needs no mask.
-Tiles that would leave multiprocessors idle in a last round are split along the keys instead, and a
-second kernel adds the parts up in a fixed order.
+Tiles that would leave multiprocessors idle in a last round are split along the keys where
+`hopper_forward.schedule` finds it worth while, and a second kernel adds the parts up in a fixed
+order.
 
 Saved for the backward pass: `lse` [B, H, n_q] in float32, to base 2.
 """
@@ -50,7 +51,7 @@ SAFE_KEYS = gl.constexpr(64)
 BOUND_MARGIN = gl.constexpr(1.001)
 # A row of a part: acc, m and l, padded so that rows stay aligned.
 PART_WIDTH = gl.constexpr(68)
-# In place of a bound, where the reference may not be fixed.
+# In place of a reference that may not be fixed.
 ONLINE_TILE = gl.constexpr(-1.0)
 # Parts of a head's keys whose largest norms are found apart.
 KEY_PARTS = gl.constexpr(16)
@@ -60,7 +61,8 @@ KEY_PARTS = gl.constexpr(16)
 class Pipeline:
     """Shared memory and barriers between the producer and the consumers, and what is to be done.
 
-    Each program takes `n_whole` query tiles and then `share` of the key blocks of the tiles left.
+    Each program takes up to `n_whole` query tiles and then `share`, perhaps 0, of the key blocks of
+    the tiles left.
     """
 
     q: gl.shared_memory_descriptor  # two tiles of CONSUMERS × [64, D]; o leaves through them
@@ -68,7 +70,7 @@ class Pipeline:
     v: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    bound: gl.shared_memory_descriptor  # of the scores of the tile in q, or ONLINE_TILE
+    tile_reference: gl.shared_memory_descriptor  # of the tile in q
     full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
     empty: gl.shared_memory_descriptor
     norm_ptr: gl.tensor
@@ -86,12 +88,14 @@ class Pipeline:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, q_full, q_empty, bound, full, empty, norm_ptr, n_context_ptr,
+        self, q, k, v, q_full, q_empty, tile_reference, full, empty,
+        norm_ptr, n_context_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
         BLOCK_N, STAGES, HAS_N_CONTEXT,
     ):  # fmt: skip
         self.q, self.k, self.v = q, k, v
-        self.q_full, self.q_empty, self.bound = q_full, q_empty, bound
+        self.q_full, self.q_empty = q_full, q_empty
+        self.tile_reference = tile_reference
         self.full, self.empty = full, empty
         self.norm_ptr, self.n_context_ptr = norm_ptr, n_context_ptr
         self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
@@ -131,7 +135,7 @@ class Pipeline:
 
     @gluon.jit
     def reference(self, index, bh, keys):
-        """⌈bound⌉ of a tile's scores, or ONLINE_TILE."""
+        """⌈bound⌉ of a tile's scores, which is its fixed reference, or ONLINE_TILE."""
         SAFE_RANGE: gl.constexpr = BFLOAT16_RANGE if self.q.dtype == gl.bfloat16 else FLOAT16_RANGE
         parts = gl.arange(0, KEY_PARTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
         q_norm = gl.load(self.norm_ptr + index)
@@ -154,9 +158,9 @@ def _producer(pipe, q_desc, k_desc, v_desc):
             b = bh // pipe.n_heads
             h = bh % pipe.n_heads
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-            bound = gl.full([1], 0.0, gl.float32, one) + pipe.reference(index, bh, keys)
+            reference = gl.full([1], 0.0, gl.float32, one) + pipe.reference(index, bh, keys)
             mbarrier.wait(pipe.q_empty.index(i % 2), ((i // 2) & 1) ^ 1)
-            pipe.bound.index(i % 2).store(bound)
+            pipe.tile_reference.index(i % 2).store(reference)
             mbarrier.expect(pipe.q_full.index(i % 2), CONSUMERS * q_desc.block_type.nbytes)
             for c in gl.static_range(CONSUMERS):
                 load_tile(
@@ -215,15 +219,7 @@ def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
         return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
     else:
         p = gl.exp2(s * pipe.scale_log2 - m)
-        return p, m, m, l_i + _lane_sums(p, pipe.BLOCK_N)
-
-
-@gluon.jit
-def _rescale(acc, alpha, ONLINE: gl.constexpr):
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    if ONLINE:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    return acc
+        return p, 1.0, m, l_i + _lane_sums(p, pipe.BLOCK_N)
 
 
 @gluon.jit
@@ -262,7 +258,9 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
         acc_started = _add_values(pipe, p, acc, stage)
         s = warpgroup_mma_wait(1, deps=[s_started])
         p, alpha, m, l_i = _softmax(pipe, s, m, l_i, ONLINE)
-        acc = _rescale(warpgroup_mma_wait(0, deps=[acc_started]), alpha, ONLINE)
+        acc = warpgroup_mma_wait(0, deps=[acc_started])
+        if ONLINE:
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         mbarrier.arrive(pipe.empty.index(stage), count=1)
 
     stage, phase = pipe.stage(end)
@@ -287,17 +285,17 @@ def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
             q_slot = (i % 2) * CONSUMERS + WARPGROUP
             mbarrier.wait(pipe.q_full.index(i % 2), (i // 2) & 1)
             one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            bound = gl.max(pipe.bound.index(i % 2).load(one), 0)
+            reference = gl.max(pipe.tile_reference.index(i % 2).load(one), 0)
             q = tile(pipe.q, q_slot)
             # In registers, which relieves shared memory: 557 → 574 TFLOP/s (mid, H200).
             operand = q.load(gl.DotOperandLayout(0, S, 2))
             # The last tile's output has left shared memory by now.
             tma.store_wait(0)
             mbarrier.arrive(pipe.q_empty.index((i + 1) % 2), count=1, pred=i > 0)
-            if bound >= 0.0:
-                acc, l_i, m = _attend(pipe, operand, bound, step, keys, first, last, False)
-            else:
-                acc, l_i, m = _attend(pipe, operand, bound, step, keys, first, last, True)
+            if reference >= 0.0:
+                acc, l_i, m = _attend(pipe, operand, reference, step, keys, first, last, False)
+            else:  # ONLINE_TILE
+                acc, l_i, m = _attend(pipe, operand, reference, step, keys, first, last, True)
 
             # Computed again: kept through the loops over keys it would spill.
             _index, bh, row, _keys, first, last = pipe.item(i)
