@@ -83,8 +83,8 @@ def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
     rows: list[dict] = []
     tables = {"gates": rows, "kernels": []}
 
-    def ended(status: str, error: Exception) -> dict:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    def ended(status: str, reason: str) -> dict:
+        reason = " ".join(reason.split())[:500]
         blank = {"implementation": "", "check": status, "metric": "", "value": None, "bound": None}
         return common | blank | {"passed": None, "status": status, "reason": reason}
 
@@ -97,7 +97,7 @@ def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
         if hasattr(module, "kernel_rows"):
             tables["kernels"] = module.kernel_rows()
     except Unsupported as error:
-        rows.append(ended("unsupported", error))
+        rows.append(ended("unsupported", str(error)))
     except Exception as error:  # whatever it is, it is this gate's result
-        rows.append(ended("error", error))
+        rows.append(ended("error", f"{type(error).__name__}: {error}"))
     return tables
