@@ -81,23 +81,30 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
             continue
         for shape in spec["shapes"]:
             config_id = f"{op}--{shape}"
-            sizes, model = config["shapes"][shape], config["model"]
             configurations[config_id] = {
                 "config_id": config_id,
                 "op": op,
                 "implementations": {
                     name: f"{config_id}--{name}" for name in spec["implementations"]
                 },
-                "shape": shape,
-                "batch": sizes["batch"],
-                "n_q": sizes["n_context"] + sizes["n_target"],
-                "n_k": sizes["n_context"],
-                "n_heads": model["n_heads"],
-                "head_dim": model["d_model"] // model["n_heads"],
+                **attention_sizes(config, shape),
                 "replicates": spec["replicates"],
                 **common,
             }
     return configurations
+
+
+def attention_sizes(config: dict, shape: str) -> dict:
+    """What attention works on in a step of that shape: every row asks, context rows answer."""
+    sizes, model = config["shapes"][shape], config["model"]
+    return {
+        "shape": shape,
+        "batch": sizes["batch"],
+        "n_q": sizes["n_context"] + sizes["n_target"],
+        "n_k": sizes["n_context"],
+        "n_heads": model["n_heads"],
+        "head_dim": model["d_model"] // model["n_heads"],
+    }
 
 
 def training(config: dict, device: str, slug: str) -> dict[str, dict]:

@@ -4,6 +4,7 @@ import os
 from itertools import product
 
 from workflow import sources
+from workflow.plan import attention_sizes
 
 
 def problems(config: dict, device: str, slug: str) -> dict[str, dict]:
@@ -20,23 +21,17 @@ def problems(config: dict, device: str, slug: str) -> dict[str, dict]:
             )
     if device != "cuda":
         return {}
-    model, found = config["model"], {}
-    for shape, operation in product(tuning["shapes"], tuning["operations"]):
-        sizes = config["shapes"][shape]
-        found[f"{operation}--{shape}"] = {
+    return {
+        f"{operation}--{shape}": {
             "operation": operation,
-            "shape": shape,
-            "batch": sizes["batch"],
-            "n_q": sizes["n_context"] + sizes["n_target"],
-            "n_k": sizes["n_context"],
-            "n_heads": model["n_heads"],
-            "head_dim": model["d_model"] // model["n_heads"],
+            **attention_sizes(config, shape),
             "dtype": tuning["dtype"],
             "timing": config["timing"],
             "device": device,
             "device_slug": slug,
         }
-    return found
+        for shape, operation in product(tuning["shapes"], tuning["operations"])
+    }
 
 
 def source_files() -> list[str]:

@@ -10,6 +10,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tnp.bench.isolate import die_with_parent
@@ -18,6 +20,25 @@ from tnp.bench.outcome import Unsupported, classify
 
 def main(kind: str, parameters_path: str, result_path: str, parent: str) -> None:
     started = time.perf_counter()
+    with reporting(parameters_path, result_path, parent) as (parameters, note):
+        if kind == "step":
+            from tnp.bench.steps import measure_step
+
+            note(tables=measure_step(parameters, started))
+        else:
+            from tnp.bench.operators import measure_op
+
+            note(tables=measure_op(parameters, started, lambda names: note(suspects=names)))
+
+
+@contextmanager
+def reporting(
+    parameters_path: str, result_path: str, parent: str
+) -> Iterator[tuple[dict, Callable[..., None]]]:
+    """What a child was asked for, and `note(**known)`, which writes to its report at once.
+
+    "environment" is noted first, and as "failure" whatever is raised inside.
+    """
     die_with_parent(int(parent))
     parameters = json.loads(Path(parameters_path).read_text())
     report: dict[str, object] = {}
@@ -31,14 +52,7 @@ def main(kind: str, parameters_path: str, result_path: str, parent: str) -> None
         from tnp.bench.provenance import environment
 
         note(environment=environment(parameters["device"]))
-        if kind == "step":
-            from tnp.bench.steps import measure_step
-
-            note(tables=measure_step(parameters, started))
-        else:
-            from tnp.bench.operators import measure_op
-
-            note(tables=measure_op(parameters, started, lambda names: note(suspects=names)))
+        yield parameters, note
     except Exception as error:  # whatever it was, it is this configuration's result
         traceback.print_exc()
         note(failure=classify(error))

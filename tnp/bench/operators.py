@@ -7,7 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import TypeVar
@@ -67,6 +67,13 @@ class Contender:
     compile_s: float
     call_ms: float
 
+    @classmethod
+    def prepare(cls, calls: list[Callable[[], Output]], device: torch.device) -> "Contender":
+        """Compile and run each of `calls`, then time the first."""
+        compile_s = sum(first_call(call, device) for call in calls)
+        (call_ms,) = time_calls(iter(calls), 1, device)
+        return cls(calls, compile_s, call_ms)
+
 
 def measure_op(
     parameters: dict, started: float, suspect: Callable[[list[str]], None] = lambda names: None
@@ -88,9 +95,8 @@ def measure_op(
     if op not in WORKLOADS:
         raise ValueError(f"unknown op {op!r}: choose from {', '.join(WORKLOADS)}")
     tables: Rows = {"ops": [], "samples": []}
-    # A backward runs on the stream of its forward, and the default stream cannot be captured.
-    stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
-    with stream:
+    # A backward runs on the stream of its forward.
+    with capturable_stream(device):
         for pass_ in passes(op):
             suspect([])
             workload = WORKLOADS[op](parameters, pass_, device)
@@ -131,10 +137,7 @@ def _measure_pass(
     def prepare(name: str) -> Contender:
         if op not in CEILINGS:
             require_supported(op, name, device, getattr(torch, dtype))
-        calls = workload.calls(name)
-        compile_s = sum(first_call(call, device) for call in calls)
-        (call_ms,) = time_calls(iter(calls), 1, device)
-        return Contender(calls, compile_s, call_ms)
+        return Contender.prepare(workload.calls(name), device)
 
     contenders = each(prepare, parameters["implementations"])
     n_launches = launches_per_run(contenders.values(), device)
@@ -171,6 +174,11 @@ def _measure_pass(
     for name, row in each(columns, runs).items():
         outcomes[name] = row, measured[name]
     return outcomes
+
+
+def capturable_stream(device: torch.device) -> AbstractContextManager:
+    """On CUDA a stream of its own: the default one cannot be captured."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
 
 def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> int:

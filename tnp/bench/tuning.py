@@ -14,27 +14,27 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tnp.bench.child import require_device
-from tnp.bench.isolate import device_lock, die_with_parent, with_provenance
+from tnp.bench.child import reporting
+from tnp.bench.isolate import device_lock, with_provenance
 from tnp.bench.operators import (
     MAX_RELATIVE_ERROR,
     Contender,
     Inaccurate,
+    capturable_stream,
     launches_per_run,
     replayed,
 )
 from tnp.bench.outcome import Rows, classify
-from tnp.bench.provenance import Conditions, environment
+from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import attention_bytes
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import Policy, first_call, measure_interleaved, synchronize, time_calls
+from tnp.bench.timing import Policy, measure_interleaved, synchronize
 from tnp.bench.workloads import Output, input_sets
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.tuning import candidates, choose
@@ -87,23 +87,8 @@ def _run_child(parameters: dict, timeout_s: float) -> dict:
 
 def main(parameters_path: str, result_path: str, parent: str) -> None:
     started = time.perf_counter()
-    die_with_parent(int(parent))
-    parameters = json.loads(Path(parameters_path).read_text())
-    report: dict[str, object] = {}
-
-    def note(**known: object) -> None:
-        report.update(known)
-        temporary = Path(f"{result_path}.tmp")
-        temporary.write_text(json.dumps(report))
-        os.replace(temporary, result_path)
-
-    try:
-        require_device(parameters["device"])
-        note(environment=environment(parameters["device"]))
+    with reporting(parameters_path, result_path, parent) as (parameters, note):
         note(trials=measure_trials(parameters, started, lambda name: note(suspect=name)))
-    except Exception as error:
-        traceback.print_exc()
-        note(failure=classify(error))
 
 
 @dataclass
@@ -117,10 +102,8 @@ class _Trial:
     runs: tuple[list[Callable[[], object]], Callable[[], Output]] | None = None
 
     def prepare(self, device: torch.device) -> None:
-        compile_s = sum(first_call(call, device) for call in self.calls)
-        (call_ms,) = time_calls(iter(self.calls), 1, device)
-        self.row["compile_s"] = compile_s
-        self.contender = Contender(self.calls, compile_s, call_ms)
+        self.contender = Contender.prepare(self.calls, device)
+        self.row["compile_s"] = self.contender.compile_s
 
     def check(self, output: Output, reference: Output) -> None:
         """Raises Inaccurate past the bound; the row keeps the largest error."""
@@ -148,8 +131,7 @@ def measure_trials(
         Exception: the inputs do not fit, or an error made the device useless to this process.
     """
     device = torch.device(parameters["device"])
-    # The default stream cannot be captured.
-    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+    with capturable_stream(device):
         trials = _trials(parameters, device)
         setup_s = time.perf_counter() - started
         pending = [trial for trial in trials if "status" not in trial.row]
