@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -36,6 +34,9 @@ from tnp.ops.attention.hopper_primitives import (
     head_descriptor,
     load_tile,
     opaque,
+    product_ptx,
+    reduce_add,
+    ring,
     tile,
 )
 from tnp.ops.attention.primitives import LOG2_E, empty_rows
@@ -54,21 +55,6 @@ class DkdvConfig:
     num_stages: int
     tiles: int
     registers: int
-
-
-@gluon.constexpr_function
-def product_ptx(dtype):
-    """PTX for two products of 16-bit floats."""
-    return f"mul.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2 $0, $1, $2;"
-
-
-@builtin
-def reduce_add(desc, coord, src, _semantic=None):
-    """Start the addition of a tile in shared memory to device memory."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle
-    )
 
 
 @gluon.jit
@@ -134,11 +120,6 @@ class Pipeline:
         b, h, _first_key = self.place()
         return (b * self.n_heads + h) * gl.cdiv(self.n_q, PADDED_ROWS) * PADDED_ROWS
 
-    @gluon.jit
-    def stage(self, n):
-        """Buffer of the n-th stage, of a power of two of them, and its barriers' phase."""
-        return n & (self.STAGES - 1), (n >> (self.STAGES.bit_length() - 1)) & 1
-
 
 @gluon.jit
 def _producer(pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
@@ -150,7 +131,7 @@ def _producer(pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         load_tile(k_desc, b, h, first_key + c * ROWS, full, pipe.k, c)
         load_tile(v_desc, b, h, first_key + c * ROWS, full, pipe.v, c)
     for i in range(pipe.n_stages):
-        stage, phase = pipe.stage(i)
+        stage, phase = ring(i, pipe.STAGES)
         mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
         full = pipe.full.index(stage)
         mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
@@ -249,9 +230,9 @@ def _walk(pipe, k, v, scale_log2, WARPGROUP: gl.constexpr, MASKED: gl.constexpr)
         s = warpgroup_mma_wait(0, deps=[_times_transposed(k, _query_tile(pipe.q, 0, 0))])
         lse = _row_of(pipe.lse, 0, 0)
     for i in range(pipe.n_stages):
-        stage, _phase = pipe.stage(i)
+        stage, _phase = ring(i, pipe.STAGES)
         # The last stage's next is itself: its scores are thrown away.
-        following, phase = pipe.stage(gl.minimum(i + 1, pipe.n_stages - 1))
+        following, phase = ring(gl.minimum(i + 1, pipe.n_stages - 1), pipe.STAGES)
         for t in gl.static_range(pipe.TILES):
             q = _query_tile(pipe.q, stage, t)
             do = _query_tile(pipe.do, stage, t)

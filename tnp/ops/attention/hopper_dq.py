@@ -32,6 +32,7 @@ from tnp.ops.attention.hopper_primitives import (
     load_tile,
     multiprocessors,
     opaque,
+    ring,
     tile,
 )
 from tnp.ops.attention.primitives import LOG2_E, empty_rows
@@ -96,11 +97,6 @@ class Pipeline:
             keys = gl.maximum(gl.minimum(n_context, keys), 1)
         return bh, (index % tiles_per_head) * TILE_ROWS, keys
 
-    @gluon.jit
-    def stage(self, n):
-        """Buffer of the n-th key block read, of a power of two of them, and its barriers' phase."""
-        return n & (self.STAGES - 1), (n >> (self.STAGES.bit_length() - 1)) & 1
-
 
 @gluon.jit
 def _producer(pipe, q_desc, do_desc, k_desc, v_desc):
@@ -119,7 +115,7 @@ def _producer(pipe, q_desc, do_desc, k_desc, v_desc):
             load_tile(do_desc, b, h, row + c * ROWS, full, pipe.do, slot * CONSUMERS + c)
         blocks = gl.cdiv(keys, pipe.BLOCK_N)
         for j in range(blocks):
-            stage, phase = pipe.stage(n + j)
+            stage, phase = ring(n + j, pipe.STAGES)
             mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
             full = pipe.full.index(stage)
             mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -180,7 +176,7 @@ def _consumer(
         do = tile(pipe.do, slot)
         blocks = gl.cdiv(keys, pipe.BLOCK_N)
 
-        stage, phase = pipe.stage(n)
+        stage, phase = ring(n, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
         s_started, dp_started = _products(pipe, q, do, stage)
         s, dp = warpgroup_mma_wait(0, deps=[s_started, dp_started])
@@ -191,8 +187,8 @@ def _consumer(
         ds = _operand(p * (dp - delta), DTYPE)
         dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, DQ)
         for j in range(n + 1, n + blocks):
-            last, _phase = pipe.stage(j - 1)
-            stage, phase = pipe.stage(j)
+            last, _phase = ring(j - 1, pipe.STAGES)
+            stage, phase = ring(j, pipe.STAGES)
             mbarrier.wait(pipe.full.index(stage), phase)
             s_started, dp_started = _products(pipe, q, do, stage)
             dq_started = _add_dq(pipe, ds, dq, last)
@@ -203,7 +199,7 @@ def _consumer(
             dq = warpgroup_mma_wait(0, deps=[dq_started])
             mbarrier.arrive(pipe.empty.index(last), count=1)
             ds = _operand(ds_next, DTYPE)
-        last, _phase = pipe.stage(n + blocks - 1)
+        last, _phase = ring(n + blocks - 1, pipe.STAGES)
         dq = warpgroup_mma_wait(0, deps=[_add_dq(pipe, ds, dq, last)])
         mbarrier.arrive(pipe.empty.index(last), count=1)
 

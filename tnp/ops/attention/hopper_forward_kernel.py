@@ -32,7 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import allocate_tiles, barriers, load_tile, opaque, tile
+from tnp.ops.attention.hopper_primitives import (
+    allocate_tiles,
+    barriers,
+    load_tile,
+    opaque,
+    ring,
+    tile,
+)
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 CONSUMERS = gl.constexpr(3)
@@ -143,11 +150,6 @@ class Pipeline:
         m = gl.ceil(gl.sqrt(q_norm) * gl.sqrt(k_norm) * (self.scale_log2 * BOUND_MARGIN))
         return gl.where((2.0 * m <= SAFE_RANGE) & (keys >= SAFE_KEYS), m, ONLINE_TILE)
 
-    @gluon.jit
-    def stage(self, n):
-        """Buffer of the n-th step, of a power of two of them, and the phase of its barriers."""
-        return n & (self.STAGES - 1), (n >> (self.STAGES.bit_length() - 1)) & 1
-
 
 @gluon.jit
 def _producer(pipe, q_desc, k_desc, v_desc):
@@ -169,7 +171,7 @@ def _producer(pipe, q_desc, k_desc, v_desc):
                 )  # fmt: skip
             blocks = last - first
             for j in range(blocks + LAG):
-                stage, phase = pipe.stage(step + j)
+                stage, phase = ring(step + j, pipe.STAGES)
                 mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
                 full = pipe.full.index(stage)
                 has_k = j < blocks
@@ -235,7 +237,7 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
     end = step + last - first
 
-    stage, phase = pipe.stage(step)
+    stage, phase = ring(step, pipe.STAGES)
     mbarrier.wait(pipe.full.index(stage), phase)
     s = warpgroup_mma_wait(0, deps=[_scores(pipe, q, stage)])
     mbarrier.arrive(pipe.empty.index(stage), count=1)
@@ -252,7 +254,7 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
         l_i = _lane_sums(p, BLOCK_N)
 
     for j in range(step + 1, end):
-        stage, phase = pipe.stage(j)
+        stage, phase = ring(j, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
         s_started = _scores(pipe, q, stage)
         acc_started = _add_values(pipe, p, acc, stage)
@@ -263,7 +265,7 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         mbarrier.arrive(pipe.empty.index(stage), count=1)
 
-    stage, phase = pipe.stage(end)
+    stage, phase = ring(end, pipe.STAGES)
     mbarrier.wait(pipe.full.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=[_add_values(pipe, p, acc, stage)])
     mbarrier.arrive(pipe.empty.index(stage), count=1)

@@ -7,8 +7,10 @@ fused projection are read and written in place; rows past the end read as 0 and 
 from typing import TYPE_CHECKING
 
 import torch
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -63,6 +65,27 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(n):
         mbarrier.init(bars.index(i), count=count)
     return bars
+
+
+@gluon.jit
+def ring(n, STAGES: gl.constexpr):
+    """Which of STAGES buffers, a power of two, the n-th use takes, and its barriers' phase."""
+    return n & (STAGES - 1), (n >> (STAGES.bit_length() - 1)) & 1
+
+
+@gluon.constexpr_function
+def product_ptx(dtype):
+    """PTX for two products of 16-bit floats."""
+    return f"mul.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2 $0, $1, $2;"
+
+
+@builtin
+def reduce_add(desc, coord, src, _semantic=None):
+    """Start the addition of a tile in shared memory to device memory."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle
+    )
 
 
 @gluon.jit
