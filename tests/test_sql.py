@@ -386,7 +386,14 @@ def test_stage_shares_are_of_medians_and_sum_to_one(store: Callable[..., Query])
             for stage, time in (("attention", 1.0), ("backward", 3.0))
         ]
         parts.append(tables)
-    rows = {row["stage"]: row for row in store(*parts)("from stage_share")}
+    # Of forward and backward alone it would be a second bar of the same name.
+    feasibility = {"config_id": "memory_feasibility", "optimizer": False}
+    part = step("sdpa_flash", [4], replicate=3, **feasibility)
+    part["stages"] = [row | feasibility | {"stage": "attention", "time_ms_p50": 1.0}]
+    parts.append(part)
+    found = store(*parts)("from stage_share")
+    assert {row["config_id"] for row in found} == {"mid--sdpa_flash"}
+    rows = {row["stage"]: row for row in found}
     assert {stage: (row["time_ms"], row["share"]) for stage, row in rows.items()} == {
         "attention": (2, 0.25),
         "backward": (6, 0.75),

@@ -1,8 +1,10 @@
--- Grain: device × config_id × stage: median over the replicates, and its share of all stages' sum.
+-- Grain: device × config_id × stage, of whole steps (with optimizer): median over the replicates,
+-- and its share of all stages' sum.
 create or replace view stage_share as
 with current_stages as (
     select stages.* from stages
     semi join current_steps using (device, config_id, replicate, recorded_at, origin)
+    where stages.optimizer
 ),
 
 medians as (
