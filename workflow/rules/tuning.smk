@@ -37,7 +37,5 @@ rule tune:
         views=sources.views(),
     log:
         "data/runs/logs/tune.log",
-    params:
-        slug=SLUG,
     script:
         "../scripts/tune.py"
