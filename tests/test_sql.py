@@ -1,5 +1,6 @@
 """The views' numbers, against values computed by hand from rows written by the store."""
 
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import count, product
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tnp.gates import GATES, gates_for
+from tnp.schemas import TABLES
 from tnp.store import build_database, write_table
 
 SQL = Path(__file__).parents[1] / "workflow" / "sql"
@@ -291,6 +293,28 @@ def test_operators_are_compared_with_the_best_peer(store: Callable[..., Query]) 
     assert rows["fa3"]["speedup_best"] is None
 
 
+def test_other_operators_are_compared_with_pytorchs_plain_form(
+    store: Callable[..., Query],
+) -> None:
+    query = store(
+        operator("torch", "copy", time_ms_p50=1.0, bytes=1e9),
+        operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9),
+        operator("torch", "rms_norm", time_ms_p50=3.0, bytes=1e9, d_model=512),
+        operator("fused", "rms_norm", time_ms_p50=1.25, bytes=1e9, d_model=512),
+        operator("torch", "mlp", time_ms_p50=4.0, flops=1e12, bytes=1e9),
+        operator("compiled", "mlp", time_ms_p50=3.0, flops=1e12, bytes=1e9),
+        operator("single", "mlp", time_ms_p50=2.0, flops=1e12, bytes=1e9),
+    )
+    rows = {(row["op"], row["implementation"]): row for row in query("from operator_speedup")}
+    assert len(rows) == 5
+    norm, mlp = rows["rms_norm", "fused"], rows["mlp", "single"]
+    assert (norm["speedup"], norm["speedup_best"], norm["d_model"]) == (2.4, 2.4, 512)
+    assert (mlp["speedup"], mlp["speedup_best"]) == (2, 1.5)
+    assert mlp["best_peer_implementation"] == "compiled"
+    (norm,) = query("from roofline where op = 'rms_norm' and own")
+    assert (norm["bound"], norm["share_of_roofline"], norm["tflops"]) == ("memory", 0.8, None)
+
+
 def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> None:
     at = [{"recorded_at": NOW + timedelta(hours=i)} for i in range(3)]
     query = store(
@@ -348,8 +372,54 @@ def test_a_red_check_of_one_implementation_marks_its_variants(store: Callable[..
 
 
 def test_a_red_gate_marks_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
+    variants = [{"attention": name} for name in ("sdpa_flash", "separate", "fused")]
+    variants += [{"attention": "sdpa_cudnn", "mlp": "fused", "rms_norm": "torch"}]
     parts, expected = [], {}
     for gate in GATES:  # red alone, on a device of its name
+        parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
+        for number, (operators, *switches) in enumerate(
+            product(variants, (False, True), (False, True), (False, True))
+        ):
+            gates = gates_for(operators, *switches)
+            uses = {"operators": json.dumps(operators), "gates": "|".join(gates)}
+            parts.append(step(f"v{number}", [1.0], device=gate, **uses))
+            expected[gate, f"v{number}"] = False if gate in gates else None
+    rows = store(*parts)("select device, variant, gate_passed from speedup")
+    assert {(row["device"], row["variant"]): row["gate_passed"] for row in rows} == expected
+
+
+def test_a_red_check_marks_steps_that_use_its_implementation_of_the_gates_operator(
+    store: Callable[..., Query],
+) -> None:
+    def variant(name: str, **operators: str) -> Tables:
+        uses = {"gates": "|".join(gates_for(operators)), "operators": json.dumps(operators)}
+        return step(name, [1.0], **uses)
+
+    query = store(
+        check("mlp", "far", 3.0, 1.0, passed=False, implementation="fused", op="mlp"),
+        check("mlp", "near", 0.1, 1.0, passed=True, implementation="single", op="mlp"),
+        check("baseline", "far", 3.0, 1.0, passed=False, implementation="separate"),  # no `op` yet
+        check("baseline", "near", 0.1, 1.0, passed=True, op="attention"),
+        variant("fused_mlp", attention="sdpa_flash", mlp="fused"),
+        variant("single_mlp", attention="sdpa_flash", mlp="single"),
+        variant("fused", attention="fused", mlp="torch"),
+        variant("separate", attention="separate"),
+    )
+    rows = query("select variant, gate_passed from speedup")
+    assert {row["variant"]: row["gate_passed"] for row in rows} == {
+        "fused_mlp": False,
+        "single_mlp": True,
+        "fused": True,
+        "separate": False,
+    }
+
+
+def test_rows_without_gates_say_by_their_variants_name_what_they_wait_for(
+    store: Callable[..., Query],
+) -> None:
+    parts, expected = [], {}
+    gates = ("attention_forward", "attention_backward", "attention_fused", "checkpointing")
+    for gate in (*gates, "baseline", "cuda_graphs", "kernels", "mlp"):
         parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
         for attention, *switches in product(
             ("sdpa_flash", "separate", "fused"), (False, True), (False, True)
@@ -358,10 +428,114 @@ def test_a_red_gate_marks_the_steps_that_wait_for_it(store: Callable[..., Query]
             parts.append(
                 step(attention, [1.0], checkpoint=checkpoint, cuda_graph=cuda_graph, device=gate)
             )
-            waits = gate in gates_for(attention, checkpoint, cuda_graph)
+            waits = gate in gates_for({"attention": attention}, checkpoint, cuda_graph)
             expected[gate, attention, checkpoint, cuda_graph] = False if waits else None
     rows = store(*parts)("select device, variant, checkpoint, cuda_graph, gate_passed from speedup")
     assert {tuple(row.values())[:4]: row["gate_passed"] for row in rows} == expected
+
+
+def ablated(variant: str, times: list[float] | str, **columns: object) -> Tables:
+    return step(variant, times, study="ablation", **columns)
+
+
+def test_ablation_compares_each_component_both_ways(store: Callable[..., Query]) -> None:
+    mlp = {"operators": json.dumps({"mlp": "fused"}), "gates": "baseline|mlp"}
+    query = store(
+        ablated("sdpa_cudnn_padded", [10.0], gates="baseline"),
+        ablated("only_mlp", [8.0], **mlp),
+        ablated("without_mlp", [5.5]),
+        ablated("fused", [4.0]),
+        ablated("only_rms_norm", [9.0]),
+        ablated("without_rms_norm", "oom"),
+        check("mlp", "far", 3.0, 1.0, passed=False, implementation="fused", op="mlp"),
+    )
+    rows = {row["component"]: row for row in query("from ablation")}
+    assert set(rows) == {"mlp", "rms_norm"}
+    names = ("base_ms", "only_ms", "full_ms", "without_ms", "gain_alone_ms", "gain_last_ms")
+    assert [rows["mlp"][name] for name in names] == [10, 8, 4, 5.5, 2, 1.5]
+    names = ("speedup_alone", "speedup_last", "gain_alone_low_ms", "gain_last_high_ms")
+    assert [rows["mlp"][name] for name in names] == [1.25, 1.375, 2, 1.5]
+    names = ("base_variant", "full_variant", "status", "gates_passed")
+    assert [rows["mlp"][name] for name in names] == ["sdpa_cudnn_padded", "fused", "ok", False]
+    failed = rows["rms_norm"]
+    assert (failed["gain_alone_ms"], failed["gain_last_ms"]) == (1, None)
+    assert (failed["status"], failed["reason"]) == ("oom", "because oom")
+    assert failed["gates_passed"] is None
+
+
+def test_ablation_keeps_shapes_and_devices_apart(store: Callable[..., Query]) -> None:
+    def four(scale: float, **where: object) -> list[Tables]:
+        times = {"sdpa_flash": 10.0, "only_mlp": 8.0, "without_mlp": 6.0, "fused": 5.0}
+        prefix = "-".join(map(str, where.values()))
+        return [
+            ablated(name, [time * scale], config_id=f"{prefix}{name}", **where)
+            for name, time in times.items()
+        ]
+
+    def with_samples(part: Tables) -> Tables:
+        config_id = part["steps"][0]["config_id"]
+        return part | {"samples": [row | {"config_id": config_id} for row in part["samples"]]}
+
+    parts = [*four(1.0), *four(2.0, shape="small"), *four(3.0, device="other")]
+    query = store(*map(with_samples, parts))
+    rows = {(row["device"], row["shape"]): row for row in query("from ablation")}
+    gains = {where: row["gain_alone_ms"] for where, row in rows.items()}
+    assert gains == {("gpu", "mid"): 2, ("gpu", "small"): 4, ("other", "mid"): 6}
+    assert rows["other", "mid"]["gain_last_low_ms"] == 3
+
+
+def test_the_ablations_steps_are_in_no_other_comparison(store: Callable[..., Query]) -> None:
+    part = ablated("only_mlp", [1.0])
+    part["stages"] = [
+        {name: value for name, value in part["steps"][0].items() if name in TABLES["stages"].names}
+        | {"stage": "mlp", "time_ms_p50": 1.0}
+    ]
+    query = store(step("sdpa_flash", [2.0]), part)
+    for view in ("speedup", "memory", "matrix"):
+        assert [row["variant"] for row in query(f"from {view}")] == ["sdpa_flash"]
+    assert query("from stage_share") == []
+    assert len(query("from step_summary")) == 2
+
+
+def training_run(run: str, losses: list[float], **columns: object) -> Tables:
+    """Logged every 50 steps."""
+    row = PROVENANCE | {"config_id": run, "run": run, "variant": run, "seed": 0, "batch": 64}
+    row |= {"source": "gaussian_process", "n_context": 64, "n_target": 500, "dtype": "bfloat16"}
+    rows = [row | {"step": 50 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
+    return {"training": [row | columns for row in rows]}
+
+
+def test_training_is_equivalent_within_the_margin_of_the_null_pair(
+    store: Callable[..., Query],
+) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.01, 20)
+    loss = np.linspace(2.0, 1.0, 20)
+    query = store(
+        training_run("gp_small_sdpa", list(loss)),
+        training_run("gp_small_flash", list(loss + 0.01)),  # so the margin is 0.03
+        training_run("gp_small_fused", list(loss + noise)),
+        training_run("gp_small_worse", list(loss + 0.04 + noise)),
+        training_run("gp_small_other", list(loss), seed=1),
+    )
+    rows = {row["run"]: row for row in query("from training_equivalence")}
+    assert set(rows) == {"gp_small_flash", "gp_small_fused", "gp_small_worse"}
+    fused, last = rows["gp_small_fused"], noise[10:]
+    assert (fused["n_rows"], fused["first_step"], fused["last_step"]) == (10, 550, 1000)
+    assert fused["margin"] == pytest.approx(0.03)
+    assert fused["mean_difference"] == pytest.approx(last.mean())
+    error = last.std(ddof=1) / np.sqrt(10)
+    assert fused["standard_error"] == pytest.approx(error)
+    assert fused["difference_high"] == pytest.approx(last.mean() + 1.833 * error, abs=1e-5)
+    assert fused["equivalent"] and not rows["gp_small_worse"]["equivalent"]
+    assert rows["gp_small_flash"]["equivalent"]  # without any scatter
+
+
+def test_training_without_a_null_pair_has_the_least_margin(store: Callable[..., Query]) -> None:
+    query = store(
+        training_run("gp_small_sdpa", [2.0, 1.0]), training_run("gp_small_fused", [2.0, 1.0])
+    )
+    (row,) = query("from training_equivalence")
+    assert (row["margin"], row["n_rows"], row["equivalent"]) == (0.01, 1, False)
 
 
 def test_a_check_the_gate_no_longer_makes_is_gone(store: Callable[..., Query]) -> None:

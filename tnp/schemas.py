@@ -58,16 +58,30 @@ STEP_KEY = [
 OP_KEY = [
     ("config_id", pa.string()),
     ("op", pa.string()),
-    ("pass", pa.string()),  # "forward" | "backward"
+    ("pass", pa.string()),  # "forward" | "backward" (of mixture_nll with its forward)
     ("implementation", pa.string()),
     ("shape", pa.string()),
     ("batch", pa.int32()),
-    ("n_q", pa.int32()),
+    ("n_q", pa.int32()),  # rows of a task
     ("n_k", pa.int32()),
     ("n_heads", pa.int32()),
     ("head_dim", pa.int32()),
     ("dtype", pa.string()),
     ("replicate", pa.int32()),
+]
+
+# What a step's row says of its variant; null in rows from before there were several operators.
+VARIANT = [
+    ("operators", pa.string()),  # JSON: operator → implementation
+    ("gates", pa.string()),  # those the step waits for, joined by "|"
+]
+
+# Sizes of operators other than attention; each has those it depends on.
+OP_SIZES = [
+    ("d_model", pa.int32()),
+    ("d_ff", pa.int32()),
+    ("d_ff_storage", pa.int32()),  # zero-padded to
+    ("n_components", pa.int32()),
 ]
 
 TABLES: dict[str, pa.Schema] = {
@@ -93,7 +107,7 @@ TABLES: dict[str, pa.Schema] = {
         "gates": [
             ("gate", pa.string()),  # "attention_forward"
             ("phase", pa.int32()),
-            ("implementation", pa.string()),  # "" where the gate is not about one
+            ("implementation", pa.string()),  # "" where the check is not about one
             ("check", pa.string()),  # what was compared, with sizes
             ("metric", pa.string()),  # "max_abs_error", "error_ratio", "cosine", …
             ("value", pa.float64()),
@@ -101,6 +115,7 @@ TABLES: dict[str, pa.Schema] = {
             ("passed", pa.bool_()),
             ("mode", pa.string()),  # "gpu" | "interpreter" | "cpu"
             *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
+            ("op", pa.string()),  # whose implementation is named; null is attention
         ],
         "steps": [
             *STEP_KEY,
@@ -112,6 +127,7 @@ TABLES: dict[str, pa.Schema] = {
             ("tflops", pa.float64()),  # TFLOP/s at the median
             ("mfu", pa.float64()),  # tflops over the device's measured matmul ceiling; null if none
             *CONDITIONS,
+            *VARIANT,
         ],
         "ops": [
             *OP_KEY,
@@ -124,6 +140,7 @@ TABLES: dict[str, pa.Schema] = {
             ("launch_config", pa.string()),
             ("max_abs_error", pa.float64()),  # of the output, checked again after timing
             *CONDITIONS,
+            *OP_SIZES,
         ],
         "samples": [
             ("config_id", pa.string()),

@@ -5,20 +5,44 @@ Checkpointing and CUDA graphs are not variants but switches on every one of them
 
 from dataclasses import dataclass, fields
 
+# Fields of a variant that name an implementation, each the operator's name in the registry.
+OPERATORS = (
+    "attention",
+    "embedding",
+    "rms_norm",
+    "projection",
+    "mlp",
+    "mixture_heads",
+    "mixture_nll",
+)
+
 
 @dataclass(frozen=True)
 class Variant:
     """One way to run the same model.
 
-    `attention` is an implementation of `tnp.ops.attention`. `d_ff_storage` is the width the hidden
-    layers are stored and multiplied at, zero-padded from the model's `d_ff` (None: no padding).
-    `compile` runs loss and gradient through `torch.compile`.
+    The fields of `OPERATORS` name an implementation of the operator, of `tnp.ops.registry`.
+
+    `skip_unread` leaves out what no result depends on: keys and values of target rows, and all of
+    the last block for context rows but their keys and values. `d_ff_storage` is the width the
+    hidden layers are stored and multiplied at, zero-padded from the model's `d_ff` (None: no
+    padding). `compile` runs loss and gradient through `torch.compile`. `recompute_above`: a model
+    given more rows than this keeps of each block only its input and the results of attention, and
+    computes the rest again in the backward pass (None: never).
     """
 
     name: str
     attention: str = "sdpa_flash"
+    embedding: str = "torch"
+    rms_norm: str = "torch"
+    projection: str = "torch"
+    mlp: str = "torch"
+    mixture_heads: str = "torch"
+    mixture_nll: str = "torch"
+    skip_unread: bool = False
     d_ff_storage: int | None = None
     compile: bool = False
+    recompute_above: int | None = None
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":
@@ -30,3 +54,7 @@ class Variant:
                     f"variant {name!r} has an unknown key {key!r}: choose from {', '.join(known)}"
                 )
         return cls(name, **spec)
+
+    def implementations(self) -> dict[str, str]:
+        """Operator → implementation."""
+        return {op: getattr(self, op) for op in OPERATORS}

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tnp.bench.isolate import device_lock, die_with_parent
@@ -31,18 +31,19 @@ def run(gate: str, device: str, slug: str, timeout_s: float) -> dict[str, list[d
         return json.loads(result.read_text())
 
 
-def red(files: Iterable[str], implementation: str) -> str | None:
-    """Why the gates recorded in `files` forbid using `implementation`; None where they do not."""
+def red(files: Iterable[str], implementations: Mapping[str, str]) -> str | None:
+    """Why the gates recorded in `files` forbid these implementations (operator → name), or None."""
     from tnp.store import read_table
 
     rows = [row for file in files for row in read_table(Path(file), "gates").to_pylist()]
-    return blocking_reason(rows, implementation)
+    return blocking_reason(rows, implementations)
 
 
 def _not_finished(gate: str, reason: str) -> dict[str, list[dict]]:
     row = {
         "gate": gate,
         "phase": GATES[gate].phase,
+        "op": GATES[gate].op,
         "implementation": "",
         "check": "error",
         "metric": "",

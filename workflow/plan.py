@@ -4,9 +4,25 @@ Pure functions of the configuration and the device; the rules turn each entry in
 """
 
 import hashlib
+import json
 from itertools import product
 
 from tnp.bench.outcome import CEILINGS
+from tnp.gates import gates_for
+from tnp.variants import Variant
+
+# The study that section `ablation` of config.yaml stands for.
+ABLATION = "ablation"
+
+# Sizes of the model that an operator's benchmark needs; attention's follow from its heads.
+OPERATOR_SIZES = {
+    "attention": (),
+    "rms_norm": ("d_model",),
+    "mlp": ("d_model", "d_ff", "d_ff_storage"),
+    "mixture_heads": ("d_model", "d_ff", "d_ff_storage", "n_components"),
+    "mixture_nll": ("n_components",),
+}
+OF_TARGETS = ("mixture_heads", "mixture_nll")  # these see no context row
 
 # Tables that a job of each kind writes, one file of the same stem in each.
 TABLES = {
@@ -29,19 +45,23 @@ def device(wanted: str, found: str) -> str:
 
 def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Training-step benchmarks of every study that this device takes part in."""
+    variants = config["variants"] | ablation_variants(config)
     configurations = {}
-    for study, spec in _on(device, config["steps"]).items():
+    for study, spec in _studies(config):
+        if device not in spec["devices"]:
+            continue
         switches = product(spec["shapes"], spec["variants"], spec["checkpoint"], spec["cuda_graph"])
         for shape, variant, checkpoint, cuda_graph in switches:
             marks = ["ckpt"] * checkpoint + ["graph"] * cuda_graph
             config_id = "--".join([study, shape, variant, *marks])
+            sizes, variant_spec = config["shapes"][shape], variants[variant]
             configurations[config_id] = {
                 "config_id": config_id,
                 "study": study,
                 "shape": shape,
-                **config["shapes"][shape],
+                **sizes,
                 "variant": variant,
-                "variant_spec": config["variants"][variant],
+                "variant_spec": variant_spec,
                 "model": config["model"],
                 "dtype": config["compute_dtype"][device],
                 "checkpoint": checkpoint,
@@ -51,8 +71,54 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
                 "timing": config["timing"],
                 "device": device,
                 "device_slug": slug,
+                **_of_variant(variant, variant_spec, sizes, checkpoint, cuda_graph),
             }
     return configurations
+
+
+def ablation_variants(config: dict) -> dict[str, dict]:
+    """Of each component: base with it alone, `only_…`, and full without it, `without_…`."""
+    if "ablation" not in config:
+        return {}
+    spec = config["ablation"]
+    base, full = (config["variants"][spec[end]] for end in ("base", "full"))
+    variants = {}
+    for component in spec["components"]:
+        variants[f"only_{component}"] = _with(base, component, full)
+        variants[f"without_{component}"] = _with(full, component, base)
+    return variants
+
+
+def _with(variant: dict, key: str, other: dict) -> dict:
+    """`variant` with what `other` says of `key`, which may be nothing."""
+    rest = {name: value for name, value in variant.items() if name != key}
+    return rest | ({key: other[key]} if key in other else {})
+
+
+def _studies(config: dict) -> list[tuple[str, dict]]:
+    """Those under `steps`, and the ablation, a part of it a shape."""
+    studies = list(config["steps"].items())
+    if "ablation" in config:
+        spec = config["ablation"]
+        common = {
+            "devices": spec["devices"],
+            "variants": [spec["base"], spec["full"], *ablation_variants(config)],
+            "checkpoint": [False],
+        }
+        for shape, run in spec["shapes"].items():
+            part = {"cuda_graph": [run["cuda_graph"]], "replicates": run["replicates"]}
+            studies.append((ABLATION, common | part | {"shapes": [shape]}))
+    return studies
+
+
+def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph: bool) -> dict:
+    """The implementations that a variant uses, as JSON, and the gates it waits for, with "|"."""
+    variant = Variant.from_spec(name, spec)
+    rows = sizes["batch"] * (sizes["n_context"] + sizes["n_target"])
+    recompute = variant.recompute_above is not None and rows > variant.recompute_above
+    operators = variant.implementations()
+    gates = gates_for(operators, checkpoint, cuda_graph, variant.skip_unread, recompute)
+    return {"operators": json.dumps(operators), "gates": "|".join(gates)}
 
 
 def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
@@ -87,11 +153,27 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
                 "implementations": {
                     name: f"{config_id}--{name}" for name in spec["implementations"]
                 },
-                **attention_sizes(config, shape),
+                **operator_sizes(config, op, shape),
                 "replicates": spec["replicates"],
                 **common,
             }
     return configurations
+
+
+def operator_sizes(config: dict, op: str, shape: str) -> dict:
+    """What an operator works on in a step of that shape; sizes it does not have are left out."""
+    if op == "attention":
+        return attention_sizes(config, shape)
+    sizes = config["shapes"][shape]
+    n_context = 0 if op in OF_TARGETS else sizes["n_context"]
+    model = config["model"]
+    known = model | {"d_ff_storage": config["ops"][op].get("d_ff_storage", model["d_ff"])}
+    return {
+        "shape": shape,
+        "batch": sizes["batch"],
+        "n_q": n_context + sizes["n_target"],
+        **{name: known[name] for name in OPERATOR_SIZES[op]},
+    }
 
 
 def attention_sizes(config: dict, shape: str) -> dict:
@@ -109,8 +191,9 @@ def attention_sizes(config: dict, shape: str) -> dict:
 
 def training(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Training runs; what a run does not set comes from its shape and from `model`."""
-    return {
-        run: {
+    runs = {}
+    for run, spec in _on(device, config["training"]).items():
+        parameters = {
             "config_id": run,
             "run": run,
             **config["shapes"][spec["shape"]],
@@ -121,8 +204,11 @@ def training(config: dict, device: str, slug: str) -> dict[str, dict]:
             "device": device,
             "device_slug": slug,
         }
-        for run, spec in _on(device, config["training"]).items()
-    }
+        variant = (parameters["variant"], parameters["variant_spec"])
+        # On a GPU steps of a training run are captured.
+        uses = _of_variant(*variant, parameters, checkpoint=False, cuda_graph=device == "cuda")
+        runs[run] = parameters | uses
+    return runs
 
 
 def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tnp.bench.outcome import CEILINGS
 from tnp.gates import GATES, KERNEL_GATES
 from tnp.ops import registry
+from tnp.variants import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,27 +25,30 @@ NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
 
 
 def of_gate(gate: str) -> list[str]:
-    """A gate of the model leaves our kernels out: the kernels' own gates answer for them."""
-    kernel_gates = set().union(*KERNEL_GATES.values())
+    """Of our kernels those that the gate proves; a gate of the model leaves them all out."""
     used = {
         (op, name)
         for op, name in _implementations()
-        if gate in kernel_gates or name.startswith("sdpa_") or name == "reference"
+        if gate in KERNEL_GATES.get((op, name), ())
+        or name.startswith("sdpa_")
+        or name in ("reference", "torch")
     }
     return _using([f"tnp.gates.{gate}", *GATES[gate].modules], used)
 
 
 def of_step(parameters: dict) -> list[str]:
-    return _using(["tnp.bench.steps"], {("attention", parameters["variant_spec"]["attention"])})
+    return _using(["tnp.bench.steps"], _of_variant(parameters))
 
 
 def of_op(parameters: dict) -> list[str]:
+    """The other operators, which the benchmark can time as well, are left out."""
     op, name = parameters["op"], parameters["implementation"]
-    return _using(["tnp.bench.operators"], set() if op in CEILINGS else {(op, name)})
+    others = {f"tnp.ops.{other}" for other in registry.operators() if other != op}
+    return _using(["tnp.bench.operators"], set() if op in CEILINGS else {(op, name)}, others)
 
 
 def of_training(parameters: dict) -> list[str]:
-    return _using(["tnp.train"], {("attention", parameters["variant_spec"]["attention"])})
+    return _using(["tnp.train"], _of_variant(parameters))
 
 
 def of_store() -> list[str]:
@@ -75,11 +79,20 @@ def closure(modules: Iterable[str], without: Iterable[str] = ()) -> list[Path]:
     return sorted(_file(module) for module in seen)
 
 
-def _using(modules: Iterable[str], implementations: set[tuple[str, str]]) -> list[str]:
+def _of_variant(parameters: dict) -> set[tuple[str, str]]:
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
+    return set(variant.implementations().items())
+
+
+def _using(
+    modules: Iterable[str],
+    implementations: set[tuple[str, str]],
+    without: Iterable[str] = (),
+) -> list[str]:
     """Files of `modules` and of these (operator, implementation) pairs, no other kernel's."""
     used = {module for pair in implementations for module in registry.get(*pair).modules}
     every = {module for pair in _implementations() for module in registry.get(*pair).modules}
-    files = closure({*modules, *used}, without=every - used)
+    files = closure({*modules, *used}, without={*(every - used), *without})
     tables = [TUNED] if any(module in used for module in registry.OURS) else []
     return _relative(files + tables)
 

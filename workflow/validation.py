@@ -9,6 +9,8 @@ import yaml
 
 from tnp.gates import GATES
 from tnp.ops import registry
+from tnp.variants import OPERATORS
+from workflow.plan import ABLATION, OPERATOR_SIZES
 
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
 
@@ -55,29 +57,57 @@ def _check_names(config: dict) -> None:
     _check("baseline", "variant", [config["baseline"]], variants)
     _check_model("model", config["model"])
     for name, spec in variants.items():
-        place = f"variants.{name}.attention"
-        _check(place, "implementation", [spec["attention"]], registry.names("attention"))
-        storage, d_ff = spec.get("d_ff_storage"), config["model"]["d_ff"]
-        if storage is not None and storage < d_ff:
+        for op in set(OPERATORS) & set(spec):
+            _check(f"variants.{name}.{op}", "implementation", [spec[op]], registry.names(op))
+        _check_storage(f"variants.{name}", spec, config["model"])
+        if name.startswith(("only_", "without_")):
             raise ValueError(
-                f"config.yaml: variants.{name}.d_ff_storage: {storage} is smaller than the model's "
-                f"d_ff: it must be at least {d_ff}"
+                f"config.yaml: variants.{name}: names that start with only_ or without_ are the "
+                "ablation's: rename the variant"
             )
     for name, study in config["steps"].items():
         _check(f"steps.{name}.shapes", "shape", study["shapes"], shapes)
         _check(f"steps.{name}.variants", "variant", study["variants"], variants)
     operators = {name: study for name, study in config["ops"].items() if name != "ceilings"}
-    _check("ops", "operator", operators, registry.operators())
+    _check("ops", "operator", operators, OPERATOR_SIZES)
     for name, study in operators.items():
         known = registry.names(name)
         _check(f"ops.{name}.shapes", "shape", study["shapes"], shapes)
         _check(f"ops.{name}.implementations", "implementation", study["implementations"], known)
+        _check_storage(f"ops.{name}", study, config["model"])
+    if "ablation" in config:
+        _check_ablation(config["ablation"], shapes, variants)
+    for name in {ABLATION} & set(config["steps"]):
+        raise ValueError(f"config.yaml: steps.{name}: that is section ablation: rename the study")
     for name in set(config["steps"]) & set(config["ops"]):
         raise ValueError(f"config.yaml: steps.{name} and ops.{name} share a name: rename the study")
     for name, run in config["training"].items():
         _check(f"training.{name}.shape", "shape", [run["shape"]], shapes)
         _check(f"training.{name}.variant", "variant", [run["variant"]], variants)
         _check_model(f"training.{name}.model", run.get("model", config["model"]))
+
+
+def _check_ablation(spec: dict, shapes: dict, variants: dict) -> None:
+    _check("ablation.shapes", "shape", spec["shapes"], shapes)
+    for end in ("base", "full"):
+        _check(f"ablation.{end}", "variant", [spec[end]], variants)
+    base, full = variants[spec["base"]], variants[spec["full"]]
+    differing = [key for key in base | full if base.get(key) != full.get(key)]
+    _check("ablation.components", "difference of base and full", spec["components"], differing)
+    if not spec["base"].startswith("sdpa_") or spec["full"].startswith("sdpa_"):
+        raise ValueError(
+            f"config.yaml: ablation: base {spec['base']!r} and full {spec['full']!r} must be one "
+            "of PyTorch's variants (sdpa_…) and one of ours"
+        )
+
+
+def _check_storage(place: str, spec: dict, model: dict) -> None:
+    storage, d_ff = spec.get("d_ff_storage"), model["d_ff"]
+    if storage is not None and storage < d_ff:
+        raise ValueError(
+            f"config.yaml: {place}.d_ff_storage: {storage} is smaller than the model's "
+            f"d_ff: it must be at least {d_ff}"
+        )
 
 
 def _check_model(place: str, model: dict) -> None:

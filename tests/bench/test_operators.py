@@ -11,6 +11,24 @@ from tnp.schemas import PROVENANCE, TABLES
 BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "reference": "attention--tiny--reference"}
 
 
+# Operators on rows, with sizes of their own; at float32 PyTorch's plain form is nearly exact.
+ROW_OPERATORS = {
+    "rms_norm": {"d_model": 32},
+    "mlp": {"d_model": 32, "d_ff": 45, "d_ff_storage": 64},
+    "mixture_heads": {"d_model": 32, "d_ff": 45, "d_ff_storage": 64, "n_components": 3},
+    "mixture_nll": {"n_components": 3},
+}
+
+
+def of_rows(op: str, *names: str, **changes) -> dict[tuple[str, str], dict]:
+    """By implementation and pass, of a job of an operator on rows."""
+    sizes = dict.fromkeys(("n_k", "n_heads", "head_dim")) | ROW_OPERATORS[op]
+    implementations = {name: f"{op}--tiny--{name}" for name in names}
+    parameters = op_parameters(op=op, implementations=implementations, **sizes, **changes)
+    rows = measure_op(parameters, time.perf_counter())["ops"]
+    return {(row["implementation"], row["pass"]): row for row in rows}
+
+
 @pytest.fixture(autouse=True)
 def launch_config(monkeypatch):
     """The kernels' own description of a launch has tests of its own."""
@@ -213,6 +231,65 @@ def test_the_reference_agrees_with_autograd():
         workloads._attention_head_reference(q, k, v, do), expected, strict=True
     ):
         torch.testing.assert_close(reference, gradient[0, 0])
+
+
+@pytest.mark.parametrize("op", ROW_OPERATORS)
+def test_an_operator_on_rows_fills_a_row_for_each_pass(op):
+    rows = of_rows(op, "torch")
+    added = {name for name, _ in PROVENANCE}
+    for pass_ in ("forward", "backward"):
+        row = rows["torch", pass_]
+        assert row["status"] == "ok"
+        assert set(row) | added == set(TABLES["ops"].names)
+        assert {name: row[name] for name in ROW_OPERATORS[op]} == ROW_OPERATORS[op]
+        assert row["n_k"] is None and 0 < row["max_abs_error"] < 1e-4
+    forward, backward = rows["torch", "forward"], rows["torch", "backward"]
+    assert backward["bytes"] >= forward["bytes"] > 0
+    if op in ("mlp", "mixture_heads"):
+        assert backward["flops"] == 2 * forward["flops"] and backward["tflops"] > 0
+    else:
+        assert backward["flops"] is backward["tflops"] is None
+
+
+@pytest.mark.parametrize("op", ROW_OPERATORS)
+def test_compiled_is_pytorchs_plain_form_under_compile(op, monkeypatch):
+    right, compiled = torch.compile, []
+
+    def compile(function, **options):
+        compiled.append(options)
+        return right(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(operators, "require_supported", lambda *_: None)
+    torch._dynamo.reset()
+    rows = of_rows(op, "torch", "compiled")
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert compiled == [{"fullgraph": True, "dynamic": False}] * 2
+
+
+def test_every_gradient_that_the_model_needs_is_timed_and_checked(monkeypatch):
+    from tnp.ops import rms_norm
+
+    right = rms_norm.add_rms_norm
+
+    def wrong_weight_gradient(x, update, weight, *, implementation):
+        return right(x, update, weight * 1.1 - weight.detach() * 0.1, implementation=implementation)
+
+    monkeypatch.setattr(rms_norm, "add_rms_norm", wrong_weight_gradient)
+    rows = of_rows("rms_norm", "torch")
+    assert rows["torch", "forward"]["status"] == "ok"
+    assert rows["torch", "backward"]["status"] == "error"
+    assert "after timing" in rows["torch", "backward"]["reason"]
+
+
+def test_weights_are_scaled_by_fan_in_and_padded_with_zeros():
+    normal = workloads.Normal(op_parameters(), torch.device("cpu"))
+    up = normal.weight(45, 400, dim=0, storage=64)
+    down = normal.weight(400, 45, dim=1, storage=64)
+    assert (up.shape, down.shape) == ((64, 400), (400, 64))
+    assert up[45:].count_nonzero() == down[:, 45:].count_nonzero() == 0
+    assert up[:45].std() == pytest.approx(400**-0.5, rel=0.1)
+    assert down[:, :45].std() == pytest.approx(45**-0.5, rel=0.1)
 
 
 def test_the_ceilings(monkeypatch):

@@ -2,7 +2,13 @@ import pytest
 
 from tnp.bench.roofline import (
     above_ceiling,
+    add_rms_norm_bytes,
     attention_bytes,
+    heads_bytes,
+    heads_flops,
+    mlp_bytes,
+    mlp_flops,
+    nll_bytes,
     step_attention_flops,
     step_matmul_flops,
 )
@@ -34,6 +40,33 @@ def test_matmul_operations_by_hand():
 def test_bytes_count_each_operand_once():
     assert attention_bytes(64, 8, 564, 64, 64, 2, "forward") == 64 * 8 * 64 * 2 * (2 * 564 + 2 * 64)
     assert attention_bytes(1, 1, 3, 2, 16, 4, "backward") == 16 * 4 * (4 * 3 + 4 * 2)
+
+
+def test_operators_on_rows_by_hand():
+    assert add_rms_norm_bytes(7, 512, 2) == 7 * 512 * 2 * 4
+    assert mlp_flops(7, 512, 1365, "forward") == 2 * 7 * (512 * 1365 + 1365 * 512)
+    assert mlp_flops(7, 512, 1365, "backward") == 2 * mlp_flops(7, 512, 1365, "forward")
+    weights = 4 * (1408 * 512 + 512 * 1408)
+    assert mlp_bytes(7, 512, 1408, 2, "forward") == 2 * 7 * (512 + 512) + weights
+    assert mlp_bytes(7, 512, 1408, 2, "backward") == 2 * 7 * 3 * 512 + 2 * weights
+    heads = (7, 10, 512, 1365, 3)
+    assert heads_flops(*heads, "forward") == 2 * 7 * 10 * (512 * 1365 + 1365 * 3)
+    weights = 4 * 10 * (1365 * 512 + 3 * 1365)
+    assert heads_bytes(*heads, 2, "forward") == 2 * 7 * (512 + 30) + weights
+    assert heads_bytes(*heads, 2, "backward") == 2 * 7 * (512 + 512 + 30) + 2 * weights
+    assert nll_bytes(7, 10, "forward") == 4 * 7 * (30 + 1)
+    assert nll_bytes(7, 10, "backward") == 4 * 7 * (30 + 30 + 1)
+
+
+def test_a_steps_operations_are_those_of_its_operators():
+    rows, targets = 64 * 564, 64 * 500
+    one = dict(MODEL, n_layers=1)
+    mlp, heads = (
+        mlp_flops(rows, 512, 1365, "forward"),
+        heads_flops(targets, 10, 512, 1365, 3, "forward"),
+    )
+    rest = 2 * rows * (3 * 512 + 512**2 + 4 * 512**2)
+    assert step_matmul_flops(one, 64, 64, 500) == 3 * (mlp + heads + rest)
 
 
 def test_impossible_rates_are_named():

@@ -34,9 +34,14 @@ VIEWS = {
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
     " prior_log_likelihood double, gap_closed double",
     "roofline": f"device text, op text, pass text, implementation text, own boolean, shape text,"
-    f" dtype text, time_ms double, tflops double, intensity double, ceiling_tflops double,"
-    f" ceiling_gb_per_s double, bound text, roofline_tflops double, share_of_roofline double,"
-    f" share_low double, share_high double, {OUTCOME}",
+    " dtype text, time_ms double, tflops double, gb_per_s double, intensity double,"
+    " ceiling_tflops double, ceiling_gb_per_s double, bound text, roofline_tflops double,"
+    f" share_of_roofline double, share_low double, share_high double, {OUTCOME}",
+    "ablation": f"device text, {SHAPE}, component text, dtype text, {OUTCOME}, base_variant text,"
+    " full_variant text, base_ms double, only_ms double, full_ms double, without_ms double,"
+    " gain_alone_ms double, gain_alone_low_ms double, gain_alone_high_ms double,"
+    " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
+    " gain_last_high_ms double, speedup_last double, gates_passed boolean",
     "matrix": f"device text, {SHAPE}, variant text, "
     + ", ".join(
         f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
@@ -205,6 +210,26 @@ def roofline_rows(
             row |= {"tflops": share * row["roofline_tflops"], "time_ms": 1.0}
         rows.append(row)
     return {"roofline": rows}
+
+
+def ablation_rows(
+    gains: dict[tuple[str, str], float | str], device: str = GPU, gates_passed: bool = True
+) -> dict[str, list[Row]]:
+    """From {(component, shape): ms gained either way or status}: 10 ms of PyTorch's, 5 of ours."""
+    rows = []
+    for (component, shape), gain in gains.items():
+        status = gain if isinstance(gain, str) else "ok"
+        row = {"device": device, "component": component, "dtype": "bfloat16", "status": status}
+        row |= sized(shape) | {"base_variant": "sdpa_cudnn", "full_variant": "fused"}
+        row |= {"gates_passed": gates_passed, "base_ms": 10.0, "full_ms": 5.0}
+        if not isinstance(gain, str):
+            row |= {"only_ms": 10 - gain, "without_ms": 5 + gain}
+            row |= {"speedup_alone": 10 / (10 - gain), "speedup_last": (5 + gain) / 5}
+            for end in ("alone", "last"):
+                row |= {f"gain_{end}_ms": gain}
+                row |= {f"gain_{end}_low_ms": gain - 0.1, f"gain_{end}_high_ms": gain + 0.1}
+        rows.append(row)
+    return {"ablation": rows}
 
 
 def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:

@@ -135,6 +135,38 @@ def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
     )
 
 
+def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(build: Build) -> None:
+    tables = sample.roofline_rows({("fused", "small"): 0.9, ("torch", "small"): 0.4})
+    for row in tables["roofline"]:
+        row |= {"op": "rms_norm", "tflops": None, "intensity": 0.0, "gb_per_s": 3780.0}
+    chart = draw("roofline", build(**sample.merged(H200, tables)))
+    assert title(chart) == (
+        "fused rms_norm forward reaches 90% of the NVIDIA H200 roofline at small; torch reaches 40%"
+    )
+    assert "90%, 3,780 GB/s" in vl_convert.vegalite_to_svg(chart.to_dict())
+
+
+def test_ablation_names_what_our_step_needs_most(build: Build) -> None:
+    gains = {("mlp", "mid"): 1.0, ("attention", "mid"): 2.5, ("attention", "small"): 2.0}
+    chart = draw("ablation", build(**sample.merged(H200, sample.ablation_rows(gains))))
+    assert title(chart) == (
+        "Of our components attention gains most on NVIDIA H200: "
+        "without it a step at mid takes 1.50× the time"
+    )
+    svg = vl_convert.vegalite_to_svg(chart.to_dict())
+    assert "1.33×" in svg and "red" not in svg
+
+
+def test_ablation_claims_no_gain_within_the_interval_and_marks_red_gates(build: Build) -> None:
+    rows = sample.ablation_rows({("mlp", "mid"): 0.05, ("attention", "mid"): "oom"})
+    chart = draw("ablation", build(**sample.merged(H200, rows)))
+    assert title(chart) == "No component measurably shortens our step on NVIDIA H200"
+    assert "out of memory" in vl_convert.vegalite_to_svg(chart.to_dict())
+    rows = sample.ablation_rows({("mlp", "mid"): 1.0}, gates_passed=False)
+    chart = draw("ablation", build(**sample.merged(H200, rows)))
+    assert "gate red" in vl_convert.vegalite_to_svg(chart.to_dict())
+
+
 def test_matrix_groups_winners_by_variant(build: Build) -> None:
     times = {
         ("small", "sdpa_flash"): 50.0,

@@ -36,13 +36,16 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.stage_rows(STAGES, device),
         sample.training_rows(0.5, -1.5, device=device),
         sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),
+        sample.ablation_rows({("mlp", shape): 1.0 for shape in ("small", "mid")}, device),
     )
 
 
 def failed(device: str) -> dict:
     times = {("mid", "sdpa_flash"): "oom", ("mid", "separate"): "gate_failed"}
     return sample.merged(
-        sample.steps(times, device), sample.roofline_rows({("separate", "mid"): "timeout"}, device)
+        sample.steps(times, device),
+        sample.roofline_rows({("separate", "mid"): "timeout"}, device),
+        sample.ablation_rows({("mlp", "mid"): "oom"}, device),
     )
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from tnp.gates import blocking_reason, gates_for, run_gate
+from tnp.gates import GATES, KERNEL_GATES, blocking_reason, gates_for, run_gate
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+from tnp.ops import registry
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -39,7 +40,7 @@ def test_error_ratio_is_about_one_for_equal_rounding_and_large_for_a_wrong_resul
 
 def row(**changes) -> dict:
     return {
-        "gate": "g",
+        "gate": "attention_forward",
         "implementation": "separate",
         "status": "ok",
         "passed": True,
@@ -53,21 +54,45 @@ def row(**changes) -> dict:
 
 def test_a_red_check_blocks_only_its_implementation():
     rows = [row(), row(passed=False)]
-    assert "gate g is red: c: m 2, bound 1" in blocking_reason(rows, "separate")
-    assert blocking_reason(rows, "sdpa_flash") is None
-    assert blocking_reason([row(implementation="", passed=False)], "sdpa_flash")
-    assert blocking_reason([row(status="error", reason="boom", passed=None)], "separate")
-    assert blocking_reason([row(status="unsupported", passed=None)], "separate") is None
+    separate, flash = {"attention": "separate"}, {"attention": "sdpa_flash"}
+    assert "gate attention_forward is red: c: m 2, bound 1" in blocking_reason(rows, separate)
+    assert blocking_reason(rows, flash) is None
+    assert blocking_reason([row(implementation="", passed=False)], flash)
+    assert blocking_reason([row(status="error", reason="boom", passed=None)], separate)
+    assert blocking_reason([row(status="unsupported", passed=None)], separate) is None
+
+
+def test_a_red_check_names_an_implementation_of_its_gates_operator():
+    fused = row(gate="mlp", implementation="fused", passed=False)
+    assert blocking_reason([fused], {"attention": "separate", "mlp": "fused"})
+    assert blocking_reason([fused], {"attention": "fused", "mlp": "single"}) is None
+    assert blocking_reason([fused], {"attention": "fused"}) is None
+    captured = row(gate="cuda_graphs", implementation="fused", passed=False)
+    assert blocking_reason([captured], {"attention": "fused", "mlp": "torch"})
+    assert blocking_reason([captured], {"attention": "separate", "mlp": "fused"}) is None
 
 
 def test_gates_follow_what_a_step_uses():
-    assert gates_for("sdpa_flash") == ["baseline"]
-    assert "attention_backward" in gates_for("separate")
-    assert gates_for("sdpa_cudnn", checkpoint=True, cuda_graph=True) == [
+    assert gates_for({"attention": "sdpa_flash", "mlp": "torch"}) == ["baseline"]
+    assert "attention_backward" in gates_for({"attention": "separate"})
+    both = gates_for({"attention": "fused", "mlp": "single"})
+    assert both == ["baseline", "attention_forward", "attention_fused", "kernels", "mlp"]
+    assert gates_for({"attention": "sdpa_cudnn"}, checkpoint=True, cuda_graph=True) == [
         "baseline",
         "checkpointing",
         "cuda_graphs",
     ]
+    assert gates_for({}, skip_unread=True, recompute=True) == [
+        "baseline",
+        "skip_unread",
+        "checkpointing",
+    ]
+
+
+def test_a_gate_that_proves_an_implementation_names_its_operator():
+    for (op, name), gates in KERNEL_GATES.items():
+        assert name in registry.names(op)
+        assert all(GATES[gate].op == op for gate in gates if gate != "kernels")
 
 
 def test_unknown_gate_raises():

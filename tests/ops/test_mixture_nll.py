@@ -1,12 +1,19 @@
 """The loss in float32 against float64, to the extremes training can reach."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
-from tnp.ops.mixture_nll import mixture_nll
+from tnp.gates import mixture_nll as gate
+from tnp.gates.checks import error_ratio, max_abs_error, relative_error
+from tnp.gates.mixture_nll import Case
+from tnp.ops import triton_mixture_nll
+from tnp.ops.mixture_nll import _mixture_nll, _mixture_nll_backward, mixture_nll
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def draw(n=50, n_components=10, dtype=torch.float64):
@@ -52,3 +59,174 @@ def test_floor_under_sigma_bounds_the_density():
 def test_gradient_is_right():
     p, y = draw(n=4, n_components=3)
     assert torch.autograd.gradcheck(lambda p: mixture_nll(p, y, 0.1), p.requires_grad_())
+
+
+def test_gate():
+    red = [check for check in gate.checks(DEVICE) if not check.passed]
+    assert not red, "\n".join(map(str, red))
+
+
+def fused(case: Case, inputs: dict) -> dict:
+    return gate.differentiated(case, inputs, "fused")
+
+
+def double(inputs: dict) -> dict:
+    return {name: x.double() for name, x in inputs.items()}
+
+
+# On both sides of a program's targets: 32 of 10 components, 512 of one, 8 of 64.
+@pytest.mark.parametrize(
+    "n, n_components", [(1, 10), (31, 10), (32, 10), (33, 10), (513, 1), (9, 64), (5, 3)]
+)
+@pytest.mark.parametrize("d_y", [1, 3])
+def test_ragged_sizes(n, n_components, d_y):
+    case = Case(1, n, n_components, d_y, torch.float32, sigma_min=0.1)
+    inputs = gate.draw(case, DEVICE)
+    ours, own = fused(case, inputs), gate.differentiated(case, inputs, "torch")
+    exact = gate.differentiated(case, double(inputs), "torch")
+    assert relative_error(ours["loss"], exact["loss"]) <= gate.LOSS_ERROR
+    for name, budget in gate.GRADIENTS.items():
+        assert error_ratio(ours[name], own[name], exact[name]) <= budget, name
+
+
+@pytest.mark.parametrize("config", triton_mixture_nll.CONFIGS, ids=str)
+def test_configurations(config):
+    case = Case(2, 61, dtype=torch.float32)
+    inputs = gate.draw(case, DEVICE)
+    exact = gate.differentiated(case, double(inputs), "torch")
+    ours = triton_mixture_nll.loss_and_gradients(
+        inputs["parameters"], inputs["y"], 0.0, True, True, config
+    )
+    for x, name, factor in zip(ours, ("loss", "dparameters", "dy"), (1.0, 0.7, 0.7), strict=True):
+        assert relative_error(factor * x, exact[name]) <= 1e-6, name
+
+
+def values_shifted_by_a_target(case, inputs):
+    return fused(case, inputs | {"y": inputs["y"].roll(1, 1)})
+
+
+def last_component_missing(case, inputs):
+    parameters = inputs["parameters"].clone()
+    parameters[:, :, -1, 0] = -1e4
+    return fused(case, inputs | {"parameters": parameters})
+
+
+def floor_missing(case, inputs):
+    return fused(replace(case, sigma_min=0.0), inputs)
+
+
+@pytest.mark.parametrize(
+    "wrong", [values_shifted_by_a_target, last_component_missing, floor_missing]
+)
+def test_negative_controls_fail(wrong):
+    case = Case(2, 17, 4, dtype=torch.float32, sigma_min=0.1)
+    inputs = gate.draw(case, DEVICE)
+    found, own = wrong(case, inputs), gate.differentiated(case, inputs, "torch")
+    exact = gate.differentiated(case, double(inputs), "torch")
+    assert relative_error(found["loss"], exact["loss"]) > 5 * gate.LOSS_ERROR
+    for name, budget in gate.GRADIENTS.items():
+        assert error_ratio(found[name], own[name], exact[name]) > 5 * budget, name
+
+
+def test_a_component_out_of_range_has_gradient_zero():
+    """z² overflows float32 in one component of two: the other alone counts."""
+    p = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 1.0, -50.0]]], device=DEVICE, requires_grad=True)
+    y = torch.full((1, 1), 0.5, device=DEVICE, requires_grad=True)
+    results = []
+    for name in ("fused", "torch"):
+        loss = mixture_nll(p, y, implementation=name)
+        results.append((loss, *torch.autograd.grad(loss, (p, y))))
+    for ours, own in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, own)
+
+
+def test_a_nan_is_not_hidden():
+    for at in range(3):
+        p, y = (x.float().to(DEVICE) for x in draw(n=5, n_components=3))
+        p[2, 1, at] = float("nan")
+        assert mixture_nll(p, y, implementation="fused").isnan(), at
+
+
+def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
+    asked, loss_and_gradients = [], triton_mixture_nll.loss_and_gradients
+
+    def noted(parameters, y, sigma_min, *wanted):
+        asked.append(wanted)
+        return loss_and_gradients(parameters, y, sigma_min, *wanted)
+
+    monkeypatch.setattr(triton_mixture_nll, "loss_and_gradients", noted)
+    p, y = (x.float().to(DEVICE) for x in draw(n=5))
+    losses = [mixture_nll(p, y, implementation="fused")]
+    losses.append(mixture_nll(p, y.requires_grad_(), implementation="fused"))
+    losses.append(mixture_nll(p.requires_grad_(), y.detach(), implementation="fused"))
+    with torch.no_grad():
+        losses.append(mixture_nll(p, y, implementation="fused"))
+    assert asked == [(False, False), (False, True), (True, False), (False, False)]
+    assert len({loss.item() for loss in losses}) == 1
+
+
+def test_parameters_that_are_not_contiguous():
+    p, y = (x.float().to(DEVICE) for x in draw(n=12))
+    results = []
+    for parameters in (p.mT.contiguous().mT.requires_grad_(), p.clone().requires_grad_()):
+        loss = mixture_nll(parameters, y, implementation="fused")
+        results.append((loss, *torch.autograd.grad(loss, parameters)))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, False)])
+def test_operators_keep_their_contracts(wanted):
+    inputs = gate.draw(Case(2, 5, 3, 2), DEVICE)
+    arguments = [inputs[name].requires_grad_(w) for name, w in zip(inputs, wanted, strict=True)]
+    torch.library.opcheck(_mixture_nll, (*arguments, 0.1, *wanted))
+    dloss = torch.tensor(0.3, device=DEVICE)
+    torch.library.opcheck(_mixture_nll_backward, (inputs["parameters"].detach(), dloss))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_in_one_graph(backend, monkeypatch):
+    case = Case(2, 7, 3, dtype=torch.float32)
+    inputs = gate.draw(case, DEVICE)
+    eager = fused(case, inputs)
+    compiled = torch.compile(mixture_nll, fullgraph=True, backend=backend)
+    monkeypatch.setattr(gate, "mixture_nll", compiled)
+    for name, x in fused(case, inputs).items():
+        assert max_abs_error(x, eager[name]) <= 1e-6, name
+
+
+@pytest.mark.parametrize("implementation", ["torch", "fused"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"y": torch.zeros(4, 1)}, r"parameters are \(5, 2, 3\) and y \(4, 1\): they must be"),
+        ({"y": torch.zeros(5, 2)}, r"and y \(5, 2\): they must be"),
+        (
+            {"parameters": torch.zeros(0, 2, 3), "y": torch.zeros(0, 1)},
+            "the mean needs at least one target",
+        ),
+        ({"sigma_min": -1.0}, "sigma_min is -1.0: it must be finite and not negative"),
+    ],
+)
+def test_refusals(implementation, change, message):
+    arguments = {"parameters": torch.zeros(5, 2, 3), "y": torch.zeros(5, 1)} | change
+    with pytest.raises(ValueError, match=message):
+        mixture_nll(**arguments, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"parameters": torch.zeros(5, 2, 3).double()}, "parameters is torch.float64: it must"),
+        ({"y": torch.zeros(5, 1).double()}, "y is torch.float64: it must be one of"),
+        ({"parameters": torch.zeros(5, 65, 3)}, "K is 65: 'fused' takes at most 64"),
+        (
+            {"parameters": torch.zeros(5, 2, 11), "y": torch.zeros(5, 5)},
+            "d_y is 5: 'fused' takes at most 4",
+        ),
+    ],
+)
+def test_what_fused_refuses(change, message):
+    arguments = {"parameters": torch.zeros(5, 2, 3), "y": torch.zeros(5, 1)} | change
+    with pytest.raises(ValueError, match=message):
+        mixture_nll(**arguments, implementation="fused")

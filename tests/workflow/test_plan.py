@@ -1,5 +1,7 @@
 """From configuration to jobs, and from imports to the files a job depends on."""
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,66 @@ def test_an_operators_implementations_are_one_job_a_size_and_replicate():
     assert ops["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
     jobs = [name for name, _ in plan.running_order(ops) if name.startswith("attention--")]
     assert len(jobs) == len(spec["shapes"]) * spec["replicates"]
+
+
+def test_an_operators_benchmark_has_the_sizes_it_depends_on():
+    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
+    names = ("batch", "n_q", "n_k", "d_model", "d_ff", "d_ff_storage", "n_components")
+    expected = {
+        "attention--mid": (4, 11_000, 10_000, None, None, None, None),
+        "rms_norm--mid": (4, 11_000, None, 512, None, None, None),
+        "mlp--mid": (4, 11_000, None, 512, 1365, 1408, None),
+        "mixture_heads--mid": (4, 1_000, None, 512, 1365, 1408, 10),
+        "mixture_nll--mid": (4, 1_000, None, None, None, None, 10),
+    }
+    found = {op: tuple(ops[op].get(name) for name in names) for op in expected}
+    assert found == expected
+    unpadded = copy.deepcopy(CONFIG)
+    del unpadded["ops"]["mlp"]["d_ff_storage"]
+    assert plan.ops(unpadded, "cuda", "nvidia-h200")["mlp--mid"]["d_ff_storage"] == 1365
+
+
+def test_the_ablation_adds_each_component_and_takes_it_away():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    assert plan.steps(CONFIG, "cpu", "cpu").keys().isdisjoint(steps)
+    spec = CONFIG["ablation"]
+    at_large = [p for p in steps.values() if (p["study"], p["shape"]) == ("ablation", "large")]
+    assert len(at_large) == 2 + 2 * len(spec["components"])
+    assert not any(p["cuda_graph"] for p in at_large)
+    only = steps["ablation--small--only_mlp--graph"]
+    base, full = CONFIG["variants"][spec["base"]], CONFIG["variants"][spec["full"]]
+    assert only["variant_spec"] == base | {"mlp": "fused"}
+    without = steps["ablation--small--without_mlp--graph"]
+    assert without["variant_spec"] | {"mlp": "fused"} == full and without["cuda_graph"]
+    assert (
+        steps["ablation--mid--without_attention--graph"]["variant_spec"]["attention"]
+        == (base["attention"])
+    )
+    assert "skip_unread" not in steps["ablation--mid--without_skip_unread--graph"]["variant_spec"]
+
+
+def test_a_step_says_what_it_uses_and_what_it_waits_for():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    only = steps["ablation--small--only_mlp--graph"]
+    operators = json.loads(only["operators"])
+    assert operators["mlp"] == "fused" and operators["rms_norm"] == "torch"
+    assert only["gates"] == "baseline|mlp|kernels|cuda_graphs"
+    assert steps["matrix--mid--sdpa_flash"]["gates"] == "baseline"
+    # Only the large step has rows enough to be recomputed.
+    assert "checkpointing" not in steps["ablation--mid--fused--graph"]["gates"].split("|")
+    assert "checkpointing" in steps["ablation--large--fused"]["gates"].split("|")
+    runs = plan.training(CONFIG, "cuda", "nvidia-h200")
+    assert runs["gp_small_sdpa"]["gates"] == "baseline|cuda_graphs"
+
+
+def test_the_runs_that_are_compared_differ_in_their_variant_alone():
+    runs = plan.training(CONFIG, "cuda", "nvidia-h200")
+    own = ("config_id", "run", "variant", "variant_spec", "operators", "gates")
+    compared = [
+        {key: value for key, value in runs[f"gp_small_{name}"].items() if key not in own}
+        for name in ("sdpa", "fused", "flash")
+    ]
+    assert compared[0] == compared[1] == compared[2]
 
 
 def test_training_overrides_its_shape():
@@ -85,3 +147,23 @@ def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
     assert uses(sources.of_gate("attention_forward"))
     assert not uses(sources.of_gate("baseline"))
     assert any(file.endswith("model.py") for file in sources.of_gate("baseline"))
+
+
+def test_a_variants_operators_are_sources_each_of_its_own():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    kernels = {
+        op: f"tnp/ops/{file}.py"
+        for op, file in (("mlp", "mlp/triton_mlp"), ("rms_norm", "triton_rms_norm"))
+    }
+
+    def used(files: list[str]) -> set[str]:
+        return {op for op, kernel in kernels.items() if any(f.endswith(kernel) for f in files)}
+
+    assert used(sources.of_step(steps["ablation--small--only_mlp--graph"])) == {"mlp"}
+    assert used(sources.of_step(steps["ablation--small--fused--graph"])) == {"mlp", "rms_norm"}
+    assert used(sources.of_step(steps["matrix--mid--fused_attention"])) == set()
+    assert used(sources.of_gate("mlp")) == {"mlp"}
+    assert used(sources.of_gate("attention_forward")) == used(sources.of_gate("baseline")) == set()
+    fused, torch = ({"op": "mlp", "implementation": name} for name in ("fused", "torch"))
+    assert used(sources.of_op(fused)) == {"mlp"} and used(sources.of_op(torch)) == set()
+    assert not any("rms_norm" in file or "attention/" in file for file in sources.of_op(torch))

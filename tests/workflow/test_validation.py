@@ -11,6 +11,13 @@ from workflow.validation import validate
 
 ROOT = Path(__file__).parents[2]
 TINY = yaml.safe_load((Path(__file__).parent / "config.yaml").read_text())
+TINY["ablation"] = {
+    "devices": ["cpu"],
+    "base": "sdpa_flash",
+    "full": "separate",
+    "components": ["attention"],
+    "shapes": {"tiny": {"cuda_graph": False, "replicates": 1}},
+}
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "tests/workflow/config.yaml"])
@@ -39,6 +46,19 @@ def test_committed_configurations_are_valid(file):
         ("ops.rope", {"devices": ["cpu"], "shapes": ["tiny"], "implementations": ["a"],
                       "replicates": 1}, "ops: unknown operator 'rope'"),
         ("ops.attention.implementations", ["nope"], "unknown implementation 'nope'"),
+        ("ops.embedding", {"devices": ["cpu"], "shapes": ["tiny"], "implementations": ["torch"],
+                           "replicates": 1}, "ops: unknown operator 'embedding'"),
+        ("variants.separate.mlp", "fusd", "variants.separate.mlp: unknown implementation 'fusd'"),
+        ("variants.separate.skip_unread", 1, "skip_unread: 1 must be of type boolean"),
+        ("variants.only_mlp", {"attention": "fused"}, "are the ablation's: rename the variant"),
+        ("steps.ablation", {"devices": ["cpu"], "shapes": [], "variants": [], "replicates": 1,
+                            "checkpoint": [False], "cuda_graph": [False]},
+         "steps.ablation: that is section ablation"),
+        ("ablation.base", "sdpa", "ablation.base: unknown variant 'sdpa'"),
+        ("ablation.full", "sdpa_flash", "unknown difference of base and full 'attention'"),
+        ("ablation.components", ["mlp"], "unknown difference of base and full 'mlp'"),
+        ("ablation.shapes", {"huge": {"cuda_graph": True, "replicates": 1}},
+         "ablation.shapes: unknown shape 'huge'"),
         ("gates", ["baselin"], "gates: unknown gate 'baselin': did you mean 'baseline'"),
         ("training.gp_tiny.shape", "huge", "training.gp_tiny.shape: unknown shape 'huge'"),
         ("training.gp_tiny.source", "text", "'text' must be one of gaussian_process, images"),
@@ -54,6 +74,13 @@ def test_bad_value_is_named(path, value, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         validate(config)
     assert "\n" not in str(error.value)
+
+
+def test_an_ablation_goes_from_pytorchs_to_ours():
+    config = copy.deepcopy(TINY)
+    config["ablation"] |= {"base": "separate", "full": "sdpa_flash"}
+    with pytest.raises(ValueError, match="must be one of PyTorch's variants"):
+        validate(config)
 
 
 def test_missing_key_is_named():

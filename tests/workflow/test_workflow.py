@@ -39,7 +39,8 @@ def test_replicates_run_in_rounds_after_the_gates(checkout):
     status, output = checkout.run("all")
     assert status == 0, output
     calls = checkout.calls()
-    assert all(call.startswith("gate") for call in calls[:3])
+    n_gates = len(checkout.config["gates"])
+    assert all(call.startswith("gate") for call in calls[:n_gates])
     replicates = [call.split()[-1] for call in checkout.measured()]
     assert replicates == sorted(replicates)
     assert "figures/speedup.html" in output and "from speedup" in output
@@ -111,6 +112,21 @@ def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
     }
     reasons = {row["reason"] for row in checkout.rows("ops") if row["status"] == "gate_failed"}
     assert reasons == {"gate attention_forward is red: fake: error 2, bound 1"}
+
+
+def test_red_gate_of_one_operator_stops_only_steps_that_use_it(checkout):
+    checkout.config["variants"]["separate_mlp"] = {"attention": "separate", "mlp": "single"}
+    checkout.config["steps"]["cpu"] |= {
+        "variants": ["separate", "separate_mlp"], "checkpoint": [False], "replicates": 1,
+    }  # fmt: skip
+    status, _ = checkout.run("measurements", FAKE_RED="mlp")
+    assert status != 0
+    rows = {row["variant"]: row for row in checkout.rows("steps")}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "separate": "ok",
+        "separate_mlp": "gate_failed",
+    }
+    assert "mlp" in rows["separate_mlp"]["gates"].split("|")
 
 
 def test_edited_kernel_reruns_only_what_uses_it(finished):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tnp.ops import registry
-from tnp.schemas import OP_KEY, STEP_KEY
+from tnp.schemas import OP_KEY, OP_SIZES, STEP_KEY, VARIANT
 
 Rows = dict[str, list[dict[str, object]]]  # by table
 
@@ -11,6 +11,8 @@ MAX_REASON = 300
 
 # The device's own limits, through PyTorch: no implementations to choose from, no backward pass.
 CEILINGS = ("matmul", "copy")
+
+_KEYS = {"step": STEP_KEY + VARIANT, "stage": STEP_KEY, "op": OP_KEY + OP_SIZES}
 
 
 class Unsupported(RuntimeError):
@@ -26,9 +28,8 @@ def require_supported(op: str, implementation: str, device, dtype) -> None:
 
 
 def key(kind: str, parameters: dict) -> dict[str, object]:
-    """The key columns of a "step" or "op" row; sizes an operator does not have are null."""
-    columns = STEP_KEY if kind == "step" else OP_KEY
-    return {name: parameters.get(name) for name, _ in columns}
+    """The key columns of a "step", "stage" or "op" row; what does not apply to it is null."""
+    return {name: parameters.get(name) for name, _ in _KEYS[kind]}
 
 
 def passes(op: str) -> tuple[str, ...]:

@@ -58,6 +58,58 @@ def attention_bytes(
     return float(batch * n_heads * head_dim * itemsize * per_row * (n_q + n_k))
 
 
+def add_rms_norm_bytes(n_rows: int, d_model: int, itemsize: int) -> float:
+    """Forward reads x and update, writes their sum and its norm; backward reads both outputs'
+    gradients and the sum, and writes one gradient for x and update. The weight is left out.
+    """
+    return float(4 * n_rows * d_model * itemsize)
+
+
+def mlp_flops(n_rows: int, d_model: int, d_ff: int, pass_: str) -> float:
+    return float(_products(pass_) * 4 * n_rows * d_model * d_ff)
+
+
+def mlp_bytes(n_rows: int, d_model: int, d_ff: int, itemsize: int, pass_: str) -> float:
+    """x and y, and float32 weights; backward reads x and dy, writes dx, and weights' gradients."""
+    rows, weights = n_rows * d_model * itemsize, 2 * d_model * d_ff * 4
+    return float(2 * rows + weights if pass_ == "forward" else 3 * rows + 2 * weights)
+
+
+def heads_flops(
+    n_rows: int, n_components: int, d_model: int, d_ff: int, n_outputs: int, pass_: str
+) -> float:
+    return float(_products(pass_) * 2 * n_rows * n_components * d_ff * (d_model + n_outputs))
+
+
+def heads_bytes(
+    n_rows: int,
+    n_components: int,
+    d_model: int,
+    d_ff: int,
+    n_outputs: int,
+    itemsize: int,
+    pass_: str,
+) -> float:
+    """As `mlp_bytes`, with an output of n_components · n_outputs a row."""
+    x, y = n_rows * d_model * itemsize, n_rows * n_components * n_outputs * itemsize
+    weights = n_components * d_ff * (d_model + n_outputs) * 4
+    return float(x + y + weights if pass_ == "forward" else 2 * x + y + 2 * weights)
+
+
+def nll_bytes(n_rows: int, n_components: int, pass_: str) -> float:
+    """Three float32 parameters a component and a float32 y, one output dimension.
+
+    Backward, which is timed with its forward, reads the same and writes the parameters' gradient.
+    """
+    parameters = n_rows * n_components * 3 * 4
+    return float((1 if pass_ == "forward" else 2) * parameters + n_rows * 4)
+
+
+def _products(pass_: str) -> int:
+    """Matrix products for each of the forward pass: backward takes one an operand's gradient."""
+    return {"forward": 1, "backward": 2}[pass_]
+
+
 def above_ceiling(
     device_name: str, dtype: str, tflops: float | None, gb_per_s: float
 ) -> str | None:

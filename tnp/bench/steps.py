@@ -89,7 +89,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     if not (parameters["cuda_graph"] or variant.compile):
         n_passes = 1 if row["step_ms_p50"] > policy.long_step_s * 1e3 else STAGE_PASSES
         tables["stages"] = [
-            key("step", parameters) | stage for stage in stage_rows(step, task, device, n_passes)
+            key("stage", parameters) | stage for stage in stage_rows(step, task, device, n_passes)
         ]
     return tables
 
@@ -124,7 +124,8 @@ def _require_step_supported(
 ) -> None:
     if parameters["cuda_graph"] and device.type != "cuda":
         raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
-    require_supported("attention", variant.attention, device, dtype)
+    for op, implementation in variant.implementations().items():
+        require_supported(op, implementation, device, dtype)
 
 
 def _rates(parameters: dict, measurement: Measurement) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ import altair as alt
 import duckdb
 import vl_convert
 
-FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix")
+FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix", "ablation")
 
 PNG_SCALE = 2  # pixels per CSS pixel
 

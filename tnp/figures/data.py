@@ -29,8 +29,9 @@ def drawing(rows: list[Row]) -> alt.Chart:
 
 
 def is_pytorch(variant: str) -> bool:
-    """Whether a variant's attention, or an operator's implementation, is not ours."""
-    return variant.startswith(("sdpa_", "flex", "fa3", "fa4"))
+    """Whether a variant, by its name, or an operator's implementation is not ours."""
+    peers = ("sdpa_", "flex", "fa3", "fa4", "torch", "compiled", "loop", "bmm", "grouped_mm")
+    return variant.startswith(peers)
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
@@ -63,7 +64,8 @@ def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:
     found = query(
         connection,
         """
-        select variant from step_summary
+        select variant from memory
+        union select variant from stage_share
         union select variant from training_curves
         union select implementation from roofline where op not in ('matmul', 'copy')
         """,

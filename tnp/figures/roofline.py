@@ -31,6 +31,7 @@ TOOLTIP = [
     alt.Tooltip("pass:N"),
     alt.Tooltip("time_ms:Q", format=".4~r", title="median, ms"),
     alt.Tooltip("tflops:Q", format=".3~r", title="TFLOP/s"),
+    alt.Tooltip("gb_per_s:Q", format=".4~r", title="GB/s"),
     alt.Tooltip("intensity:Q", format=".3~r", title="FLOP/byte"),
     alt.Tooltip("share_of_roofline:Q", format=".1%"),
     alt.Tooltip("bound:N", title="bound by"),
@@ -52,8 +53,10 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         for op in dict.fromkeys(row["op"] for row in of_device):
             of_op = [row for row in of_device if row["op"] == op]
             passes = [name for name in PASSES if any(row["pass"] == name for row in of_op)]
-            panels = [_roofline(of_op, name, colors) for name in passes]
-            panels += [_shares(of_op, name, colors) for name in passes]
+            # Where no operations are counted, on a log axis of them there is nothing to draw.
+            counted = any(row["tflops"] for row in of_op)
+            panels = [_roofline(of_op, name, colors) for name in passes if counted]
+            panels += [_shares(of_op, name, colors, titled=not counted) for name in passes]
             title = f"{op} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
             measured = f"{data.origin(device)} · {dtypes}"
@@ -62,7 +65,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "Lines: ceilings measured on the same device by a large matmul (flat) and a memory copy "
         "(slope). Intensity counts each operand once through memory.",
         "Medians with cold caches; whiskers: 95% bootstrap interval over replicates. Lower panels: "
-        "the same points as a share of the line above them.",
+        "the same points as a share of the line above them; where only bytes are counted, of the "
+        "copy.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -112,11 +116,18 @@ def _points(rows: list[Row], pass_: str) -> list[Row]:
         | {
             "low": row["share_low"],
             "high": row["share_high"],
-            "label": f"{row['share_of_roofline']:.0%}, {theme.number(row['tflops'])} TFLOP/s",
+            "label": f"{row['share_of_roofline']:.0%}, {_rate(row)}",
         }
         for row in rows
         if row["pass"] == pass_ and row["share_of_roofline"]
     ]
+
+
+def _rate(row: Row) -> str:
+    """TFLOP/s, or GB/s where no operations are counted."""
+    if row["tflops"] is None:
+        return f"{theme.number(row['gb_per_s'])} GB/s"
+    return f"{theme.number(row['tflops'])} TFLOP/s"
 
 
 def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin:
@@ -195,7 +206,7 @@ def _shape_labels(points: list[Row]) -> list[Row]:
     return labels
 
 
-def _shares(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin:
+def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt.TopLevelMixin:
     points = _points(rows, pass_)
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     color = _color(rows, colors)
@@ -224,4 +235,8 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin
             fontStyle="italic",
             color=theme.MUTED,
         ),
-    ).properties(width=PANEL_WIDTH, height=SLOT_HEIGHT * len(implementations) * len(shapes))
+    ).properties(
+        width=PANEL_WIDTH,
+        height=SLOT_HEIGHT * len(implementations) * len(shapes),
+        title=alt.Title(pass_ if titled else "", fontSize=14),
+    )

@@ -5,16 +5,20 @@ A gate runs on the device it is asked for. On the CPU, Triton kernels run in Tri
 """
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate's place in the specification and the modules it exercises (for rerun triggers)."""
+    """A gate's place in the specification and the modules it exercises (for rerun triggers).
+
+    `op` is the operator whose implementations its checks name: attention for a gate of the model.
+    """
 
     phase: int
     modules: tuple[str, ...]
+    op: str = "attention"
 
 
 _MODEL = ("tnp.model", "tnp.step", "tnp.ops.attention")
@@ -23,32 +27,63 @@ GATES = {
     "attention_forward": Gate(2, ("tnp.ops.attention",)),
     "attention_backward": Gate(3, ("tnp.ops.attention",)),
     "attention_fused": Gate(4, ("tnp.ops.attention",)),
+    "embedding": Gate(6, ("tnp.ops.embedding",), "embedding"),
+    "rms_norm": Gate(6, ("tnp.ops.rms_norm",), "rms_norm"),
+    "projection": Gate(6, ("tnp.ops.projection",), "projection"),
+    "mlp": Gate(6, ("tnp.ops.mlp",), "mlp"),
+    "skip_unread": Gate(6, _MODEL),
+    "mixture_heads": Gate(7, ("tnp.ops.mixture_heads",), "mixture_heads"),
+    "mixture_nll": Gate(8, ("tnp.ops.mixture_nll",), "mixture_nll"),
     "checkpointing": Gate(9, _MODEL),
     "cuda_graphs": Gate(10, _MODEL),
     "kernels": Gate(11, ("tnp.ops.compilation",)),
 }
 
-# Gates that prove kernels of our own, by attention implementation: others do not wait for them.
+# Gates that prove an implementation of an operator: those that use another do not wait for them.
 KERNEL_GATES = {
-    "separate": ("attention_forward", "attention_backward", "kernels"),
-    "fused": ("attention_forward", "attention_fused", "kernels"),
+    ("attention", "separate"): ("attention_forward", "attention_backward", "kernels"),
+    ("attention", "fused"): ("attention_forward", "attention_fused", "kernels"),
+    ("embedding", "fused"): ("embedding", "kernels"),
+    ("rms_norm", "fused"): ("rms_norm", "kernels"),
+    ("projection", "fused"): ("projection",),
+    ("mlp", "fused"): ("mlp", "kernels"),
+    ("mlp", "single"): ("mlp", "kernels"),
+    ("mixture_heads", "fused"): ("mixture_heads", "kernels"),
+    ("mixture_heads", "loop"): ("mixture_heads",),
+    ("mixture_heads", "bmm"): ("mixture_heads",),
+    ("mixture_heads", "grouped_mm"): ("mixture_heads",),
+    ("mixture_nll", "fused"): ("mixture_nll", "kernels"),
 }
 
 
-def gates_for(attention: str, checkpoint: bool = False, cuda_graph: bool = False) -> list[str]:
-    """Gates a step with this attention implementation and these switches waits for."""
-    gates = ["baseline", *KERNEL_GATES.get(attention, ())]
-    if checkpoint:
-        gates.append("checkpointing")
-    if cuda_graph:
-        gates.append("cuda_graphs")
-    return gates
+def gates_for(
+    implementations: Mapping[str, str],
+    checkpoint: bool = False,
+    cuda_graph: bool = False,
+    skip_unread: bool = False,
+    recompute: bool = False,
+) -> list[str]:
+    """Gates that what uses these implementations (operator → name) and switches waits for."""
+    gates = ["baseline"]
+    for pair in implementations.items():
+        gates += KERNEL_GATES.get(pair, ())
+    switches = {
+        "skip_unread": skip_unread,
+        "checkpointing": checkpoint or recompute,
+        "cuda_graphs": cuda_graph,
+    }
+    gates += [gate for gate, on in switches.items() if on]
+    return list(dict.fromkeys(gates))
 
 
-def blocking_reason(rows: Iterable[dict], implementation: str) -> str | None:
-    """Why `rows` of table `gates` stop a benchmark of `implementation`; None where they do not."""
+def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:
+    """Why `rows` of table `gates` stop what uses `implementations`; None where they do not.
+
+    A check that names an implementation stops only what uses it for the gate's operator.
+    """
     for row in rows:
-        if row["implementation"] not in ("", implementation) or row["status"] == "unsupported":
+        used = implementations.get(GATES[row["gate"]].op)
+        if row["implementation"] not in ("", used) or row["status"] == "unsupported":
             continue
         if row["status"] == "error":
             return f"gate {row['gate']} did not finish: {row['reason']}"
@@ -78,6 +113,7 @@ def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
     common = {
         "gate": name,
         "phase": GATES[name].phase,
+        "op": GATES[name].op,
         "mode": "gpu" if device_type == "cuda" else interpreted,
     }
     rows: list[dict] = []

@@ -91,6 +91,14 @@ def _fa4(device: torch.device, dtype: torch.dtype) -> str | None:
     return _capability(device, (9, 0)) or _package("flash-attn-4")
 
 
+def _grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"torch's grouped_mm needs a CUDA device, not {device.type}"
+    if str(dtype) != "torch.bfloat16":
+        return f"torch's grouped_mm takes bfloat16, not {dtype}"
+    return _capability(device, (9, 0))
+
+
 def _capability(
     device: torch.device, least: tuple[int, int], below: tuple[int, int] = (99, 0)
 ) -> str | None:
@@ -122,6 +130,7 @@ OURS = tuple(
         "hopper_backward",
     )
 )
+MATMULS = ("tnp.ops.matmul", "tnp.ops.hopper_matmul")
 _IMPLEMENTATIONS = {
     (implementation.op, implementation.name): implementation
     for implementation in (
@@ -135,6 +144,24 @@ _IMPLEMENTATIONS = {
         Implementation("attention", "separate", OURS, _triton),
         Implementation("attention", "fused", OURS, _triton),
         Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
+        Implementation("embedding", "torch", (), _anywhere),
+        Implementation("embedding", "fused", ("tnp.ops.triton_embedding",), _triton),
+        Implementation("rms_norm", "torch", (), _anywhere),
+        Implementation("rms_norm", "fused", ("tnp.ops.triton_rms_norm",), _triton),
+        Implementation("projection", "torch", (), _anywhere),
+        Implementation("projection", "fused", ("tnp.ops.matmul",), _anywhere),
+        Implementation("mlp", "torch", (), _anywhere),
+        Implementation("mlp", "fused", MATMULS + ("tnp.ops.mlp.triton_mlp",), _triton),
+        Implementation("mlp", "single", ("tnp.ops.mlp.single",), _triton),
+        Implementation("mixture_heads", "torch", (), _anywhere),
+        Implementation("mixture_heads", "loop", (), _anywhere),
+        Implementation("mixture_heads", "bmm", (), _anywhere),
+        Implementation("mixture_heads", "grouped_mm", (), _grouped_mm),
+        Implementation(
+            "mixture_heads", "fused", MATMULS + ("tnp.ops.mixture_heads.triton_heads",), _triton
+        ),
+        Implementation("mixture_nll", "torch", (), _anywhere),
+        Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton),
     )
 }
 

@@ -21,9 +21,7 @@ rule step:
         gpu=GPUS,
     params:
         kind="step",
-        gates=lambda wildcards, input: {
-            STEPS[wildcards.config_id]["variant_spec"]["attention"]: list(input.gates)
-        },
+        gates=lambda wildcards, input: list(input.gates),
         parameters=lambda wildcards: plan.job(STEPS, *wildcards),
     script:
         "../scripts/benchmark.py"

@@ -34,7 +34,7 @@ GATE_PRIORITY = len(ORDER) + 1
 GPUS = 1 if DEVICE == "cuda" else 0
 
 # The names in `tnp.figures.FIGURES`, without importing the libraries that draw.
-FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix")
+FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix", "ablation")
 
 start.prepare_environment(workflow.basedir)
 
@@ -49,28 +49,20 @@ def outputs(kind, stem):
     return {table: f"{RUNS}/{table}/{stem}.parquet" for table in plan.TABLES[kind]}
 
 
-def gate_files(*arguments):
+def gate_files(gates):
     """Results of the gates that a benchmark waits for, of those that config.yaml names."""
-    return [
-        outputs("gate", gate)["gates"]
-        for gate in gates_for(*arguments)
-        if gate in config["gates"]
-    ]
+    return [outputs("gate", gate)["gates"] for gate in gates if gate in config["gates"]]
 
 
 def step_gates(parameters):
-    return gate_files(
-        parameters["variant_spec"]["attention"],
-        parameters.get("checkpoint", False),
-        parameters.get("cuda_graph", False),
-    )
+    return gate_files(parameters["gates"].split("|"))
 
 
 def op_gates(parameters):
     """{implementation: results of the gates it waits for}."""
-    ceiling = parameters["op"] in CEILINGS
+    op = parameters["op"]
     return {
-        name: [] if ceiling else gate_files(name)
+        name: [] if op in CEILINGS else gate_files(gates_for({op: name}))
         for name in parameters["implementations"]
     }
 

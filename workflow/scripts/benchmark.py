@@ -1,31 +1,36 @@
 """Measures one configuration in a process of its own, but for what a red gate forbids."""
 
+import json
 from pathlib import Path
 
 from tnp.bench.isolate import run_isolated, with_provenance
-from tnp.bench.outcome import failure_rows, only, together
+from tnp.bench.outcome import Rows, failure_rows, only, together
 from tnp.store import write_table
 from workflow.gate_process import red
 from workflow.jobs import job
 
 parameters, kind = snakemake.params.parameters, snakemake.params.kind
+gates = snakemake.params.gates
 name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 
-def measure() -> dict[str, list[dict]]:
-    reasons = {name: red(files, name) for name, files in snakemake.params.gates.items()}
-    parts = []
+def measure() -> Rows:
+    if kind == "step":
+        return measured(parameters, red(gates, json.loads(parameters["operators"])))
+    reasons = {name: red(files, {parameters["op"]: name}) for name, files in gates.items()}
+    allowed = [name for name, reason in reasons.items() if reason is None]
+    parts = [measured(only(parameters, allowed), None)] if allowed else []
     for forbidden, reason in reasons.items():
         if reason is not None:
-            rows = failure_rows(kind, part([forbidden]), "gate_failed", reason)
-            parts.append(with_provenance(rows, parameters["device_slug"], None))
-    if allowed := [name for name, reason in reasons.items() if reason is None]:
-        parts.append(run_isolated(kind, part(allowed), parameters["timing"]["timeout_s"]))
+            parts.append(measured(only(parameters, [forbidden]), reason))
     return together(parts)
 
 
-def part(implementations: list[str]) -> dict:
-    return parameters if kind == "step" else only(parameters, implementations)
+def measured(part: dict, forbidden: str | None) -> Rows:
+    if forbidden is None:
+        return run_isolated(kind, part, parameters["timing"]["timeout_s"])
+    rows = failure_rows(kind, part, "gate_failed", forbidden)
+    return with_provenance(rows, parameters["device_slug"], None)
 
 
 def outcome(row: dict) -> str:

@@ -12,17 +12,19 @@ from workflow.jobs import job
 
 parameters = snakemake.params.parameters
 device, slug = parameters["device"], parameters["device_slug"]
+# A checkpoint is refused where the run's parameters changed; the gates it waits for are none.
+own = {name: value for name, value in parameters.items() if name != "gates"}
 
 
 def run() -> list[dict]:
     rows: list[dict] = []
     with device_lock(slug):
-        train.run(parameters, device, Path(snakemake.params.checkpoints), rows.append)
+        train.run(own, device, Path(snakemake.params.checkpoints), rows.append)
     return rows
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
-    reason = red(snakemake.input.get("gates", []), parameters["variant_spec"]["attention"])
+    reason = red(snakemake.input.get("gates", []), json.loads(parameters["operators"]))
     rows = [] if reason else run()
     state = environment(device)
     tables = {"training": rows, "environments": [state]}

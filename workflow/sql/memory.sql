@@ -1,4 +1,5 @@
 -- Grain: device × config_id: peak memory of a step; the baseline is plain sdpa_flash.
+-- The ablation's steps are left out.
 create or replace view memory as
 with baselines as (
     select
@@ -35,4 +36,5 @@ select
     baseline_peak_memory_bytes / pow(2, 30) as baseline_peak_memory_gib,
     peak_memory_bytes / baseline_peak_memory_bytes as relative_to_baseline
 from step_summary
-left join baselines using (device, shape, batch, n_context, n_target, dtype, optimizer);
+left join baselines using (device, shape, batch, n_context, n_target, dtype, optimizer)
+where study != 'ablation';

@@ -1,4 +1,5 @@
--- Grain: device × op × pass × implementation × shape: against sdpa_flash and the fastest peer.
+-- Grain: device × op × pass × implementation × shape: against PyTorch's plain form (of attention
+-- sdpa_flash) and the fastest peer.
 --
 -- Only what was timed in the same runs is compared: the rows of a run have one `recorded_at`, and
 -- in it the implementations took turns.
@@ -27,8 +28,10 @@ peers as (
         shape,
         dtype,
         recorded_at,
-        min(time_ms) filter (where implementation = 'sdpa_flash') as baseline_time_ms,
-        any_value(config_id) filter (where implementation = 'sdpa_flash') as baseline_config_id,
+        min(time_ms) filter (where implementation in ('sdpa_flash', 'torch'))
+            as baseline_time_ms,
+        any_value(config_id) filter (where implementation in ('sdpa_flash', 'torch'))
+            as baseline_config_id,
         min(time_ms) as best_peer_time_ms,
         arg_min(config_id, time_ms) as best_peer_config_id,
         arg_min(implementation, time_ms) as best_peer_implementation
@@ -84,6 +87,10 @@ select
     n_k,
     n_heads,
     head_dim,
+    d_model,
+    d_ff,
+    d_ff_storage,
+    n_components,
     dtype,
     status,
     reason,

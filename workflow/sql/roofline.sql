@@ -1,6 +1,7 @@
 -- Grain: device × op × pass × implementation × shape: medians over the replicates against what the
 -- device itself reached in a large matmul and a memory copy (view `ceilings`); null where a
--- replicate failed. `own` are this project's implementations, all others are its peers.
+-- replicate failed. `own` are this project's implementations, all others are its peers. Where only
+-- bytes are counted (`flops` is null) the memory copy is the roofline.
 create or replace view roofline as
 with operators as (
     select
@@ -9,13 +10,17 @@ with operators as (
         op,
         pass,
         implementation,
-        implementation in ('separate', 'fused') as own,
+        implementation in ('separate', 'fused', 'single') as own,
         shape,
         any_value(batch) as batch,
         any_value(n_q) as n_q,
         any_value(n_k) as n_k,
         any_value(n_heads) as n_heads,
         any_value(head_dim) as head_dim,
+        any_value(d_model) as d_model,
+        any_value(d_ff) as d_ff,
+        any_value(d_ff_storage) as d_ff_storage,
+        any_value(n_components) as n_components,
         any_value(dtype) as dtype,
         count(*) as n_replicates,
         coalesce(arg_min(status, replicate) filter (where status != 'ok'), 'ok') as status,
@@ -32,7 +37,7 @@ timed as (
     select
         * exclude (median_ms),
         case when status = 'ok' then median_ms end as time_ms,
-        coalesce(flops, 0) / bytes as intensity,  -- a copy has no operations
+        coalesce(flops, 0) / bytes as intensity,
         flops / (time_ms * 1e9) as tflops,
         bytes / (time_ms * 1e6) as gb_per_s
     from operators

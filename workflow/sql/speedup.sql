@@ -8,7 +8,7 @@
 create or replace view speedup as
 with configurations as (
     select * from step_summary
-    where optimizer
+    where optimizer and study != 'ablation'  -- which has a view of its own
 ),
 
 distances as (
@@ -100,29 +100,6 @@ intervals as (
             and own.resample = best.resample
     where compared.status = 'ok'
     group by all
-),
-
--- Of the gates that the step waits for (tnp.gates.gates_for): checks about all implementations
--- ('') or about the one that gives the variant its name.
-verdicts as (
-    select
-        compared.device,
-        compared.config_id,
-        bool_and(coalesce(passed, gates.status != 'error')) as gate_passed
-    from compared
-    inner join current_gates as gates
-        on
-            compared.device = gates.device
-            and starts_with(compared.variant, gates.implementation)
-            and case gates.gate
-                when 'baseline' then true
-                when 'checkpointing' then compared.checkpoint
-                when 'cuda_graphs' then compared.cuda_graph
-                when 'attention_backward' then starts_with(compared.variant, 'separate')
-                when 'attention_fused' then starts_with(compared.variant, 'fused')
-                else not starts_with(compared.variant, 'sdpa_')
-            end
-    group by all
 )
 
 select
@@ -156,4 +133,4 @@ select
     throttled
 from compared
 left join intervals using (device, config_id)
-left join verdicts using (device, config_id);
+left join step_gates using (device, config_id);

@@ -4,7 +4,7 @@ create or replace view stage_share as
 with current_stages as (
     select stages.* from stages
     semi join current_steps using (device, config_id, replicate, recorded_at, origin)
-    where stages.optimizer
+    where stages.optimizer and stages.study != 'ablation'
 ),
 
 medians as (

@@ -38,7 +38,9 @@ configurations as (
         median(tflops) as tflops,
         median(tflops) / any_value(ceiling_tflops) as mfu,
         bool_or(throttled) as throttled,
-        arg_max(environment_id, recorded_at) as environment_id
+        arg_max(environment_id, recorded_at) as environment_id,
+        arg_max(operators, recorded_at) as operators,
+        arg_max(gates, recorded_at) as gates
     from current_steps
     left join ceilings using (device)
     group by device, config_id

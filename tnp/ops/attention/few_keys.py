@@ -26,11 +26,7 @@ import triton.language as tl
 from tnp.ops.attention.primitives import (
     FULL_GRID,
     LOG2_E,
-    KernelConfig,
     LaunchConfig,
-    add_dot,
-    cast,
-    dot,
     empty_partials,
     empty_rows,
     head_ptr,
@@ -40,6 +36,7 @@ from tnp.ops.attention.primitives import (
     store_rows,
     sum_partials,
 )
+from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 
 if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem

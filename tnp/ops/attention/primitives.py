@@ -1,41 +1,24 @@
-"""What the attention kernels share: loads of row tiles, matmuls, launch configurations."""
+"""What the attention kernels share: loads of row tiles, launch configurations."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from tnp.ops.primitives import KernelConfig, cast
+
 if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem
 
 LOG2_E = 1.4426950408889634
-
-# Triton's interpreter (3.6 to 3.9) computes bfloat16 dots wrongly and truncates where a GPU rounds:
-# `dot` upcasts there, and `cast` rounds first.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-# Three TF32 products per float32 product: float32's accuracy on the tensor cores. The exact product
-# ("ieee") runs on the FMA units, where the compiler keeps whole tiles in a thread and spills.
-FLOAT32_PRECISION = tl.constexpr("tf32x3")
 
 # Programs that keep every multiprocessor of an H100 or H200 (132) busy twice over.
 FULL_GRID = 264
 
 # Elements a program of the reduction adds up.
 SUM_BLOCK = 1024
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """What a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
-
-    def kernel_arguments(self) -> dict[str, int]:
-        """The sizes in capitals, as the kernels name them."""
-        options = ("num_warps", "num_stages")
-        fields = asdict(self).items()
-        return {name if name in options else name.upper(): value for name, value in fields}
 
 
 @dataclass(frozen=True)
@@ -89,32 +72,6 @@ def key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT: tl.constexpr):
     if HAS_N_CONTEXT:
         return tl.minimum(tl.maximum(tl.load(n_context_ptr + b), 1), n_k)
     return n_k
-
-
-@triton.jit
-def cast(x, dtype: tl.constexpr):
-    """float32 x in `dtype`, rounded to nearest."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        # Dekker's split: the upper 8 bits of the significand, rounded; the cast is then exact.
-        shifted = x * 65537.0
-        x = shifted - (shifted - x)
-    return x.to(dtype)
-
-
-@triton.jit
-def dot(a, b):
-    """a @ b accumulated in float32, to float32's own accuracy for float32 operands."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=FLOAT32_PRECISION)
-    return tl.dot(a, b, input_precision=FLOAT32_PRECISION)
-
-
-@triton.jit
-def add_dot(a, b, acc):
-    """acc + a @ b, in the accumulator."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=FLOAT32_PRECISION)
-    return tl.dot(a, b, acc, input_precision=FLOAT32_PRECISION)
 
 
 def row_strides(x: torch.Tensor) -> tuple[int, int, int]:

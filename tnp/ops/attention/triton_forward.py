@@ -19,10 +19,7 @@ import triton.language as tl
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
-    add_dot,
     candidates,
-    cast,
-    dot,
     empty_rows,
     head_ptr,
     key_count,
@@ -30,6 +27,7 @@ from tnp.ops.attention.primitives import (
     row_strides,
     store_rows,
 )
+from tnp.ops.primitives import add_dot, cast, dot
 
 if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem

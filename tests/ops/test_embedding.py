@@ -1,0 +1,199 @@
+"""The first embedding layer: the gate's cases, contracts, what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tnp.gates import embedding as gate
+from tnp.gates.checks import error_ratio, max_abs_error
+from tnp.gates.embedding import BUDGETS, Case
+from tnp.ops import triton_embedding
+from tnp.ops.embedding import _embed_rows, _embed_rows_backward, embed_rows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Case(2, 5, 8, d_model=48, dtype=torch.float32)
+POINTS = ("x_context", "y_context", "x_target")
+
+
+def ratios(case: Case, results: dict, inputs: dict) -> dict[str, float]:
+    own, exact = gate.differentiated(case, inputs, "torch"), gate.reference(case, inputs)
+    return {name: error_ratio(x, own[name], exact[name]) for name, x in results.items()}
+
+
+def test_gate():
+    red = [check for check in gate.checks(DEVICE) if not check.passed]
+    assert not red, "\n".join(map(str, red))
+
+
+# On both sides of a tile's rows (8 forward, 2 backward), and more tiles than programs.
+@pytest.mark.parametrize("n_context, n_target", [(1, 0), (3, 4), (7, 1), (5, 4), (40, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_rows(n_context, n_target, dtype):
+    case = Case(1, n_context, n_target, d_model=30, dtype=dtype)
+    inputs = gate.draw(case, DEVICE)
+    results = gate.differentiated(case, inputs, "fused")
+    for name, ratio in ratios(case, results, inputs).items():
+        assert ratio <= BUDGETS[name], name
+
+
+@pytest.mark.parametrize("config", triton_embedding.FORWARD_CONFIGS, ids=str)
+def test_forward_configurations(config):
+    case = Case(3, 6, 7, d_model=600, d_x=2)
+    inputs = gate.draw(case, DEVICE)
+    points = [inputs[name] for name in POINTS]
+    out = triton_embedding.forward(*points, inputs["weight"], case.dtype, config)
+    assert ratios(case, {"out": out}, inputs)["out"] <= BUDGETS["out"]
+
+
+@pytest.mark.parametrize("config", triton_embedding.BACKWARD_CONFIGS, ids=str)
+def test_backward_configurations(config):
+    case = Case(3, 6, 7, d_model=600, d_x=2)
+    inputs = gate.draw(case, DEVICE)
+    points = [inputs[name] for name in POINTS]
+    dweight = triton_embedding.backward(inputs["dout"], *points, inputs["weight"], config)
+    assert ratios(case, {"dweight": dweight}, inputs)["dweight"] <= BUDGETS["dweight"]
+
+
+def flag_missing(inputs):
+    weight = inputs["weight"].clone()
+    weight[:, -1] = 0
+    return inputs | {"weight": weight}
+
+
+def targets_shifted_by_a_point(inputs):
+    return inputs | {"x_target": inputs["x_target"].roll(1, 1)}
+
+
+def values_missing(inputs):
+    return inputs | {"y_context": torch.zeros_like(inputs["y_context"])}
+
+
+def last_row_missing(inputs):
+    dout = inputs["dout"].clone()
+    dout[:, -1] = 0
+    return inputs | {"dout": dout}
+
+
+@pytest.mark.parametrize(
+    "wrong", [flag_missing, targets_shifted_by_a_point, values_missing, last_row_missing]
+)
+def test_negative_controls_fail(wrong):
+    inputs = gate.draw(SMALL, DEVICE)
+    found = ratios(SMALL, gate.differentiated(SMALL, wrong(inputs), "fused"), inputs)
+    for name in ("dweight",) if wrong is last_row_missing else BUDGETS:
+        assert found[name] > 5 * BUDGETS[name], name
+
+
+def test_tokens_are_what_the_model_says():
+    """Context rows are (x, y, −1), target rows (x, 0, +1), whichever of them is given."""
+    inputs = gate.draw(SMALL, DEVICE)
+    x_context, y_context, x_target = (inputs[name] for name in POINTS)
+    weight = inputs["weight"]
+    context = torch.cat([x_context, y_context, -torch.ones_like(x_context)], -1)
+    target = torch.cat([x_target, torch.zeros_like(x_target), torch.ones_like(x_target)], -1)
+    expected = F.silu(torch.cat([context, target], 1) @ weight.T)
+    for name in ("torch", "fused"):
+        both = embed_rows(
+            x_context, y_context, x_target, weight, torch.float32, implementation=name
+        )
+        torch.testing.assert_close(both, expected)
+        alone = (
+            embed_rows(x_context, y_context, None, weight, torch.float32, implementation=name),
+            embed_rows(None, None, x_target, weight, torch.float32, implementation=name),
+        )
+        assert max_abs_error(torch.cat(alone, 1), both) <= 1e-6
+
+
+def test_neighbouring_pixels_stay_apart():
+    """The layer runs in float32: x 1/1024 apart near 1, which bfloat16 merges."""
+    x = torch.tensor([0.99, 0.99 + 1 / 1024], device=DEVICE).reshape(1, 2, 1)
+    weight = torch.tensor([[1000.0, 0.0, -990.0]], device=DEVICE)
+    out = embed_rows(None, None, x, weight, torch.bfloat16, implementation="fused")
+    exact = F.silu(torch.tensor([0.0, 1000 / 1024]))
+    torch.testing.assert_close(out.flatten().cpu().float(), exact, atol=4e-3, rtol=0.0)
+
+
+def test_expanded_and_strided_gradients():
+    inputs = gate.draw(SMALL, DEVICE)
+    points, weight = [inputs[name] for name in POINTS], inputs["weight"].requires_grad_()
+    for loss in (torch.sum, lambda out: (out.mT * torch.arange(13.0, device=DEVICE)).sum()):
+        gradients = [
+            torch.autograd.grad(
+                loss(embed_rows(*points, weight, torch.float32, implementation=name)), weight
+            )[0]
+            for name in ("fused", "torch")
+        ]
+        torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_no_rows():
+    x = torch.zeros(2, 0, 1, device=DEVICE)
+    weight = torch.ones(48, 3, device=DEVICE, requires_grad=True)
+    out = embed_rows(x, x, x, weight, torch.bfloat16, implementation="fused")
+    assert out.shape == (2, 0, 48) and out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert (weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("given", ["both", "context", "targets"])
+def test_operators_keep_their_contracts(given):
+    inputs = gate.draw(SMALL, DEVICE)
+    points, n_rows = [inputs[name] for name in POINTS], 13
+    if given == "context":
+        points, n_rows = [*points[:2], None], 5
+    elif given == "targets":
+        points, n_rows = [None, None, points[2]], 8
+    weight, dout = inputs["weight"], inputs["dout"][:, :n_rows]
+    torch.library.opcheck(_embed_rows_backward, (dout, *points, weight))
+    torch.library.opcheck(_embed_rows, (*points, weight.requires_grad_(), torch.bfloat16))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_in_one_graph(backend, monkeypatch):
+    inputs = gate.draw(SMALL, DEVICE)
+    eager = gate.differentiated(SMALL, inputs, "fused")
+    compiled = torch.compile(embed_rows, fullgraph=True, backend=backend)
+    monkeypatch.setattr(gate, "embed_rows", compiled)
+    results = gate.differentiated(SMALL, inputs, "fused")
+    for name, x in eager.items():
+        assert max_abs_error(results[name], x) <= 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"y_context": None}, "one of x_context and y_context is None: they must be given"),
+        ({"x_context": None, "y_context": None, "x_target": None}, "one of them must be given"),
+        ({"weight": torch.zeros(8)}, r"weight has shape \(8,\): it must be"),
+        ({"x_target": torch.zeros(2, 4)}, r"x_target has shape \(2, 4\): it must be \[B, L, d\]"),
+        ({"y_context": torch.zeros(2, 4, 1)}, "they must agree in batch and points"),
+        ({"y_context": torch.zeros(2, 3, 2)}, "tokens have 4 features"),
+        ({"x_target": torch.zeros(1, 4, 1)}, "they must agree in batch and d_x"),
+        (
+            {"x_context": None, "y_context": None, "x_target": torch.zeros(2, 4, 3)},
+            r"x_target \(2, 4, 3\): weight must be",
+        ),
+        ({"x_target": torch.zeros(2, 4, 1, requires_grad=True)}, "x_target requires a gradient"),
+        ({"y_context": torch.zeros(2, 3, 1, requires_grad=True)}, "y_context requires a gradient"),
+        ({"x_context": torch.zeros(2, 3, 1).double()}, "x_context is torch.float64: it must be"),
+        ({"dtype": torch.float64}, "dtype is torch.float64: it must be one of"),
+        ({"weight": torch.zeros(8, 3).half()}, "weight is torch.float16: it must be"),
+        ({"weight": torch.zeros(3, 8).T}, "weight has strides .*: it must be contiguous"),
+        (
+            {"y_context": torch.zeros(2, 3, 7), "weight": torch.zeros(8, 9)},
+            "tokens have 9 features: 'fused' takes at most 8",
+        ),
+        ({"implementation": "quick"}, "unknown implementation 'quick' of embedding"),
+    ],
+)
+def test_refusals(change, message):
+    arguments = {
+        "x_context": torch.zeros(2, 3, 1),
+        "y_context": torch.zeros(2, 3, 1),
+        "x_target": torch.zeros(2, 4, 1),
+        "weight": torch.zeros(8, 3),
+        "dtype": torch.float32,
+        "implementation": "fused",
+    }
+    with pytest.raises(ValueError, match=message):
+        embed_rows(**arguments | change)

@@ -1,0 +1,170 @@
+"""What each of our components gains: added alone to PyTorch's best step, and taken from ours.
+
+Reads the view `ablation`. One panel per device and shape, one line per component, two bars in it.
+"""
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, switches, theme
+from tnp.figures.data import Row
+
+PANEL_WIDTH = 300  # px
+COLUMNS = 3  # panels abreast
+SLOT_HEIGHT = 15  # px, per bar
+
+# Prefix of the view's columns → name and colour.
+ENDS = {
+    "alone": ("added to PyTorch's", "#0072B2"),
+    "last": ("taken from ours", "#D55E00"),
+}
+
+TOOLTIP = [
+    alt.Tooltip("component:N"),
+    alt.Tooltip("end:N", title="gain when"),
+    alt.Tooltip("gain_ms:Q", format=".3~r", title="gain, ms"),
+    alt.Tooltip("low_ms:Q", format=".3~r", title="95% low"),
+    alt.Tooltip("high_ms:Q", format=".3~r", title="95% high"),
+    alt.Tooltip("slower_ms:Q", format=".4~r", title="step without it, ms"),
+    alt.Tooltip("faster_ms:Q", format=".4~r", title="step with it, ms"),
+]
+
+QUERY = """
+    select * from ablation order by n_context, n_target, batch desc, shape, component
+"""
+
+
+def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Two bars a component, in ms of a training step, with their intervals."""
+    rows = data.query(connection, QUERY)
+    if not rows:
+        return theme.no_rows(
+            "the ablation has not been timed", "snakemake --cores 1 all    # on a GPU host"
+        )
+    devices = data.devices(connection, "ablation")
+    labels = sorted({row["component"] for row in rows})
+    blocks = []
+    for slug, device in devices.items():
+        of_device = [row for row in rows if row["device"] == slug]
+        panels = [
+            _panel(of_shape, labels, first)
+            for of_shape, first in switches.panels(of_device, COLUMNS)
+        ]
+        blocks.append(theme.block(panels, device["name"], _measured(of_device, device), COLUMNS))
+    base, full = (theme.listed(_names(rows, f"{end}_variant")) for end in ("base", "full"))
+    subtitle = [
+        f"Added: median training step of {base} less that of the same with the component. Taken: "
+        f"that of {full} without the component less that of {full}.",
+        "Whiskers: 95% bootstrap interval over replicates and samples. Numbers: the ratio of the "
+        "two steps. The two bars differ where components share what they save.",
+    ]
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+
+
+def finding(rows: list[Row], devices: dict[str, Row]) -> str:
+    """The component that gains most of a step of ours, on the first device that timed one.
+
+    At the shape where it is the largest share of the step.
+    """
+    for slug, device in devices.items():
+        timed = [row for row in rows if row["device"] == slug and row["speedup_last"] is not None]
+        if timed:
+            best = max(timed, key=lambda row: row["speedup_last"])
+            low = best["gain_last_low_ms"]
+            if low is None or low <= 0:
+                return f"No component measurably shortens our step on {device['name']}"
+            return (
+                f"Of our components {best['component']} gains most on {device['name']}: without it "
+                f"a step at {best['shape']} takes {theme.times(best['speedup_last'])} the time"
+            )
+    return "No component could be timed yet"
+
+
+def _measured(rows: list[Row], device: Row) -> str:
+    dtypes = ", ".join(_names(rows, "dtype"))
+    red = "" if all(row["gates_passed"] is not False for row in rows) else " · some gates are red"
+    return f"{data.origin(device)} · {dtypes}{red}"
+
+
+def _names(rows: list[Row], column: str) -> list[str]:
+    return sorted({row[column] for row in rows if row[column]}) or ["?"]
+
+
+def _bars(rows: list[Row]) -> list[Row]:
+    """The wide rows of the view as one row a bar."""
+    bars = []
+    for row in rows:
+        steps = {"alone": ("base_ms", "only_ms"), "last": ("without_ms", "full_ms")}
+        for end, (slower, faster) in steps.items():
+            if row[f"gain_{end}_ms"] is not None:
+                red = " (gate red)" if row["gates_passed"] is False else ""
+                bars.append(
+                    {
+                        "component": row["component"],
+                        "end": ENDS[end][0],
+                        "gain_ms": row[f"gain_{end}_ms"],
+                        "low_ms": row[f"gain_{end}_low_ms"],
+                        "high_ms": row[f"gain_{end}_high_ms"],
+                        "slower_ms": row[slower],
+                        "faster_ms": row[faster],
+                        "label": f"{theme.times(row[f'speedup_{end}'])}{red}",
+                    }
+                )
+    return bars
+
+
+def _panel(rows: list[Row], labels: list[str], labelled: bool) -> alt.TopLevelMixin:
+    bars = _bars(rows)
+    ends = [bar[name] for bar in bars for name in ("gain_ms", "low_ms", "high_ms") if bar[name]]
+    low, high = min([0.0, *ends]), max([0.0, *ends])
+    span = high - low or 1.0
+    names, colors = zip(*ENDS.values(), strict=True)
+    # Room for the labels right of the longest bar.
+    scale = alt.Scale(domain=[low - 0.05 * span, high + 0.3 * span], nice=False)
+    x = alt.X("gain_ms:Q", scale=scale, title="gain, ms of a step").axis(tickCount=5)
+    lines = {
+        "y": alt.Y(
+            "component:N",
+            scale=alt.Scale(domain=labels, padding=0.15),
+            axis=theme.line_axis(labels, labelled),
+            title=None,
+        ),
+        "yOffset": alt.YOffset("end:N", scale=alt.Scale(domain=names)),
+    }
+    color = alt.Color("end:N", scale=alt.Scale(domain=names, range=colors), title=None)
+    base = data.drawing(bars).encode(**lines)
+    whiskers = data.drawing([bar for bar in bars if bar["low_ms"] is not None]).encode(**lines)
+    label_x = alt.X("high_ms:Q", scale=scale)
+    edges = [bar | {"high_ms": max(0.0, bar["gain_ms"], bar["high_ms"] or 0.0)} for bar in bars]
+    return alt.layer(
+        data.drawing([{"gain_ms": 0.0}]).mark_rule(color=theme.INK, strokeWidth=1.5).encode(x=x),
+        base.mark_bar(height=SLOT_HEIGHT - 5, opacity=0.85).encode(
+            x=x, color=color, tooltip=TOOLTIP
+        ),
+        whiskers.mark_rule(strokeWidth=1.5, color=theme.INK).encode(
+            x=alt.X("low_ms:Q", scale=scale), x2="high_ms:Q"
+        ),
+        *theme.text(data.drawing(edges).encode(x=label_x, text="label:N", **lines), dx=6),
+        *_failures(rows, lines),
+    ).properties(
+        width=PANEL_WIDTH,
+        height=2 * SLOT_HEIGHT * len(labels),
+        title=switches.panel_title(rows[0]),
+    )
+
+
+def _failures(rows: list[Row], lines: dict[str, alt.Y | alt.YOffset]) -> list[alt.Chart]:
+    """Why a component has no bar, in its place."""
+    texts = [
+        {
+            "component": row["component"],
+            "end": ENDS[end][0],
+            "text": theme.status_text(row["status"] if row["status"] != "ok" else "not run"),
+            "reason": row["reason"],
+        }
+        for row in rows
+        for end in ENDS
+        if row[f"gain_{end}_ms"] is None
+    ]
+    base = data.drawing(texts).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines)
+    return theme.text(base, fontStyle="italic", color=theme.MUTED)

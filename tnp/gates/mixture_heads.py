@@ -1,0 +1,144 @@
+"""Phase 7: mixture heads against float64 and PyTorch's error; ours repeat, padding exact."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tnp.gates.checks import Check, error_ratio, max_abs_error, require_ours
+from tnp.gates.mlp import FLOAT32_FACTOR, REPEATS
+from tnp.ops import registry
+from tnp.ops.mixture_heads import GROUPED_MULTIPLE, mixture_heads
+
+OURS = "fused"
+PEERS = ("loop", "bmm", "grouped_mm")
+RESULTS = ("out", "dx", "dup", "ddown")
+# Over the error of PyTorch's own form in the same dtype: outputs, then gradients.
+BUDGETS = dict(zip(RESULTS, (2.0, 3.0, 3.0, 3.0), strict=True))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison; of the d_ff hidden units `d_ff_real` are not zero padding."""
+
+    n_rows: int
+    d: int = 512
+    d_ff: int = 1408
+    d_ff_real: int = 1365
+    n_heads: int = 10
+    n_out: int = 3
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        sizes = f"T={self.n_rows} D={self.d} F={self.d_ff_real} stored {self.d_ff}"
+        heads = f"K={self.n_heads} O={self.n_out}"
+        return f"{sizes} {heads} {str(self.dtype).removeprefix('torch.')}"
+
+
+GPU_CASES = (
+    *(Case(n_rows) for n_rows in (1, 63, 65, 564, 777, 11_000, 44_000)),
+    Case(777, dtype=torch.float16),
+    Case(564, dtype=torch.float32),
+    Case(300, d_ff=1365),  # what a kernel multiplies is padded, what comes back is not
+    Case(4097, d=64, d_ff=96, d_ff_real=96, n_heads=3, n_out=16),
+)
+CPU_CASES = (
+    Case(70, 32, 48, 42, 3),
+    Case(70, 32, 48, 42, 3, dtype=torch.float16),
+    Case(1, 32, 42, 42, 2, dtype=torch.float32),
+    Case(130, 42, 200, 170, 2, 16, torch.float32),
+)
+
+
+def cases(device: torch.device) -> tuple[Case, ...]:
+    return GPU_CASES if device.type == "cuda" else CPU_CASES
+
+
+def draw(case: Case, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """x, up and down, zero-padded as the model stores them, and dout in float32."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    x = normal(case.n_rows, case.d).to(case.dtype)
+    dout = normal(case.n_rows, case.n_heads, case.n_out)
+    up = normal(case.n_heads, case.d_ff, case.d) * case.d**-0.5
+    down = normal(case.n_heads, case.n_out, case.d_ff) * case.d_ff**-0.5
+    up[:, case.d_ff_real :] = 0.0
+    down[..., case.d_ff_real :] = 0.0
+    return [t.requires_grad_() for t in (x, up, down)], dout
+
+
+def run(
+    inputs: list[torch.Tensor], dout: torch.Tensor, implementation: str
+) -> tuple[torch.Tensor, ...]:
+    """out, dx, dup, ddown through the public function and autograd."""
+    out = mixture_heads(*inputs, implementation=implementation)
+    return (out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
+
+
+def reference(
+    inputs: list[torch.Tensor], dout: torch.Tensor, max_rows: int = 4096
+) -> tuple[torch.Tensor, ...]:
+    """out, dx, dup, ddown in float64, some rows at a time to bound the memory."""
+    x, up, down = (t.detach().double() for t in inputs)
+    outs, dxs, dup, ddown = [], [], torch.zeros_like(up), torch.zeros_like(down)
+    for rows, dout_rows in zip(x.split(max_rows), dout.split(max_rows), strict=True):
+        part = [t.requires_grad_() for t in (rows.clone(), up.detach(), down.detach())]
+        out, dx, dup_part, ddown_part = run(part, dout_rows, "torch")
+        outs.append(out)
+        dxs.append(dx)
+        dup += dup_part
+        ddown += ddown_part
+    return torch.cat(outs), torch.cat(dxs), dup, ddown
+
+
+def without_padding(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    x, up, down = (t.detach() for t in inputs)
+    real = x, up[:, : case.d_ff_real], down[..., : case.d_ff_real]
+    return [t.clone().requires_grad_() for t in real]
+
+
+def peers(case: Case, device: torch.device) -> Iterator[str]:
+    """PyTorch's other forms that can compute the case."""
+    for name in PEERS:
+        aligned = case.d % GROUPED_MULTIPLE == case.d_ff % GROUPED_MULTIPLE == 0
+        refused = registry.get("mixture_heads", name).unsupported(device, case.dtype)
+        if refused is None and (aligned or name != "grouped_mm"):
+            yield name
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    require_ours(device)
+    for case in cases(device):
+        inputs, dout = draw(case, device)
+        pytorch, exact = run(inputs, dout, "torch"), reference(inputs, dout)
+        factor = FLOAT32_FACTOR[device.type] if case.dtype == torch.float32 else 1.0
+        for name in (OURS, *peers(case, device)):
+            first = run(inputs, dout, name)
+            for result, ours, own, right in zip(RESULTS, first, pytorch, exact, strict=True):
+                yield Check(f"{result} against float64, {case}", "error_ratio",
+                            error_ratio(ours, own, right), factor * BUDGETS[result],
+                            name)  # fmt: skip
+            if name == OURS:
+                yield from _ours(case, inputs, dout, first)
+
+
+def _ours(case: Case, inputs, dout, first) -> Iterator[Check]:
+    """Equal from run to run; zero padding gets no gradient and changes no bit of the result."""
+    repeats = REPEATS[dout.device.type]
+    difference = max(
+        max_abs_error(again, once)
+        for _ in range(repeats)
+        for again, once in zip(run(inputs, dout, OURS), first, strict=True)
+    )
+    yield Check(f"repeats: {repeats}, {case}", "max_abs_difference", difference, 0.0, OURS)
+    if (real := case.d_ff_real) == case.d_ff:
+        return
+    out, _dx, dup, ddown = first
+    gradient = max(dup[:, real:].abs().max().item(), ddown[..., real:].abs().max().item())
+    yield Check(f"gradient of the padding, {case}", "max_abs_error", gradient, 0.0, OURS)
+    unpadded = run(without_padding(case, inputs), dout, OURS)[0]
+    yield Check(f"out without the padding is the same, {case}", "max_abs_difference",
+                max_abs_error(unpadded, out), 0.0, OURS)  # fmt: skip

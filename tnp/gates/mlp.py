@@ -1,0 +1,129 @@
+"""Phase 6: our feed-forward layers against float64 and PyTorch's error; repeats, padding."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tnp.gates.checks import Check, error_ratio, max_abs_error, require_ours
+from tnp.ops.mlp import mlp
+
+IMPLEMENTATIONS = ("fused", "single")
+RESULTS = ("y", "dx", "dup", "ddown")
+# Over the error of PyTorch's own form in the same dtype: outputs, then gradients.
+BUDGETS = dict(zip(RESULTS, (2.0, 3.0, 3.0, 3.0), strict=True))
+# On CUDA a float32 product is three of TF32, which keep 22 bits of 24.
+FLOAT32_FACTOR = {"cuda": 2.0, "cpu": 1.0}
+# A result that moves between runs is a race.
+REPEATS = {"cuda": 20, "cpu": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison; of the d_ff hidden units `d_ff_real` are not zero padding."""
+
+    n_rows: int
+    d: int = 512
+    d_ff: int = 1408
+    d_ff_real: int = 1365
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        sizes = f"T={self.n_rows} D={self.d} F={self.d_ff_real} stored {self.d_ff}"
+        return f"{sizes} {str(self.dtype).removeprefix('torch.')}"
+
+
+GPU_CASES = (
+    *(Case(n_rows) for n_rows in (1, 63, 65, 564, 777, 11_000, 44_000)),
+    Case(777, dtype=torch.float16),
+    Case(564, dtype=torch.float32),
+    Case(300, d_ff=1365),  # what a kernel multiplies is padded, what comes back is not
+    Case(300, d=64, d_ff=96, d_ff_real=96),
+)
+CPU_CASES = (
+    Case(70, 32, 48, 42),
+    Case(70, 32, 48, 42, torch.float16),
+    Case(1, 32, 42, 42, torch.float32),
+    Case(130, 64, 200, 170, torch.float32),
+)
+
+
+def cases(device: torch.device) -> tuple[Case, ...]:
+    return GPU_CASES if device.type == "cuda" else CPU_CASES
+
+
+def draw(case: Case, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """x, up and down, zero-padded as the model stores them, and dy."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    x, dy = (normal(case.n_rows, case.d).to(case.dtype) for _ in range(2))
+    up = normal(case.d_ff, case.d) * case.d**-0.5
+    down = normal(case.d, case.d_ff) * case.d_ff**-0.5
+    up[case.d_ff_real :] = 0.0
+    down[:, case.d_ff_real :] = 0.0
+    return [t.requires_grad_() for t in (x, up, down)], dy
+
+
+def run(
+    inputs: list[torch.Tensor], dy: torch.Tensor, implementation: str
+) -> tuple[torch.Tensor, ...]:
+    """y, dx, dup, ddown through the public function and autograd."""
+    y = mlp(*inputs, implementation=implementation)
+    return (y.detach(), *torch.autograd.grad(y, inputs, dy))
+
+
+def reference(inputs: list[torch.Tensor], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """y, dx, dup, ddown in float64."""
+    return run([t.detach().double().requires_grad_() for t in inputs], dy.double(), "torch")
+
+
+def without_padding(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    x, up, down = (t.detach() for t in inputs)
+    real = x, up[: case.d_ff_real], down[:, : case.d_ff_real]
+    return [t.clone().requires_grad_() for t in real]
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    require_ours(device)
+    for case in cases(device):
+        inputs, dy = draw(case, device)
+        pytorch, exact = run(inputs, dy, "torch"), reference(inputs, dy)
+        factor = FLOAT32_FACTOR[device.type] if case.dtype == torch.float32 else 1.0
+        for name in IMPLEMENTATIONS:
+            first = run(inputs, dy, name)
+            for result, ours, own, right in zip(RESULTS, first, pytorch, exact, strict=True):
+                yield Check(f"{result} against float64, {case}", "error_ratio",
+                            error_ratio(ours, own, right), factor * BUDGETS[result],
+                            name)  # fmt: skip
+            repeats = REPEATS[device.type]
+            difference = max(
+                max_abs_error(again, once)
+                for _ in range(repeats)
+                for again, once in zip(run(inputs, dy, name), first, strict=True)
+            )
+            yield Check(f"repeats: {repeats}, {case}", "max_abs_difference",
+                        difference, 0.0, name)  # fmt: skip
+            if case.d_ff_real < case.d_ff:
+                yield from _padding(case, inputs, dy, name, first, exact)
+
+
+def _padding(case, inputs, dy, name, stored, exact) -> Iterator[Check]:
+    """Zero padding gets no gradient, and does not change what the real units give.
+
+    Bit by bit in one kernel's own sum over the hidden units; cuBLAS may choose another order for
+    another width, so there the result without padding keeps to the budget of the one with it.
+    """
+    real = case.d_ff_real
+    _y, _dx, dup, ddown = stored
+    gradient = max(dup[real:].abs().max().item(), ddown[:, real:].abs().max().item())
+    yield Check(f"gradient of the padding, {case}", "max_abs_error", gradient, 0.0, name)
+    y = run(without_padding(case, inputs), dy, name)[0]
+    if name == "single":
+        yield Check(f"y without the padding is the same, {case}", "max_abs_difference",
+                    max_abs_error(y, stored[0]), 0.0, name)  # fmt: skip
+    else:
+        yield Check(f"y without the padding over y with it, {case}", "error_ratio",
+                    error_ratio(y, stored[0], exact[0]), BUDGETS["y"], name)  # fmt: skip

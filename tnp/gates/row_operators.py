@@ -1,0 +1,42 @@
+"""The checks that operators on rows share: against float64, within PyTorch's error, repeatable."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tnp.gates.checks import Check, error_ratio, max_abs_error
+
+OUTPUT_BUDGET = 2.0  # over PyTorch's own error in the same dtype
+GRADIENT_BUDGET = 3.0
+# A result that moves between runs is a race.
+REPEATS = {"cuda": 20, "cpu": 1}
+
+Results = dict[str, torch.Tensor]  # by name, detached
+
+
+def compared(
+    case: object,
+    run: Callable[[], Results],
+    own: Results,
+    exact: Results,
+    budgets: dict[str, float],
+) -> Iterator[Check]:
+    """Every result of `run`, the fused implementation, that has a budget; then all again."""
+    first = run()
+    for name, budget in budgets.items():
+        if name in first:
+            yield Check(f"{name} against float64, {case}", "error_ratio",
+                        error_ratio(first[name], own[name], exact[name]), budget,
+                        "fused")  # fmt: skip
+    yield repeated(case, run, first)
+
+
+def repeated(case: object, run: Callable[[], Results], first: Results) -> Check:
+    """`run` gives `first` again, bit by bit."""
+    device = next(iter(first.values())).device
+    repeats = REPEATS[device.type]
+    difference = 0.0
+    for _ in range(repeats):
+        again = run()
+        difference = max(difference, *(max_abs_error(again[name], first[name]) for name in first))
+    return Check(f"repeats: {repeats}, {case}", "max_abs_difference", difference, 0.0, "fused")

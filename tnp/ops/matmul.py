@@ -1,0 +1,83 @@
+"""Matrix products that the feed-forward operators share, and who computes each.
+
+SiLU and its derivative ride in the epilogue of kernels of our own, so that what they read and
+write passes through memory once. Gradients of weights are summed over all rows in float32 and
+never rounded to the activations' dtype: cuBLAS does that where it is asked for a float32 result.
+
+The last dimension of every operand is contiguous, rows may lie further apart.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tnp.ops import triton_matmul
+
+# Hidden widths are padded to multiples of this many units: the kernels load 16 bytes at a time.
+HIDDEN_MULTIPLE = 16
+
+
+def hidden_width(d_ff: int) -> int:
+    """d_ff rounded up to what the kernels multiply."""
+    return -(-d_ff // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+
+
+def cast_weights(
+    up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """up [..., F, D] and down [..., O, F] in `dtype`, contiguous, F zero-padded where it must be.
+
+    Padding is exact: silu(0) = 0.
+    """
+    padding = hidden_width(up.shape[-2]) - up.shape[-2]
+    up, down = up.to(dtype), down.to(dtype)
+    if padding:
+        up, down = F.pad(up, (0, 0, 0, padding)), F.pad(down, (0, padding))
+    return up.contiguous(), down.contiguous()
+
+
+def weight_gradients(
+    dup: torch.Tensor, ddown: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of what `cast_weights` gave, as those of up and down: unpadded, in their dtype."""
+    d_ff = up.shape[-2]
+    dup, ddown = dup[..., :d_ff, :], ddown[..., :d_ff]
+    return dup.to(up.dtype).contiguous(), ddown.to(down.dtype).contiguous()
+
+
+def matmul_silu(
+    x: torch.Tensor, w: torch.Tensor, want_preactivation: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h = silu(z) and, where wanted, z = x wᵀ, both contiguous [T, N] in x's dtype.
+
+    Args:
+        x: [T, K], T ≥ 1.
+        w: [N, K], in x's dtype.
+        want_preactivation: the backward pass needs z; without it z is None and never written.
+    """
+    return triton_matmul.matmul_silu(x, w, want_preactivation)
+
+
+def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """dz = (dy w) ∘ silu'(z), contiguous [T, N] in dy's dtype.
+
+    Args:
+        dy: [T, K], T ≥ 1.
+        w: [K, N], in dy's dtype.
+        z: contiguous [T, N], as `matmul_silu` wrote it.
+    """
+    return triton_matmul.matmul_dsilu(dy, w, z)
+
+
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dyᵀ x of dy [T, N] and x [T, K]: float32 [N, K], accumulated in float32."""
+    if dy.is_cuda and dy.dtype != torch.float32:
+        return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    return dy.t().float() @ x.float()
+
+
+def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """total += dyᵀ x, in place; total is float32 [N, K]."""
+    if dy.is_cuda and dy.dtype != torch.float32:
+        torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(dy.t().float(), x.float())

@@ -1,0 +1,259 @@
+"""The mixture heads' kernels for Hopper: the hidden layer stays in registers.
+
+Forward, a warpgroup takes all tiles of a head for its 128 rows, and adds up
+
+    out_o = Σ_f silu(z_f) · down_of,  z = x upᵀ
+
+by multiply-adds in float32: three outputs are too few for a matmul. Backward, for a chunk of rows,
+z is computed again, and
+
+    dz_f = silu'(z_f) · Σ_o dout_o · down_of        ddown_of = Σ_rows dout_o · silu(z_f)
+
+ddown as one partial sum per 128 rows.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tnp.ops.attention.hopper_primitives import barriers, multiprocessors, opaque
+from tnp.ops.hopper_matmul import (
+    ACC,
+    BLOCK_K,
+    QUARTER_ACC,
+    REGISTERS,
+    ROWS,
+    TILE,
+    descriptor,
+    load,
+    multiply,
+    pipeline,
+    produce,
+    quarters,
+    sigmoid,
+)
+
+STAGES = 4
+BACKWARD_STAGES = 3  # what shared memory has left
+N_OUT = gl.constexpr(3)  # d_y = 1: logit_weight, mu, log_sigma
+PADDED_OUT = gl.constexpr(16)  # what a matmul multiplies at least
+
+
+@gluon.jit
+def _lane_sums(x):
+    """Row sums over the columns that a thread holds: [64, 4], without a shuffle."""
+    return gl.sum(gl.sum(gl.reshape(x, [ROWS, TILE // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _add_outputs(out, z, w0, w1, w2):
+    h = z * sigmoid(z)
+    return (
+        out[0] + _lane_sums(h * w0),
+        out[1] + _lane_sums(h * w1),
+        out[2] + _lane_sums(h * w2),
+    )
+
+
+@gluon.jit
+def _heads(pipe, down_ptr, out_ptr, n_rows, n_heads, WARPGROUP: gl.constexpr):
+    COLUMNS: gl.constexpr = pipe.PAIRS_OF  # tiles of a head
+    WIDTH: gl.constexpr = COLUMNS * TILE
+    pairs = pipe.n_columns // (2 * COLUMNS)
+    columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, ACC))
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    for unit in range(pipe.first // (2 * COLUMNS), pipe.last // (2 * COLUMNS)):
+        head = unit % pairs * 2 + WARPGROUP
+        exists = head < n_heads
+        zero = _lane_sums(gl.zeros([ROWS, TILE], gl.float32, ACC))
+        upper_out = (zero, zero, zero)
+        lower_out = (zero, zero, zero)
+        for i in range(COLUMNS):
+            upper, lower = multiply(pipe, (unit * COLUMNS + i) * 2 + WARPGROUP, WARPGROUP)
+            w_ptrs = down_ptr + head * (N_OUT * WIDTH) + i * TILE + columns
+            w0 = gl.load(w_ptrs, mask=exists, other=0.0)[None, :]
+            w1 = gl.load(w_ptrs + WIDTH, mask=exists, other=0.0)[None, :]
+            w2 = gl.load(w_ptrs + 2 * WIDTH, mask=exists, other=0.0)[None, :]
+            upper_out = _add_outputs(upper_out, upper, w0, w1, w2)
+            lower_out = _add_outputs(lower_out, lower, w0, w1, w2)
+        row = unit // pairs * TILE + rows
+        for o in gl.static_range(N_OUT):
+            for half in gl.static_range(2):
+                out = lower_out[o] if half else upper_out[o]
+                out = gl.convert_layout(gl.sum(out, 1), gl.SliceLayout(1, ACC))
+                inside = (row + half * ROWS < n_rows) & exists
+                at = ((row + half * ROWS).to(gl.int64) * n_heads + head) * N_OUT + o
+                gl.store(out_ptr + at, out, mask=inside)
+
+
+@gluon.jit
+def _produce_backward(pipe, x_desc, up_desc, down_desc, dout_desc, extra, COLUMNS: gl.constexpr):
+    down, dout, full, empty = extra
+    BYTES: gl.constexpr = 2 * (down_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+    for tile in range(pipe.first, pipe.last):
+        warpgroup = (tile - pipe.first) % 2
+        phase = (tile - pipe.first) // 2 & 1
+        column = tile % pipe.n_columns
+        head = column // COLUMNS
+        at = full.index(warpgroup)
+        mbarrier.wait(empty.index(warpgroup), phase ^ 1)
+        mbarrier.expect(at, BYTES)
+        for i in gl.static_range(2):
+            feature = column % COLUMNS * TILE + i * BLOCK_K
+            tma.async_copy_global_to_shared(
+                down_desc, [head * PADDED_OUT, feature], at, down.index(2 * warpgroup + i)
+            )
+            row = tile // pipe.n_columns * TILE + i * ROWS
+            tma.async_copy_global_to_shared(
+                dout_desc, [row, head * PADDED_OUT], at, dout.index(2 * warpgroup + i)
+            )
+        load(pipe, x_desc, up_desc, tile)
+
+
+@gluon.jit
+def _heads_backward(
+    pipe, dz_desc, ddown_ptr, extra, buffers, n_heads,
+    WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    DDOWN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PADDED_OUT, 16])
+    WIDTH: gl.constexpr = COLUMNS * TILE
+    down, dout, full, empty = extra
+    hidden_buffer = buffers.index(2 * WARPGROUP)
+    dz_buffer = buffers.index(2 * WARPGROUP + 1)
+    for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
+        halves = multiply(pipe, tile, WARPGROUP)
+        row = tile // pipe.n_columns * TILE
+        column = tile % pipe.n_columns
+        mbarrier.wait(full.index(WARPGROUP), (tile - pipe.first) // 2 & 1)
+        zero = gl.zeros([BLOCK_K, PADDED_OUT], gl.float32, DDOWN)
+        ddown = (zero, zero)
+        for i in gl.static_range(2):
+            dout_half = dout.index(2 * WARPGROUP + i)
+            z = quarters(halves[i])
+            sums = ()
+            for j in gl.static_range(2):
+                dh = warpgroup_mma(
+                    dout_half, down.index(2 * WARPGROUP + j),
+                    gl.zeros([ROWS, BLOCK_K], gl.float32, QUARTER_ACC), use_acc=False,
+                )  # fmt: skip
+                s = sigmoid(z[j])
+                h = z[j] * s
+                hidden_buffer.store(h.to(dz_desc.dtype))
+                fence_async_shared()
+                started = warpgroup_mma(
+                    hidden_buffer.permute((1, 0)), dout_half, ddown[j], is_async=True
+                )
+                dz = (dh * (s + h * (1.0 - s))).to(dz_desc.dtype)
+                tma.store_wait(0)
+                dz_buffer.store(dz)
+                fence_async_shared()
+                tma.async_copy_shared_to_global(
+                    dz_desc, [row + i * ROWS, column * TILE + j * BLOCK_K], dz_buffer
+                )
+                sums = sums + (warpgroup_mma_wait(0, deps=[started]),)
+            ddown = sums
+        mbarrier.arrive(empty.index(WARPGROUP), count=1)
+        # Opaque, or they would be kept through the products, and spill.
+        features = opaque(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, DDOWN)))[:, None]
+        outputs = opaque(gl.arange(0, PADDED_OUT, layout=gl.SliceLayout(0, DDOWN)))[None, :]
+        at = (row // TILE * n_heads + column // COLUMNS) * (N_OUT * WIDTH)
+        at += column % COLUMNS * TILE
+        for j in gl.static_range(2):
+            ptrs = ddown_ptr + at + outputs * WIDTH + j * BLOCK_K + features
+            gl.store(ptrs, ddown[j], mask=outputs < N_OUT)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_heads"])
+def mixture_heads_hopper_kernel(
+    x_desc, up_desc, down_ptr, out_ptr, n_rows, n_heads,
+    COLUMNS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    n_columns = gl.cdiv(n_heads, 2) * 2 * COLUMNS
+    pipe = pipeline(
+        x_desc, up_desc, n_rows, n_columns, 2 * COLUMNS, K_BLOCKS, STAGES, False, COLUMNS
+    )
+    gl.warp_specialize(
+        [
+            (_heads, (pipe, down_ptr, out_ptr, n_rows, n_heads, 0)),
+            (_heads, (pipe, down_ptr, out_ptr, n_rows, n_heads, 1)),
+            (produce, (pipe, x_desc, up_desc)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_heads"])
+def mixture_heads_bwd_hopper_kernel(
+    x_desc, up_desc, down_desc, dout_desc, dz_desc, ddown_ptr, n_rows, n_heads,
+    COLUMNS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    pipe = pipeline(x_desc, up_desc, n_rows, n_heads * COLUMNS, 1, K_BLOCKS, STAGES, False, 0)
+    buffers = gl.allocate_shared_memory(
+        dz_desc.dtype, [4] + dz_desc.block_type.shape, dz_desc.layout
+    )
+    # Of each warpgroup's tile: both halves of down and of dout, and their barriers.
+    extra = (
+        gl.allocate_shared_memory(
+            down_desc.dtype, [4] + down_desc.block_type.shape, down_desc.layout
+        ),
+        gl.allocate_shared_memory(
+            dout_desc.dtype, [4] + dout_desc.block_type.shape, dout_desc.layout
+        ),
+        barriers(2, 1), barriers(2, 1),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_heads_backward, (pipe, dz_desc, ddown_ptr, extra, buffers, n_heads, 0, COLUMNS)),
+            (_heads_backward, (pipe, dz_desc, ddown_ptr, extra, buffers, n_heads, 1, COLUMNS)),
+            (_produce_backward, (pipe, x_desc, up_desc, down_desc, dout_desc, extra, COLUMNS)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+def heads(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Float32 [T, n_heads, 3] from x [T, D], up [n_heads, F, D] like x, down float32."""
+    n_heads, width, d_model = up.shape
+    out = down.new_empty(x.shape[0], n_heads, N_OUT.value)
+    mixture_heads_hopper_kernel[(multiprocessors(x.device),)](
+        descriptor(x, ROWS.value, BLOCK_K.value),
+        descriptor(up.flatten(0, 1), TILE.value, BLOCK_K.value),
+        down, out, x.shape[0], n_heads,
+        COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def heads_dz(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor
+) -> torch.Tensor:
+    """Fills dz [T, n_heads·F]; returns ddown's partial sums [⌈T / 128⌉, n_heads, 3, F], float32.
+
+    x [T, D], up [n_heads, F, D], down [n_heads, 16, F] and dout [T, n_heads, 16], all in x's dtype,
+    with zeros past the third output.
+    """
+    n_heads, width, d_model = up.shape
+    n_tiles = triton.cdiv(x.shape[0], TILE.value)
+    partials = x.new_empty(n_tiles, n_heads, N_OUT.value, width, dtype=torch.float32)
+    mixture_heads_bwd_hopper_kernel[(multiprocessors(x.device),)](
+        descriptor(x, ROWS.value, BLOCK_K.value),
+        descriptor(up.flatten(0, 1), TILE.value, BLOCK_K.value),
+        descriptor(down.flatten(0, 1), PADDED_OUT.value, BLOCK_K.value),
+        descriptor(dout.flatten(1), ROWS.value, PADDED_OUT.value),
+        descriptor(dz, ROWS.value, BLOCK_K.value),
+        partials, x.shape[0], n_heads,
+        COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=BACKWARD_STAGES,
+        num_warps=4,
+    )  # fmt: skip
+    return partials

@@ -1,0 +1,160 @@
+"""Mixture heads in portable Triton: K small MLPs of the same input, hidden rows never in memory.
+
+    forward     z = x up_kᵀ        out_k = silu(z) down_kᵀ
+    backward    dz = (dout_k down_k) ∘ silu'(z)        dx = Σ_k dz up_k
+                dup_k = dzᵀ x      ddown_k = dout_kᵀ silu(z)
+
+x [T, D], up [K, F, D], down [K, O, F], out float32 [T, K, O]. A hidden row is 13,650 wide at K = 10
+and out is 30: forward, a program owns a tile of rows of one head, loops over the hidden width and
+writes O numbers a row. Nothing is saved. The backward pass goes through x in chunks of rows and
+computes z again: one kernel writes the chunk's dz, transposed, and ddown's sums over each tile of
+rows, and two matmuls turn dz into dx and add to dup. The buffer of dz serves all chunks.
+
+That kernel computes the transposed tile, zᵀ = up_k xᵀ: then silu(z)ᵀ is the left operand of the
+product with dout and comes from registers, where a transposed left operand that was computed came
+out wrong on 64-wide tiles (triton 3.4 to 3.7).
+
+Products and sums are float32; silu(z), dz and dout are rounded to x's dtype for their matmuls. The
+sums over tiles of rows are added up in a fixed order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.ops.matmul import add_weight_gradient
+from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
+from tnp.ops.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
+
+# Rows of the backward pass that are under way at once: dz takes 115 MB at K = 10, F = 1408.
+CHUNK_ROWS = 4096
+# A matmul is at least 16 wide.
+MAX_OUTPUTS = tl.constexpr(16)
+
+
+@dataclass(frozen=True)
+class HeadsConfig(KernelConfig):
+    """Rows and hidden units of a tile, and how much of x's width is multiplied at a time."""
+
+    block_m: int
+    block_f: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes per element; none spills on any target, where a backward tile of 128 × 128 does.
+FORWARD_CONFIGS = {2: HeadsConfig(128, 128, 64, 8, 3), 4: HeadsConfig(64, 64, 32, 8, 2)}
+BACKWARD_CONFIGS = {2: HeadsConfig(64, 128, 64, 8, 3), 4: HeadsConfig(32, 64, 32, 8, 2)}
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _mixture_heads_fwd_kernel(
+    x_ptr, up_ptr, down_ptr, out_ptr, n_rows, n_heads, n_hidden, n_inner, n_out, stride_xm,
+    K_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Heads vary fastest: programs that run together share their rows of x."""
+    head = tl.program_id(0) % n_heads
+    offs_m = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_o = tl.arange(0, MAX_OUTPUTS)
+    up_ptr += head.to(tl.int64) * n_hidden * n_inner
+    down_ptr += head.to(tl.int64) * n_out * n_hidden
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+
+    acc = tl.zeros([BLOCK_M, MAX_OUTPUTS], tl.float32)
+    for start_f in tl.range(0, n_hidden, BLOCK_F):
+        offs_f = start_f + tl.arange(0, BLOCK_F)
+        z = product_tile(
+            x_ptr, up_ptr, offs_m, offs_f, n_rows, n_hidden, n_inner, stride_xm, n_inner,
+            False, K_MASKED, BLOCK_M, BLOCK_F, BLOCK_K,
+        )  # fmt: skip
+        down = load_tile(down_ptr, offs_o, offs_f, n_out, n_hidden, n_hidden, True, True)
+        acc = add_dot(cast(silu(z, dtype), dtype), tl.trans(down), acc)
+    store_tile(out_ptr + head * n_out, acc, offs_m, offs_o, n_rows, n_out, n_heads * n_out)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _mixture_heads_bwd_kernel(
+    dout_ptr, x_ptr, up_ptr, down_ptr, dz_ptr, ddown_ptr,
+    n_rows, n_heads, n_hidden, n_inner, n_out, stride_xm, stride_dz,
+    K_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dz is [K · F, tiles · BLOCK_M], ddown [tiles, K, O, F]; tiles of rows vary fastest."""
+    head = tl.program_id(2)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    offs_o = tl.arange(0, MAX_OUTPUTS)
+    up_ptr += head.to(tl.int64) * n_hidden * n_inner
+    down_ptr += head.to(tl.int64) * n_out * n_hidden
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+
+    dout = load_tile(
+        dout_ptr + head * n_out, offs_m, offs_o, n_rows, n_out, n_heads * n_out, True, True
+    )
+    dout = cast(dout, dtype)
+    down = load_tile(down_ptr, offs_o, offs_f, n_out, n_hidden, n_hidden, True, True)
+    # Before the tile of z: after it, triton 3.6 makes wgmma of both wait for one another (sm_90a).
+    dh = dot(tl.trans(down), tl.trans(dout))
+    z = product_tile(
+        up_ptr, x_ptr, offs_f, offs_m, n_hidden, n_rows, n_inner, n_inner, stride_xm,
+        False, K_MASKED, BLOCK_F, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+    s = sigmoid(z, dtype)
+    dz = dh * (s * (1.0 + z * (1.0 - s)))
+    ddown = dot(cast(z * s, dtype), dout)
+
+    # Whole tiles of rows, zeros past the end: a mask along them would part every wide store.
+    offs_dz = (head * n_hidden + offs_f).to(tl.int64)[:, None] * stride_dz + offs_m[None, :]
+    tl.store(dz_ptr + offs_dz, cast(dz, dtype), mask=offs_f[:, None] < n_hidden)
+    ddown_ptr += (tl.program_id(0) * n_heads + head).to(tl.int64) * n_out * n_hidden
+    store_tile(ddown_ptr, tl.trans(ddown), offs_o, offs_f, n_out, n_hidden, n_hidden)
+
+
+def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """out, float32 [T, K, O], of x [T, D] and contiguous weights, all in x's dtype."""
+    n_rows, n_inner = x.shape
+    n_heads, n_out, n_hidden = down.shape
+    config = FORWARD_CONFIGS[x.element_size()]
+    out = x.new_empty(n_rows, n_heads, n_out, dtype=torch.float32)
+    _mixture_heads_fwd_kernel[(triton.cdiv(n_rows, config.block_m) * n_heads,)](
+        x, up, down, out, n_rows, n_heads, n_hidden, n_inner, n_out, x.stride(0),
+        K_MASKED=n_inner % config.block_k != 0, **config.kernel_arguments(),
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    dout: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx in x's dtype, dup and ddown in float32.
+
+    Args:
+        dout: contiguous float32 [T, K, O].
+        x: [T, D].
+        up, down: contiguous, in x's dtype.
+    """
+    n_rows, n_inner = x.shape
+    n_heads, n_out, n_hidden = down.shape
+    config = BACKWARD_CONFIGS[x.element_size()]
+    dx = x.new_empty(n_rows, n_inner)
+    dup = x.new_zeros(n_heads * n_hidden, n_inner, dtype=torch.float32)
+    ddown = x.new_zeros(down.shape, dtype=torch.float32)
+    n_stored = triton.cdiv(min(CHUNK_ROWS, n_rows), config.block_m) * config.block_m
+    dz = x.new_empty(n_heads * n_hidden, n_stored)
+    for start in range(0, n_rows, CHUNK_ROWS):
+        rows = slice(start, min(start + CHUNK_ROWS, n_rows))
+        n_chunk = rows.stop - start
+        n_tiles = triton.cdiv(n_chunk, config.block_m)
+        partials = ddown.new_empty(n_tiles, *ddown.shape)
+        _mixture_heads_bwd_kernel[(n_tiles, triton.cdiv(n_hidden, config.block_f), n_heads)](
+            dout[rows], x[rows], up, down, dz, partials,
+            n_chunk, n_heads, n_hidden, n_inner, n_out, x.stride(0), dz.stride(0),
+            K_MASKED=n_inner % config.block_k != 0, **config.kernel_arguments(),
+        )  # fmt: skip
+        ddown += partials.sum(0)
+        dz_rows = dz[:, :n_chunk].t()
+        torch.mm(dz_rows, up.flatten(0, 1), out=dx[rows])
+        add_weight_gradient(dup, dz_rows, x[rows])
+    return dx, dup.view(up.shape), ddown

@@ -1,0 +1,143 @@
+"""The MLP's products of inner width K ≤ 512 for Hopper, with SiLU or its derivative.
+
+    forward     z = x wᵀ,  h = z·σ(z),  slope = σ(z)·(1 + z·(1 − σ(z)))
+    backward    dz = (dy w)·slope
+
+The slope of SiLU goes to the backward pass rather than z: there it costs one multiplication. It
+lies in the order of the matmul's registers, which needs no shared memory.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from tnp.ops.attention.hopper_primitives import multiprocessors
+from tnp.ops.hopper_matmul import (
+    BLOCK_K,
+    REGISTERS,
+    ROWS,
+    TILE,
+    as_half,
+    descriptor,
+    load_in_order,
+    multiply,
+    pipeline,
+    produce,
+    quarters,
+    sigmoid,
+    store_in_order,
+    store_quarter,
+)
+
+STAGES = 4
+
+
+@gluon.jit
+def _store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
+    parts = quarters(half)
+    for i in gl.static_range(2):
+        buffer = buffers.index(2 * WARPGROUP + i)
+        store_quarter(desc, parts[i], row, column + i * BLOCK_K, buffer)
+
+
+@gluon.jit
+def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: gl.constexpr):
+    for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
+        halves = multiply(pipe, tile, WARPGROUP)
+        row = tile // pipe.n_columns * TILE
+        column = tile % pipe.n_columns * TILE
+        for i in gl.static_range(2):
+            s = sigmoid(halves[i])
+            h = halves[i] * s
+            if HAS_SLOPE:
+                at = slope_ptr + (2 * tile + i).to(gl.int64) * (ROWS * TILE)
+                store_in_order(at, (s + h * (1.0 - s)).to(h_desc.dtype))
+            _store_half(h_desc, h, row + i * ROWS, column, buffers, WARPGROUP)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _dsilu(pipe, dz_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr):
+    for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
+        # Read before the product, beside which they arrive.
+        at = slope_ptr + tile.to(gl.int64) * (TILE * TILE)
+        slopes = (load_in_order(at), load_in_order(at + ROWS * TILE))
+        halves = multiply(pipe, tile, WARPGROUP)
+        row = tile // pipe.n_columns * TILE
+        column = tile % pipe.n_columns * TILE
+        for i in gl.static_range(2):
+            dz = halves[i] * as_half(slopes[i]).to(gl.float32)
+            _store_half(dz_desc, dz, row + i * ROWS, column, buffers, WARPGROUP)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_columns"])
+def matmul_silu_hopper_kernel(
+    x_desc, w_desc, h_desc, slope_ptr, n_rows, n_columns,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_SLOPE: gl.constexpr,
+):  # fmt: skip
+    pipe = pipeline(x_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
+    buffers = gl.allocate_shared_memory(h_desc.dtype, [4] + h_desc.block_type.shape, h_desc.layout)
+    gl.warp_specialize(
+        [
+            (_silu, (pipe, h_desc, slope_ptr, buffers, 0, HAS_SLOPE)),
+            (_silu, (pipe, h_desc, slope_ptr, buffers, 1, HAS_SLOPE)),
+            (produce, (pipe, x_desc, w_desc)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_columns"])
+def matmul_dsilu_hopper_kernel(
+    dy_desc, w_desc, dz_desc, slope_ptr, n_rows, n_columns,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, True, 0)
+    buffers = gl.allocate_shared_memory(
+        dz_desc.dtype, [4] + dz_desc.block_type.shape, dz_desc.layout
+    )
+    gl.warp_specialize(
+        [
+            (_dsilu, (pipe, dz_desc, slope_ptr, buffers, 0)),
+            (_dsilu, (pipe, dz_desc, slope_ptr, buffers, 1)),
+            (produce, (pipe, dy_desc, w_desc)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+def matmul_silu(
+    x: torch.Tensor, w: torch.Tensor, want_slope: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h [T, F], and if wanted the slope [T, F] padded to whole tiles, in the order of registers."""
+    n_rows, n_columns = x.shape[0], w.shape[0] // TILE.value
+    h = x.new_empty(n_rows, w.shape[0])
+    padded = triton.cdiv(n_rows, TILE.value) * TILE.value if want_slope else 0
+    slope = x.new_empty(padded, w.shape[0])
+    matmul_silu_hopper_kernel[(multiprocessors(x.device),)](
+        descriptor(x, ROWS.value, BLOCK_K.value),
+        descriptor(w, TILE.value, BLOCK_K.value),
+        descriptor(h, ROWS.value, BLOCK_K.value),
+        slope, n_rows, n_columns,
+        K_BLOCKS=x.shape[1] // BLOCK_K.value, STAGES=STAGES, HAS_SLOPE=want_slope, num_warps=4,
+    )  # fmt: skip
+    return h, slope
+
+
+def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """dz [T, F] from dy [T, K], w [K, F] and the slope as `matmul_silu` gave it."""
+    n_rows, n_columns = dy.shape[0], w.shape[1] // TILE.value
+    dz = dy.new_empty(n_rows, w.shape[1])
+    matmul_dsilu_hopper_kernel[(multiprocessors(dy.device),)](
+        descriptor(dy, ROWS.value, BLOCK_K.value),
+        descriptor(w, BLOCK_K.value, TILE.value),
+        descriptor(dz, ROWS.value, BLOCK_K.value),
+        slope, n_rows, n_columns,
+        K_BLOCKS=dy.shape[1] // BLOCK_K.value, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+    return dz

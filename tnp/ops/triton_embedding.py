@@ -1,0 +1,259 @@
+"""The first embedding layer in Triton: tokens are put together in registers, rows written once.
+
+    tokens = (x, y, −1) for context and (x, 0, +1) for targets    a = tokens @ weightᵀ
+    out = a·sigmoid(a)    da = dout·sigmoid(a)·(1 + a·(1 − sigmoid(a)))    dweight = daᵀ @ tokens
+
+A token has few features (3 in one dimension): float32 on the FMA units, a column of weight at a
+time. Programs walk the rows, so that weight is read once a program and dweight stays in registers;
+each writes one partial of it, and a second, small launch adds them up in a fixed order. The
+backward pass computes `a` again from the tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.ops.primitives import KernelConfig, cast
+from tnp.ops.rows import as_batches, sum_partials, walking_programs
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Rows and columns a program holds at a time, programs per multiprocessor, loads ahead.
+
+    `block_d` counts columns of 16 bits; of 32 bits it is half as many.
+    """
+
+    rows: int
+    block_d: int
+    per_multiprocessor: int
+    num_warps: int
+    num_stages: int
+
+    def tile(self, itemsize: int) -> dict[str, int]:
+        """Arguments of the kernels for rows of elements of `itemsize` bytes."""
+        tile = {"ROWS": self.rows, "BLOCK_D": self.block_d * 2 // itemsize}
+        return tile | {"STAGES": self.num_stages, "num_warps": self.num_warps}
+
+
+# The default first; unmeasured. `per_multiprocessor` is what the registers let run at once. The
+# forward pass reads a few bytes and writes whole rows; the backward pass reads whole rows, and
+# needs loads ahead.
+FORWARD_CONFIGS = (
+    Config(8, 512, 4, 4, 1),
+    Config(8, 512, 4, 4, 3),
+    Config(4, 512, 7, 4, 1),
+    Config(16, 512, 2, 4, 1),
+)
+BACKWARD_CONFIGS = (
+    Config(2, 512, 3, 4, 4),
+    Config(2, 512, 4, 4, 2),
+    Config(4, 512, 2, 8, 3),
+)
+
+
+@triton.jit
+def _features(
+    rows, n_rows, n_context, n_target,
+    x_context_ptr, y_context_ptr, x_target_ptr,
+    stride_xcb, stride_xcl, stride_xcd, stride_ycb, stride_ycl, stride_ycd,
+    stride_xtb, stride_xtl, stride_xtd,
+    D_X: tl.constexpr, D_Y: tl.constexpr,
+):  # fmt: skip
+    """The features of `rows` as a tuple of vectors in float32; 0 in rows past the end."""
+    b = (rows // (n_context + n_target)).to(tl.int64)
+    l = rows % (n_context + n_target)  # noqa: E741
+    inside = rows < n_rows
+    is_context = l < n_context
+    xc_ptrs = x_context_ptr + b * stride_xcb + l.to(tl.int64) * stride_xcl
+    yc_ptrs = y_context_ptr + b * stride_ycb + l.to(tl.int64) * stride_ycl
+    xt_ptrs = x_target_ptr + b * stride_xtb + (l - n_context).to(tl.int64) * stride_xtl
+    context, target = inside & is_context, inside & (l >= n_context)
+    features = ()
+    for i in tl.static_range(D_X):
+        x_c = tl.load(xc_ptrs + i * stride_xcd, mask=context, other=0.0).to(tl.float32)
+        x_t = tl.load(xt_ptrs + i * stride_xtd, mask=target, other=0.0).to(tl.float32)
+        features = features + (x_c + x_t,)
+    for i in tl.static_range(D_Y):
+        y_c = tl.load(yc_ptrs + i * stride_ycd, mask=context, other=0.0).to(tl.float32)
+        features = features + (y_c,)
+    flag = tl.where(is_context, -1.0, 1.0)
+    return features + (tl.where(inside, flag, 0.0),)
+
+
+@triton.jit
+def _columns(weight_ptr, offs_d, d_model, WIDTH: tl.constexpr):
+    """The columns of weight as a tuple of vectors."""
+    columns = ()
+    for i in tl.static_range(WIDTH):
+        column = tl.load(weight_ptr + offs_d * WIDTH + i, mask=offs_d < d_model, other=0.0)
+        columns = columns + (column,)
+    return columns
+
+
+@triton.jit
+def _matmul(features, columns, WIDTH: tl.constexpr):
+    acc = features[0][:, None] * columns[0][None, :]
+    for i in tl.static_range(1, WIDTH):
+        acc += features[i][:, None] * columns[i][None, :]
+    return acc
+
+
+@triton.jit
+def _add_outer(acc, features, da, WIDTH: tl.constexpr):
+    out = ()
+    for i in tl.static_range(WIDTH):
+        out = out + (acc[i] + features[i][:, None] * da,)
+    return out
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "n_context", "n_target", "stride_xcb", "stride_xcl", "stride_xcd", "stride_ycb",
+        "stride_ycl", "stride_ycd", "stride_xtb", "stride_xtl", "stride_xtd",
+    ]
+)  # fmt: skip
+def _embed_rows_fwd_kernel(
+    x_context_ptr, y_context_ptr, x_target_ptr, weight_ptr, out_ptr,
+    stride_xcb, stride_xcl, stride_xcd, stride_ycb, stride_ycl, stride_ycd,
+    stride_xtb, stride_xtl, stride_xtd,
+    n_rows, n_context, n_target, d_model,
+    D_X: tl.constexpr, D_Y: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = _columns(weight_ptr, offs_d, d_model, D_X + D_Y + 1)
+    step = tl.num_programs(0) * ROWS
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        features = _features(
+            rows, n_rows, n_context, n_target, x_context_ptr, y_context_ptr, x_target_ptr,
+            stride_xcb, stride_xcl, stride_xcd, stride_ycb, stride_ycl, stride_ycd,
+            stride_xtb, stride_xtl, stride_xtd, D_X, D_Y,
+        )  # fmt: skip
+        a = _matmul(features, columns, D_X + D_Y + 1)
+        out = a / (1.0 + tl.exp(-a))
+        ptrs = out_ptr + rows.to(tl.int64)[:, None] * d_model + offs_d[None, :]
+        mask = (rows < n_rows)[:, None] & (offs_d < d_model)[None, :]
+        tl.store(ptrs, cast(out, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "n_context", "n_target", "stride_xcb", "stride_xcl", "stride_xcd", "stride_ycb",
+        "stride_ycl", "stride_ycd", "stride_xtb", "stride_xtl", "stride_xtd",
+    ]
+)  # fmt: skip
+def _embed_rows_bwd_kernel(
+    dout_ptr, x_context_ptr, y_context_ptr, x_target_ptr, weight_ptr, partials_ptr,
+    stride_gb, stride_gl, stride_xcb, stride_xcl, stride_xcd, stride_ycb, stride_ycl, stride_ycd,
+    stride_xtb, stride_xtl, stride_xtd,
+    n_rows, n_context, n_target, d_model,
+    D_X: tl.constexpr, D_Y: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
+    WIDTH: tl.constexpr = D_X + D_Y + 1
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = _columns(weight_ptr, offs_d, d_model, WIDTH)
+    dweight = ()
+    for _ in tl.static_range(WIDTH):
+        dweight = dweight + (tl.zeros([ROWS, BLOCK_D], tl.float32),)
+    n_inner = n_context + n_target
+    step = tl.num_programs(0) * ROWS
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        features = _features(
+            rows, n_rows, n_context, n_target, x_context_ptr, y_context_ptr, x_target_ptr,
+            stride_xcb, stride_xcl, stride_xcd, stride_ycb, stride_ycl, stride_ycd,
+            stride_xtb, stride_xtl, stride_xtd, D_X, D_Y,
+        )  # fmt: skip
+        offs_g = (rows // n_inner).to(tl.int64) * stride_gb
+        offs_g += (rows % n_inner).to(tl.int64) * stride_gl
+        mask = (rows < n_rows)[:, None] & (offs_d < d_model)[None, :]
+        ptrs = dout_ptr + offs_g[:, None] + offs_d[None, :]
+        dout = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        a = _matmul(features, columns, WIDTH)
+        # 1 − sigmoid(a) as the sigmoid of −a: the difference has few digits where a is large.
+        sigmoid = 1.0 / (1.0 + tl.exp(-a))
+        da = dout * sigmoid * (1.0 + a * (1.0 / (1.0 + tl.exp(a))))
+        dweight = _add_outer(dweight, features, da, WIDTH)
+    partials_ptr += tl.program_id(0).to(tl.int64) * d_model * WIDTH
+    for i in tl.static_range(WIDTH):
+        ptrs = partials_ptr + offs_d * WIDTH + i
+        tl.store(ptrs, tl.sum(dweight[i], 0), mask=offs_d < d_model)
+
+
+def sizes(x_context: torch.Tensor | None, x_target: torch.Tensor | None) -> tuple[int, int, int]:
+    """Batch, context points and targets of what is given."""
+    given = x_target if x_context is None else x_context
+    n_context = 0 if x_context is None else x_context.shape[1]
+    return given.shape[0], n_context, 0 if x_target is None else x_target.shape[1]
+
+
+def _inputs(
+    x_context: torch.Tensor | None,
+    y_context: torch.Tensor | None,
+    x_target: torch.Tensor | None,
+    weight: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+    """Tensors, their strides, D_X and D_Y; weight stands in for what is not given, never read."""
+    x = x_target if x_context is None else x_context
+    tensors = [weight[None] if x is None else x for x in (x_context, y_context, x_target)]
+    strides = [stride for tensor in tensors for stride in tensor.stride()]
+    return tensors, strides, {"D_X": x.shape[-1], "D_Y": weight.shape[1] - x.shape[-1] - 1}
+
+
+def forward(
+    x_context: torch.Tensor | None,
+    y_context: torch.Tensor | None,
+    x_target: torch.Tensor | None,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    config: Config = FORWARD_CONFIGS[0],
+) -> torch.Tensor:
+    """[B, M + N, d_model] in `dtype`, contiguous."""
+    batch, n_context, n_target = sizes(x_context, x_target)
+    n_rows, d_model = batch * (n_context + n_target), len(weight)
+    out = weight.new_empty(batch, n_context + n_target, d_model, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    tensors, strides, widths = _inputs(x_context, y_context, x_target, weight)
+    n_programs = walking_programs(
+        weight.device, config.per_multiprocessor, triton.cdiv(n_rows, config.rows)
+    )
+    tile = config.tile(out.element_size())
+    _embed_rows_fwd_kernel[(n_programs, triton.cdiv(d_model, tile["BLOCK_D"]))](
+        *tensors, weight, out, *strides, n_rows, n_context, n_target, d_model,
+        **widths, **tile,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    dout: torch.Tensor,
+    x_context: torch.Tensor | None,
+    y_context: torch.Tensor | None,
+    x_target: torch.Tensor | None,
+    weight: torch.Tensor,
+    config: Config = BACKWARD_CONFIGS[0],
+) -> torch.Tensor:
+    """dweight, float32."""
+    if dout.numel() == 0:
+        return torch.zeros_like(weight)
+    batch, n_context, n_target = sizes(x_context, x_target)
+    n_rows, d_model = batch * (n_context + n_target), len(weight)
+    dout = as_batches(dout if dout.stride(-1) == 1 else dout.contiguous())
+    tensors, strides, widths = _inputs(x_context, y_context, x_target, weight)
+    n_programs = walking_programs(
+        weight.device, config.per_multiprocessor, triton.cdiv(n_rows, config.rows)
+    )
+    partials = weight.new_empty(n_programs, *weight.shape)
+    tile = config.tile(dout.element_size())
+    _embed_rows_bwd_kernel[(n_programs, triton.cdiv(d_model, tile["BLOCK_D"]))](
+        dout, *tensors, weight, partials, *dout.stride()[:2], *strides,
+        n_rows, n_context, n_target, d_model, **widths, **tile,
+    )  # fmt: skip
+    return sum_partials(partials)

@@ -1,0 +1,85 @@
+-- Grain: device × run: whether a training run's loss is equivalent to that of run `gp_small_sdpa`.
+--
+-- Runs on the same tasks from the same weights (`source`, sizes, dtype, seed). The sample are the
+-- differences of the logged losses (run − `gp_small_sdpa`) at the steps of the last half, taken as
+-- independent. `equivalent`: both one-sided t-tests at 5 % reject a difference of `margin` or more,
+-- which is the same as the 90 % interval of the mean lying within ± margin. The margin is 0.01 nats
+-- or, where larger, 3 × the absolute mean difference of the null pair: run `gp_small_flash`, which
+-- differs from `gp_small_sdpa` in PyTorch's attention backend and in the padding of d_ff.
+create or replace view training_equivalence as
+with logged as (
+    select
+        *,
+        max(step) over (partition by device, run) as last_step
+    from current_training
+    where loss is not null
+),
+
+differences as (
+    select
+        logged.device,
+        logged.run,
+        logged.variant,
+        baseline.variant as baseline_variant,
+        logged.step,
+        logged.loss - baseline.loss as difference
+    from logged
+    inner join logged as baseline
+        using (device, source, batch, n_context, n_target, dtype, seed, step, last_step)
+    where
+        baseline.run = 'gp_small_sdpa'
+        and logged.run != baseline.run
+        and logged.step > logged.last_step / 2
+),
+
+pairs as (
+    select
+        device,
+        run,
+        any_value(variant) as variant,
+        any_value(baseline_variant) as baseline_variant,
+        min(step) as first_step,
+        max(step) as last_step,
+        count(*) as n_rows,
+        avg(difference) as mean_difference,
+        stddev_samp(difference) / sqrt(n_rows) as standard_error
+    from differences
+    group by device, run
+),
+
+margins as (
+    select
+        device,
+        greatest(0.01, 3 * abs(any_value(mean_difference) filter (where run = 'gp_small_flash')))
+            as margin
+    from pairs
+    group by device
+),
+
+-- Student's t at 95 %, n − 1 degrees of freedom, from the normal quantile 1.645: the first terms of
+-- Cornish and Fisher's expansion, right to 0.02 from four degrees on.
+quantiles as (
+    select
+        *,
+        n_rows - 1 as degrees,
+        case when degrees > 0 then 1.6449 + 1.5238 / degrees + 1.4202 / pow(degrees, 2) end
+            as t_quantile
+    from pairs
+)
+
+select
+    device,
+    run,
+    variant,
+    baseline_variant,
+    first_step,
+    last_step,
+    n_rows,
+    mean_difference,
+    standard_error,
+    mean_difference - t_quantile * standard_error as difference_low,
+    mean_difference + t_quantile * standard_error as difference_high,
+    margin,
+    coalesce(difference_low > -margin and difference_high < margin, false) as equivalent
+from quantiles
+inner join margins using (device);
