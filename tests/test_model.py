@@ -71,8 +71,8 @@ def test_context_is_a_set_and_is_used():
 def test_context_and_target_with_equal_coordinates_differ():
     model = build()
     x = torch.zeros(1, 1, 1)
-    context = model.embed(x, torch.zeros(1, 1, 1), torch.float32)
-    target = model.embed(x, None, torch.float32)
+    context = model.embed(x, torch.zeros(1, 1, 1), None, torch.float32)
+    target = model.embed(None, None, x, torch.float32)
     assert (context - target).abs().max() > 1e-2
 
 

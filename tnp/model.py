@@ -11,20 +11,38 @@ alone would drop most of them. The cast costs under 1 % of a step at the shapes 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tnp.ops.attention import attention
+from tnp.ops.embedding import embed_rows
+from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mixture_nll import mixture_nll
+from tnp.ops.mlp import mlp
+from tnp.ops.projection import linear, project_qkv
+from tnp.ops.rms_norm import add_rms_norm, rms_norm
 from tnp.prediction import Prediction
 from tnp.tasks import Task
 from tnp.variants import Variant
 
 NORM_EPS = 1e-6
+# Forward passes of attention, PyTorch's and ours.
+ATTENTION_OPERATORS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.tnp.attention.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -64,17 +82,22 @@ def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.cat([weight.detach(), weight.new_zeros(padding)], dim))
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
 class RMSNorm(nn.Module):
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
+    """The norm ahead of a layer, which first adds what the layer before left to be added."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), NORM_EPS)
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.implementation = variant.rms_norm
+
+    def forward(
+        self, h: torch.Tensor, update: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update and its norm, all [B, L, d_model]."""
+        options = {"eps": NORM_EPS, "implementation": self.implementation}
+        if update is None:
+            return h, rms_norm(h, self.weight, **options)
+        return add_rms_norm(h, update, self.weight, **options)
 
 
 class Embedding(nn.Module):
@@ -85,96 +108,128 @@ class Embedding(nn.Module):
     neighbouring pixels of a 512-pixel row apart.
     """
 
-    def __init__(self, config: TNPConfig) -> None:
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         d_in = config.d_x + config.d_y + 1
-        self.d_y = config.d_y
         self.input = _parameter(config.d_model, d_in, fan_in=d_in)
         self.output = _parameter(config.d_model, config.d_model, fan_in=config.d_model)
+        self.variant = variant
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """x [B, L, d_x], y [B, L, d_y] or None for targets → [B, L, d_model] in `dtype`."""
-        flag = x.new_full((*x.shape[:-1], 1), -1.0 if y is not None else 1.0)
-        if y is None:
-            y = x.new_zeros(*x.shape[:-1], self.d_y)
-        tokens = torch.cat([x, y, flag], dim=-1).to(self.input.dtype)
-        return _linear(F.silu(F.linear(tokens, self.input)).to(dtype), self.output)
+    def forward(
+        self,
+        x_context: torch.Tensor | None,
+        y_context: torch.Tensor | None,
+        x_target: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """x [B, rows, d_x], y_context [B, M, d_y] → [B, M + N, d_model] in `dtype`.
+
+        Without context both its tensors are None, without targets theirs.
+        """
+        hidden = embed_rows(
+            x_context, y_context, x_target, self.input, dtype, implementation=self.variant.embedding
+        )
+        return linear(hidden, self.output, implementation=self.variant.projection)
 
 
 class Attention(nn.Module):
-    """Pre-norm attention with its residual."""
+    """Pre-norm attention."""
 
-    def __init__(self, config: TNPConfig, implementation: str) -> None:
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         d_model = config.d_model
         self.n_heads = config.n_heads
-        self.implementation = implementation
-        self.norm = RMSNorm(d_model)
+        self.variant = variant
+        self.norm = RMSNorm(config, variant)
         self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
         self.output = _parameter(
             d_model, d_model, fan_in=d_model, gain=(2 * config.n_layers) ** -0.5
         )
 
-    def project(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """h [B, L, d_model] → q, k, v, each [B, n_heads, L, head_dim], views of one projection."""
-        qkv = _linear(self.norm(h), self.qkv).unflatten(-1, (3, self.n_heads, -1))
-        q, k, v = qkv.unbind(2)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    def project(
+        self, x: torch.Tensor, n_keys: int | None = None, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q of the rows from `first` on, k and v of `n_keys` rows (all), [B, n_heads, rows, D]."""
+        return project_qkv(
+            x, self.qkv, self.n_heads, n_keys=n_keys, first=first,
+            implementation=self.variant.projection,
+        )  # fmt: skip
 
-    def attend(
-        self, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        o = attention(q, k, v, implementation=self.implementation)
-        return h + _linear(o.transpose(1, 2).flatten(-2), self.output)
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The update of the rows that q belongs to."""
+        o = attention(q, k, v, implementation=self.variant.attention)
+        o = o.transpose(1, 2).flatten(-2)
+        return linear(o, self.output, implementation=self.variant.projection)
 
-    def forward(self, h: torch.Tensor, n_context: int) -> torch.Tensor:
-        q, k, v = self.project(h)
-        return self.attend(h, q, k[:, :, :n_context], v[:, :, :n_context])
+    def forward(
+        self, h: torch.Tensor, update: torch.Tensor | None, n_context: int, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update of the rows from `first` on, and what attention adds to them."""
+        h, x = self.norm(h, update)
+        n_keys = n_context if self.variant.skip_unread else None
+        q, k, v = self.project(x, n_keys, first)
+        return h[:, first:], self.attend(q, k[:, :, :n_context], v[:, :, :n_context])
 
 
 class MLP(nn.Module):
-    """Pre-norm GEMM, SiLU, GEMM with the residual."""
+    """Pre-norm GEMM, SiLU, GEMM."""
 
-    def __init__(self, config: TNPConfig, d_ff_storage: int) -> None:
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         d_model, d_ff = config.d_model, config.d_ff
-        self.norm = RMSNorm(d_model)
+        self.norm = RMSNorm(config, variant)
         up = _parameter(d_ff, d_model, fan_in=d_model)
         down = _parameter(d_model, d_ff, fan_in=d_ff, gain=(2 * config.n_layers) ** -0.5)
-        self.up = _pad(up, 0, d_ff_storage)
-        self.down = _pad(down, 1, d_ff_storage)
+        self.up = _pad(up, 0, variant.d_ff_storage or d_ff)
+        self.down = _pad(down, 1, variant.d_ff_storage or d_ff)
+        self.implementation = variant.mlp
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h + _linear(F.silu(_linear(self.norm(h), self.up)), self.down)
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and what the MLP adds to it."""
+        h, x = self.norm(h, update)
+        return h, mlp(x, self.up, self.down, implementation=self.implementation)
 
 
 class MixtureHeads(nn.Module):
     """One MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
 
-    def __init__(self, config: TNPConfig, d_ff_storage: int) -> None:
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
-        self.norm = RMSNorm(d_model)
+        self.norm = RMSNorm(config, variant)
         up = _parameter(n, d_ff, d_model, fan_in=d_model)
         down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff)
-        self.up = _pad(up, 1, d_ff_storage)
-        self.down = _pad(down, 2, d_ff_storage)
+        self.up = _pad(up, 1, variant.d_ff_storage or d_ff)
+        self.down = _pad(down, 2, variant.d_ff_storage or d_ff)
+        self.implementation = variant.mixture_heads
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """h [B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
-        hidden = F.silu(_linear(self.norm(h), self.up.flatten(0, 1)))
-        hidden = hidden.unflatten(-1, self.up.shape[:2])
-        return torch.einsum("bnkf,kof->bnko", hidden, self.down.to(h.dtype))
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """[B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
+        _, x = self.norm(h, update)
+        return mixture_heads(x, self.up, self.down, implementation=self.implementation)
 
 
 class Block(nn.Module):
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
-        self.attention = Attention(config, variant.attention)
-        self.mlp = MLP(config, variant.d_ff_storage or config.d_ff)
+        self.attention = Attention(config, variant)
+        self.mlp = MLP(config, variant)
 
-    def forward(self, h: torch.Tensor, n_context: int) -> torch.Tensor:
-        return self.mlp(self.attention(h, n_context))
+    def forward(
+        self, h: torch.Tensor, update: torch.Tensor | None, n_context: int, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream of the rows from `first` on, and what is still to be added to it.
+
+        Each layer leaves its addition to the next norm, which reads the stream anyway.
+        """
+        return self.mlp(*self.attention(h, update, n_context, first))
+
+
+def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
+    """What a block keeps where only attention is too expensive to compute again."""
+    if operator in ATTENTION_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class TransformerNP(nn.Module):
@@ -195,18 +250,18 @@ class TransformerNP(nn.Module):
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        d_ff_storage = variant.d_ff_storage or config.d_ff
-        if d_ff_storage < config.d_ff:
+        if variant.d_ff_storage is not None and variant.d_ff_storage < config.d_ff:
             raise ValueError(
-                f"variant {variant.name!r} stores d_ff_storage {d_ff_storage}: it must be at "
-                f"least d_ff {config.d_ff}"
+                f"variant {variant.name!r} stores d_ff_storage {variant.d_ff_storage}: it must be "
+                f"at least d_ff {config.d_ff}"
             )
         self.config = config
+        self.variant = variant
         self.compute_dtype = compute_dtype
         self.checkpoint = checkpoint
-        self.embed = Embedding(config)
+        self.embed = Embedding(config, variant)
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
-        self.heads = MixtureHeads(config, d_ff_storage)
+        self.heads = MixtureHeads(config, variant)
 
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
@@ -219,15 +274,29 @@ class TransformerNP(nn.Module):
             x_target: [B, N, d_x].
         """
         n_context = x_context.shape[1]
-        context = self.embed(x_context, y_context, self.compute_dtype)
-        targets = self.embed(x_target, None, self.compute_dtype)
-        h = torch.cat([context, targets], dim=1)
-        for block in self.blocks:
-            if self.checkpoint:
-                h = checkpoint(block, h, n_context, use_reentrant=False)
-            else:
-                h = block(h, n_context)
-        return self.heads(h[:, n_context:])
+        h, update = self.embed(x_context, y_context, x_target, self.compute_dtype), None
+        run = self._recomputing(h.shape[0] * h.shape[1])
+        for index, block in enumerate(self.blocks):
+            # Of the last block only the targets reach the loss.
+            last = index == len(self.blocks) - 1
+            first = n_context if last and self.variant.skip_unread else 0
+            if run is None:
+                h, update = block(h, update, n_context, first)
+            else:  # what a block is given is kept: one tensor, not two
+                h, update = run(block, h, update, n_context, first)
+                h, update = h + update, None
+        unread = h.shape[1] - x_target.shape[1]
+        return self.heads(h[:, unread:], None if update is None else update[:, unread:])
+
+    def _recomputing(self, n_rows: int) -> Callable | None:
+        """How to run a block whose activations are not all kept; None where they are."""
+        if self.checkpoint:
+            return partial(checkpoint, use_reentrant=False)
+        above = self.variant.recompute_above
+        if above is not None and n_rows > above:
+            contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+            return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        return None
 
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar."""
@@ -242,7 +311,9 @@ class TransformerNP(nn.Module):
     ) -> torch.Tensor:
         """The loss of the four tensors of a task: what `torch.compile` is given."""
         parameters = self(x_context, y_context, x_target)
-        return mixture_nll(parameters, y_target, self.config.sigma_min)
+        return mixture_nll(
+            parameters, y_target, self.config.sigma_min, implementation=self.variant.mixture_nll
+        )
 
     @torch.no_grad()
     def predict(self, task: Task, max_targets: int = 16_384) -> Prediction:
@@ -253,17 +324,19 @@ class TransformerNP(nn.Module):
         """
         if max_targets < 1:
             raise ValueError(f"max_targets is {max_targets}: it must be at least 1")
-        h = self.embed(task.x_context, task.y_context, self.compute_dtype)
-        context = []
+        h = self.embed(task.x_context, task.y_context, None, self.compute_dtype)
+        update, context = None, []
         for block in self.blocks:
-            q, k, v = block.attention.project(h)
+            h, x = block.attention.norm(h, update)
+            q, k, v = block.attention.project(x)
             context.append((k, v))
-            h = block.mlp(block.attention.attend(h, q, k, v))
+            h, update = block.mlp(h, block.attention.attend(q, k, v))
         chunks = []
         for x_target in task.x_target.split(max_targets, dim=1):
-            h = self.embed(x_target, None, self.compute_dtype)
+            h, update = self.embed(None, None, x_target, self.compute_dtype), None
             for block, (k, v) in zip(self.blocks, context, strict=True):
-                q, _, _ = block.attention.project(h)
-                h = block.mlp(block.attention.attend(h, q, k, v))
-            chunks.append(self.heads(h))
+                h, x = block.attention.norm(h, update)
+                q, _, _ = block.attention.project(x, n_keys=1)
+                h, update = block.mlp(h, block.attention.attend(q, k, v))
+            chunks.append(self.heads(h, update))
         return Prediction(torch.cat(chunks, dim=1), self.config.sigma_min)

@@ -127,9 +127,9 @@ def test_gradients_have_the_weights_dtype(implementation):
 def test_inference_neither_writes_nor_keeps_hidden_rows(monkeypatch):
     wanted, matmul_silu = [], operator.triton_mlp.matmul_silu
 
-    def noted(x, w, want_preactivation):
-        wanted.append(want_preactivation)
-        return matmul_silu(x, w, want_preactivation)
+    def noted(x, w, save):
+        wanted.append(save)
+        return matmul_silu(x, w, save)
 
     monkeypatch.setattr(operator.triton_mlp, "matmul_silu", noted)
     inputs, dy = draw(SMALL, DEVICE)

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 class Gate:
     """A gate's place in the specification and the modules it exercises (for rerun triggers).
 
-    `op` is the operator whose implementations its checks name: attention for a gate of the model.
+    `op` is the operator whose implementations its checks name, unless a check names one itself:
+    attention for a gate of the model.
     """
 
     phase: int
@@ -79,10 +80,11 @@ def gates_for(
 def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:
     """Why `rows` of table `gates` stop what uses `implementations`; None where they do not.
 
-    A check that names an implementation stops only what uses it for the gate's operator.
+    A check that names an implementation stops only what uses it, for the row's operator or, where
+    the row has none, the gate's.
     """
     for row in rows:
-        used = implementations.get(GATES[row["gate"]].op)
+        used = implementations.get(row.get("op") or GATES[row["gate"]].op)
         if row["implementation"] not in ("", used) or row["status"] == "unsupported":
             continue
         if row["status"] == "error":
@@ -129,6 +131,7 @@ def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
         for check in module.checks(torch.device(device_type)):
             fields = asdict(check)
             del fields["larger_is_better"]
+            fields["op"] = check.op or GATES[name].op
             rows.append(common | fields | {"passed": check.passed, "status": "ok", "reason": ""})
         if hasattr(module, "kernel_rows"):
             tables["kernels"] = module.kernel_rows()

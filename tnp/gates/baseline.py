@@ -1,6 +1,5 @@
 """Phase 1: the plain-PyTorch model is right, trains, and runs on the backend that was named."""
 
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -31,14 +30,10 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _one_implementation(name, model, batch, eps) -> Iterator[Check]:
-    q, k, v = model.blocks[0].attention.project(
-        model.embed(batch.x_context, batch.y_context, model.compute_dtype)
-    )
-    backend = model.blocks[0].attention.attend(
-        q.new_zeros(*q.shape[:1], q.shape[2], model.config.d_model), q, k, v
-    )
+    arguments = (batch.x_context, batch.y_context, batch.x_target)
+    out = model(*arguments)
     expected = {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn"}[name]
-    ran = _sdpa_backends(backend)
+    ran = _sdpa_backends(out)
     yield Check(
         f"SDPA backend that ran: {', '.join(sorted(ran)) or 'none'}",
         "is the one named",
@@ -48,12 +43,7 @@ def _one_implementation(name, model, batch, eps) -> Iterator[Check]:
         larger_is_better=True,
     )
 
-    exact = copy.deepcopy(model).double()
-    exact.compute_dtype = torch.float64
-    for block in exact.blocks:
-        block.attention.implementation = "reference"
-    arguments = (batch.x_context, batch.y_context, batch.x_target)
-    out = model(*arguments)
+    exact = models.exact(model)
     reference = exact(*(argument.double() for argument in arguments))
     # Rounding errors of some ten layers of matmuls add like a random walk.
     yield Check("mixture parameters, model against float64", "relative_error",

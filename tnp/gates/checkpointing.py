@@ -1,6 +1,7 @@
 """Phase 9: recomputing blocks in the backward pass changes neither loss nor gradients."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -25,10 +26,14 @@ def checks(device: torch.device) -> Iterator[Check]:
         plain = models.build_model(device, variant)
         loss, gradient = models.gradients(plain, batch)
         spread = max(relative_error(models.gradients(plain, batch)[1], gradient) for _ in runs)
-        recomputing = models.build_model(device, variant, checkpoint=True)
-        recomputed = [models.gradients(recomputing, batch) for _ in runs]
-        losses = max(max_abs_error(other, loss) for other, _ in recomputed)
-        yield Check("loss with checkpointing against without", "max_abs_error", losses, 0.0, name)
-        yield Check("gradients with checkpointing against without", "relative_error",
-                    median(relative_error(other, gradient) for _, other in recomputed),
-                    MARGIN * spread, name)  # fmt: skip
+        for what, variant_, checkpoint in (
+            ("checkpointing", variant, True),
+            ("all but attention computed again", replace(variant, recompute_above=1), False),
+        ):
+            recomputing = models.build_model(device, variant_, checkpoint=checkpoint)
+            recomputed = [models.gradients(recomputing, batch) for _ in runs]
+            losses = max(max_abs_error(other, loss) for other, _ in recomputed)
+            yield Check(f"loss with {what} against without", "max_abs_error", losses, 0.0, name)
+            yield Check(f"gradients with {what} against without", "relative_error",
+                        median(relative_error(other, gradient) for _, other in recomputed),
+                        MARGIN * spread, name)  # fmt: skip

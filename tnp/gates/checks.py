@@ -12,8 +12,9 @@ from tnp.ops import registry
 class Check:
     """One comparison: `value` measured, `bound` allowed.
 
-    `implementation` names the one implementation the check is about ("" where it is about all): a
-    red check stops only what uses it. `larger_is_better` turns the comparison round (cosines).
+    `implementation` names the one implementation the check is about ("" where it is about all), of
+    operator `op` ("" for the gate's): a red check stops only what uses it. `larger_is_better` turns
+    the comparison round (cosines).
     """
 
     check: str
@@ -22,6 +23,7 @@ class Check:
     bound: float
     implementation: str = ""
     larger_is_better: bool = False
+    op: str = ""
 
     @property
     def passed(self) -> bool:

@@ -17,21 +17,19 @@ from tnp.ops.compilation import compile_all
 def kernel_rows() -> list[dict]:
     """Rows of table `kernels`, without provenance."""
     return [
-        {name: value for name, value in row.items() if name != "operations"}
-        for row in compile_all()
+        {name: value for name, value in row.items() if name != "users"} for row in compile_all()
     ]
 
 
 def checks(device: torch.device) -> Iterator[Check]:
+    """One of each kind for every implementation that launches the kernel: those it stops."""
     for row in compile_all():
         config = " ".join(f"{name}={x}" for name, x in json.loads(row["launch_config"]).items())
         what = f"{row['kernel']} {row['dtype']} {config} for {row['target']}"
-        # A kernel of one backward alone stops that implementation alone.
-        alone = row["operations"] in (["separate"], ["fused"])
-        implementation = row["operations"][0] if alone else ""
-        for metric, value, bound in (
-            ("spilled bytes", row["spill_bytes"], 0),
-            ("shared memory bytes", row["shared_bytes"], row["shared_limit_bytes"]),
-            ("ptxas warnings", len(row["warnings"].splitlines()), 0),
-        ):
-            yield Check(what, metric, value, bound, implementation)
+        for op, implementation in row["users"]:
+            for metric, value, bound in (
+                ("spilled bytes", row["spill_bytes"], 0),
+                ("shared memory bytes", row["shared_bytes"], row["shared_limit_bytes"]),
+                ("ptxas warnings", len(row["warnings"].splitlines()), 0),
+            ):
+                yield Check(what, metric, value, bound, implementation, op=op)

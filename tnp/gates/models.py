@@ -60,6 +60,14 @@ def build_model(
     return model.to(device)
 
 
+def exact(model: TransformerNP) -> TransformerNP:
+    """The same weights in float64, every operator by its formula."""
+    variant = Variant("exact", attention="reference", d_ff_storage=model.variant.d_ff_storage)
+    reference = TransformerNP(model.config, variant, torch.float64).double()
+    reference.load_state_dict(model.state_dict())
+    return reference.to(next(model.parameters()).device)
+
+
 def task(device: torch.device, step: int) -> Task:
     chosen = scale(device)
     tasks = GaussianProcessTasks(device=device)
@@ -72,6 +80,14 @@ def gradients(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, torch.Te
     loss = model.loss(batch)
     loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def gradients_by_tensor(
+    model: TransformerNP, batch: Task
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss, and gradients by the parameter's name."""
+    loss, _ = gradients(model, batch)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
 def train(step: TrainingStep, device: torch.device, n_steps: int) -> torch.Tensor:

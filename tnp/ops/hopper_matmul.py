@@ -10,7 +10,7 @@ an earlier one for it. Rows of x need no barriers: they arrive with the blocks o
 tile, and when the producer may overwrite a stage, the block of x that was read before it is free,
 there being no more stages than blocks of K.
 
-What is done with a product is the kernel's own: `tnp.ops.mlp.hopper` and
+What is done with a product is the kernel's own: `tnp.ops.hopper_silu` and
 `tnp.ops.mixture_heads.hopper`.
 """
 
@@ -32,7 +32,7 @@ from tnp.ops.attention.hopper_primitives import barriers, opaque
 ROWS = gl.constexpr(64)  # of a matmul instruction; a tile has two such halves
 TILE = gl.constexpr(128)  # rows and columns of a tile
 BLOCK_K = gl.constexpr(64)
-MAX_K = 512  # what leaves shared memory for w
+MIN_K, MAX_K = 256, 512  # as many blocks as stages, and what leaves shared memory for w
 REGISTERS = gl.constexpr(240)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -224,6 +224,24 @@ def _order():
     rows = gl.arange(0, 1024, layout=gl.SliceLayout(1, IN_ORDER))
     columns = gl.arange(0, 8, layout=gl.SliceLayout(0, IN_ORDER))
     return rows[:, None] * 8 + columns[None, :]
+
+
+def serves(x: torch.Tensor, width: int) -> bool:
+    """Whether these kernels multiply x [T, K] with a weight of `width` rows, on this device."""
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and x.dtype in DTYPES
+        and x.shape[1] % BLOCK_K.value == 0
+        and MIN_K <= x.shape[1] <= MAX_K
+        and width % TILE.value == 0
+    )
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where its rows do not start at multiples of 16 bytes, as TMA wants them."""
+    step = x.stride(0) * x.element_size()
+    return x if x.data_ptr() % 16 == 0 and step % 16 == 0 else x.contiguous().clone()
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

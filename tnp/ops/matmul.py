@@ -10,7 +10,7 @@ The last dimension of every operand is contiguous, rows may lie further apart.
 import torch
 import torch.nn.functional as F
 
-from tnp.ops import triton_matmul
+from tnp.ops import hopper_matmul, hopper_silu, triton_matmul
 
 # Hidden widths are padded to multiples of this many units: the kernels load 16 bytes at a time.
 HIDDEN_MULTIPLE = 16
@@ -44,28 +44,40 @@ def weight_gradients(
     return dup.to(up.dtype).contiguous(), ddown.to(down.dtype).contiguous()
 
 
+def saved_shape(x: torch.Tensor, width: int) -> tuple[int, int]:
+    """Of what `matmul_silu` saves of x [T, K] for a hidden layer of `width` units."""
+    if hopper_matmul.serves(x, width):
+        return hopper_silu.slope_shape(x.shape[0], width)
+    return x.shape[0], width
+
+
 def matmul_silu(
-    x: torch.Tensor, w: torch.Tensor, want_preactivation: bool
+    x: torch.Tensor, w: torch.Tensor, save: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h = silu(z) and, where wanted, z = x wᵀ, both contiguous [T, N] in x's dtype.
+    """h = silu(x wᵀ), contiguous [T, N] in x's dtype, and what `matmul_dsilu` needs of it.
+
+    That is z = x wᵀ, or silu'(z) in the order of a kernel's registers; None unless `save`.
 
     Args:
         x: [T, K], T ≥ 1.
         w: [N, K], in x's dtype.
-        want_preactivation: the backward pass needs z; without it z is None and never written.
     """
-    return triton_matmul.matmul_silu(x, w, want_preactivation)
+    if hopper_matmul.serves(x, w.shape[0]):
+        return hopper_silu.matmul_silu(x, w, save)
+    return triton_matmul.matmul_silu(x, w, save)
 
 
-def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
     """dz = (dy w) ∘ silu'(z), contiguous [T, N] in dy's dtype.
 
     Args:
         dy: [T, K], T ≥ 1.
         w: [K, N], in dy's dtype.
-        z: contiguous [T, N], as `matmul_silu` wrote it.
+        saved: by `matmul_silu`, of an x like dy in shape and dtype.
     """
-    return triton_matmul.matmul_dsilu(dy, w, z)
+    if hopper_matmul.serves(dy, w.shape[1]):
+        return hopper_silu.matmul_dsilu(dy, w, saved)
+    return triton_matmul.matmul_dsilu(dy, w, saved)
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

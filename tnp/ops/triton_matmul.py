@@ -154,12 +154,12 @@ def _launch(
 
 
 def matmul_silu(
-    x: torch.Tensor, w: torch.Tensor, want_preactivation: bool
+    x: torch.Tensor, w: torch.Tensor, save: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h = silu(x wᵀ) and, where wanted, z = x wᵀ, both [T, N] in x's dtype."""
+    """h = silu(x wᵀ) and, where `save`, z = x wᵀ, both [T, N] in x's dtype."""
     h = x.new_empty(x.shape[0], w.shape[0])
-    z = torch.empty_like(h) if want_preactivation else None
-    _launch(x, w, z, h, "silu_and_z" if want_preactivation else "silu", w_is_kn=False)
+    z = torch.empty_like(h) if save else None
+    _launch(x, w, z, h, "silu_and_z" if save else "silu", w_is_kn=False)
     return h, z
 
 

@@ -5,16 +5,18 @@
 `implementation` is explicit and never falls back: asking for one that cannot run raises with the
 reason. `torch` multiplies with all heads' up at once, `loop` head by head, `bmm` as a batch,
 `grouped_mm` through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours
-(`triton_heads`): the hidden rows, K · F wide, never reach memory, and its result stays float32, as
-it was summed. Weights are float32 parameters, cast to x's dtype where they are used.
+(`hopper`, `triton_heads`): the hidden rows, K · F wide, stay on the chip, and its result is
+float32, as it was summed. Weights are float32 parameters, cast to x's dtype where they are used.
 """
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
 from tnp.ops import registry
 from tnp.ops.matmul import cast_weights, weight_gradients
-from tnp.ops.mixture_heads import triton_heads
+from tnp.ops.mixture_heads import hopper, triton_heads
 
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
 _require_supported = torch.compiler.assume_constant_result(registry.check)
@@ -23,10 +25,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPED_MULTIPLE = 8
 
 
+def _kernels(x: torch.Tensor, down: torch.Tensor) -> ModuleType:
+    return hopper if hopper.serves(x, down) else triton_heads
+
+
 @torch.library.custom_op("tnp::mixture_heads", mutates_args=())
 def _mixture_heads(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     with torch.cuda.device_of(x):  # where Triton launches
-        return triton_heads.forward(x, *cast_weights(up, down, x.dtype))
+        weights = cast_weights(up, down, x.dtype)
+        return _kernels(x, weights[1]).forward(x, *weights)
 
 
 @_mixture_heads.register_fake
@@ -40,7 +47,8 @@ def _mixture_heads_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(x):
         weights = cast_weights(up, down, x.dtype)
-        dx, dup, ddown = triton_heads.backward(dout.contiguous(), x, *weights)
+        kernels = _kernels(x, weights[1])
+        dx, dup, ddown = kernels.backward(dout.contiguous(), x, *weights)
     return dx, *weight_gradients(dup, ddown, up, down)
 
 

@@ -13,6 +13,7 @@ ddown as one partial sum per 128 rows.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tnp.ops import hopper_matmul
 from tnp.ops.attention.hopper_primitives import barriers, multiprocessors, opaque
 from tnp.ops.hopper_matmul import (
     ACC,
@@ -32,6 +34,7 @@ from tnp.ops.hopper_matmul import (
     REGISTERS,
     ROWS,
     TILE,
+    aligned,
     descriptor,
     load,
     multiply,
@@ -40,7 +43,10 @@ from tnp.ops.hopper_matmul import (
     quarters,
     sigmoid,
 )
+from tnp.ops.matmul import add_weight_gradient
 
+# Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
+CHUNK_ROWS = 8192
 STAGES = 4
 BACKWARD_STAGES = 3  # what shared memory has left
 N_OUT = gl.constexpr(3)  # d_y = 1: logit_weight, mu, log_sigma
@@ -79,9 +85,9 @@ def _heads(pipe, down_ptr, out_ptr, n_rows, n_heads, WARPGROUP: gl.constexpr):
         for i in range(COLUMNS):
             upper, lower = multiply(pipe, (unit * COLUMNS + i) * 2 + WARPGROUP, WARPGROUP)
             w_ptrs = down_ptr + head * (N_OUT * WIDTH) + i * TILE + columns
-            w0 = gl.load(w_ptrs, mask=exists, other=0.0)[None, :]
-            w1 = gl.load(w_ptrs + WIDTH, mask=exists, other=0.0)[None, :]
-            w2 = gl.load(w_ptrs + 2 * WIDTH, mask=exists, other=0.0)[None, :]
+            w0 = gl.load(w_ptrs, mask=exists, other=0.0).to(gl.float32)[None, :]
+            w1 = gl.load(w_ptrs + WIDTH, mask=exists, other=0.0).to(gl.float32)[None, :]
+            w2 = gl.load(w_ptrs + 2 * WIDTH, mask=exists, other=0.0).to(gl.float32)[None, :]
             upper_out = _add_outputs(upper_out, upper, w0, w1, w2)
             lower_out = _add_outputs(lower_out, lower, w0, w1, w2)
         row = unit // pairs * TILE + rows
@@ -222,12 +228,12 @@ def mixture_heads_bwd_hopper_kernel(
     )
 
 
-def heads(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Float32 [T, n_heads, 3] from x [T, D], up [n_heads, F, D] like x, down float32."""
+def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Float32 [T, n_heads, 3] of x [T, D] and contiguous weights, all in x's dtype."""
     n_heads, width, d_model = up.shape
-    out = down.new_empty(x.shape[0], n_heads, N_OUT.value)
+    out = x.new_empty(x.shape[0], n_heads, N_OUT.value, dtype=torch.float32)
     mixture_heads_hopper_kernel[(multiprocessors(x.device),)](
-        descriptor(x, ROWS.value, BLOCK_K.value),
+        descriptor(aligned(x), ROWS.value, BLOCK_K.value),
         descriptor(up.flatten(0, 1), TILE.value, BLOCK_K.value),
         down, out, x.shape[0], n_heads,
         COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=STAGES, num_warps=4,
@@ -235,7 +241,39 @@ def heads(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor
     return out
 
 
-def heads_dz(
+def serves(x: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether these kernels take x [T, D] and down [n_heads, O, F], on this device."""
+    return down.shape[1] == N_OUT.value and hopper_matmul.serves(x, down.shape[2])
+
+
+def backward(
+    dout: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx in x's dtype, dup and ddown in float32, as `triton_heads.backward`.
+
+    x is taken in chunks of rows: dz of one, [CHUNK_ROWS, n_heads·F], is all of the hidden layer
+    that reaches memory, and its buffer serves all chunks.
+    """
+    n_rows, n_inner = x.shape
+    width = up.shape[0] * up.shape[1]
+    n_stored = min(CHUNK_ROWS, n_rows)
+    padding = PADDED_OUT.value - N_OUT.value
+    dout, padded_down = F.pad(dout.to(x.dtype), (0, padding)), F.pad(down, (0, 0, 0, padding))
+    x = aligned(x)
+    dx = x.new_empty(n_rows, n_inner)
+    dup = x.new_zeros(width, n_inner, dtype=torch.float32)
+    ddown = x.new_zeros(down.shape, dtype=torch.float32)
+    dz = x.new_empty(n_stored, width)
+    for start in range(0, n_rows, CHUNK_ROWS):
+        rows = slice(start, min(start + CHUNK_ROWS, n_rows))
+        chunk = dz[: rows.stop - start]
+        ddown += dz_and_ddown(x[rows], up, padded_down, dout[rows], chunk).sum(0)
+        torch.mm(chunk, up.flatten(0, 1), out=dx[rows])
+        add_weight_gradient(dup, chunk, x[rows])
+    return dx, dup.view(up.shape), ddown
+
+
+def dz_and_ddown(
     x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor
 ) -> torch.Tensor:
     """Fills dz [T, n_heads·F]; returns ddown's partial sums [⌈T / 128⌉, n_heads, 3, F], float32.
@@ -247,7 +285,7 @@ def heads_dz(
     n_tiles = triton.cdiv(x.shape[0], TILE.value)
     partials = x.new_empty(n_tiles, n_heads, N_OUT.value, width, dtype=torch.float32)
     mixture_heads_bwd_hopper_kernel[(multiprocessors(x.device),)](
-        descriptor(x, ROWS.value, BLOCK_K.value),
+        descriptor(aligned(x), ROWS.value, BLOCK_K.value),
         descriptor(up.flatten(0, 1), TILE.value, BLOCK_K.value),
         descriptor(down.flatten(0, 1), PADDED_OUT.value, BLOCK_K.value),
         descriptor(dout.flatten(1), ROWS.value, PADDED_OUT.value),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tnp.ops import registry
-from tnp.ops.matmul import cast_weights, hidden_width, weight_gradients
+from tnp.ops.matmul import cast_weights, hidden_width, saved_shape, weight_gradients
 from tnp.ops.mlp import single, triton_mlp
 
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
@@ -24,16 +24,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _mlp(
     x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, save: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, and for the backward pass h and z, which are empty unless `save`."""
+    """y, and for the backward pass h and what `matmul_silu` saves, empty unless `save`."""
     with torch.cuda.device_of(x):  # where Triton launches
-        y, h, z = triton_mlp.forward(x, *cast_weights(up, down, x.dtype), save)
-    return (y, h, z) if save else (y, x.new_empty(0), x.new_empty(0))
+        y, h, saved = triton_mlp.forward(x, *cast_weights(up, down, x.dtype), save)
+    return (y, h, saved) if save else (y, x.new_empty(0), x.new_empty(0))
 
 
 @_mlp.register_fake
 def _(x, up, down, save):
-    shape = (x.shape[0], hidden_width(up.shape[0])) if save else (0,)
-    return x.new_empty(x.shape), x.new_empty(shape), x.new_empty(shape)
+    if not save:
+        return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)
+    width = hidden_width(up.shape[0])
+    h, saved = x.new_empty(x.shape[0], width), x.new_empty(saved_shape(x, width))
+    return x.new_empty(x.shape), h, saved
 
 
 @torch.library.custom_op("tnp::mlp_backward", mutates_args=())
@@ -43,11 +46,11 @@ def _mlp_backward(
     up: torch.Tensor,
     down: torch.Tensor,
     h: torch.Tensor,
-    z: torch.Tensor,
+    saved: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(x):
         weights = cast_weights(up, down, x.dtype)
-        dx, dup, ddown = triton_mlp.backward(dy.contiguous(), x, *weights, h, z)
+        dx, dup, ddown = triton_mlp.backward(dy.contiguous(), x, *weights, h, saved)
     return dx, *weight_gradients(dup, ddown, up, down)
 
 
@@ -81,12 +84,12 @@ _mlp_single_backward.register_fake(_gradients_fake)
 
 def _save(ctx, inputs, output) -> None:
     x, up, down, _save = inputs
-    _y, h, z = output
-    ctx.save_for_backward(x, up, down, h, z)
-    ctx.mark_non_differentiable(h, z)
+    _y, h, saved = output
+    ctx.save_for_backward(x, up, down, h, saved)
+    ctx.mark_non_differentiable(h, saved)
 
 
-def _backward(ctx, dy, _dh, _dz):
+def _backward(ctx, dy, _dh, _dsaved):
     return *_mlp_backward(dy, *ctx.saved_tensors), None
 
 

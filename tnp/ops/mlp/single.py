@@ -90,5 +90,5 @@ def backward(
     dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx in x's dtype, dup and ddown in float32; all operands in x's dtype."""
-    h, z = matmul_silu(x, up, want_preactivation=True)
-    return triton_mlp.backward(dy, x, up, down, h, z)
+    h, saved = matmul_silu(x, up, save=True)
+    return triton_mlp.backward(dy, x, up, down, h, saved)

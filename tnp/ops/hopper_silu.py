@@ -19,6 +19,7 @@ from tnp.ops.hopper_matmul import (
     REGISTERS,
     ROWS,
     TILE,
+    aligned,
     as_half,
     descriptor,
     load_in_order,
@@ -111,30 +112,34 @@ def matmul_dsilu_hopper_kernel(
     )
 
 
+def slope_shape(n_rows: int, width: int) -> tuple[int, int]:
+    """Of the slope of [n_rows, width]: whole tiles."""
+    return triton.cdiv(n_rows, TILE.value) * TILE.value, width
+
+
 def matmul_silu(
-    x: torch.Tensor, w: torch.Tensor, want_slope: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """h [T, F], and if wanted the slope [T, F] padded to whole tiles, in the order of registers."""
-    n_rows, n_columns = x.shape[0], w.shape[0] // TILE.value
-    h = x.new_empty(n_rows, w.shape[0])
-    padded = triton.cdiv(n_rows, TILE.value) * TILE.value if want_slope else 0
-    slope = x.new_empty(padded, w.shape[0])
+    x: torch.Tensor, w: torch.Tensor, save: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h [T, F] and, where `save`, the slope in the order of registers, of `slope_shape`."""
+    n_rows, width = x.shape[0], w.shape[0]
+    h = x.new_empty(n_rows, width)
+    slope = x.new_empty(slope_shape(n_rows, width)) if save else None
     matmul_silu_hopper_kernel[(multiprocessors(x.device),)](
-        descriptor(x, ROWS.value, BLOCK_K.value),
+        descriptor(aligned(x), ROWS.value, BLOCK_K.value),
         descriptor(w, TILE.value, BLOCK_K.value),
         descriptor(h, ROWS.value, BLOCK_K.value),
-        slope, n_rows, n_columns,
-        K_BLOCKS=x.shape[1] // BLOCK_K.value, STAGES=STAGES, HAS_SLOPE=want_slope, num_warps=4,
+        h if slope is None else slope, n_rows, width // TILE.value,
+        K_BLOCKS=x.shape[1] // BLOCK_K.value, STAGES=STAGES, HAS_SLOPE=save, num_warps=4,
     )  # fmt: skip
     return h, slope
 
 
 def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """dz [T, F] from dy [T, K], w [K, F] and the slope as `matmul_silu` gave it."""
+    """dz [T, F] from dy [T, K], w [K, F] and the slope that `matmul_silu` saved."""
     n_rows, n_columns = dy.shape[0], w.shape[1] // TILE.value
     dz = dy.new_empty(n_rows, w.shape[1])
     matmul_dsilu_hopper_kernel[(multiprocessors(dy.device),)](
-        descriptor(dy, ROWS.value, BLOCK_K.value),
+        descriptor(aligned(dy), ROWS.value, BLOCK_K.value),
         descriptor(w, BLOCK_K.value, TILE.value),
         descriptor(dz, ROWS.value, BLOCK_K.value),
         slope, n_rows, n_columns,
