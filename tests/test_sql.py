@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tnp.gates import GATES, gates_for
+from tnp.ops import auto, registry
 from tnp.schemas import TABLES
 from tnp.store import build_database, write_table
 
@@ -95,7 +96,7 @@ def operator(implementation: str, op: str = "attention", status: str = "ok", **c
 
 def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) -> None:
     query = store()
-    for view in VIEWS:
+    for view in set(VIEWS) - {"auto_candidates"}:  # a list, of nothing measured
         assert query(f"from {view}") == []
 
 
@@ -329,6 +330,111 @@ def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> N
     assert (rows["fa4"]["speedup"], rows["fa4"]["speedup_best"]) == (None, 1)
 
 
+def test_the_candidates_of_auto_are_the_registrys(store: Callable[..., Query]) -> None:
+    rows = store()("from auto_candidates order by op, rank")
+    expected = [
+        {"op": op, "implementation": name, "rank": rank}
+        for op, names in sorted(registry.CANDIDATES.items())
+        for rank, name in enumerate(names, 1)
+    ]
+    assert rows == expected
+
+
+def both_passes(implementation: str, op: str, forward: float, backward: float, **columns) -> Tables:
+    """Of a backward without a time, the failure."""
+    parts = [
+        operator(implementation, op, **columns | {"pass": pass_}, time_ms_p50=time)
+        if time
+        else operator(implementation, op, "oom", **columns | {"pass": pass_})
+        for pass_, time in (("forward", forward), ("backward", backward))
+    ]
+    return {table: [row for part in parts for row in part[table]] for table in parts[0]}
+
+
+SIZES_OF_MLP = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
+
+
+def test_the_fastest_candidate_is_chosen_and_pytorch_stays_within_one_percent(
+    store: Callable[..., Query],
+) -> None:
+    near = SIZES_OF_MLP | {"shape": "near", "config_id": "near"}
+    query = store(
+        {"environments": [PROVENANCE | {"compute_capability": "9.0"}] * 2},
+        both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
+        both_passes("single", "mlp", 1.0, 0.0, **SIZES_OF_MLP),  # without a backward
+        both_passes("fused", "mlp", 1.5, 4.0, **SIZES_OF_MLP),
+        both_passes("compiled", "mlp", 1.0, 1.0, **SIZES_OF_MLP),  # no candidate
+        both_passes("auto", "mlp", 1.0, 1.0, **SIZES_OF_MLP),
+        both_passes("torch", "mlp", 1.0, 2.0, **near | {"config_id": "near-torch"}),
+        both_passes("fused", "mlp", 1.0, 1.98, **near | {"config_id": "near-fused"}),
+        # The backward alone is forward and backward.
+        both_passes("torch", "mixture_nll", 1.0, 3.0, batch=4, n_q=10, n_components=10),
+        both_passes("fused", "mixture_nll", 2.5, 2.5, batch=4, n_q=10, n_components=10),
+        operator("torch", "matmul", time_ms_p50=1.0),
+    )
+    rows = {(row["op"], row["shape"]): row for row in query("from operator_choice")}
+    expected = {
+        ("mlp", "mid"): ("fused", 5.5, "fused", 5.5, 2),
+        ("mlp", "near"): ("torch", 3.0, "fused", 2.98, 2),
+        ("mixture_nll", "mid"): ("fused", 2.5, "fused", 2.5, 2),
+    }
+    names = ("implementation", "time_ms", "best_implementation", "best_time_ms", "n_candidates")
+    assert {key: tuple(row[name] for name in names) for key, row in rows.items()} == expected
+    assert auto.entry_of(rows["mlp", "mid"], rows["mlp", "mid"]["capability"], "fused") == {
+        "op": "mlp",
+        "capability": 90,
+        "dtype": "bfloat16",
+        "sizes": {"rows": 440, "d_model": 512, "d_ff": 1408},
+        "implementation": "fused",
+    }
+
+
+def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Query]) -> None:
+    generator = np.random.default_rng(0)
+    parts, expected = [], {}
+    for shape in map(str, range(20)):
+        times = {
+            name: tuple(generator.uniform(1.0, 1.02, 2)) for name in registry.CANDIDATES["mlp"]
+        }
+        for name, passes in times.items():
+            columns = {"shape": shape, "config_id": f"{shape}-{name}"}
+            parts.append(both_passes(name, "mlp", *passes, **columns))
+        whole = {name: auto.training_ms("mlp", *passes) for name, passes in times.items()}
+        expected[shape] = auto.fastest("mlp", whole)
+    rows = store(*parts)("from operator_choice")
+    assert {row["shape"]: row["implementation"] for row in rows} == expected
+    assert len(set(expected.values())) > 1
+
+
+def test_regret_is_against_the_best_that_auto_could_choose(store: Callable[..., Query]) -> None:
+    def chose(name: str, source: str) -> dict:
+        return {"launch_config": json.dumps({"implementation": name, "source": source})}
+
+    odd = {"shape": "odd"}
+    query = store(
+        both_passes("sdpa_flash", "attention", 2.0, 6.0),
+        both_passes("fused", "attention", 1.0, 3.0),
+        both_passes("fa4", "attention", 0.5, 1.0),  # a peer: no candidate
+        both_passes("auto", "attention", 1.0, 3.2, **chose("fused", "tuned")),
+        both_passes("sdpa_flash", "attention", 1.0, 3.0, **odd | {"config_id": "odd-flash"}),
+        both_passes("fused", "attention", 1.5, 3.5, **odd | {"config_id": "odd-fused"}),
+        both_passes(
+            "auto", "attention", 1.5, 3.7, **odd | {"config_id": "o"} | chose("fused", "nearest")
+        ),
+        both_passes("auto", "mlp", 1.0, 0.0, **chose("fused", "nearest")),
+    )
+    rows = {(row["op"], row["shape"]): row for row in query("from auto_regret")}
+    mid, odd = rows["attention", "mid"], rows["attention", "odd"]
+    assert (mid["chosen"], mid["source"], mid["tuned_on"]) == ("fused", "tuned", True)
+    assert (mid["best_implementation"], mid["best_time_ms"]) == ("fused", 4.0)
+    assert mid["regret"] == pytest.approx(0.05) and mid["regret_of_choice"] == 0
+    assert (odd["best_implementation"], odd["tuned_on"]) == ("sdpa_flash", False)
+    assert odd["regret"] == pytest.approx(0.3) and odd["regret_of_choice"] == 0.25
+    assert rows["mlp", "mid"]["regret"] is None
+    # It is one of the others, so it is compared with none of them elsewhere.
+    assert query("from operator_speedup where implementation = 'auto'") == []
+
+
 def check(gate: str, name: str, value: float | None, bound: float | None, **columns) -> Tables:
     row = PROVENANCE | {"gate": gate, "phase": 2, "implementation": "", "check": name}
     row |= {"metric": "error", "value": value, "bound": bound, "mode": "gpu", "status": "ok"}
@@ -374,6 +480,7 @@ def test_a_red_check_of_one_implementation_marks_its_variants(store: Callable[..
 def test_a_red_gate_marks_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
     variants = [{"attention": name} for name in ("sdpa_flash", "separate", "fused")]
     variants += [{"attention": "sdpa_cudnn", "mlp": "fused", "rms_norm": "torch"}]
+    variants += [dict.fromkeys(registry.CANDIDATES, "auto")]
     parts, expected = [], {}
     for gate in GATES:  # red alone, on a device of its name
         parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
@@ -395,6 +502,7 @@ def test_a_red_check_marks_steps_that_use_its_implementation_of_the_gates_operat
         uses = {"gates": "|".join(gates_for(operators)), "operators": json.dumps(operators)}
         return step(name, [1.0], **uses)
 
+    heads = {"op": "mixture_heads"}
     query = store(
         check("mlp", "far", 3.0, 1.0, passed=False, implementation="fused", op="mlp"),
         check("mlp", "near", 0.1, 1.0, passed=True, implementation="single", op="mlp"),
@@ -404,6 +512,10 @@ def test_a_red_check_marks_steps_that_use_its_implementation_of_the_gates_operat
         variant("single_mlp", attention="sdpa_flash", mlp="single"),
         variant("fused", attention="fused", mlp="torch"),
         variant("separate", attention="separate"),
+        variant("auto_mlp", attention="sdpa_flash", mlp="auto"),
+        check("mixture_heads", "far", 3.0, 1.0, passed=False, implementation="loop", **heads),
+        check("mixture_heads", "near", 0.1, 1.0, passed=True, implementation="bmm", **heads),
+        variant("auto_heads", attention="sdpa_flash", mixture_heads="auto"),
     )
     rows = query("select variant, gate_passed from speedup")
     assert {row["variant"]: row["gate_passed"] for row in rows} == {
@@ -411,6 +523,8 @@ def test_a_red_check_marks_steps_that_use_its_implementation_of_the_gates_operat
         "single_mlp": True,
         "fused": True,
         "separate": False,
+        "auto_mlp": False,  # it may choose `fused`
+        "auto_heads": True,  # it never chooses `loop`
     }
 
 

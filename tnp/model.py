@@ -166,9 +166,13 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h + update of the rows from `first` on, and what attention adds to them."""
         h, x = self.norm(h, update)
-        n_keys = n_context if self.variant.skip_unread else None
-        q, k, v = self.project(x, n_keys, first)
-        return h[:, first:], self.attend(q, k[:, :, :n_context], v[:, :, :n_context])
+        if self.variant.skip_unread:
+            q, k, v = self.project(x, n_context, first)
+        else:
+            q, k, v = self.project(x)
+            k, v = k[:, :, :n_context], v[:, :, :n_context]
+        # The gradient of a slice is a copy of the whole, even where nothing is cut off.
+        return h[:, first:] if first else h, self.attend(q, k, v)
 
 
 class MLP(nn.Module):
@@ -285,8 +289,10 @@ class TransformerNP(nn.Module):
             else:  # what a block is given is kept: one tensor, not two
                 h, update = run(block, h, update, n_context, first)
                 h, update = h + update, None
-        unread = h.shape[1] - x_target.shape[1]
-        return self.heads(h[:, unread:], None if update is None else update[:, unread:])
+        if not self.variant.skip_unread:
+            h = h[:, n_context:]
+            update = None if update is None else update[:, n_context:]
+        return self.heads(h, update)
 
     def _recomputing(self, n_rows: int) -> Callable | None:
         """How to run a block whose activations are not all kept; None where they are."""

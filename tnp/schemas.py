@@ -128,6 +128,7 @@ TABLES: dict[str, pa.Schema] = {
             ("mfu", pa.float64()),  # tflops over the device's measured matmul ceiling; null if none
             *CONDITIONS,
             *VARIANT,
+            ("choices", pa.string()),  # JSON: what "auto" chose, per operator and sizes; else null
         ],
         "ops": [
             *OP_KEY,

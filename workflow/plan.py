@@ -8,21 +8,12 @@ import json
 from itertools import product
 
 from tnp.bench.outcome import CEILINGS
+from tnp.bench.sizes import operator_sizes as sizes_of
 from tnp.gates import gates_for
 from tnp.variants import Variant
 
 # The study that section `ablation` of config.yaml stands for.
 ABLATION = "ablation"
-
-# Sizes of the model that an operator's benchmark needs; attention's follow from its heads.
-OPERATOR_SIZES = {
-    "attention": (),
-    "rms_norm": ("d_model",),
-    "mlp": ("d_model", "d_ff", "d_ff_storage"),
-    "mixture_heads": ("d_model", "d_ff", "d_ff_storage", "n_components"),
-    "mixture_nll": ("n_components",),
-}
-OF_TARGETS = ("mixture_heads", "mixture_nll")  # these see no context row
 
 # Tables that a job of each kind writes, one file of the same stem in each.
 TABLES = {
@@ -162,31 +153,9 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
 
 def operator_sizes(config: dict, op: str, shape: str) -> dict:
     """What an operator works on in a step of that shape; sizes it does not have are left out."""
-    if op == "attention":
-        return attention_sizes(config, shape)
-    sizes = config["shapes"][shape]
-    n_context = 0 if op in OF_TARGETS else sizes["n_context"]
-    model = config["model"]
-    known = model | {"d_ff_storage": config["ops"][op].get("d_ff_storage", model["d_ff"])}
-    return {
-        "shape": shape,
-        "batch": sizes["batch"],
-        "n_q": n_context + sizes["n_target"],
-        **{name: known[name] for name in OPERATOR_SIZES[op]},
-    }
-
-
-def attention_sizes(config: dict, shape: str) -> dict:
-    """What attention works on in a step of that shape: every row asks, context rows answer."""
-    sizes, model = config["shapes"][shape], config["model"]
-    return {
-        "shape": shape,
-        "batch": sizes["batch"],
-        "n_q": sizes["n_context"] + sizes["n_target"],
-        "n_k": sizes["n_context"],
-        "n_heads": model["n_heads"],
-        "head_dim": model["d_model"] // model["n_heads"],
-    }
+    d_ff_storage = config["ops"].get(op, {}).get("d_ff_storage")
+    sizes = sizes_of(op, config["shapes"][shape], config["model"], d_ff_storage)
+    return {"shape": shape} | sizes
 
 
 def training(config: dict, device: str, slug: str) -> dict[str, dict]:

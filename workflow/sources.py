@@ -17,8 +17,9 @@ from tnp.variants import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Which kernel runs, of our own.
+# Which kernel runs, of our own; and which implementation, where "auto" may choose.
 TUNED = ROOT / "tnp/ops/tuned/attention.json"
+CHOSEN = ROOT / "tnp/ops/tuned/implementations.json"
 
 # How rows are written, not what is measured: a column added there voids no measurement.
 NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
@@ -90,10 +91,17 @@ def _using(
     without: Iterable[str] = (),
 ) -> list[str]:
     """Files of `modules` and of these (operator, implementation) pairs, no other kernel's."""
+    automatic = any(name == "auto" for _, name in implementations)
+    implementations = implementations | {
+        (op, candidate)
+        for op, name in implementations
+        for candidate in registry.candidates(op, name)
+    }
     used = {module for pair in implementations for module in registry.get(*pair).modules}
     every = {module for pair in _implementations() for module in registry.get(*pair).modules}
     files = closure({*modules, *used}, without={*(every - used), *without})
     tables = [TUNED] if any(module in used for module in registry.OURS) else []
+    tables += [CHOSEN] if automatic else []
     return _relative(files + tables)
 
 

@@ -4,7 +4,7 @@ import os
 from itertools import product
 
 from workflow import sources
-from workflow.plan import attention_sizes
+from workflow.plan import operator_sizes
 
 
 def problems(config: dict, device: str, slug: str) -> dict[str, dict]:
@@ -24,7 +24,7 @@ def problems(config: dict, device: str, slug: str) -> dict[str, dict]:
     return {
         f"{operation}--{shape}": {
             "operation": operation,
-            **attention_sizes(config, shape),
+            **operator_sizes(config, "attention", shape),
             "dtype": tuning["dtype"],
             "timing": config["timing"],
             "device": device,
@@ -32,6 +32,21 @@ def problems(config: dict, device: str, slug: str) -> dict[str, dict]:
         }
         for shape, operation in product(tuning["shapes"], tuning["operations"])
     }
+
+
+def operator_jobs(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:
+    """(id, replicate) of those operator benchmarks that implementations are chosen by.
+
+    `ops` are the benchmarks of this device; those of a shape of section `tuning` count, and the
+    other shapes tell how good the choice is where nothing was tuned.
+    """
+    shapes = config.get("tuning", {"shapes": []})["shapes"]
+    return [
+        (config_id, replicate)
+        for config_id, parameters in ops.items()
+        if parameters.get("shape") in shapes and "auto" in parameters["implementations"]
+        for replicate in range(1, parameters["replicates"] + 1)
+    ]
 
 
 def source_files() -> list[str]:

@@ -7,10 +7,11 @@ from pathlib import Path
 import jsonschema
 import yaml
 
+from tnp.bench.sizes import OPERATOR_SIZES
 from tnp.gates import GATES
 from tnp.ops import registry
 from tnp.variants import OPERATORS
-from workflow.plan import ABLATION, OPERATOR_SIZES
+from workflow.plan import ABLATION
 
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
 

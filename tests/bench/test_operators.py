@@ -1,3 +1,4 @@
+import json
 import time
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import operators, workloads
 from tnp.bench.operators import Inaccurate, checked_error, measure_op
+from tnp.ops import auto
 from tnp.schemas import PROVENANCE, TABLES
 
 BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "reference": "attention--tiny--reference"}
@@ -334,3 +336,25 @@ def test_short_kernels_are_launched_from_graphs_of_whole_rotations():
     assert launches("cuda", 5.0, 0.5) == 21  # all of them, however slow: launched alike
     assert launches("cuda", 0.5, n_inputs=25) == 25
     assert launches("cuda", 5.0, 1.5) == launches("cpu", 0.5) == launches("cuda") == 1
+
+
+@pytest.mark.parametrize("op", ["mlp", "mixture_nll"])
+def test_auto_is_timed_and_says_what_it_chose(op):
+    rows = of_rows(op, "torch", "auto")
+    for pass_ in ("forward", "backward"):
+        assert rows["auto", pass_]["status"] == "ok"
+        chosen = json.loads(rows["auto", pass_]["launch_config"])
+        assert chosen == {"implementation": "torch", "source": "default"}
+        assert rows["torch", pass_]["launch_config"] is None
+
+
+def test_auto_says_how_what_it_chose_was_launched(monkeypatch):
+    chosen = auto.Choice("sdpa_flash", "nearest")
+    monkeypatch.setattr(auto, "choose", lambda *problem: chosen)
+    monkeypatch.setattr(workloads, "describe_launch", lambda *_: '{"kernel": "few_keys"}')
+    row = measured(implementations={"auto": "attention--tiny--auto"})["forward"]
+    assert json.loads(row["launch_config"]) == {
+        "implementation": "sdpa_flash",
+        "source": "nearest",
+        "launch": {"kernel": "few_keys"},
+    }

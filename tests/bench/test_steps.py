@@ -1,3 +1,4 @@
+import json
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from tnp.bench.outcome import Unsupported
 from tnp.bench.stages import _one_pass
 from tnp.bench.steps import measure_step, random_task
 from tnp.model import TNPConfig, TransformerNP
+from tnp.ops import auto
 from tnp.schemas import PROVENANCE, TABLES
 from tnp.step import TrainingStep
 from tnp.variants import Variant
@@ -32,6 +34,16 @@ def test_a_step_fills_its_row(tables):
     assert row["tflops"] == pytest.approx(row["flops"] / row["step_ms_p50"] / 1e9)
     assert row["n_samples"] == TIMING["min_samples"]
     assert row["setup_s"] > 0 and row["compile_s"] > 0
+
+
+def test_a_step_records_what_auto_chose(tables, monkeypatch):
+    assert tables["steps"][0]["choices"] is None
+    monkeypatch.setattr(auto, "_choices", {})
+    auto.choose.cache_clear()
+    spec = {"attention": "sdpa_flash", "mlp": "auto", "mixture_nll": "auto"}
+    (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
+    chosen = {(c["op"], c["implementation"], c["source"]) for c in json.loads(row["choices"])}
+    assert chosen == {("mlp", "torch", "default"), ("mixture_nll", "torch", "default")}
 
 
 def test_samples_are_the_raw_material_of_the_row(tables):

@@ -302,3 +302,42 @@ def test_the_rule_enters_the_winners_in_the_table(tmp_path):
     for entry in entries:
         assert (entry["batch_heads"], entry["n_q"], entry["n_k"]) == (4, 32, 32)
         assert (entry["kernel"], entry["config"]) == ("hopper", {"block_m": 7})
+
+
+FAKE_OPERATORS = """
+def run_isolated(kind, parameters, timeout_s):
+    tables = failure_rows(kind, parameters, "ok", "")
+    for row in tables["ops"]:
+        row["time_ms_p50"] = {"sdpa_flash": 3.0, "fused": 2.0}.get(row["implementation"], 1.0)
+    tables["environments"] = [{"compute_capability": "9.0"}]
+    return with_provenance(tables, "nvidia-h200", "e")
+"""
+
+
+def test_the_rule_enters_the_fastest_implementations(tmp_path):
+    checkout = Checkout(tmp_path / "checkout")
+    checkout.append("tnp/bench/isolate.py", FAKE_OPERATORS)
+    checkout.append("tnp/bench/tuning.py", FAKE_TUNE)
+    table = checkout.folder / "tnp/ops/tuned/implementations.json"
+    table.write_text("[]")
+    checkout.config |= {"device": "nvidia-h200", "gates": []}
+    checkout.config["shapes"]["untuned"] = {"batch": 2, "n_context": 30, "n_target": 2}
+    names = ["sdpa_flash", "fused", "fa4", "auto"]
+    study = {"devices": ["cuda"], "shapes": ["tiny", "untuned"], "implementations": names}
+    checkout.config["ops"]["attention"] = study | {"replicates": 1}
+    checkout.config["tuning"] = {
+        "shapes": ["tiny"],
+        "operations": ["forward"],
+        "dtype": "bfloat16",
+    }
+    status, output = checkout.run("tune")
+    assert status == 0 and "implementations of 1 operators and shapes" in output, output
+    assert json.loads(table.read_text()) == [
+        {
+            "op": "attention",
+            "capability": 90,
+            "dtype": "bfloat16",
+            "sizes": {"batch_heads": 4, "n_q": 32, "n_k": 24, "head_dim": 16},
+            "implementation": "fused",
+        }
+    ]

@@ -2,31 +2,39 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tnp.gates import kernels
+from tnp.gates import KERNEL_GATES, blocking_reason, kernels, run_gate
 from tnp.ops import compilation
 
 ROOT = str(Path(compilation.__file__).parents[2])
+KERNEL = re.compile(r"^def _?(\w+)_kernel\(", re.MULTILINE)
 
-# What a test adds: `rows(*launches)` of (operation, kernel, dtype, head_dim, capability, config),
-# with 200 queries and 500 keys; config None is the default.
+# What a test adds: `rows` of launches: of `attention` with 200 queries and 500 keys, where config
+# None is the default, and of `rms_norm`.
 PREAMBLE = """
 import json, torch
-from tnp.ops import compilation
+from tnp.ops import compilation, launches, triton_rms_norm
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.attention.primitives import LaunchConfig
 
+def attention(operation, kernel, dtype, head_dim, capability, config):
+    problem = Problem(operation, dtype, 2, 2, 200, 500, head_dim, capability)
+    config = config or KERNELS[operation, kernel].configs(problem)[0]
+    return launches.attention(problem, kernel, config, False)
+
+def rms_norm(config):
+    x, weight = (torch.empty(size, device="meta") for size in ((100, 512), 512))
+    call = lambda: triton_rms_norm.backward(x, x, x, weight, 1e-6, config)
+    return launches.Launch(80, torch.float32, (("rms_norm", "fused"),), call)
+
 def rows(*launches):
-    def full(operation, kernel, dtype, head_dim, capability, config):
-        problem = Problem(operation, dtype, 2, 2, 200, 500, head_dim, capability)
-        return problem, kernel, config or KERNELS[operation, kernel].configs(problem)[0], False
-    jobs = compilation.collect(full(*launch) for launch in launches)
-    print(json.dumps([compilation.compiled(job) for job in jobs]))
+    print(json.dumps([compilation.compiled(job) for job in compilation.collect(launches)]))
 """
 
 
@@ -48,13 +56,13 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     rows = compilation.compile_all()
     assert {row["target"] for row in rows} == {"sm_80", "sm_90a", "sm_100a"}
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
-    assert {operation for row in rows for operation in row["operations"]} == {
-        "forward",
-        "separate",
-        "fused",
-    }
-    hopper = {row["target"] for row in rows if "hopper" in row["kernel"]}
-    assert hopper == {"sm_90a"}
+    users = {tuple(user) for row in rows for user in row["users"]}
+    assert users == {user for user, gates in KERNEL_GATES.items() if "kernels" in gates}
+    hopper = {(row["target"], row["dtype"]) for row in rows if "hopper" in row["kernel"]}
+    assert hopper == {("sm_90a", "bfloat16"), ("sm_90a", "float16")}
+    sources = (path.read_text() for path in Path(compilation.__file__).parent.rglob("*.py"))
+    written = {name for source in sources for name in KERNEL.findall(source)}
+    assert {row["kernel"] for row in rows} == written
     bad = [
         row
         for row in rows
@@ -65,60 +73,75 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
 
 
 def test_a_spill_is_seen():
-    """The control: float32 tiles of 128 × 64 are far too large for the registers."""
-    small, large = rows(
-        '("forward", "triton", torch.float32, 64, 90, LaunchConfig(16, 16, 4, 1))',
-        '("forward", "triton", torch.float32, 64, 90, LaunchConfig(128, 64, 4, 1))',
+    """The control: float32 tiles of 128 × 64, or 64 rows, are far too large for the registers."""
+    small, large, norm, norm_sum = rows(
+        'attention("forward", "triton", torch.float32, 64, 90, LaunchConfig(16, 16, 4, 1))',
+        'attention("forward", "triton", torch.float32, 64, 90, LaunchConfig(128, 64, 4, 1))',
+        "rms_norm(triton_rms_norm.BackwardConfig(65536, 4, 1, 1))",
     )
+    assert norm["spill_bytes"] > 0 == norm_sum["spill_bytes"]
+    assert norm["users"] == norm_sum["users"] == [["rms_norm", "fused"]]
     assert small["spill_bytes"] == 0 < large["spill_bytes"]
     assert json.loads(large["launch_config"])["BLOCK_M"] == 128
 
 
 def test_a_serialized_matmul_and_an_overrun_are_seen():
     serialized, overrun = rows(
-        '("forward", "triton", torch.bfloat16, 128, 90, LaunchConfig(128, 256, 4, 1))',
-        '("forward", "triton", torch.bfloat16, 128, 90, LaunchConfig(64, 128, 4, 6))',
+        'attention("forward", "triton", torch.bfloat16, 128, 90, LaunchConfig(128, 256, 4, 1))',
+        'attention("forward", "triton", torch.bfloat16, 128, 90, LaunchConfig(64, 128, 4, 6))',
     )
     assert "wgmma.mma_async instructions are serialized" in serialized["warnings"]
     assert overrun["shared_bytes"] > overrun["shared_limit_bytes"]
 
 
 def test_equal_launches_compile_once_and_know_who_launches_them():
-    separate = '("separate", "triton", torch.bfloat16, 64, 80, None)'
-    fused = '("fused", "triton", torch.bfloat16, 64, 80, None)'
+    separate = 'attention("separate", "triton", torch.bfloat16, 64, 80, None)'
+    fused = 'attention("fused", "triton", torch.bfloat16, 64, 80, None)'
     compiled = rows(separate, separate, fused)
-    operations = {row["kernel"]: row["operations"] for row in compiled}
-    assert len(operations) == len(compiled)
-    assert operations["delta"] == ["fused", "separate"]
-    assert operations["attention_bwd_dq"] == ["separate"]
-    assert operations["attention_bwd_fused"] == ["fused"]
+    users = {row["kernel"]: row["users"] for row in compiled}
+    assert len(users) == len(compiled)
+    assert users["delta"] == [["attention", "fused"], ["attention", "separate"]]
+    assert users["attention_bwd_dq"] == [["attention", "separate"]]
+    assert users["attention_bwd_fused"] == [["attention", "fused"]]
+
+
+GOOD = {
+    "kernel": "k",
+    "dtype": "bfloat16",
+    "target": "sm_80",
+    "launch_config": '{"BLOCK_M": 64}',
+    "spill_bytes": 0,
+    "shared_bytes": 5,
+    "shared_limit_bytes": 5,
+    "warnings": "",
+    "users": [["attention", "fused"], ["attention", "separate"]],
+}
 
 
 def test_each_defect_is_a_red_check_of_the_implementation_it_is_in(monkeypatch):
-    good = {
-        "kernel": "k",
-        "dtype": "bfloat16",
-        "target": "sm_80",
-        "launch_config": '{"BLOCK_M": 64}',
-        "spill_bytes": 0,
-        "shared_bytes": 5,
-        "shared_limit_bytes": 5,
-        "warnings": "",
-        "operations": ["fused", "separate"],
-    }
     defects = [{"spill_bytes": 8}, {"shared_bytes": 6}, {"warnings": "ptxas info : (C7510) slow"}]
-    bad = [good | defect | {"operations": ["fused"]} for defect in defects]
-    monkeypatch.setattr(kernels, "compile_all", lambda: [good, *bad])
+    bad = [GOOD | defect | {"users": [["mlp", "fused"]]} for defect in defects]
+    monkeypatch.setattr(kernels, "compile_all", lambda: [GOOD, *bad])
     checks = list(kernels.checks(None))
     assert [check.metric for check in checks if not check.passed] == [
         "spilled bytes",
         "shared memory bytes",
         "ptxas warnings",
     ]
-    assert {check.implementation for check in checks[:3]} == {""}
-    assert {check.implementation for check in checks[3:]} == {"fused"}
+    users = [(check.op, check.implementation) for check in checks[::3]]
+    assert users == [("attention", "fused"), ("attention", "separate"), *[("mlp", "fused")] * 3]
     assert checks[0].check == "k bfloat16 BLOCK_M=64 for sm_80"
-    assert not any("operations" in row for row in kernels.kernel_rows())
+    assert not any("users" in row for row in kernels.kernel_rows())
+
+
+def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
+    bad = GOOD | {"spill_bytes": 8, "users": [["mlp", "fused"]]}
+    monkeypatch.setattr(kernels, "compile_all", lambda: [GOOD, bad])
+    rows = run_gate("kernels", "cpu")["gates"]
+    assert {row["op"] for row in rows} == {"attention", "mlp"}
+    assert "spilled bytes 8" in blocking_reason(rows, {"attention": "fused", "mlp": "fused"})
+    for mlp in ("single", "torch"):
+        assert blocking_reason(rows, {"attention": "fused", "mlp": mlp}) is None
 
 
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch):

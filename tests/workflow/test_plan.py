@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from workflow import plan, sources
+from tnp.gates import gates_for
+from tnp.ops import registry
+from workflow import plan, sources, tuning_plan
 
 CONFIG = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
 
@@ -167,3 +169,39 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     fused, torch = ({"op": "mlp", "implementation": name} for name in ("fused", "torch"))
     assert used(sources.of_op(fused)) == {"mlp"} and used(sources.of_op(torch)) == set()
     assert not any("rms_norm" in file or "attention/" in file for file in sources.of_op(torch))
+
+
+def test_what_auto_may_choose_is_its_source_and_gate():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    step = steps["auto--mid--auto--graph"]
+    assert set(json.loads(step["operators"]).values()) == {"auto"}
+    every = [gates_for({op: name}) for op, names in registry.CANDIDATES.items() for name in names]
+    assert set(step["gates"].split("|")) == set().union(*every) | {"skip_unread", "cuda_graphs"}
+
+    mlp = {
+        name: set(sources.of_op({"op": "mlp", "implementation": name}))
+        for name in ("torch", "single", "fused", "auto")
+    }
+    chosen = mlp["auto"] - mlp["torch"] - mlp["single"] - mlp["fused"]
+    assert chosen == {"tnp/ops/auto.py", "tnp/ops/tuned/implementations.json"}
+    assert mlp["single"] | mlp["fused"] < mlp["auto"]
+    attention = sources.of_op({"op": "attention", "implementation": "auto"})
+    assert "tnp/ops/tuned/attention.json" in attention
+    assert "tnp/ops/attention/peers.py" not in attention
+    others = sources.of_step(steps["matrix--mid--fused"]), sources.of_gate("mlp")
+    assert not any(chosen & set(files) for files in others)
+
+
+def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
+    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
+    jobs = tuning_plan.operator_jobs(CONFIG, ops)
+    assert ("attention--large", 3) in jobs and ("mlp--small", 1) in jobs
+    tuned = {name.split("--")[1] for name, _ in jobs}
+    assert tuned == set(CONFIG["tuning"]["shapes"])
+    for op in registry.CANDIDATES.keys() & CONFIG["ops"].keys():
+        assert "auto" in CONFIG["ops"][op]["implementations"]
+        assert set(registry.CANDIDATES[op]) <= set(CONFIG["ops"][op]["implementations"])
+        assert set(CONFIG["ops"][op]["shapes"]) - tuned  # where nothing was tuned
+    assert tuning_plan.operator_jobs(CONFIG, plan.ops(CONFIG, "cpu", "cpu")) == []
+    without = {name: section for name, section in CONFIG.items() if name != "tuning"}
+    assert tuning_plan.operator_jobs(without, ops) == []

@@ -36,6 +36,7 @@ from tnp.bench.timing import (
     time_calls,
 )
 from tnp.bench.workloads import WORKLOADS, Output, Workload
+from tnp.ops import auto
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there …
@@ -152,6 +153,12 @@ def _measure_pass(
         )
     measured = dict(zip(runs, measurements, strict=True))
 
+    def launch_config(name: str) -> str | None:
+        if name != "auto":
+            return workload.launch_config(name)
+        choice = auto.of_row(parameters, device)
+        return choice.describe(workload.launch_config(choice.implementation))
+
     def columns(name: str) -> dict[str, object]:
         own, (_, output) = measured[name], runs[name]
         timings = summarize(own.samples_ms, "time_ms")
@@ -164,7 +171,7 @@ def _measure_pass(
             | timings
             | {"flops": workload.flops, "bytes": workload.bytes}
             | {"tflops": tflops, "gb_per_s": gb_per_s}
-            | {"launch_config": workload.launch_config(name)}
+            | {"launch_config": launch_config(name)}
             | {"max_abs_error": checked_error(workload.check(output()), dtype)}
             | {"n_samples": len(own.samples_ms), "n_warmup": own.n_warmup}
             | {"compile_s": contenders[name].compile_s, "measure_s": own.measure_s}

@@ -1,5 +1,6 @@
 """Benchmark of one training step: time, tokens/s, peak memory, operations, time per stage."""
 
+import json
 import math
 import time
 
@@ -13,6 +14,7 @@ from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import Measurement, Policy, first_call, measure
 from tnp.model import TNPConfig, TransformerNP
+from tnp.ops import auto
 from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
 from tnp.tasks import Task
 from tnp.variants import Variant
@@ -84,6 +86,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         | {"n_samples": len(measurement.samples_ms), "n_warmup": measurement.n_warmup}
         | {"setup_s": setup_s, "compile_s": compile_s, "measure_s": measurement.measure_s}
         | conditions.row()
+        | {"choices": _choices(variant)}
     )
     tables = {"steps": [row], "samples": sample_rows(parameters, "step", measurement)}
     if not (parameters["cuda_graph"] or variant.compile):
@@ -126,6 +129,12 @@ def _require_step_supported(
         raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
     for op, implementation in variant.implementations().items():
         require_supported(op, implementation, device, dtype)
+
+
+def _choices(variant: Variant) -> str | None:
+    """What "auto" chose in this process, as JSON; None where the variant leaves it no choice."""
+    automatic = "auto" in variant.implementations().values()
+    return json.dumps(auto.choices()) if automatic else None
 
 
 def _rates(parameters: dict, measurement: Measurement) -> dict[str, float | None]:

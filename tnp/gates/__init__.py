@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
+from tnp.ops import registry
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -66,8 +68,9 @@ def gates_for(
 ) -> list[str]:
     """Gates that what uses these implementations (operator → name) and switches waits for."""
     gates = ["baseline"]
-    for pair in implementations.items():
-        gates += KERNEL_GATES.get(pair, ())
+    for op, name in implementations.items():
+        for candidate in registry.candidates(op, name):
+            gates += KERNEL_GATES.get((op, candidate), ())
     switches = {
         "skip_unread": skip_unread,
         "checkpointing": checkpoint or recompute,
@@ -80,12 +83,13 @@ def gates_for(
 def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:
     """Why `rows` of table `gates` stop what uses `implementations`; None where they do not.
 
-    A check that names an implementation stops only what uses it, for the row's operator or, where
-    the row has none, the gate's.
+    A check that names an implementation stops only what uses it, or lets "auto" choose it, for the
+    row's operator or, where the row has none, the gate's.
     """
+    used = {op: registry.candidates(op, name) for op, name in implementations.items()}
     for row in rows:
-        used = implementations.get(row.get("op") or GATES[row["gate"]].op)
-        if row["implementation"] not in ("", used) or row["status"] == "unsupported":
+        concerned = ("", *used.get(row.get("op") or GATES[row["gate"]].op, ()))
+        if row["implementation"] not in concerned or row["status"] == "unsupported":
             continue
         if row["status"] == "error":
             return f"gate {row['gate']} did not finish: {row['reason']}"

@@ -122,11 +122,14 @@ def checks(device: torch.device) -> Iterator[Check]:
                             error_ratio(ours, own, right), factor * BUDGETS[result],
                             name)  # fmt: skip
             if name == OURS:
-                yield from _ours(case, inputs, dout, first)
+                yield from _ours(case, inputs, dout, first, exact[0])
 
 
-def _ours(case: Case, inputs, dout, first) -> Iterator[Check]:
-    """Equal from run to run; zero padding gets no gradient and changes no bit of the result."""
+def _ours(case: Case, inputs, dout, first, exact) -> Iterator[Check]:
+    """Equal from run to run; zero padding gets no gradient, and the result is as good without it.
+
+    Not equal bit by bit: another width may run another kernel.
+    """
     repeats = REPEATS[dout.device.type]
     difference = max(
         max_abs_error(again, once)
@@ -140,5 +143,5 @@ def _ours(case: Case, inputs, dout, first) -> Iterator[Check]:
     gradient = max(dup[:, real:].abs().max().item(), ddown[..., real:].abs().max().item())
     yield Check(f"gradient of the padding, {case}", "max_abs_error", gradient, 0.0, OURS)
     unpadded = run(without_padding(case, inputs), dout, OURS)[0]
-    yield Check(f"out without the padding is the same, {case}", "max_abs_difference",
-                max_abs_error(unpadded, out), 0.0, OURS)  # fmt: skip
+    yield Check(f"out without the padding over out with it, {case}", "error_ratio",
+                error_ratio(unpadded, out, exact), BUDGETS["out"], OURS)  # fmt: skip

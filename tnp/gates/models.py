@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tnp.gates.checks import max_abs_error
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops import registry
 from tnp.ops.attention import OURS
@@ -88,6 +89,20 @@ def gradients_by_tensor(
     """Loss, and gradients by the parameter's name."""
     loss, _ = gradients(model, batch)
     return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def padding(model: TransformerNP) -> float:
+    """The largest weight that a hidden layer's zero padding has come to."""
+    d_ff = model.config.d_ff
+    return max(
+        max_abs_error(weight, torch.zeros_like(weight))
+        for weight in (
+            *(block.mlp.up[d_ff:] for block in model.blocks),
+            *(block.mlp.down[:, d_ff:] for block in model.blocks),
+            model.heads.up[:, d_ff:],
+            model.heads.down[:, :, d_ff:],
+        )
+    )
 
 
 def train(step: TrainingStep, device: torch.device, n_steps: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error, require_ours
 from tnp.model import TransformerNP
+from tnp.step import TrainingStep
 from tnp.tasks import Task
 from tnp.variants import OPERATORS, Variant
 
@@ -20,6 +21,7 @@ from tnp.variants import OPERATORS, Variant
 FLOAT64_BOUND = 1e-12
 LOSS_BOUND = 1e-3  # nats
 COSINE_BOUND = 0.999
+N_STEPS = 3
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -44,6 +46,9 @@ def checks(device: torch.device) -> Iterator[Check]:
             cosine = torch.cosine_similarity(own.double().flatten(), reference.flatten(), dim=0)
             yield Check(f"all operators of ours, gradient of {name} against float64", "cosine",
                         cosine.item(), COSINE_BOUND, attention, True)  # fmt: skip
+        models.train(TrainingStep(model, learning_rate=chosen.learning_rate), device, N_STEPS)
+        yield Check(f"all operators of ours, padding after {N_STEPS} optimizer steps",
+                    "max_abs_value", models.padding(model), 0.0, attention)  # fmt: skip
 
 
 def _exactness(

@@ -9,7 +9,7 @@ apart. The flag is never zero: it doubles as the bias that the layer lacks.
 import torch
 import torch.nn.functional as F
 
-from tnp.ops import registry, triton_embedding
+from tnp.ops import auto, registry, triton_embedding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 8  # of a token: its gradients are accumulated in registers
@@ -92,11 +92,27 @@ def embed_rows(
         RuntimeError: the implementation cannot run on this device and dtype.
     """
     _check(x_context, y_context, x_target, weight)
+    if implementation == "auto":
+        implementation = _chosen(x_context, y_context, x_target, weight, dtype)
     _require_supported("embedding", implementation, weight.device, dtype)
     if implementation == "torch":
         return _torch_embed_rows(x_context, y_context, x_target, weight, dtype)
     _check_fused(x_context, y_context, x_target, weight, dtype, implementation)
     return _embed_rows(x_context, y_context, x_target, weight, dtype)
+
+
+def _chosen(
+    x_context: torch.Tensor | None,
+    y_context: torch.Tensor | None,
+    x_target: torch.Tensor | None,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+) -> str:
+    given = [x for x in (x_context, y_context, x_target) if x is not None]
+    if weight.dtype != torch.float32 or any(x.requires_grad for x in given):
+        return "torch"  # the only one that takes them
+    d_model, width = weight.shape
+    return auto.resolve("embedding", weight.device, dtype, d_model=d_model, width=width)
 
 
 def _torch_embed_rows(

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from tnp.ops import registry, triton_mixture_nll
+from tnp.ops import auto, registry, triton_mixture_nll
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COMPONENTS = 64
@@ -128,6 +128,12 @@ def mixture_nll(
         )
     if not 0 <= sigma_min < math.inf:
         raise ValueError(f"sigma_min is {sigma_min}: it must be finite and not negative")
+    if implementation == "auto":
+        # Half-precision parameters too are computed with in float32.
+        dtype = torch.promote_types(parameters.dtype, torch.float32)
+        sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
+        sizes["d_y"] = y.shape[-1]
+        implementation = auto.resolve("mixture_nll", parameters.device, dtype, **sizes)
     _require_supported("mixture_nll", implementation, parameters.device, parameters.dtype)
     if implementation == "torch":
         return _torch_mixture_nll(parameters, y, sigma_min)

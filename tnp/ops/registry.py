@@ -131,6 +131,17 @@ OURS = tuple(
     )
 )
 MATMULS = ("tnp.ops.matmul", "tnp.ops.hopper_matmul")
+OWN = ("separate", "fused", "single")  # names of implementations of our own
+# What "auto" chooses from (`tnp.ops.auto`), PyTorch's plain form first: all of it can be trained.
+CANDIDATES = {
+    "attention": ("sdpa_flash", "sdpa_cudnn", "separate", "fused"),
+    "embedding": ("torch", "fused"),
+    "rms_norm": ("torch", "fused"),
+    "projection": ("torch", "fused"),
+    "mlp": ("torch", "single", "fused"),
+    "mixture_heads": ("torch", "bmm", "fused"),
+    "mixture_nll": ("torch", "fused"),
+}
 _IMPLEMENTATIONS = {
     (implementation.op, implementation.name): implementation
     for implementation in (
@@ -162,6 +173,7 @@ _IMPLEMENTATIONS = {
         ),
         Implementation("mixture_nll", "torch", (), _anywhere),
         Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton),
+        *(Implementation(op, "auto", ("tnp.ops.auto",), _anywhere) for op in CANDIDATES),
     )
 }
 
@@ -184,6 +196,11 @@ def get(op: str, name: str) -> Implementation:
             f"unknown implementation {name!r} of {op}: choose from {', '.join(names(op))}"
         )
     return _IMPLEMENTATIONS[op, name]
+
+
+def candidates(op: str, name: str) -> tuple[str, ...]:
+    """What may run where `name` is asked for: itself, or what "auto" chooses from."""
+    return CANDIDATES[op] if name == "auto" else (name,)
 
 
 def check(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -6,10 +6,12 @@ The sum is rounded to x's dtype before it is normalized: it is what the backward
 computes rstd again. (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.)
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from tnp.ops import registry, triton_rms_norm
+from tnp.ops import auto, registry, triton_rms_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 1024  # a whole row lies in registers
@@ -106,6 +108,8 @@ def rms_norm(
         ValueError: shapes, dtypes, devices or strides that do not go together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
+    if implementation == "auto":
+        implementation = _chosen((x,), weight, eps)
     _check(x, weight, eps, implementation)
     if implementation == "torch":
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -132,6 +136,8 @@ def add_rms_norm(
     Raises:
         ValueError, RuntimeError: as `rms_norm`.
     """
+    if implementation == "auto":
+        implementation = _chosen((x, update), weight, eps)
     _check(x, weight, eps, implementation)
     if update.shape != x.shape or update.dtype != x.dtype or update.device != x.device:
         raise ValueError(
@@ -143,6 +149,15 @@ def add_rms_norm(
         return total, F.rms_norm(total, weight.shape, weight.to(x.dtype), eps)
     _check_rows("update", update)
     return _add_rms_norm(x, update, weight, float(eps))
+
+
+def _chosen(rows: tuple[torch.Tensor, ...], weight: torch.Tensor, eps: float) -> str:
+    _check(rows[0], weight, eps, "torch")
+    if weight.dtype != torch.float32 or any(x.stride(-1) != 1 for x in rows):
+        return "torch"  # the only one that takes them
+    *leading, d_model = rows[0].shape
+    device, dtype = rows[0].device, rows[0].dtype
+    return auto.resolve("rms_norm", device, dtype, rows=math.prod(leading), d_model=d_model)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, eps: float, implementation: str) -> None:

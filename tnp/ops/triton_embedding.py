@@ -38,20 +38,11 @@ class Config(KernelConfig):
         return tile | {"STAGES": self.num_stages, "num_warps": self.num_warps}
 
 
-# The default first; unmeasured. `per_multiprocessor` is what the registers let run at once. The
-# forward pass reads a few bytes and writes whole rows; the backward pass reads whole rows, and
-# needs loads ahead.
-FORWARD_CONFIGS = (
-    Config(8, 512, 4, 4, 1),
-    Config(8, 512, 4, 4, 3),
-    Config(4, 512, 7, 4, 1),
-    Config(16, 512, 2, 4, 1),
-)
-BACKWARD_CONFIGS = (
-    Config(2, 512, 3, 4, 4),
-    Config(2, 512, 4, 4, 2),
-    Config(4, 512, 2, 8, 3),
-)
+# On an H200, 36,096 rows of 512 in bfloat16: forward 31 µs, others 33–43; backward 71, others 76 and
+# 126. The forward pass reads a few bytes and writes whole rows; the backward pass reads whole rows,
+# and needs loads ahead.
+FORWARD_CONFIG = Config(4, 512, 7, 4, 1)
+BACKWARD_CONFIG = Config(2, 512, 4, 4, 2)
 
 
 @triton.jit
@@ -212,7 +203,7 @@ def forward(
     x_target: torch.Tensor | None,
     weight: torch.Tensor,
     dtype: torch.dtype,
-    config: Config = FORWARD_CONFIGS[0],
+    config: Config = FORWARD_CONFIG,
 ) -> torch.Tensor:
     """[B, M + N, d_model] in `dtype`, contiguous."""
     batch, n_context, n_target = sizes(x_context, x_target)
@@ -238,7 +229,7 @@ def backward(
     y_context: torch.Tensor | None,
     x_target: torch.Tensor | None,
     weight: torch.Tensor,
-    config: Config = BACKWARD_CONFIGS[0],
+    config: Config = BACKWARD_CONFIG,
 ) -> torch.Tensor:
     """dweight, float32."""
     if dout.numel() == 0:

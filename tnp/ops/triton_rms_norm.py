@@ -47,22 +47,11 @@ class BackwardConfig(ForwardConfig):
         return super().sizes(width, itemsize) | {"STAGES": self.num_stages}
 
 
-# The default first; unmeasured. A thread holds 16 or 32 elements of each tensor, and in 16 bits a
-# multiprocessor has 32 to 96 KB of loads under way: latency times bandwidth is some 25.
-# `per_multiprocessor` is what the registers let run at once. A warp on its own (the last) sums rows
-# by shuffles; more than one meet in shared memory.
-FORWARD_CONFIGS = (
-    ForwardConfig(4096, 4),
-    ForwardConfig(2048, 4),
-    ForwardConfig(8192, 8),
-    ForwardConfig(1024, 1),
-)
-BACKWARD_CONFIGS = (
-    BackwardConfig(2048, 4, 4, 3),
-    BackwardConfig(2048, 4, 4, 2),
-    BackwardConfig(4096, 8, 2, 3),
-    BackwardConfig(1024, 1, 10, 1),
-)
+# On an H200, 36,096 rows of 512 in bfloat16, cold: forward 38.0 µs, others 38.3–39.4; backward with
+# its reduction 41.7, others 42.3–55.7, where a warp on its own sums rows by shuffles and twelve of
+# them keep enough loads under way.
+FORWARD_CONFIG = ForwardConfig(2048, 4)
+BACKWARD_CONFIG = BackwardConfig(512, 1, 12, 3)
 
 
 @triton.jit
@@ -143,7 +132,7 @@ def forward(
     update: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    config: ForwardConfig = FORWARD_CONFIGS[0],
+    config: ForwardConfig = FORWARD_CONFIG,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + update (x itself where there is no update) and its norm, contiguous."""
     normalized = x.new_empty(x.shape)
@@ -169,7 +158,7 @@ def backward(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    config: BackwardConfig = BACKWARD_CONFIGS[0],
+    config: BackwardConfig = BACKWARD_CONFIG,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx, contiguous, in x's dtype and dweight in float32; x is what was normalized."""
     dx = x.new_empty(x.shape)

@@ -1,6 +1,6 @@
-"""Tuning, on demand: `snakemake tune` times every candidate and rewrites the tuned table.
+"""Tuning, on demand: `snakemake tune` times every candidate and rewrites the tuned tables.
 
-The table is no rule's output: it is committed, and nothing else may wait for a tuning.
+The tables are no rule's output: they are committed, and nothing else may wait for a tuning.
 """
 
 from workflow import tuning_plan
@@ -34,6 +34,11 @@ rule trials:
 rule tune:
     input:
         trials=expand(f"{RUNS}/trials/{{problem}}.parquet", problem=PROBLEMS),
+        ops=[
+            outputs("op", f"{config_id}--r{replicate}")[table]
+            for config_id, replicate in tuning_plan.operator_jobs(config, OPS)
+            for table in ("ops", "environments")
+        ],
         views=sources.views(),
     log:
         "data/runs/logs/tune.log",

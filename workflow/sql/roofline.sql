@@ -1,7 +1,8 @@
 -- Grain: device × op × pass × implementation × shape: medians over the replicates against what the
 -- device itself reached in a large matmul and a memory copy (view `ceilings`); null where a
 -- replicate failed. `own` are this project's implementations, all others are its peers. Where only
--- bytes are counted (`flops` is null) the memory copy is the roofline.
+-- bytes are counted (`flops` is null) the memory copy is the roofline. Not `auto`, which is one of
+-- the others: view `auto_regret` has it.
 create or replace view roofline as
 with operators as (
     select
@@ -30,6 +31,7 @@ with operators as (
         median(time_ms_p50) as median_ms,
         bool_or(throttled) as throttled
     from current_ops
+    where implementation != 'auto'
     group by device, config_id, op, pass, implementation, shape
 ),
 

@@ -1,8 +1,9 @@
 -- Grain: device × config_id: whether every check that concerns a training step is green.
 --
 -- Of the gates that the step waits for (column `gates`): checks about all implementations ('') or
--- about the one that the step uses of the gate's operator. Rows from before that column say it by
--- the attention that gives their variant its name. No row where no such gate has run.
+-- about the one that the step uses of the gate's operator, or that `auto` may choose there. Rows
+-- from before that column say it by the attention that gives their variant its name. No row where
+-- no such gate has run.
 create or replace view step_gates as
 with steps as (
     select
@@ -23,8 +24,20 @@ inner join current_gates
             when steps.awaited is not null
                 then
                     list_contains(steps.awaited, current_gates.gate)
-                    and current_gates.implementation in (
-                        '', steps.operators ->> coalesce(current_gates.op, 'attention')
+                    and (
+                        current_gates.implementation in (
+                            '', steps.operators ->> coalesce(current_gates.op, 'attention')
+                        )
+                        or (
+                            steps.operators ->> coalesce(current_gates.op, 'attention') = 'auto'
+                            and exists (
+                                from auto_candidates
+                                where
+                                    op = coalesce(current_gates.op, 'attention')
+                                    and auto_candidates.implementation
+                                    = current_gates.implementation
+                            )
+                        )
                     )
             else
                 starts_with(steps.variant, current_gates.implementation)

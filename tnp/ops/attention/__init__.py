@@ -3,13 +3,14 @@
     o = softmax(scale · q kᵀ) v
 
 `implementation` is explicit and never falls back: asking for one that cannot run raises with the
-reason. `tnp.ops.registry` lists them. Ours, `separate` and `fused`, share the forward pass and
-differ in the backward; which kernel and which tiles run is `tnp.ops.tuning`'s choice.
+reason; only "auto" chooses (`tnp.ops.auto`). `tnp.ops.registry` lists them. Ours, `separate` and
+`fused`, share the forward pass and differ in the backward; which kernel and which tiles run is
+`tnp.ops.tuning`'s choice.
 """
 
 import torch
 
-from tnp.ops import registry, tuning
+from tnp.ops import auto, registry, tuning
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.attention.peers import PEERS
 from tnp.ops.attention.primitives import empty_rows
@@ -74,6 +75,7 @@ def _save(ctx, inputs, output) -> None:
     o, lse = output
     ctx.save_for_backward(q, k, v, o, lse, n_context)
     ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # lse's would be zeros
 
 
 def _backward(ctx, do, _dlse):
@@ -104,7 +106,8 @@ def attention(
             has keys 0 … n_context[b] − 1. Rows of k and v past them are padding: any finite
             values, of weight exactly 0 and gradient exactly 0. Only `separate`, `fused` and
             `reference` take it.
-        implementation: a name of `tnp.ops.registry.names("attention")`.
+        implementation: a name of `tnp.ops.registry.names("attention")`; "auto" with an n_context
+            is `fused`.
 
     Returns:
         [B, H, n_q, D] in q's dtype.
@@ -116,6 +119,10 @@ def attention(
             synchronization.
     """
     _check(q, k, v, scale, any_type=implementation == "reference")
+    if implementation == "auto":
+        # Of the candidates only ours take padding.
+        padded = n_context is not None
+        implementation = "fused" if padded else _chosen(q, k)
     if n_context is not None:
         _check_n_context(n_context, q, k, implementation)
     if implementation == "reference":
@@ -142,6 +149,12 @@ def describe_launch(
         return None
     operation = "forward" if pass_ == "forward" else implementation
     return tuning.choose(Problem.of(operation, q, k)).describe()
+
+
+def _chosen(q: torch.Tensor, k: torch.Tensor) -> str:
+    batch, n_heads, n_q, head_dim = q.shape
+    sizes = {"n_q": n_q, "n_k": k.shape[2], "head_dim": head_dim}
+    return auto.resolve("attention", q.device, q.dtype, batch_heads=batch * n_heads, **sizes)
 
 
 def _check(

@@ -9,12 +9,13 @@ reason. `torch` multiplies with all heads' up at once, `loop` head by head, `bmm
 float32, as it was summed. Weights are float32 parameters, cast to x's dtype where they are used.
 """
 
+import math
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from tnp.ops import registry
+from tnp.ops import auto, registry
 from tnp.ops.matmul import cast_weights, weight_gradients
 from tnp.ops.mixture_heads import hopper, triton_heads
 
@@ -134,6 +135,11 @@ def mixture_heads(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
+    if implementation == "auto":
+        _check(x, up, down, "torch")
+        sizes = dict(zip(("n_components", "d_ff", "d_model"), up.shape, strict=True))
+        sizes |= {"rows": math.prod(x.shape[:-1]), "n_outputs": down.shape[1]}
+        implementation = auto.resolve("mixture_heads", x.device, x.dtype, **sizes)
     _check(x, up, down, implementation)
     _require_supported("mixture_heads", implementation, x.device, x.dtype)
     if x.numel() == 0:

@@ -152,15 +152,14 @@ def _heads_backward(
                 )  # fmt: skip
                 s = sigmoid(z[j])
                 h = z[j] * s
+                dz = dh * (s + h * (1.0 - s))
+                tma.store_wait(0)
                 hidden_buffer.store(h.to(dz_desc.dtype))
+                dz_buffer.store(dz.to(dz_desc.dtype))
                 fence_async_shared()
                 started = warpgroup_mma(
                     hidden_buffer.permute((1, 0)), dout_half, ddown[j], is_async=True
                 )
-                dz = (dh * (s + h * (1.0 - s))).to(dz_desc.dtype)
-                tma.store_wait(0)
-                dz_buffer.store(dz)
-                fence_async_shared()
                 tma.async_copy_shared_to_global(
                     dz_desc, [row + i * ROWS, column * TILE + j * BLOCK_K], dz_buffer
                 )

@@ -8,10 +8,12 @@ reason. `torch` is the formula in PyTorch, `fused` puts SiLU into the matmuls' e
 cast to x's dtype where they are used; ours accumulate their gradients in float32.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from tnp.ops import registry
+from tnp.ops import auto, registry
 from tnp.ops.matmul import cast_weights, hidden_width, saved_shape, weight_gradients
 from tnp.ops.mlp import single, triton_mlp
 
@@ -26,8 +28,10 @@ def _mlp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, and for the backward pass h and what `matmul_silu` saves, empty unless `save`."""
     with torch.cuda.device_of(x):  # where Triton launches
-        y, h, saved = triton_mlp.forward(x, *cast_weights(up, down, x.dtype), save)
-    return (y, h, saved) if save else (y, x.new_empty(0), x.new_empty(0))
+        weights = cast_weights(up, down, x.dtype)
+        if save:
+            return triton_mlp.forward_saving(x, *weights)
+        return triton_mlp.forward(x, *weights), x.new_empty(0), x.new_empty(0)
 
 
 @_mlp.register_fake
@@ -50,7 +54,10 @@ def _mlp_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(x):
         weights = cast_weights(up, down, x.dtype)
-        dx, dup, ddown = triton_mlp.backward(dy.contiguous(), x, *weights, h, saved)
+        if h.numel():
+            dx, dup, ddown = triton_mlp.backward(dy.contiguous(), x, *weights, h, saved)
+        else:
+            dx, dup, ddown = triton_mlp.backward_again(dy.contiguous(), x, *weights)
     return dx, *weight_gradients(dup, ddown, up, down)
 
 
@@ -70,7 +77,9 @@ def _mlp_single_backward(
     dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(x):
-        dx, dup, ddown = single.backward(dy.contiguous(), x, *cast_weights(up, down, x.dtype))
+        dx, dup, ddown = triton_mlp.backward_again(
+            dy.contiguous(), x, *cast_weights(up, down, x.dtype)
+        )
     return dx, *weight_gradients(dup, ddown, up, down)
 
 
@@ -87,6 +96,7 @@ def _save(ctx, inputs, output) -> None:
     _y, h, saved = output
     ctx.save_for_backward(x, up, down, h, saved)
     ctx.mark_non_differentiable(h, saved)
+    ctx.set_materialize_grads(False)  # their gradients would be zeros of their size
 
 
 def _backward(ctx, dy, _dh, _dsaved):
@@ -128,6 +138,10 @@ def mlp(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
+    if implementation == "auto":
+        _check(x, up, down, "torch")
+        sizes = {"rows": math.prod(x.shape[:-1]), "d_model": up.shape[1], "d_ff": up.shape[0]}
+        implementation = auto.resolve("mlp", x.device, x.dtype, **sizes)
     _check(x, up, down, implementation)
     _require_supported("mlp", implementation, x.device, x.dtype)
     if implementation == "torch" or x.numel() == 0:
@@ -137,7 +151,8 @@ def mlp(
         rows = rows.contiguous()
     if implementation == "single":
         return _mlp_single(rows, up, down).view(x.shape)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, up, down))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, up, down))
+    save = wanted and len(rows) <= triton_mlp.SAVED_ROWS
     return _mlp(rows, up, down, save)[0].view(x.shape)
 
 

@@ -15,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.ops.matmul import matmul_silu
-from tnp.ops.mlp import triton_mlp
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops.triton_matmul import load_tile, product_tile, silu, store_tile
 
@@ -84,11 +82,3 @@ def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tens
         x, up, down, y, n_rows, up.shape[0], x.stride(0), D=d, **config.kernel_arguments()
     )
     return y
-
-
-def backward(
-    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx in x's dtype, dup and ddown in float32; all operands in x's dtype."""
-    h, saved = matmul_silu(x, up, save=True)
-    return triton_mlp.backward(dy, x, up, down, h, saved)

@@ -1,0 +1,220 @@
+"""Which implementation of an operator runs where "auto" was asked for.
+
+`tuned/implementations.json` holds the fastest of forward and backward together, one entry a line,
+by operator, compute capability, dtype and sizes, as `snakemake tune` and `python -m tnp.tune` timed
+them. A call takes the entry of its own sizes, or of the nearest whose implementation can run it,
+nearest by the sum of |log2| of the sizes' ratios. On a GPU of which the table knows nothing ours
+run, from compute capability 9.0 on; elsewhere PyTorch does. Every decision is logged to
+`tnp.auto` the first time it is made for sizes of a power of two, and listed by `choices()`.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tnp.ops import registry
+
+TABLE = Path(__file__).parent / "tuned" / "implementations.json"
+# From this compute capability on ours are what runs where the table knows nothing.
+OURS_FROM = 90
+# An implementation earlier among the candidates, PyTorch's first, stays where it takes at most this
+# much of the fastest's time: two runs differ by as much.
+STAYS_BELOW = 1.01
+
+# What an implementation takes, of those whose sizes have limits.
+LIMITS: dict[tuple[str, str], dict[str, Collection[int]]] = {
+    ("embedding", "fused"): {"width": range(1, 9)},
+    ("rms_norm", "fused"): {"d_model": range(1, 1025)},
+    ("mlp", "single"): {"d_model": (16, 32, 64, 128, 256, 512)},
+    ("mixture_heads", "fused"): {"n_outputs": range(1, 17)},
+    ("mixture_nll", "fused"): {"n_components": range(1, 65), "d_y": range(1, 5)},
+}
+
+# Sizes of an operator on rows by which entries are told apart: name → column of an "ops" row.
+COLUMNS = {"d_model": "d_model", "d_ff": "d_ff_storage", "n_components": "n_components"}
+
+Entry = dict[str, Any]  # "op", "capability", "dtype", "sizes" and "implementation"
+Sizes = tuple[tuple[str, int], ...]
+log = logging.getLogger("tnp.auto")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`source` is "tuned" (an entry of these very sizes), "nearest" or "default".
+
+    `refused` says why what would have come first cannot run; "" where it can.
+    """
+
+    implementation: str
+    source: str
+    refused: str = ""
+
+    def describe(self, launch: str | None = None) -> str:
+        """As JSON, with the implementation's own `launch` (JSON) where it has one."""
+        own = {"launch": json.loads(launch)} if launch else {}
+        chosen = {"implementation": self.implementation, "source": self.source}
+        return json.dumps(chosen | own)
+
+
+_choices: dict[tuple[str, str, str, Sizes], Choice] = {}
+
+
+def resolve(op: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> str:
+    """The implementation that "auto" stands for.
+
+    Args:
+        op: an operator of `tnp.ops.registry`.
+        device, dtype: of the activations.
+        sizes: those of the table's entries (`sizes_of`) and of `LIMITS`.
+    """
+    # `index` has torch.compile take a symbolic size for the number that it is.
+    return _decide(op, device, dtype, {name: index(size) for name, size in sizes.items()})
+
+
+@torch.compiler.assume_constant_result
+def _decide(op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> str:
+    return choose(op, device, dtype, tuple(sizes.items())).implementation
+
+
+@lru_cache(maxsize=4096)
+def choose(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Choice:
+    """What runs `op` at these sizes, (name, value) each."""
+    choice = _choose(op, device, dtype, dict(sizes))
+    buckets = tuple((name, 1 << max(size - 1, 0).bit_length()) for name, size in sizes)
+    key = (op, str(device), _name(dtype), buckets)
+    if _choices.get(key) != choice:
+        _choices[key] = choice
+        values = ", ".join(f"{name} {size}" for name, size in sizes)
+        where = f"{op} ({values}) on {device} in {_name(dtype)}"
+        refused = f"; {choice.refused}" if choice.refused else ""
+        log.info("%s: %s, %s%s", where, choice.implementation, choice.source, refused)
+    return choice
+
+
+def choices() -> list[dict[str, object]]:
+    """What was decided so far, the last decision of each operator, device, dtype and bucket."""
+    return [
+        {"op": op, "device": device, "dtype": dtype, "up_to": dict(buckets)}
+        | {name: getattr(choice, name) for name in ("implementation", "source", "refused")}
+        for (op, device, dtype, buckets), choice in _choices.items()
+    ]
+
+
+def of_row(row: dict, device: torch.device) -> Choice:
+    """What runs in an operator's benchmark, by the columns of its "ops" row."""
+    return choose(row["op"], device, getattr(torch, _dtype_of(row)), tuple(sizes_of(row).items()))
+
+
+def sizes_of(row: dict) -> dict[str, int]:
+    """Of an operator's benchmark, by the columns of its "ops" row."""
+    if row["op"] == "attention":
+        sizes = {name: row[name] for name in ("n_q", "n_k", "head_dim")}
+        return {"batch_heads": row["batch"] * row["n_heads"]} | sizes
+    sizes = {name: row[column] for name, column in COLUMNS.items() if row.get(column) is not None}
+    return {"rows": row["batch"] * row["n_q"]} | sizes
+
+
+def training_ms(op: str, forward: float, backward: float) -> float:
+    """What an operator's two passes take together; mixture_nll's backward is timed with both."""
+    return backward if op == "mixture_nll" else forward + backward
+
+
+def fastest(op: str, times: dict[str, float]) -> str:
+    """Of the candidates with a time, the first that is as good as the fastest."""
+    timed = [name for name in registry.CANDIDATES[op] if name in times]
+    best = min(times[name] for name in timed)
+    return next(name for name in timed if times[name] <= STAYS_BELOW * best)
+
+
+def entry_of(row: dict, capability: int, implementation: str) -> Entry:
+    """The entry that an operator's benchmark makes whose fastest was `implementation`."""
+    return {
+        "op": row["op"],
+        "capability": capability,
+        "dtype": _dtype_of(row),
+        "sizes": sizes_of(row),
+        "implementation": implementation,
+    }
+
+
+@cache
+def table() -> tuple[Entry, ...]:
+    return tuple(json.loads(TABLE.read_text()))
+
+
+def write_table(entries: Iterable[Entry]) -> None:
+    """Replace the table; a later one of `entries` takes the place of an earlier one of its key."""
+    names = ("op", "capability", "dtype", "sizes")
+    by_key = {json.dumps([entry[name] for name in names]): entry for entry in entries}
+    lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
+    TABLE.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+    table.cache_clear()
+    choose.cache_clear()
+
+
+def _choose(op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Choice:
+    candidates = registry.CANDIDATES[op]
+    refused = ""
+    defaults = [(name, "default") for name in candidates]
+    for name, source in _preferred(op, device, dtype, sizes) + defaults:
+        reason = _unsupported(op, name, device, dtype, sizes)
+        if reason is None:
+            return Choice(name, source, refused)
+        refused = refused or f"{name} cannot run here: {reason}"
+    return Choice(candidates[0], "default", refused)  # which will say why it cannot run either
+
+
+def _preferred(
+    op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]
+) -> list[tuple[str, str]]:
+    """(implementation, source) in the order to be tried; what follows is PyTorch."""
+    # On the CPU kernels run in Triton's interpreter, for correctness only; nobody tunes for it.
+    if device.type != "cuda" or 0 in sizes.values():
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+
+    def distance(entry: Entry) -> float:
+        return sum(abs(math.log2(sizes[name] / size)) for name, size in entry["sizes"].items())
+
+    known = [
+        entry
+        for entry in table()
+        if (entry["op"], entry["capability"], entry["dtype"]) == (op, capability, _name(dtype))
+        and entry["implementation"] in registry.CANDIDATES[op]
+    ]
+    if not known:
+        return [("fused", "default")] if capability >= OURS_FROM else []
+    return [
+        (entry["implementation"], "nearest" if distance(entry) else "tuned")
+        for entry in sorted(known, key=distance)
+    ]
+
+
+def _unsupported(
+    op: str, name: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]
+) -> str | None:
+    reason = registry.get(op, name).unsupported(device, dtype)
+    if reason is None and name in registry.OWN and dtype.itemsize > 4:
+        return f"it takes bfloat16, float16 or float32, not {dtype}"
+    for size, taken in LIMITS.get((op, name), {}).items():
+        if reason is None and size in sizes and sizes[size] not in taken:
+            reason = f"it does not take {size} {sizes[size]}"
+    return reason
+
+
+def _dtype_of(row: dict) -> str:
+    # Whatever the model's dtype, the loss is computed in float32.
+    return "float32" if row["op"] == "mixture_nll" else row["dtype"]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,57 @@
+-- Grain: device × op × shape × dtype: what `auto` chose, and how much slower that is than the best
+-- of what it chooses from, forward and backward together, all of it timed in turn in the same runs.
+--
+-- `regret` compares auto as it was timed: where it chose the best, what is left is what two timings
+-- of one implementation differ by. `regret_of_choice` compares the chosen implementation's own
+-- timing. `tuned_on`: the table has an entry of this very shape. Peers that `auto` does not choose
+-- from do not count, however fast.
+create or replace view auto_regret as
+with automatic as (
+    select
+        device,
+        op,
+        shape,
+        dtype,
+        batch,
+        n_q,
+        n_k,
+        launch_config ->> 'implementation' as chosen,
+        launch_config ->> 'source' as source,
+        time_ms
+    from operator_training
+    where implementation = 'auto'
+),
+
+candidates as (
+    select
+        device,
+        op,
+        shape,
+        dtype,
+        map(list(implementation), list(time_ms)) as times_ms,
+        arg_min(implementation, time_ms) as best_implementation,
+        min(time_ms) as best_time_ms
+    from operator_training
+    inner join auto_candidates using (op, implementation)
+    where time_ms is not null
+    group by device, op, shape, dtype
+)
+
+select
+    device,
+    op,
+    shape,
+    dtype,
+    batch,
+    n_q,
+    n_k,
+    chosen,
+    source,
+    source = 'tuned' as tuned_on,
+    time_ms,
+    best_implementation,
+    best_time_ms,
+    time_ms / best_time_ms - 1 as regret,
+    times_ms[chosen] / best_time_ms - 1 as regret_of_choice
+from automatic
+left join candidates using (device, op, shape, dtype);
