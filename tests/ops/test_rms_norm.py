@@ -42,26 +42,24 @@ def test_ragged_rows(n_rows, dtype):
         assert ratio <= BUDGETS[name], name
 
 
-@pytest.mark.parametrize("config", triton_rms_norm.FORWARD_CONFIGS, ids=str)
 @pytest.mark.parametrize("width", [1, 100])
-def test_forward_configurations(config, width):
+def test_forward_of_odd_widths(width):
     case = Case(3, 13, width, torch.float32, start=3)
     inputs = gate.draw(case, DEVICE)
     x, update, weight = (inputs[name] for name in ("x", "update", "weight"))
-    total, normalized = triton_rms_norm.forward(x, update, weight, gate.EPS, config)
+    total, normalized = triton_rms_norm.forward(x, update, weight, gate.EPS)
     for name, ratio in ratios(case, {"sum": total, "normalized": normalized}, inputs).items():
         assert ratio <= BUDGETS[name], name
 
 
-@pytest.mark.parametrize("config", triton_rms_norm.BACKWARD_CONFIGS, ids=str)
 @pytest.mark.parametrize("width", [100, 1024])
-def test_backward_configurations(config, width):
+def test_backward_of_odd_widths(width):
     case = Case(3, 13, width, torch.float32, start=3)
     inputs = gate.draw(case, DEVICE)
     exact = gate.reference(case, inputs)
     own = gate.differentiated(case, inputs, "torch")
     dx, dweight = triton_rms_norm.backward(
-        inputs["dnormalized"], inputs["dsum"], own["sum"], inputs["weight"], gate.EPS, config
+        inputs["dnormalized"], inputs["dsum"], own["sum"], inputs["weight"], gate.EPS
     )
     for name, x in (("dx", dx), ("dweight", dweight)):
         assert error_ratio(x, own[name], exact[name]) <= BUDGETS[name], name

@@ -21,6 +21,8 @@ class Unsupported(RuntimeError):
 
 def require_supported(op: str, implementation: str, device, dtype) -> None:
     """Raises Unsupported with the registry's reason if it cannot run on this device and dtype."""
+    if implementation == "compiled":  # PyTorch's plain form, compiled by the benchmark
+        implementation = "torch"
     try:
         registry.check(op, implementation, device, dtype)
     except RuntimeError as error:

@@ -9,10 +9,12 @@ attention reads, takes their gradients in the layout attention writes, and accum
 of weights in float32 and never rounds them. The matmuls are cuBLAS's in both.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from tnp.ops import registry
+from tnp.ops import auto, registry
 from tnp.ops.matmul import add_weight_gradient, weight_gradient
 
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
@@ -134,6 +136,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, implementation: str = "torc
         RuntimeError: the implementation cannot run on this device and dtype.
     """
     _check(x, weight, implementation)
+    if implementation == "auto":
+        implementation = _chosen(x, weight)
     if implementation == "torch":
         return F.linear(x, weight.to(x.dtype))
     rows = x.reshape(-1, x.shape[-1])
@@ -166,6 +170,8 @@ def project_qkv(
         ValueError, RuntimeError: as `linear`.
     """
     _check(x, weight, implementation)
+    if implementation == "auto":
+        implementation = _chosen(x, weight)
     n_rows = x.shape[1]
     n_keys = n_rows if n_keys is None else n_keys
     if not 1 <= n_keys <= n_rows or not 0 <= first < n_rows:
@@ -182,6 +188,12 @@ def project_qkv(
         q = F.linear(x[:, first:], w[: len(w) // 3])
         k, v = F.linear(x[:, :n_keys], w[len(w) // 3 :]).chunk(2, -1)
     return tuple(y.unflatten(-1, (n_heads, -1)).transpose(1, 2) for y in (q, k, v))
+
+
+def _chosen(x: torch.Tensor, weight: torch.Tensor) -> str:
+    n_out, n_in = weight.shape
+    rows = math.prod(x.shape[:-1])
+    return auto.resolve("projection", x.device, x.dtype, rows=rows, n_in=n_in, n_out=n_out)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, implementation: str) -> None:

@@ -91,6 +91,11 @@ def _fa4(device: torch.device, dtype: torch.dtype) -> str | None:
     return _capability(device, (9, 0)) or _package("flash-attn-4")
 
 
+def _compiled(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What benchmarks compare with; in a model, torch.compile takes all of it at once."""
+    return "it is for benchmarks: choose 'torch' and run the model through torch.compile"
+
+
 def _grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"torch's grouped_mm needs a CUDA device, not {device.type}"
@@ -131,6 +136,8 @@ OURS = tuple(
     )
 )
 MATMULS = ("tnp.ops.matmul", "tnp.ops.hopper_matmul")
+# Operators whose plain form PyTorch's compiler would fuse: a baseline of their benchmarks.
+COMPILED = ("rms_norm", "mlp", "mixture_heads", "mixture_nll")
 OWN = ("separate", "fused", "single")  # names of implementations of our own
 # What "auto" chooses from (`tnp.ops.auto`), PyTorch's plain form first: all of it can be trained.
 CANDIDATES = {
@@ -173,6 +180,7 @@ _IMPLEMENTATIONS = {
         ),
         Implementation("mixture_nll", "torch", (), _anywhere),
         Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton),
+        *(Implementation(op, "compiled", (), _compiled) for op in COMPILED),
         *(Implementation(op, "auto", ("tnp.ops.auto",), _anywhere) for op in CANDIDATES),
     )
 }

@@ -38,9 +38,9 @@ class Config(KernelConfig):
         return tile | {"STAGES": self.num_stages, "num_warps": self.num_warps}
 
 
-# On an H200, 36,096 rows of 512 in bfloat16: forward 31 µs, others 33–43; backward 71, others 76 and
-# 126. The forward pass reads a few bytes and writes whole rows; the backward pass reads whole rows,
-# and needs loads ahead.
+# On an H200, 36,096 rows of 512 in bfloat16: forward 31 µs, others 33–43; backward 71, others 76
+# and 126. The forward pass reads a few bytes and writes whole rows; the backward pass reads whole
+# rows, and needs loads ahead.
 FORWARD_CONFIG = Config(4, 512, 7, 4, 1)
 BACKWARD_CONFIG = Config(2, 512, 4, 4, 2)
 
@@ -203,7 +203,6 @@ def forward(
     x_target: torch.Tensor | None,
     weight: torch.Tensor,
     dtype: torch.dtype,
-    config: Config = FORWARD_CONFIG,
 ) -> torch.Tensor:
     """[B, M + N, d_model] in `dtype`, contiguous."""
     batch, n_context, n_target = sizes(x_context, x_target)
@@ -213,9 +212,9 @@ def forward(
         return out
     tensors, strides, widths = _inputs(x_context, y_context, x_target, weight)
     n_programs = walking_programs(
-        weight.device, config.per_multiprocessor, triton.cdiv(n_rows, config.rows)
+        weight.device, FORWARD_CONFIG.per_multiprocessor, triton.cdiv(n_rows, FORWARD_CONFIG.rows)
     )
-    tile = config.tile(out.element_size())
+    tile = FORWARD_CONFIG.tile(out.element_size())
     _embed_rows_fwd_kernel[(n_programs, triton.cdiv(d_model, tile["BLOCK_D"]))](
         *tensors, weight, out, *strides, n_rows, n_context, n_target, d_model,
         **widths, **tile,
@@ -229,7 +228,6 @@ def backward(
     y_context: torch.Tensor | None,
     x_target: torch.Tensor | None,
     weight: torch.Tensor,
-    config: Config = BACKWARD_CONFIG,
 ) -> torch.Tensor:
     """dweight, float32."""
     if dout.numel() == 0:
@@ -239,10 +237,10 @@ def backward(
     dout = as_batches(dout if dout.stride(-1) == 1 else dout.contiguous())
     tensors, strides, widths = _inputs(x_context, y_context, x_target, weight)
     n_programs = walking_programs(
-        weight.device, config.per_multiprocessor, triton.cdiv(n_rows, config.rows)
+        weight.device, BACKWARD_CONFIG.per_multiprocessor, triton.cdiv(n_rows, BACKWARD_CONFIG.rows)
     )
     partials = weight.new_empty(n_programs, *weight.shape)
-    tile = config.tile(dout.element_size())
+    tile = BACKWARD_CONFIG.tile(dout.element_size())
     _embed_rows_bwd_kernel[(n_programs, triton.cdiv(d_model, tile["BLOCK_D"]))](
         dout, *tensors, weight, partials, *dout.stride()[:2], *strides,
         n_rows, n_context, n_target, d_model, **widths, **tile,

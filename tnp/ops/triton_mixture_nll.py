@@ -37,8 +37,8 @@ class Config(KernelConfig):
     num_warps: int
 
 
-# 16 targets a program at 10 components. On an H200, 32,000 targets: 10.7 µs with the reduction; with
-# twice and four times as many a program 20.0 and 20.3.
+# 16 targets a program at 10 components. On an H200, 32,000 targets: 10.7 µs with the reduction;
+# with twice and four times as many a program 20.0 and 20.3.
 CONFIG = Config(256, 2)
 
 
@@ -141,14 +141,13 @@ def loss_and_gradients(
     sigma_min: float,
     with_dparameters: bool,
     with_dy: bool,
-    config: Config = CONFIG,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The mean, dparameters and dy, the latter two empty where not asked for."""
     k, d_y = parameters.shape[-2], y.shape[-1]
     y_rows = as_batches(y)
     n_targets = y_rows.shape[0] * y_rows.shape[1]
     block_k = triton.next_power_of_2(k)
-    n_programs = triton.cdiv(n_targets, config.elements // block_k)
+    n_programs = triton.cdiv(n_targets, CONFIG.elements // block_k)
     partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
     dparameters = parameters.new_empty(parameters.shape if with_dparameters else 0)
     dy = y.new_empty(y.shape if with_dy else 0)
@@ -157,7 +156,7 @@ def loss_and_gradients(
         *y_rows.stride(), n_targets, y_rows.shape[1],
         1.0 / n_targets, math.log(sigma_min) if sigma_min > 0 else 0.0,
         K=k, BLOCK_K=block_k, D_Y=d_y, HAS_FLOOR=sigma_min > 0,
-        WITH_DPARAMETERS=with_dparameters, WITH_DY=with_dy, **config.kernel_arguments(),
+        WITH_DPARAMETERS=with_dparameters, WITH_DY=with_dy, **CONFIG.kernel_arguments(),
     )  # fmt: skip
     return sum_partials(partials, 1.0 / n_targets), dparameters, dy
 

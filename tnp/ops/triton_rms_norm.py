@@ -132,7 +132,6 @@ def forward(
     update: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    config: ForwardConfig = FORWARD_CONFIG,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + update (x itself where there is no update) and its norm, contiguous."""
     normalized = x.new_empty(x.shape)
@@ -142,7 +141,7 @@ def forward(
     x_rows = as_batches(x)
     update_rows = x_rows if update is None else as_batches(update)
     n_rows = x_rows.shape[0] * x_rows.shape[1]
-    sizes = config.sizes(len(weight), x.element_size())
+    sizes = FORWARD_CONFIG.sizes(len(weight), x.element_size())
     _rms_norm_fwd_kernel[(triton.cdiv(n_rows, sizes["ROWS"]),)](
         x_rows, update_rows, weight, total, normalized,
         *x_rows.stride()[:2], *update_rows.stride()[:2],
@@ -158,7 +157,6 @@ def backward(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    config: BackwardConfig = BACKWARD_CONFIG,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx, contiguous, in x's dtype and dweight in float32; x is what was normalized."""
     dx = x.new_empty(x.shape)
@@ -167,9 +165,9 @@ def backward(
     x_rows, g_rows = as_batches(x), _as_gradient(dnormalized)
     s_rows = g_rows if dsum is None else _as_gradient(dsum)
     n_rows = x_rows.shape[0] * x_rows.shape[1]
-    sizes = config.sizes(len(weight), x.element_size())
+    sizes = BACKWARD_CONFIG.sizes(len(weight), x.element_size())
     n_tiles = triton.cdiv(n_rows, sizes["ROWS"])
-    n_programs = walking_programs(x.device, config.per_multiprocessor, n_tiles)
+    n_programs = walking_programs(x.device, BACKWARD_CONFIG.per_multiprocessor, n_tiles)
     partials = torch.empty(n_programs, len(weight), dtype=torch.float32, device=x.device)
     _rms_norm_bwd_kernel[(n_programs,)](
         g_rows, s_rows, x_rows, weight, dx, partials,

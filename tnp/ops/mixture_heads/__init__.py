@@ -3,10 +3,11 @@
     out_k = silu(x up_kᵀ) down_kᵀ        out [..., K, O], O = 1 + 2·d_y
 
 `implementation` is explicit and never falls back: asking for one that cannot run raises with the
-reason. `torch` multiplies with all heads' up at once, `loop` head by head, `bmm` as a batch,
-`grouped_mm` through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours
-(`hopper`, `triton_heads`): the hidden rows, K · F wide, stay on the chip, and its result is
-float32, as it was summed. Weights are float32 parameters, cast to x's dtype where they are used.
+reason; only "auto" chooses (`tnp.ops.auto`). `torch` multiplies with all heads' up at once, `loop`
+head by head, `bmm` as a batch, `grouped_mm` through PyTorch's grouped matmul; their results are in
+x's dtype. `fused` is ours (`hopper`, `triton_heads`): the hidden rows, K · F wide, stay on the
+chip, and its result is float32, as it was summed. Weights are float32 parameters, cast to x's dtype
+where they are used.
 """
 
 import math

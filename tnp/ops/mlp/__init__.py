@@ -3,9 +3,10 @@
     y = silu(x upᵀ) downᵀ
 
 `implementation` is explicit and never falls back: asking for one that cannot run raises with the
-reason. `torch` is the formula in PyTorch, `fused` puts SiLU into the matmuls' epilogues
-(`triton_mlp`), `single` is one kernel, for few rows (`single`). Weights are float32 parameters,
-cast to x's dtype where they are used; ours accumulate their gradients in float32.
+reason; only "auto" chooses (`tnp.ops.auto`). `torch` is the formula in PyTorch, `fused` puts SiLU
+into the matmuls' epilogues (`triton_mlp`), `single` is one kernel, for few rows (`single`). Weights
+are float32 parameters, cast to x's dtype where they are used; ours accumulate their gradients in
+float32.
 """
 
 import math
