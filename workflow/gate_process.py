@@ -19,7 +19,7 @@ def run(gate: str, device: str, slug: str, timeout_s: float) -> dict[str, list[d
     """Table → rows of `gate` on `device`, provenance not yet added."""
     # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-    with tempfile.TemporaryDirectory(prefix="tnp-gate-") as folder, device_lock(slug):
+    with tempfile.TemporaryDirectory(prefix="tnp-gate-") as folder, device_lock(slug, shared=True):
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", __name__, gate, device, result, str(os.getpid())]
         try:

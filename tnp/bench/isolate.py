@@ -80,20 +80,22 @@ def with_provenance(tables: Rows, device: str, environment_id: str | None) -> Ro
 
 
 @contextmanager
-def device_lock(device: str) -> Iterator[None]:
+def device_lock(device: str, shared: bool = False) -> Iterator[None]:
     """One timing job on a device at a time on this machine, whoever started it; waits its turn.
 
-    The lock goes with the process that holds it, however that ends.
+    What times nothing may share the device with others of its kind. The lock goes with the process
+    that holds it, however that ends.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     path = Path(tempfile.gettempdir(), f"tnp-{device}.lock")
     # Reading is all that flock needs, and all that another user's lock file may allow.
     descriptor = os.open(path, os.O_RDONLY | (0 if path.exists() else os.O_CREAT), 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"waiting for another timing job on {device} (lock {path})", file=sys.stderr)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, kind)
         yield
     finally:
         os.close(descriptor)

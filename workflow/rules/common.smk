@@ -30,6 +30,9 @@ ORDER = plan.running_order(STEPS | OPS)
 PRIORITY = {job: len(ORDER) - rank for rank, job in enumerate(ORDER)}
 GATE_PRIORITY = len(ORDER) + 1
 
+# Gates share the device: they time nothing, and much of each is Python and float64.
+GATES_AT_ONCE = 4
+
 # Timings claim all cores, so nothing runs beside them; on a cluster they claim a GPU.
 GPUS = 1 if DEVICE == "cuda" else 0
 

@@ -11,7 +11,7 @@ rule gate:
     wildcard_constraints:
         gate=one_of(GATES),
     priority: GATE_PRIORITY
-    threads: workflow.cores
+    threads: max(1, workflow.cores // GATES_AT_ONCE)
     resources:
         gpu=GPUS,
     params:
