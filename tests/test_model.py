@@ -1,12 +1,15 @@
 """The model: targets see the context only, variants agree, padding and prediction are exact."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.tasks import Task
-from tnp.variants import Variant
+from tnp.variants import OPERATORS, Variant
 
 CONFIG = TNPConfig(d_model=32, n_layers=2, n_heads=2, d_ff=21, n_components=3)
 
@@ -86,6 +89,68 @@ def test_checkpointing_changes_nothing():
         gradients.append([loss.detach()] + [p.grad for p in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+def loss_and_gradients(model: TransformerNP, task: Task) -> dict[str, torch.Tensor]:
+    loss = model.loss(task)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+# 2·(7 + 5) rows: 23 recomputes every block, 24 none.
+@pytest.mark.parametrize("n_layers", [1, 2])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"skip_unread": True},
+        {"recompute_above": 23},
+        {"recompute_above": 24},
+        {"skip_unread": True, "recompute_above": 23},
+    ],
+)
+def test_what_is_skipped_or_recomputed_changes_nothing(spec, n_layers):
+    config = TNPConfig(d_model=32, n_layers=n_layers, n_heads=2, d_ff=21, n_components=3)
+    task = Task(*(x.double() for x in make_task(config)))
+    plain, other = (
+        loss_and_gradients(
+            build(config, torch.float64, attention="reference", **changes).double(), task
+        )
+        for changes in ({}, spec)
+    )
+    for name, x in plain.items():
+        torch.testing.assert_close(other[name], x, atol=1e-13, rtol=1e-11, msg=name)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of every operator, those of the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute_above, n_runs", [(23, 2), (24, 1), (None, 1)])
+def test_recomputing_keeps_the_results_of_attention(recompute_above, n_runs):
+    fused = {"attention": "separate", "projection": "fused"}
+    model = build(**fused, recompute_above=recompute_above)
+    with Calls() as calls:
+        loss_and_gradients(model, make_task())
+    assert calls.count[torch.ops.tnp.attention.default] == CONFIG.n_layers
+    assert calls.count[torch.ops.tnp.project_qkv.default] == n_runs * CONFIG.n_layers
+
+
+@pytest.mark.parametrize("spec", [{}, {"skip_unread": True}, {"recompute_above": 23}])
+def test_all_operators_of_ours_give_what_torch_gives(spec):
+    task = make_task()
+    own = loss_and_gradients(build(), task)
+    ours = dict.fromkeys(OPERATORS, "fused")
+    for name, x in loss_and_gradients(build(d_ff_storage=32, **ours, **spec), task).items():
+        x = x[tuple(map(slice, own[name].shape))]  # without the padding
+        torch.testing.assert_close(x, own[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_padding_is_exact_through_training():

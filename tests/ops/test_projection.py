@@ -1,0 +1,202 @@
+"""Projections without bias: the gate's cases, weight gradients, contracts, what is refused."""
+
+import pytest
+import torch
+
+from tnp.gates import projection as gate
+from tnp.gates.checks import error_ratio, max_abs_error, relative_error
+from tnp.gates.projection import BUDGETS, Case
+from tnp.ops.projection import (
+    _linear,
+    _linear_backward,
+    _project_qkv,
+    _project_qkv_backward,
+    linear,
+    project_qkv,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    return torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
+
+
+def test_gate():
+    red = [check for check in gate.checks(DEVICE) if not check.passed]
+    assert not red, "\n".join(map(str, red))
+
+
+# Keys and queries of all rows, of one, of rows that overlap, meet and leave a gap.
+@pytest.mark.parametrize(
+    "n_keys, first", [(7, 0), (1, 0), (7, 6), (1, 6), (5, 2), (4, 4), (2, 5), (None, 0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_share_of_the_rows(n_keys, first, dtype):
+    case = Case(3, 7, 24, n_keys, first, dtype)
+    results = gate._run(case, DEVICE, dtype, "fused")
+    own = gate._run(case, DEVICE, dtype, "torch")
+    exact = gate._run(case, DEVICE, torch.float64, "torch")
+    for name, x in results.items():
+        assert error_ratio(x, own[name], exact[name]) <= BUDGETS[name], name
+
+
+@pytest.mark.parametrize(
+    "right, wrong, named",
+    [
+        # One row too many or too few, and queries one row late.
+        ((4, 2), (5, 2), ("dx", "dweight")),
+        ((4, 2), (3, 2), ("dx", "dweight")),
+        ((4, 2), (4, 1), ("dx", "dweight")),
+    ],
+)
+def test_negative_controls_fail(right, wrong, named):
+    x, weight = draw(2, 7, 24), draw(72, 24)
+    found = []
+    for n_keys, first in (right, wrong):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        outputs = project_qkv(*leaves, 2, n_keys=n_keys, first=first, implementation="fused")
+        found.append(torch.autograd.grad(sum(y.sum() for y in outputs), leaves))
+    for name, ours, other in zip(("dx", "dweight"), *found, strict=True):
+        if name in named:
+            assert relative_error(other, ours) > 1e-2, name
+
+
+def weight_gradients(dtype: torch.dtype, rows: int = 4096) -> dict[str, torch.Tensor]:
+    """Those of both functions for gradients of one: sums of `rows` products x · 1."""
+    x = draw(2, rows // 2, 16, dtype=dtype)
+    weight = draw(48, 16).requires_grad_()
+    q, k, v = project_qkv(x, weight, 2, implementation="fused")
+    (qkv,) = torch.autograd.grad([q, k, v], weight, [torch.ones_like(y) for y in (q, k, v)])
+    y = linear(x, weight, implementation="fused")
+    (alone,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    exact = x.double().sum((0, 1)).expand(48, 16)
+    return {"exact": exact, "qkv": qkv, "linear": alone}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_are_float32_and_never_rounded(dtype):
+    found = weight_gradients(dtype)
+    for name in ("qkv", "linear"):
+        assert found[name].dtype == torch.float32
+        assert relative_error(found[name], found["exact"]) < 1e-5, name
+        # The control: rounded to the activations' dtype they would be further off.
+        assert relative_error(found[name].to(dtype), found["exact"]) > 1e-4, name
+
+
+def test_weights_of_the_activations_dtype_keep_it():
+    x = draw(2, 5, 16, dtype=torch.bfloat16)
+    weight = draw(48, 16, dtype=torch.bfloat16).requires_grad_()
+    outputs = project_qkv(x, weight, 2, n_keys=3, first=3, implementation="fused")
+    (dweight,) = torch.autograd.grad([y.float().square().sum() for y in outputs], weight)
+    assert dweight.dtype == torch.bfloat16
+
+
+def test_outputs_are_views_of_rows():
+    x, weight = draw(2, 7, 24), draw(72, 24)
+    q, k, v = project_qkv(x, weight, 3, n_keys=4, first=2, implementation="fused")
+    assert q.shape == (2, 3, 5, 8) and k.shape == v.shape == (2, 3, 4, 8)
+    assert all(y.transpose(1, 2).is_contiguous() for y in (q, k, v))
+
+
+def test_strided_inputs_and_expanded_gradients():
+    """x of another order of dimensions, and the gradients of a sum, which have stride 0."""
+    x = draw(7, 3, 24).transpose(0, 1).requires_grad_()
+    weight = draw(72, 24).requires_grad_()
+    results = []
+    for name in ("fused", "torch"):
+        outputs = project_qkv(x, weight, 2, n_keys=4, first=2, implementation=name)
+        outputs += (linear(x, weight, implementation=name),)
+        loss = sum((i + 1) * y.sum() for i, y in enumerate(outputs))
+        results.append((*outputs, *torch.autograd.grad(loss, (x, weight))))
+    for ours, own in zip(*results, strict=True):
+        torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
+
+
+def test_outputs_that_no_loss_reads():
+    x, weight = draw(2, 7, 24).requires_grad_(), draw(72, 24).requires_grad_()
+    for output in range(3):
+        results = []
+        for name in ("fused", "torch"):
+            y = project_qkv(x, weight, 2, n_keys=4, first=2, implementation=name)[output]
+            results.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+        for ours, own in zip(*results, strict=True):
+            torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n_dims", [1, 2, 4])
+def test_linear_of_any_number_of_dimensions(n_dims):
+    x, weight = draw(*(2, 3, 5, 16)[-n_dims:]).requires_grad_(), draw(8, 16)
+    out, own = (linear(x, weight, implementation=name) for name in ("fused", "torch"))
+    torch.testing.assert_close(out, own)
+    gradients = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, own))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_no_rows():
+    x = torch.zeros(2, 0, 16, device=DEVICE, requires_grad=True)
+    weight = draw(8, 16).requires_grad_()
+    y = linear(x, weight, implementation="fused")
+    assert y.shape == (2, 0, 8)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and (weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_keep_their_contracts(dtype):
+    x, rows = draw(2, 7, 16, dtype=dtype), draw(5, 16, dtype=dtype)
+    weight, of_one = draw(48, 16), draw(8, 16)
+    torch.library.opcheck(_linear, (rows.requires_grad_(), of_one.requires_grad_()))
+    dy = draw(5, 8, dtype=dtype)
+    torch.library.opcheck(_linear_backward, (dy, rows.detach(), of_one.detach()))
+    for n_keys, first in ((7, 0), (4, 2)):
+        arguments = x.detach().requires_grad_(), weight.detach().requires_grad_(), n_keys, first
+        torch.library.opcheck(_project_qkv, arguments)
+        gradients = (draw(2, n, 16, dtype=dtype) for n in (7 - first, n_keys, n_keys))
+        torch.library.opcheck(_project_qkv_backward, (*gradients, x, weight, n_keys, first))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("n_keys, first", [(None, 0), (7, 0), (4, 2)])
+def test_compiles_in_one_graph(n_keys, first, backend, monkeypatch):
+    case = Case(2, 7, 16, n_keys, first, torch.float32)
+    eager = gate._run(case, DEVICE, torch.float32, "fused")
+    for function in (linear, project_qkv):
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        monkeypatch.setattr(gate, function.__name__, compiled)
+    for name, x in gate._run(case, DEVICE, torch.float32, "fused").items():
+        assert max_abs_error(x, eager[name]) <= 1e-6, name
+
+
+def test_float64_by_torch():
+    x = draw(2, 5, 4).double().requires_grad_()
+    weight = draw(12, 4).double().requires_grad_()
+    assert torch.autograd.gradcheck(linear, (x, weight))
+    assert torch.autograd.gradcheck(lambda *leaves: project_qkv(*leaves, 2), (x, weight))
+    ragged = {"n_keys": 3, "first": 2}
+    assert torch.autograd.gradcheck(lambda *leaves: project_qkv(*leaves, 2, **ragged), (x, weight))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": torch.zeros(2, 7, 9)}, r"x is \(2, 7, 9\) and weight \(24, 8\): they must be"),
+        ({"weight": torch.zeros(24)}, r"and weight \(24,\): they must be \[..., n_in\] and"),
+        ({"weight": torch.zeros(24, 8, device="meta")}, "weight is on meta and x on cpu"),
+        ({"n_keys": 0}, r"n_keys is 0 and first 0: they must lie in \[1, 7\] and \[0, 6\]"),
+        ({"n_keys": 8}, r"n_keys is 8 and first 0: they must lie in \[1, 7\]"),
+        ({"first": 7}, r"n_keys is 7 and first 7: they must lie in .* \[0, 6\]"),
+        ({"first": -1}, "n_keys is 7 and first -1: they must lie in"),
+        ({"implementation": "quick"}, "unknown implementation 'quick' of projection"),
+    ],
+)
+def test_refusals(change, message):
+    arguments = {"x": torch.zeros(2, 7, 8), "weight": torch.zeros(24, 8), "n_heads": 2}
+    arguments |= {"implementation": "fused"} | change
+    with pytest.raises(ValueError, match=message):
+        project_qkv(**arguments)
+    if not change.keys() & {"n_keys", "first"}:
+        del arguments["n_heads"]
+        with pytest.raises(ValueError, match=message):
+            linear(**arguments)
