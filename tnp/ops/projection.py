@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tnp.ops import auto, registry
 from tnp.ops.matmul import add_weight_gradient, weight_gradient
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
 _require_supported = torch.compiler.assume_constant_result(registry.check)
 
@@ -63,7 +64,7 @@ def _project_qkv(
 def _rows(x: torch.Tensor, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """x[:, first:last] @ weightᵀ, without a copy of the rows."""
     if first == 0 and last == x.shape[1]:
-        return (x.flatten(0, 1) @ weight.t()).view(*x.shape[:2], -1)
+        return (x.flatten(0, 1) @ weight.t()).view(*x.shape[:2], len(weight))
     return torch.bmm(x[:, first:last], weight.t().expand(len(x), -1, -1))
 
 
@@ -124,7 +125,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, implementation: str = "torc
     """x wᵀ.
 
     Args:
-        x: [..., n_in], any float dtype.
+        x: [..., n_in]; bfloat16, float16 or float32 (`torch`: any float dtype).
         weight: [n_out, n_in], as a rule a float32 parameter; cast to x's dtype.
         implementation: a name of `tnp.ops.registry.names("projection")`.
 
@@ -141,7 +142,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, implementation: str = "torc
     if implementation == "torch":
         return F.linear(x, weight.to(x.dtype))
     rows = x.reshape(-1, x.shape[-1])
-    return _linear(rows, weight).view(*x.shape[:-1], -1)
+    return _linear(rows, weight).view(*x.shape[:-1], len(weight))
 
 
 def project_qkv(
@@ -156,7 +157,7 @@ def project_qkv(
     """Queries of the rows from `first` on, keys and values of the first `n_keys` rows.
 
     Args:
-        x: [B, L, d_model], any float dtype.
+        x: [B, L, d_model], of the dtypes that `linear` takes.
         weight: [3·d_model, d_model], those of q, k and v in turn; as a rule a float32 parameter.
         n_heads: how many equal shares d_model is read as.
         n_keys: from 1 to L; L where None.
@@ -170,6 +171,12 @@ def project_qkv(
         ValueError, RuntimeError: as `linear`.
     """
     _check(x, weight, implementation)
+    d_model = x.shape[-1]
+    if x.dim() != 3 or len(weight) != 3 * d_model or n_heads < 1 or d_model % n_heads:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and n_heads {n_heads}: they must "
+            "be [B, L, d_model], [3·d_model, d_model] and a divisor of d_model"
+        )
     if implementation == "auto":
         implementation = _chosen(x, weight)
     n_rows = x.shape[1]
@@ -205,3 +212,5 @@ def _check(x: torch.Tensor, weight: torch.Tensor, implementation: str) -> None:
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device} and x on {x.device}: they must be equal")
     _require_supported("projection", implementation, x.device, x.dtype)
+    if implementation == "fused" and x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
