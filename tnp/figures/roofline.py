@@ -68,7 +68,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "the same points as a share of the line above them; where only bytes are counted, of the "
         "copy.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+    # Each operator has implementations of its own: lines as many, and a legend of them.
+    panels = theme.stacked(blocks).resolve_scale(color="independent", yOffset="independent")
+    return theme.page(panels, finding(rows, devices), subtitle)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
