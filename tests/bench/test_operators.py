@@ -335,7 +335,7 @@ def test_short_kernels_are_launched_from_graphs_of_whole_rotations():
 
     assert launches("cuda", 5.0, 0.5) == 21  # all of them, however slow: launched alike
     assert launches("cuda", 0.5, n_inputs=25) == 25
-    assert launches("cuda", 5.0, 1.5) == launches("cpu", 0.5) == launches("cuda") == 1
+    assert launches("cuda", 5.0, 2.5) == launches("cpu", 0.5) == launches("cuda") == 1
 
 
 @pytest.mark.parametrize("op", ["mlp", "mixture_nll"])
