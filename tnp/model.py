@@ -270,7 +270,9 @@ class TransformerNP(nn.Module):
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
     ) -> torch.Tensor:
-        """Mixture parameters at every target, [B, N, K, 1 + 2·d_y] in `compute_dtype`.
+        """Mixture parameters at every target, [B, N, K, 1 + 2·d_y], as the heads give them.
+
+        In `compute_dtype` from PyTorch's heads, in float32 from ours.
 
         Args:
             x_context: [B, M, d_x].
@@ -336,7 +338,8 @@ class TransformerNP(nn.Module):
             h, x = block.attention.norm(h, update)
             q, k, v = block.attention.project(x)
             context.append((k, v))
-            h, update = block.mlp(h, block.attention.attend(q, k, v))
+            if block is not self.blocks[-1]:  # of the last, targets read keys and values alone
+                h, update = block.mlp(h, block.attention.attend(q, k, v))
         chunks = []
         for x_target in task.x_target.split(max_targets, dim=1):
             h, update = self.embed(None, None, x_target, self.compute_dtype), None

@@ -16,11 +16,14 @@ from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import Unsupported
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import OPERATOR_SIZES, operator_sizes
+from tnp.model import TNPConfig
 from tnp.ops import auto, registry
 
 TIMING = {"warmup_s": 0.5, "min_samples": 30, "long_step_s": 0.4, "long_samples": 3}
 TIMEOUT_S = 900.0
-MODEL = {"d_model": 512, "n_heads": 8, "d_ff": 1365, "n_components": 10}
+MODEL = {
+    name: getattr(TNPConfig(), name) for name in ("d_model", "n_heads", "d_ff", "n_components")
+}
 DTYPES = ("bfloat16", "float16", "float32")
 LINE = "{:<14} {:<14} {:>12} {:>12}  {}"
 

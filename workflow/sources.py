@@ -26,13 +26,14 @@ NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
 
 
 def of_gate(gate: str) -> list[str]:
-    """Of our kernels those that the gate proves; a gate of the model leaves them all out."""
+    """Of our kernels those that the gate proves or runs; `baseline` leaves them all out."""
     used = {
         (op, name)
         for op, name in _implementations()
         if gate in KERNEL_GATES.get((op, name), ())
         or name.startswith("sdpa_")
         or name in ("reference", "torch")
+        or (GATES[gate].ours and name in ("separate", "fused"))
     }
     return _using([f"tnp.gates.{gate}", *GATES[gate].modules], used)
 

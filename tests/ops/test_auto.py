@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,15 +55,33 @@ def chosen(op: str = "mlp", device=GPU, dtype=torch.bfloat16, **sizes) -> auto.C
 @pytest.mark.parametrize("op", registry.CANDIDATES)
 def test_pytorch_runs_on_the_cpu(op):
     auto.write_table([entry("fused", op)])
-    assert chosen(op, CPU, **MLP) == auto.Choice(registry.CANDIDATES[op][0], "default")
+    reason = "on the CPU kernels only run interpreted"
+    assert chosen(op, CPU, **MLP) == auto.Choice(registry.CANDIDATES[op][0], "default", reason)
 
 
 @pytest.mark.parametrize("op", registry.CANDIDATES)
-def test_an_unknown_gpu_runs_ours_from_hopper_on(op, capability):
-    assert chosen(op) == auto.Choice("fused", "default")
+@pytest.mark.parametrize("found", [(9, 0), (10, 0), (8, 0), (8, 9), (12, 0)])
+def test_an_unknown_gpu_runs_ours_on_hopper_and_blackwell(op, found, capability):
+    capability(*found)
+    if found in ((9, 0), (10, 0)):
+        assert chosen(op) == auto.Choice("fused", "default")
+        return
+    measured = "compute capability {}.{} in bfloat16".format(*found)
+    reason = f"nothing was measured on {measured}: python -m tnp.tune"
+    assert chosen(op) == auto.Choice(registry.CANDIDATES[op][0], "default", reason)
+
+
+def test_why_pytorch_runs_is_logged(caplog, capability):
+    caplog.set_level(logging.INFO, "tnp.auto")
     capability(8, 0)
-    auto.choose.cache_clear()
-    assert chosen(op) == auto.Choice(registry.CANDIDATES[op][0], "default")
+    chosen(rows=0, d_model=512, d_ff=1408)
+    chosen()
+    chosen(device=CPU, **MLP)
+    assert [record.getMessage().split("torch, default; ")[1] for record in caplog.records] == [
+        "there is nothing to compute",
+        "nothing was measured on compute capability 8.0 in bfloat16: python -m tnp.tune",
+        "on the CPU kernels only run interpreted",
+    ]
 
 
 def test_its_own_sizes_are_tuned_and_any_others_nearest():
@@ -169,6 +188,19 @@ def test_a_new_entry_takes_the_place_of_the_old_one():
     assert auto.TABLE.read_text().count("\n") == 4
 
 
+def test_a_table_that_cannot_be_written_stays_as_it_was(monkeypatch):
+    auto.write_table([entry("torch")])
+    before = auto.TABLE.read_text()
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="no space"):
+        auto.write_table([])
+    assert auto.TABLE.read_text() == before
+
+
 def test_the_sizes_of_a_benchmark_are_those_of_a_call(monkeypatch):
     asked = []
 
@@ -266,6 +298,18 @@ def test_what_only_pytorch_takes_it_gets(monkeypatch):
     strided = torch.randn(32, 4).T
     expected = add_rms_norm(x, strided, weight.float())
     assert auto_equals(add_rms_norm(x, strided, weight.float(), implementation="auto"), expected)
+    apart = torch.rand(32, 2)[:, 0]
+    assert torch.equal(rms_norm(x, apart, implementation="auto"), rms_norm(x, apart))
+    tokens, double = torch.randn(32, 3), y.double()
+    for arguments in (
+        (y, y, y, torch.randn(3, 32).T, torch.float32),
+        (double, y, double, tokens, torch.float32),
+        (y, double, y, tokens, torch.float32),
+        (None, None, double, tokens, torch.float32),
+    ):
+        assert torch.equal(embed_rows(*arguments, implementation="auto"), embed_rows(*arguments))
+    parameters = torch.randn(2, 5, 3, 3), double
+    assert torch.equal(mixture_nll(*parameters, implementation="auto"), mixture_nll(*parameters))
     differentiable = y.clone().requires_grad_()
     rows = embed_rows(
         y, y, differentiable, torch.randn(32, 3), torch.float32, implementation="auto"

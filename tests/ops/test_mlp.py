@@ -7,7 +7,7 @@ from tnp.gates import mlp as gate
 from tnp.gates.checks import error_ratio, max_abs_error
 from tnp.gates.mlp import BUDGETS, FLOAT32_FACTOR, IMPLEMENTATIONS, Case, draw, reference, run
 from tnp.ops import mlp as operator
-from tnp.ops.mlp import mlp, single
+from tnp.ops.mlp import mlp, single, triton_mlp
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Case(70, 32, 48, 42)
@@ -50,6 +50,18 @@ def test_single_with_few_rows_and_many(n_rows, monkeypatch):
     case = Case(n_rows, 32, 48, 48)
     inputs, dy = draw(case, DEVICE)
     for name, ratio in ratios(run(inputs, dy, "single"), case, inputs, dy).items():
+        assert ratio <= BUDGETS[name], name
+
+
+@ours
+def test_more_rows_than_are_saved_are_computed_again_in_chunks(implementation, monkeypatch):
+    monkeypatch.setattr(triton_mlp, "SAVED_ROWS", 16)
+    monkeypatch.setattr(triton_mlp, "CHUNK_ROWS", 32)
+    inputs, dy = draw(SMALL, DEVICE)
+    with monkeypatch.context() as patch:
+        patch.delattr(triton_mlp, "forward_saving")
+        outs = run(inputs, dy, implementation)
+    for name, ratio in ratios(outs, SMALL, inputs, dy).items():
         assert ratio <= BUDGETS[name], name
 
 

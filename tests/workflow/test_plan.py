@@ -171,6 +171,58 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     assert not any("rms_norm" in file or "attention/" in file for file in sources.of_op(torch))
 
 
+KERNELS = {
+    f"tnp/ops/{module}.py"
+    for module in (
+        "attention/triton_forward",
+        "attention/triton_backward",
+        "attention/few_keys",
+        "attention/hopper_forward",
+        "attention/hopper_backward",
+        "hopper_matmul",
+        "hopper_silu",
+        "matmul",
+        "mixture_heads/hopper",
+        "mixture_heads/triton_heads",
+        "mlp/triton_mlp",
+        "triton_embedding",
+        "triton_matmul",
+        "triton_mixture_nll",
+        "triton_rms_norm",
+        "weight_gradient",
+    )
+}
+
+
+def used_kernels(files: list[str]) -> set[str]:
+    return (KERNELS | {"tnp/ops/mlp/single.py"}) & set(files)
+
+
+def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    assert used_kernels(sources.of_step(steps["matrix--mid--sdpa_flash"])) == set()
+    assert used_kernels(sources.of_step(steps["ablation--small--fused--graph"])) == KERNELS
+
+
+@pytest.mark.parametrize("gate", ["skip_unread", "checkpointing", "cuda_graphs"])
+def test_a_gate_of_a_whole_model_of_ours_has_every_kernel_among_its_sources(gate):
+    files = sources.of_gate(gate)
+    assert used_kernels(files) == KERNELS
+    assert "tnp/ops/tuned/attention.json" in files
+    assert used_kernels(sources.of_gate("baseline")) == set()
+
+
+def test_what_a_backward_runs_is_its_source():
+    fused, single = (
+        used_kernels(sources.of_op({"op": "mlp", "implementation": name}))
+        for name in ("fused", "single")
+    )
+    assert single == fused | {"tnp/ops/mlp/single.py"}
+    assert "tnp/ops/mlp/triton_mlp.py" in fused and "tnp/ops/hopper_silu.py" in fused
+    projection = used_kernels(sources.of_gate("projection"))
+    assert projection == {"tnp/ops/weight_gradient.py"}
+
+
 def test_what_auto_may_choose_is_its_source_and_gate():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     step = steps["auto--mid--auto--graph"]

@@ -175,19 +175,23 @@ class Operator:
 
 def _workload(operator: Operator, normal: Normal, pass_: str) -> Workload:
     """Forward; or backward of the same, with normal output gradients (of a scalar: 1)."""
-    differentiated = slice(operator.n_differentiated if pass_ == "backward" else 0)
+    # Forward too: a model that trains saves what its backward pass needs.
+    differentiated = slice(operator.n_differentiated)
     inputs = [operator.draw() for _ in range(input_sets(operator.bytes, normal.device))]
     for one_set in inputs:
         for x in one_set[differentiated]:
             x.requires_grad_()
     gradients = [
-        normal.activations(*shape) if shape else torch.ones((), device=normal.device)
-        for shape in operator.output_shapes
+        [
+            normal.activations(*shape) if shape else torch.ones((), device=normal.device)
+            for shape in operator.output_shapes
+        ]
+        for _ in inputs
     ]
 
-    def backward(outputs: Output, one_set: Inputs) -> tuple[torch.Tensor, ...]:
+    def backward(outputs: Output, one_set: Inputs, of: Inputs) -> tuple[torch.Tensor, ...]:
         outputs = _as_tuple(outputs)
-        grads = [g.to(o.dtype) for g, o in zip(gradients, outputs, strict=True)]
+        grads = [g.to(o.dtype) for g, o in zip(of, outputs, strict=True)]
         return torch.autograd.grad(outputs, one_set[differentiated], grads, retain_graph=True)
 
     def calls(implementation: str) -> list[Callable[[], Output]]:
@@ -196,10 +200,13 @@ def _workload(operator: Operator, normal: Normal, pass_: str) -> Workload:
             return [partial(compute, *one_set) for one_set in inputs]
         if operator.forward_in_backward:
             return [
-                partial(lambda one_set: backward(compute(*one_set), one_set), one_set)
-                for one_set in inputs
+                partial(lambda one_set, of: backward(compute(*one_set), one_set, of), one_set, of)
+                for one_set, of in zip(inputs, gradients, strict=True)
             ]
-        return [partial(backward, compute(*one_set), one_set) for one_set in inputs]
+        return [
+            partial(backward, compute(*one_set), one_set, of)
+            for one_set, of in zip(inputs, gradients, strict=True)
+        ]
 
     @cache
     def reference() -> tuple[torch.Tensor, ...]:
@@ -208,7 +215,7 @@ def _workload(operator: Operator, normal: Normal, pass_: str) -> Workload:
             return _as_tuple(operator.reference(*exact))
         for x in exact[differentiated]:
             x.requires_grad_()
-        return backward(operator.reference(*exact), exact)
+        return backward(operator.reference(*exact), exact, gradients[0])
 
     def check(output: Output) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return list(zip(_as_tuple(output), reference(), strict=True))

@@ -16,12 +16,14 @@ class Gate:
     """A gate's place in the specification and the modules it exercises (for rerun triggers).
 
     `op` is the operator whose implementations its checks name, unless a check names one itself:
-    attention for a gate of the model.
+    attention for a gate of the model. `ours` says that it runs models whose operators are all of
+    our own.
     """
 
     phase: int
     modules: tuple[str, ...]
     op: str = "attention"
+    ours: bool = False
 
 
 _MODEL = ("tnp.model", "tnp.step", "tnp.ops.attention")
@@ -34,11 +36,11 @@ GATES = {
     "rms_norm": Gate(6, ("tnp.ops.rms_norm",), "rms_norm"),
     "projection": Gate(6, ("tnp.ops.projection",), "projection"),
     "mlp": Gate(6, ("tnp.ops.mlp",), "mlp"),
-    "skip_unread": Gate(6, _MODEL),
+    "skip_unread": Gate(6, _MODEL, ours=True),
     "mixture_heads": Gate(7, ("tnp.ops.mixture_heads",), "mixture_heads"),
     "mixture_nll": Gate(8, ("tnp.ops.mixture_nll",), "mixture_nll"),
-    "checkpointing": Gate(9, _MODEL),
-    "cuda_graphs": Gate(10, _MODEL),
+    "checkpointing": Gate(9, _MODEL, ours=True),
+    "cuda_graphs": Gate(10, _MODEL, ours=True),
     "kernels": Gate(11, ("tnp.ops.compilation",)),
 }
 

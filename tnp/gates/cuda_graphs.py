@@ -19,8 +19,7 @@ MARGIN = 8
 def checks(device: torch.device) -> Iterator[Check]:
     if device.type != "cuda":
         raise Unsupported("CUDA graphs need a CUDA device")
-    for name in models.implementations(device):
-        variant = Variant(name, attention=name)
+    for name, variant in models.variants(device):
 
         def run(cuda_graph: bool, variant: Variant = variant):
             model = models.build_model(device, variant)
@@ -34,11 +33,11 @@ def checks(device: torch.device) -> Iterator[Check]:
         # What eager runs differ by among themselves: nothing where all kernels are deterministic.
         spread = max(max_abs_error(other[0], losses) for other in eager)
         yield Check(
-            f"losses of {N_STEPS} steps, captured against eager", "max_abs_error",
-            max_abs_error(captured[0], losses), MARGIN * spread, name,
+            f"{variant.name}: losses of {N_STEPS} steps, captured against eager",
+            "max_abs_error", max_abs_error(captured[0], losses), MARGIN * spread, name,
         )  # fmt: skip
         spread = max(relative_error(other[1], weights) for other in eager)
         yield Check(
-            f"weights after {N_STEPS} steps, captured against eager", "relative_error",
-            relative_error(captured[1], weights), MARGIN * spread, name,
+            f"{variant.name}: weights after {N_STEPS} steps, captured against eager",
+            "relative_error", relative_error(captured[1], weights), MARGIN * spread, name,
         )  # fmt: skip

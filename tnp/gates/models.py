@@ -13,7 +13,7 @@ from tnp.ops.attention import OURS
 from tnp.ops.attention.sdpa import BACKENDS
 from tnp.step import TrainingStep
 from tnp.tasks import GaussianProcessTasks, Task
-from tnp.variants import Variant
+from tnp.variants import OPERATORS, Variant
 
 SEED = 0
 
@@ -49,6 +49,27 @@ def implementations(device: torch.device) -> Iterator[str]:
         with contextlib.suppress(RuntimeError):
             registry.check("attention", name, device, scale(device).dtype)
             yield name
+
+
+def ours(device: torch.device, attention: str = "fused") -> Variant:
+    """Every operator of ours, with attention's implementation `attention`, and what goes with it."""
+    operators = dict.fromkeys(OPERATORS, "fused") | {"attention": attention}
+    width = scale(device).d_ff_storage
+    return Variant("all operators of ours", **operators, skip_unread=True, d_ff_storage=width)
+
+
+def variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
+    """What a switch of the model is checked with, and the implementation of attention it is about.
+
+    Each implementation of attention with PyTorch's other operators, and all operators of ours.
+    """
+    for name in implementations(device):
+        yield name, Variant(f"attention {name}", attention=name)
+    variant = ours(device)
+    with contextlib.suppress(RuntimeError):
+        for op, name in variant.implementations().items():
+            registry.check(op, name, device, scale(device).dtype)
+        yield variant.attention, variant
 
 
 def build_model(

@@ -46,6 +46,7 @@ GPU_CASES = (
     *(Case(4, 11_000, uses=uses) for uses in ("", "sum, normalized")),
     *(Case(4, 11_000, start=10_000, uses=uses) for uses in ("", "sum, normalized")),
     *(Case(1, length) for length in (1, 3, 4, 5, 33)),
+    Case(1, 205_000),
     Case(3, 777, 1024),
     Case(3, 77, 384),
     Case(3, 77, 100, start=5),

@@ -20,18 +20,33 @@ def compared(
     own: Results,
     exact: Results,
     budgets: dict[str, float],
+    implementation: str = "fused",
 ) -> Iterator[Check]:
-    """Every result of `run`, the fused implementation, that has a budget; then all again."""
+    """Every result of `run`, of `implementation`, that has a budget; then all again."""
     first = run()
+    yield from within(case, first, own, exact, budgets, implementation)
+    yield repeated(case, run, first, implementation)
+
+
+def within(
+    case: object,
+    results: Results,
+    own: Results,
+    exact: Results,
+    budgets: dict[str, float],
+    implementation: str = "fused",
+) -> Iterator[Check]:
+    """Every one of `results` that has a budget, against float64 over PyTorch's own error."""
     for name, budget in budgets.items():
-        if name in first:
+        if name in results:
             yield Check(f"{name} against float64, {case}", "error_ratio",
-                        error_ratio(first[name], own[name], exact[name]), budget,
-                        "fused")  # fmt: skip
-    yield repeated(case, run, first)
+                        error_ratio(results[name], own[name], exact[name]), budget,
+                        implementation)  # fmt: skip
 
 
-def repeated(case: object, run: Callable[[], Results], first: Results) -> Check:
+def repeated(
+    case: object, run: Callable[[], Results], first: Results, implementation: str = "fused"
+) -> Check:
     """`run` gives `first` again, bit by bit."""
     device = next(iter(first.values())).device
     repeats = REPEATS[device.type]
@@ -39,4 +54,6 @@ def repeated(case: object, run: Callable[[], Results], first: Results) -> Check:
     for _ in range(repeats):
         again = run()
         difference = max(difference, *(max_abs_error(again[name], first[name]) for name in first))
-    return Check(f"repeats: {repeats}, {case}", "max_abs_difference", difference, 0.0, "fused")
+    return Check(
+        f"repeats: {repeats}, {case}", "max_abs_difference", difference, 0.0, implementation
+    )

@@ -4,13 +4,14 @@
 by operator, compute capability, dtype and sizes, as `snakemake tune` and `python -m tnp.tune` timed
 them. A call takes the entry of its own sizes, or of the nearest whose implementation can run it,
 nearest by the sum of |log2| of the sizes' ratios. On a GPU of which the table knows nothing ours
-run, from compute capability 9.0 on; elsewhere PyTorch does. Every decision is logged to
+run at the compute capabilities of `OURS_ON`; elsewhere PyTorch does. Every decision is logged to
 `tnp.auto` the first time it is made for sizes of a power of two, and listed by `choices()`.
 """
 
 import json
 import logging
 import math
+import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -23,8 +24,9 @@ import torch
 from tnp.ops import registry
 
 TABLE = Path(__file__).parent / "tuned" / "implementations.json"
-# From this compute capability on ours are what runs where the table knows nothing.
-OURS_FROM = 90
+# Compute capabilities at which ours run where the table knows nothing. Some kernels need more
+# shared memory than the 99 KB that a block has on 8.6, 8.9 and 12.0.
+OURS_ON = (90, 100)
 # An implementation earlier among the candidates, PyTorch's first, stays where it takes at most this
 # much of the fastest's time: two runs differ by as much.
 STAYS_BELOW = 1.01
@@ -50,7 +52,8 @@ log = logging.getLogger("tnp.auto")
 class Choice:
     """`source` is "tuned" (an entry of these very sizes), "nearest" or "default".
 
-    `refused` says why what would have come first cannot run; "" where it can.
+    `refused` says why nothing of ours is preferred, or why what would have come first cannot run;
+    "" where it can.
     """
 
     implementation: str
@@ -155,16 +158,19 @@ def write_table(entries: Iterable[Entry]) -> None:
     names = ("op", "capability", "dtype", "sizes")
     by_key = {json.dumps([entry[name] for name in names]): entry for entry in entries}
     lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
-    TABLE.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+    # All of it or nothing: a job may be reading it.
+    new = TABLE.with_name(f".{TABLE.name}.{os.getpid()}")
+    new.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+    os.replace(new, TABLE)
     table.cache_clear()
     choose.cache_clear()
 
 
 def _choose(op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Choice:
     candidates = registry.CANDIDATES[op]
-    refused = ""
+    preferred, refused = _preferred(op, device, dtype, sizes)
     defaults = [(name, "default") for name in candidates]
-    for name, source in _preferred(op, device, dtype, sizes) + defaults:
+    for name, source in preferred + defaults:
         reason = _unsupported(op, name, device, dtype, sizes)
         if reason is None:
             return Choice(name, source, refused)
@@ -174,11 +180,15 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, 
 
 def _preferred(
     op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]
-) -> list[tuple[str, str]]:
-    """(implementation, source) in the order to be tried; what follows is PyTorch."""
-    # On the CPU kernels run in Triton's interpreter, for correctness only; nobody tunes for it.
-    if device.type != "cuda" or 0 in sizes.values():
-        return []
+) -> tuple[list[tuple[str, str]], str]:
+    """(implementation, source) in the order to be tried, or why there is none.
+
+    What follows is PyTorch.
+    """
+    if device.type != "cuda":  # nobody tunes for Triton's interpreter
+        return [], f"on the {device.type.upper()} kernels only run interpreted"
+    if 0 in sizes.values():
+        return [], "there is nothing to compute"
     major, minor = torch.cuda.get_device_capability(device)
     capability = 10 * major + minor
 
@@ -191,12 +201,15 @@ def _preferred(
         if (entry["op"], entry["capability"], entry["dtype"]) == (op, capability, _name(dtype))
         and entry["implementation"] in registry.CANDIDATES[op]
     ]
-    if not known:
-        return [("fused", "default")] if capability >= OURS_FROM else []
-    return [
-        (entry["implementation"], "nearest" if distance(entry) else "tuned")
-        for entry in sorted(known, key=distance)
-    ]
+    if known:
+        return [
+            (entry["implementation"], "nearest" if distance(entry) else "tuned")
+            for entry in sorted(known, key=distance)
+        ], ""
+    if capability in OURS_ON:
+        return [("fused", "default")], ""
+    measured = f"compute capability {major}.{minor} in {_name(dtype)}"
+    return [], f"nothing was measured on {measured}: python -m tnp.tune"
 
 
 def _unsupported(

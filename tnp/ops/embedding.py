@@ -109,7 +109,8 @@ def _chosen(
     dtype: torch.dtype,
 ) -> str:
     given = [x for x in (x_context, y_context, x_target) if x is not None]
-    if weight.dtype != torch.float32 or any(x.requires_grad for x in given):
+    served = weight.dtype == torch.float32 and weight.is_contiguous()
+    if not served or any(x.requires_grad or x.dtype not in DTYPES for x in given):
         return "torch"  # the only one that takes them
     d_model, width = weight.shape
     return auto.resolve("embedding", weight.device, dtype, d_model=d_model, width=width)

@@ -1,14 +1,19 @@
 """x wᵀ for Hopper, with what follows it done while the next tile is multiplied.
 
-For products whose inner width is that of the model, K ≤ 512: too short for a matmul library to hide
+For products whose inner width is that of the model, K = 512: too short for a matmul library to hide
 what comes before and after a tile. A program keeps one multiprocessor and walks tiles of
 [128, 128] row by row. Its 128 rows of x stay in shared memory for all tiles of a row, a producer
 warp streams blocks of w, and two consumer warpgroups take tiles in turn: while one multiplies, the
 other works on its product ("ping-pong", as in CUTLASS). Each lets the other begin when its own last
 block has arrived: a barrier's phase is one bit, and who waited for a block further ahead would take
-an earlier one for it. Rows of x need no barriers: they arrive with the blocks of w of their first
-tile, and when the producer may overwrite a stage, the block of x that was read before it is free,
-there being no more stages than blocks of K.
+an earlier one for it.
+
+Rows of x need no barriers: they arrive with the blocks of w of their first tile, into a place that
+all tiles of the row before have read. Block k may be loaded when its stage is free, that is, when
+the block STAGES before it has been read: for k < STAGES, block k + K_BLOCKS − STAGES of the tile
+before. From there on a block of the same tile, k − STAGES, that was itself loaded after block
+k + K_BLOCKS − 2·STAGES of the tile before had been read, or, for k ≥ 2·STAGES, after its last. With
+K_BLOCKS ≥ 2·STAGES none of these is before k.
 
 What is done with a product is the kernel's own: `tnp.ops.hopper_silu` and
 `tnp.ops.mixture_heads.hopper`.
@@ -32,7 +37,7 @@ from tnp.ops.attention.hopper_primitives import barriers, opaque
 ROWS = gl.constexpr(64)  # of a matmul instruction; a tile has two such halves
 TILE = gl.constexpr(128)  # rows and columns of a tile
 BLOCK_K = gl.constexpr(64)
-MIN_K, MAX_K = 256, 512  # as many blocks as stages, and what leaves shared memory for w
+K = 512  # fills shared memory but for the blocks of w
 REGISTERS = gl.constexpr(240)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -92,7 +97,7 @@ def pipeline(
     STAGES: gl.constexpr, W_IS_KN: gl.constexpr, PAIRS_OF: gl.constexpr,
 ):  # fmt: skip
     """A program's share of the tiles: whole units of UNIT tiles, which divides a row."""
-    gl.static_assert(STAGES <= K_BLOCKS)
+    gl.static_assert(K_BLOCKS >= 2 * STAGES)
     units = gl.cdiv(n_rows, TILE) * (n_columns // UNIT)
     program = gl.program_id(0)
     return Pipeline(
@@ -187,10 +192,9 @@ def store_quarter(desc, quarter, row, column, buffer):
 
 @gluon.jit
 def sigmoid(x):
-    """(1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12: an eighth of bfloat16's step.
+    """(1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12.
 
-    By an exponential and a reciprocal, two instructions of the same unit, what is done with a tile
-    takes longer than the next tile's product.
+    That is an eighth of bfloat16's step below 1, and half of float16's.
     """
     tanh = gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=gl.float32, is_pure=True, pack=1
@@ -232,8 +236,7 @@ def serves(x: torch.Tensor, width: int) -> bool:
         x.is_cuda
         and torch.cuda.get_device_capability(x.device) == (9, 0)
         and x.dtype in DTYPES
-        and x.shape[1] % BLOCK_K.value == 0
-        and MIN_K <= x.shape[1] <= MAX_K
+        and x.shape[1] == K
         and width % TILE.value == 0
     )
 
@@ -241,7 +244,9 @@ def serves(x: torch.Tensor, width: int) -> bool:
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x, copied where its rows do not start at multiples of 16 bytes, as TMA wants them."""
     step = x.stride(0) * x.element_size()
-    return x if x.data_ptr() % 16 == 0 and step % 16 == 0 else x.contiguous().clone()
+    if x.data_ptr() % 16 == 0 and step % 16 == 0 and step > 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -1,4 +1,4 @@
-"""The MLP's products of inner width K ≤ 512 for Hopper, with SiLU or its derivative.
+"""The MLP's products of inner width 512 for Hopper, with SiLU or its derivative.
 
     forward     z = x wᵀ,  h = z·σ(z),  slope = σ(z)·(1 + z·(1 − σ(z)))
     backward    dz = (dy w)·slope
@@ -131,7 +131,7 @@ def matmul_silu(
     slope = x.new_empty(slope_shape(n_rows, width)) if save else None
     matmul_silu_hopper_kernel[(multiprocessors(x.device),)](
         descriptor(aligned(x), ROWS.value, BLOCK_K.value),
-        descriptor(w, TILE.value, BLOCK_K.value),
+        descriptor(aligned(w), TILE.value, BLOCK_K.value),
         descriptor(h, ROWS.value, BLOCK_K.value),
         h if slope is None else slope, n_rows, width // TILE.value,
         K_BLOCKS=x.shape[1] // BLOCK_K.value, STAGES=STAGES, HAS_SLOPE=save, num_warps=4,
@@ -145,7 +145,7 @@ def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, slope: torch.Tensor) -> torc
     dz = dy.new_empty(n_rows, w.shape[1])
     matmul_dsilu_hopper_kernel[(multiprocessors(dy.device),)](
         descriptor(aligned(dy), ROWS.value, BLOCK_K.value),
-        descriptor(w, BLOCK_K.value, TILE.value),
+        descriptor(aligned(w), BLOCK_K.value, TILE.value),
         descriptor(dz, ROWS.value, BLOCK_K.value),
         slope, n_rows, n_columns,
         K_BLOCKS=dy.shape[1] // BLOCK_K.value, STAGES=STAGES, num_warps=4,

@@ -1,8 +1,7 @@
 """Matrix products that the feed-forward operators share, and who computes each.
 
 SiLU and its derivative ride in the epilogue of kernels of our own, so that what they read and
-write passes through memory once. Gradients of weights are summed over all rows in float32 and
-never rounded to the activations' dtype: cuBLAS does that where it is asked for a float32 result.
+write passes through memory once.
 
 The last dimension of every operand is contiguous, rows may lie further apart.
 """
@@ -12,7 +11,8 @@ import torch.nn.functional as F
 
 from tnp.ops import hopper_matmul, hopper_silu, triton_matmul
 
-# Hidden widths are padded to multiples of this many units: the kernels load 16 bytes at a time.
+# Hidden widths are padded to multiples of this many units: what Triton knows to be a multiple of 16
+# it loads 16 bytes at a time.
 HIDDEN_MULTIPLE = 16
 
 
@@ -78,18 +78,3 @@ def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, saved: torch.Tensor) -> torc
     if hopper_matmul.serves(dy, w.shape[1]):
         return hopper_silu.matmul_dsilu(dy, w, saved)
     return triton_matmul.matmul_dsilu(dy, w, saved)
-
-
-def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dyᵀ x of dy [T, N] and x [T, K]: float32 [N, K], accumulated in float32."""
-    if dy.is_cuda and dy.dtype != torch.float32:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    return dy.t().float() @ x.float()
-
-
-def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """total += dyᵀ x, in place; total is float32 [N, K]."""
-    if dy.is_cuda and dy.dtype != torch.float32:
-        torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(dy.t().float(), x.float())

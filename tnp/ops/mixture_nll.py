@@ -129,11 +129,7 @@ def mixture_nll(
     if not 0 <= sigma_min < math.inf:
         raise ValueError(f"sigma_min is {sigma_min}: it must be finite and not negative")
     if implementation == "auto":
-        # Half-precision parameters too are computed with in float32.
-        dtype = torch.promote_types(parameters.dtype, torch.float32)
-        sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
-        sizes["d_y"] = y.shape[-1]
-        implementation = auto.resolve("mixture_nll", parameters.device, dtype, **sizes)
+        implementation = _chosen(parameters, y)
     _require_supported("mixture_nll", implementation, parameters.device, parameters.dtype)
     if implementation == "torch":
         return _torch_mixture_nll(parameters, y, sigma_min)
@@ -146,6 +142,16 @@ def mixture_nll(
         recorded and parameters.requires_grad,
         recorded and y.requires_grad,
     )[0]
+
+
+def _chosen(parameters: torch.Tensor, y: torch.Tensor) -> str:
+    if y.dtype not in DTYPES:
+        return "torch"  # the only one that takes it
+    # Half-precision parameters too are computed with in float32.
+    dtype = torch.promote_types(parameters.dtype, torch.float32)
+    sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
+    sizes["d_y"] = y.shape[-1]
+    return auto.resolve("mixture_nll", parameters.device, dtype, **sizes)
 
 
 def _torch_mixture_nll(parameters: torch.Tensor, y: torch.Tensor, sigma_min: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tnp.ops import auto, registry
-from tnp.ops.matmul import add_weight_gradient, weight_gradient
+from tnp.ops.weight_gradient import add_weight_gradient, weight_gradient
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.

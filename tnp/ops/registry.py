@@ -135,7 +135,12 @@ OURS = tuple(
         "hopper_backward",
     )
 )
-MATMULS = ("tnp.ops.matmul", "tnp.ops.hopper_matmul")
+# What the feed-forward operators multiply with.
+MATMULS = tuple(
+    f"tnp.ops.{module}"
+    for module in ("matmul", "hopper_matmul", "hopper_silu", "triton_matmul", "weight_gradient")
+)
+MLP = (*MATMULS, "tnp.ops.mlp.triton_mlp")
 # Operators whose plain form PyTorch's compiler would fuse: a baseline of their benchmarks.
 COMPILED = ("rms_norm", "mlp", "mixture_heads", "mixture_nll")
 OWN = ("separate", "fused", "single")  # names of implementations of our own
@@ -167,16 +172,20 @@ _IMPLEMENTATIONS = {
         Implementation("rms_norm", "torch", (), _anywhere),
         Implementation("rms_norm", "fused", ("tnp.ops.triton_rms_norm",), _triton),
         Implementation("projection", "torch", (), _anywhere),
-        Implementation("projection", "fused", ("tnp.ops.matmul",), _anywhere),
+        Implementation("projection", "fused", ("tnp.ops.weight_gradient",), _anywhere),
         Implementation("mlp", "torch", (), _anywhere),
-        Implementation("mlp", "fused", MATMULS + ("tnp.ops.mlp.triton_mlp",), _triton),
-        Implementation("mlp", "single", ("tnp.ops.mlp.single",), _triton),
+        Implementation("mlp", "fused", MLP, _triton),
+        # Its backward is that of "fused".
+        Implementation("mlp", "single", (*MLP, "tnp.ops.mlp.single"), _triton),
         Implementation("mixture_heads", "torch", (), _anywhere),
         Implementation("mixture_heads", "loop", (), _anywhere),
         Implementation("mixture_heads", "bmm", (), _anywhere),
         Implementation("mixture_heads", "grouped_mm", (), _grouped_mm),
         Implementation(
-            "mixture_heads", "fused", MATMULS + ("tnp.ops.mixture_heads.triton_heads",), _triton
+            "mixture_heads",
+            "fused",
+            (*MATMULS, "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"),
+            _triton,
         ),
         Implementation("mixture_nll", "torch", (), _anywhere),
         Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton),

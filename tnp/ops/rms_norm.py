@@ -153,7 +153,8 @@ def add_rms_norm(
 
 def _chosen(rows: tuple[torch.Tensor, ...], weight: torch.Tensor, eps: float) -> str:
     _check(rows[0], weight, eps, "torch")
-    if weight.dtype != torch.float32 or any(x.stride(-1) != 1 for x in rows):
+    contiguous = weight.is_contiguous() and all(x.stride(-1) == 1 for x in rows)
+    if weight.dtype != torch.float32 or not contiguous:
         return "torch"  # the only one that takes them
     *leading, d_model = rows[0].shape
     device, dtype = rows[0].device, rows[0].dtype

@@ -43,7 +43,7 @@ from tnp.ops.hopper_matmul import (
     quarters,
     sigmoid,
 )
-from tnp.ops.matmul import add_weight_gradient
+from tnp.ops.weight_gradient import add_weight_gradient
 
 # Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
 CHUNK_ROWS = 8192
@@ -233,7 +233,7 @@ def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tens
     out = x.new_empty(x.shape[0], n_heads, N_OUT.value, dtype=torch.float32)
     mixture_heads_hopper_kernel[(multiprocessors(x.device),)](
         descriptor(aligned(x), ROWS.value, BLOCK_K.value),
-        descriptor(up.flatten(0, 1), TILE.value, BLOCK_K.value),
+        descriptor(aligned(up.flatten(0, 1)), TILE.value, BLOCK_K.value),
         down, out, x.shape[0], n_heads,
         COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
@@ -285,7 +285,7 @@ def dz_and_ddown(
     partials = x.new_empty(n_tiles, n_heads, N_OUT.value, width, dtype=torch.float32)
     mixture_heads_bwd_hopper_kernel[(multiprocessors(x.device),)](
         descriptor(aligned(x), ROWS.value, BLOCK_K.value),
-        descriptor(up.flatten(0, 1), TILE.value, BLOCK_K.value),
+        descriptor(aligned(up.flatten(0, 1)), TILE.value, BLOCK_K.value),
         descriptor(down.flatten(0, 1), PADDED_OUT.value, BLOCK_K.value),
         descriptor(dout.flatten(1), ROWS.value, PADDED_OUT.value),
         descriptor(dz, ROWS.value, BLOCK_K.value),

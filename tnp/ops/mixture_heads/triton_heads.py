@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.ops.matmul import add_weight_gradient
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
+from tnp.ops.weight_gradient import add_weight_gradient
 
 # Rows of the backward pass that are under way at once: dz takes 115 MB at K = 10, F = 1408.
 CHUNK_ROWS = 4096

@@ -12,7 +12,8 @@ Gradients of the weights are float32, accumulated in float32.
 
 import torch
 
-from tnp.ops.matmul import add_weight_gradient, matmul_dsilu, matmul_silu, weight_gradient
+from tnp.ops.matmul import matmul_dsilu, matmul_silu
+from tnp.ops.weight_gradient import add_weight_gradient, weight_gradient
 
 # Of more rows than this the backward pass computes z again, in chunks: h and z of 205,000 rows
 # would take 1.1 GiB, and where rows are many, attention leaves the MLP little of a step.
