@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tnp.gates.checks import Check, error_ratio, require_ours
-from tnp.gates.mlp import FLOAT32_FACTOR, view
+from tnp.gates.mlp import FLOAT32_FACTOR, columns
 from tnp.gates.row_operators import GRADIENT_BUDGET, OUTPUT_BUDGET, Results, repeated, within
 from tnp.ops import registry
 from tnp.ops.mixture_heads import GROUPED_MULTIPLE, mixture_heads
@@ -39,7 +39,8 @@ class Case:
     def __str__(self) -> str:
         sizes = f"T={self.n_rows} D={self.d} F={self.d_ff_real} stored {self.d_ff}"
         heads = f"K={self.n_heads} O={self.n_out}"
-        return f"{sizes} {heads} {str(self.dtype).removeprefix('torch.')}{view(self)}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{sizes} {heads} {dtype}{columns(self.start, self.wide)}"
 
 
 GPU_CASES = (

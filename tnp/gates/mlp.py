@@ -21,8 +21,9 @@ BUDGETS = {
 FLOAT32_FACTOR = {"cuda": 2.0, "cpu": 1.0}
 
 
-def view(case) -> str:
-    return "" if case.wide is None else f" x from column {case.start} of {case.wide}"
+def columns(start: int, wide: int | None) -> str:
+    """What a case says of x's layout."""
+    return "" if wide is None else f" x from column {start} of {wide}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"T={self.n_rows} D={self.d} F={self.d_ff_real} stored {self.d_ff}"
-        return f"{sizes} {str(self.dtype).removeprefix('torch.')}{view(self)}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{sizes} {dtype}{columns(self.start, self.wide)}"
 
 
 GPU_CASES = (

@@ -52,7 +52,7 @@ def implementations(device: torch.device) -> Iterator[str]:
 
 
 def ours(device: torch.device, attention: str = "fused") -> Variant:
-    """Every operator of ours, with attention's implementation `attention`, and what goes with it."""
+    """All operators of ours, of attention `attention`, and the switches that go with them."""
     operators = dict.fromkeys(OPERATORS, "fused") | {"attention": attention}
     width = scale(device).d_ff_storage
     return Variant("all operators of ours", **operators, skip_unread=True, d_ff_storage=width)
