@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import barriers, opaque
+from tnp.ops.hopper_primitives import barriers, opaque
 
 ROWS = gl.constexpr(64)  # of a matmul instruction; a tile has two such halves
 TILE = gl.constexpr(128)  # rows and columns of a tile

@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tnp.ops.attention.hopper_primitives import multiprocessors
 from tnp.ops.hopper_matmul import (
     BLOCK_K,
     REGISTERS,
@@ -31,6 +30,7 @@ from tnp.ops.hopper_matmul import (
     store_in_order,
     store_quarter,
 )
+from tnp.ops.hopper_primitives import multiprocessors
 
 STAGES = 4
 

@@ -30,16 +30,15 @@ from triton.language.core import _aggregate as aggregate
 
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
-    barriers,
     head_descriptor,
     load_tile,
-    opaque,
     product_ptx,
     reduce_add,
     ring,
     tile,
 )
 from tnp.ops.attention.primitives import LOG2_E, empty_rows
+from tnp.ops.hopper_primitives import barriers, opaque
 
 ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
 BLOCK_N = gl.constexpr(128)

@@ -27,15 +27,13 @@ from triton.language.core import _aggregate as aggregate
 from tnp.ops.attention.hopper_dkdv import PADDED_ROWS
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
-    barriers,
     head_descriptor,
     load_tile,
-    multiprocessors,
-    opaque,
     ring,
     tile,
 )
 from tnp.ops.attention.primitives import LOG2_E, empty_rows
+from tnp.ops.hopper_primitives import barriers, multiprocessors, opaque
 
 CONSUMERS = gl.constexpr(3)
 ROWS = gl.constexpr(64)  # query rows of a warpgroup

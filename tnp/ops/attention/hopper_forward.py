@@ -19,7 +19,7 @@ from tnp.ops.attention.hopper_forward_kernel import (
     TILE_ROWS,
     attention_fwd_hopper_kernel,
 )
-from tnp.ops.attention.hopper_primitives import head_descriptor, multiprocessors, refuses
+from tnp.ops.attention.hopper_primitives import head_descriptor, refuses
 from tnp.ops.attention.primitives import (
     LOG2_E,
     empty_rows,
@@ -29,6 +29,7 @@ from tnp.ops.attention.primitives import (
     row_strides,
     store_rows,
 )
+from tnp.ops.hopper_primitives import multiprocessors
 
 if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem

@@ -32,14 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import (
-    allocate_tiles,
-    barriers,
-    load_tile,
-    opaque,
-    ring,
-    tile,
-)
+from tnp.ops.attention.hopper_primitives import allocate_tiles, load_tile, ring, tile
+from tnp.ops.hopper_primitives import barriers, opaque
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 CONSUMERS = gl.constexpr(3)

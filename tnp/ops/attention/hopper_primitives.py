@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper share: tile layouts, TMA descriptors of strided heads.
+"""What the Gluon kernels of attention share: tile layouts, TMA descriptors of strided heads.
 
 A descriptor spans a whole [B, H, L, D] tensor with whatever strides it has, so that views of a
 fused projection are read and written in place; rows past the end read as 0 and are not written.
@@ -11,7 +11,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if TYPE_CHECKING:
@@ -59,15 +59,6 @@ def load_tile(desc, b, h, row, barrier, buffers, index, pred=True):
 
 
 @gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    """`n` mbarriers that complete after `count` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
-
-
-@gluon.jit
 def ring(n, STAGES: gl.constexpr):
     """Which of STAGES buffers, a power of two, the n-th use takes, and its barriers' phase."""
     return n & (STAGES - 1), (n >> (STAGES.bit_length() - 1)) & 1
@@ -86,19 +77,3 @@ def reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle
     )
-
-
-@gluon.jit
-def opaque(x):
-    """int32 x, of which the compiler knows nothing.
-
-    In a loop over tiles it would hoist what is the same for all of them, masks and addresses, and
-    spill it: registers are full of accumulators.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

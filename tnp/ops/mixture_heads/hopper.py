@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tnp.ops import hopper_matmul
-from tnp.ops.attention.hopper_primitives import barriers, multiprocessors, opaque
 from tnp.ops.hopper_matmul import (
     ACC,
     BLOCK_K,
@@ -43,6 +42,7 @@ from tnp.ops.hopper_matmul import (
     quarters,
     sigmoid,
 )
+from tnp.ops.hopper_primitives import barriers, multiprocessors, opaque
 from tnp.ops.weight_gradient import add_weight_gradient
 
 # Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
