@@ -26,7 +26,7 @@ NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
 
 
 def of_gate(gate: str) -> list[str]:
-    """Of our kernels those that the gate proves or runs; `baseline` leaves them all out."""
+    """A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
     used = {
         (op, name)
         for op, name in _implementations()

@@ -204,12 +204,13 @@ def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
     assert used_kernels(sources.of_step(steps["ablation--small--fused--graph"])) == KERNELS
 
 
-@pytest.mark.parametrize("gate", ["skip_unread", "checkpointing", "cuda_graphs"])
-def test_a_gate_of_a_whole_model_of_ours_has_every_kernel_among_its_sources(gate):
-    files = sources.of_gate(gate)
+def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
+    files = sources.of_gate("skip_unread")
     assert used_kernels(files) == KERNELS
     assert "tnp/ops/tuned/attention.json" in files
-    assert used_kernels(sources.of_gate("baseline")) == set()
+    # Else an edited kernel would void what PyTorch's steps wait for.
+    for gate in ("baseline", "checkpointing", "cuda_graphs"):
+        assert used_kernels(sources.of_gate(gate)) == set()
 
 
 def test_what_a_backward_runs_is_its_source():

@@ -134,7 +134,7 @@ def test_edited_kernel_reruns_only_what_uses_it(finished):
     status, output = finished.run("all")
     assert status == 0, output
     gates = {call for call in finished.calls() if call.startswith("gate")}
-    assert gates == {"gate attention_forward"}
+    assert gates == {"gate attention_forward", "gate skip_unread"}
     assert {call.split()[0] for call in finished.measured()} == {
         "cpu--tiny--separate",
         "cpu--tiny--separate--ckpt",

@@ -39,8 +39,8 @@ GATES = {
     "skip_unread": Gate(6, _MODEL, ours=True),
     "mixture_heads": Gate(7, ("tnp.ops.mixture_heads",), "mixture_heads"),
     "mixture_nll": Gate(8, ("tnp.ops.mixture_nll",), "mixture_nll"),
-    "checkpointing": Gate(9, _MODEL, ours=True),
-    "cuda_graphs": Gate(10, _MODEL, ours=True),
+    "checkpointing": Gate(9, _MODEL),
+    "cuda_graphs": Gate(10, _MODEL),
     "kernels": Gate(11, ("tnp.ops.compilation",)),
 }
 

@@ -20,24 +20,29 @@ def checks(device: torch.device) -> Iterator[Check]:
     if device.type != "cuda":
         raise Unsupported("CUDA graphs need a CUDA device")
     for name, variant in models.variants(device):
+        yield from captured_checks(device, name, variant)
 
-        def run(cuda_graph: bool, variant: Variant = variant):
-            model = models.build_model(device, variant)
-            rate = models.scale(device).learning_rate
-            step = TrainingStep(model, learning_rate=rate, cuda_graph=cuda_graph)
-            return models.train(step, device, N_STEPS), models.weights(model)
 
-        losses, weights = run(cuda_graph=False)
-        eager = [run(cuda_graph=False) for _ in range(N_NULL)]
-        captured = run(cuda_graph=True)
-        # What eager runs differ by among themselves: nothing where all kernels are deterministic.
-        spread = max(max_abs_error(other[0], losses) for other in eager)
-        yield Check(
-            f"{variant.name}: losses of {N_STEPS} steps, captured against eager",
-            "max_abs_error", max_abs_error(captured[0], losses), MARGIN * spread, name,
-        )  # fmt: skip
-        spread = max(relative_error(other[1], weights) for other in eager)
-        yield Check(
-            f"{variant.name}: weights after {N_STEPS} steps, captured against eager",
-            "relative_error", relative_error(captured[1], weights), MARGIN * spread, name,
-        )  # fmt: skip
+def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterator[Check]:
+    """Of one variant; `name` is the implementation of attention."""
+
+    def run(cuda_graph: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = models.build_model(device, variant)
+        rate = models.scale(device).learning_rate
+        step = TrainingStep(model, learning_rate=rate, cuda_graph=cuda_graph)
+        return models.train(step, device, N_STEPS), models.weights(model)
+
+    losses, weights = run(cuda_graph=False)
+    eager = [run(cuda_graph=False) for _ in range(N_NULL)]
+    captured = run(cuda_graph=True)
+    # What eager runs differ by among themselves: nothing where all kernels are deterministic.
+    spread = max(max_abs_error(other[0], losses) for other in eager)
+    yield Check(
+        f"{variant.name}: losses of {N_STEPS} steps, captured against eager",
+        "max_abs_error", max_abs_error(captured[0], losses), MARGIN * spread, name,
+    )  # fmt: skip
+    spread = max(relative_error(other[1], weights) for other in eager)
+    yield Check(
+        f"{variant.name}: weights after {N_STEPS} steps, captured against eager",
+        "relative_error", relative_error(captured[1], weights), MARGIN * spread, name,
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 In float64 the model that skips gives the loss and gradients of the one that does not, to the
 rounding of sums in another order. In the model's dtype, with every operator of ours, loss and each
 gradient are those of float64 as nearly as training needs and within PyTorch's own error, eager and
-through `torch.compile`.
+through `torch.compile`; recomputed and captured they are those of the plain step.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from dataclasses import replace
 import torch
 
 from tnp.gates import models
+from tnp.gates.checkpointing import recomputed_checks
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error, require_ours
+from tnp.gates.cuda_graphs import captured_checks
 from tnp.gates.row_operators import GRADIENT_BUDGET
 from tnp.model import TransformerNP
 from tnp.step import TrainingStep
@@ -60,6 +62,10 @@ def checks(device: torch.device) -> Iterator[Check]:
         models.train(TrainingStep(model, learning_rate=chosen.learning_rate), device, N_STEPS)
         yield Check(f"all operators of ours, padding after {N_STEPS} optimizer steps",
                     "max_abs_value", models.padding(model), 0.0, attention)  # fmt: skip
+    variant = models.ours(device)
+    yield from recomputed_checks(device, "fused", variant)
+    if device.type == "cuda":
+        yield from captured_checks(device, "fused", variant)
 
 
 def _without_padding(
