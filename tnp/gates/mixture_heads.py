@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tnp.gates.checks import Check, error_ratio, require_ours
-from tnp.gates.mlp import FLOAT32_FACTOR, columns
+from tnp.gates.mlp import budgets_of, columns, padding_check, without_padding
 from tnp.gates.row_operators import GRADIENT_BUDGET, OUTPUT_BUDGET, Results, repeated, within
 from tnp.ops import registry
 from tnp.ops.mixture_heads import GROUPED_MULTIPLE, mixture_heads
@@ -113,12 +113,6 @@ def named(results: tuple[torch.Tensor, ...]) -> Results:
     return dict(zip(BUDGETS, results, strict=True))
 
 
-def without_padding(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    x, up, down = (t.detach() for t in inputs)
-    real = x, up[:, : case.d_ff_real], down[..., : case.d_ff_real]
-    return [t.clone().requires_grad_() for t in real]
-
-
 def peers(case: Case, device: torch.device) -> Iterator[str]:
     """PyTorch's other forms that can compute the case."""
     for name in PEERS:
@@ -134,8 +128,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     for case in cases(device):
         inputs, dout = draw(case, device)
         own, exact = run(inputs, dout, "torch"), reference(inputs, dout)
-        factor = FLOAT32_FACTOR[device.type] if case.dtype == torch.float32 else 1.0
-        budgets = {result: factor * budget for result, budget in BUDGETS.items()}
+        budgets = budgets_of(case, BUDGETS, device)
         for name in (OURS, *peers(case, device)):
             first = run(inputs, dout, name)
             yield from within(case, named(first), named(own), named(exact), budgets, name)
@@ -149,11 +142,9 @@ def _ours(case: Case, inputs, dout, first, exact) -> Iterator[Check]:
     Not equal bit by bit: another width may run another kernel.
     """
     yield repeated(case, lambda: named(run(inputs, dout, OURS)), named(first), OURS)
-    if (real := case.d_ff_real) == case.d_ff:
+    if case.d_ff_real == case.d_ff:
         return
-    out, _dx, dup, ddown = first
-    gradient = max(dup[:, real:].abs().max().item(), ddown[..., real:].abs().max().item())
-    yield Check(f"gradient of the padding, {case}", "max_abs_error", gradient, 0.0, OURS)
+    yield padding_check(case, first, OURS)
     unpadded = run(without_padding(case, inputs), dout, OURS)[0]
     yield Check(f"out without the padding over out with it, {case}", "error_ratio",
-                error_ratio(unpadded, out, exact), BUDGETS["out"], OURS)  # fmt: skip
+                error_ratio(unpadded, first[0], exact), BUDGETS["out"], OURS)  # fmt: skip

@@ -105,9 +105,23 @@ def named(results: tuple[torch.Tensor, ...]) -> Results:
 
 
 def without_padding(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of one layer or of several, as `padding_check`."""
     x, up, down = (t.detach() for t in inputs)
-    real = x, up[: case.d_ff_real], down[:, : case.d_ff_real]
+    real = x, up[..., : case.d_ff_real, :], down[..., : case.d_ff_real]
     return [t.clone().requires_grad_() for t in real]
+
+
+def padding_check(case: Case, results: tuple[torch.Tensor, ...], name: str) -> Check:
+    """Zero padding gets no gradient."""
+    *_, dup, ddown = results
+    real = case.d_ff_real
+    gradient = max(dup[..., real:, :].abs().max().item(), ddown[..., real:].abs().max().item())
+    return Check(f"gradient of the padding, {case}", "max_abs_error", gradient, 0.0, name)
+
+
+def budgets_of(case: Case, budgets: dict[str, float], device: torch.device) -> dict[str, float]:
+    factor = FLOAT32_FACTOR[device.type] if case.dtype == torch.float32 else 1.0
+    return {result: factor * budget for result, budget in budgets.items()}
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -115,8 +129,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     for case in cases(device):
         inputs, dy = draw(case, device)
         own, exact = run(inputs, dy, "torch"), reference(inputs, dy)
-        factor = FLOAT32_FACTOR[device.type] if case.dtype == torch.float32 else 1.0
-        budgets = {result: factor * budget for result, budget in BUDGETS.items()}
+        budgets = budgets_of(case, BUDGETS, device)
         for name in IMPLEMENTATIONS:
             again = partial(run, inputs, dy, name)
             first = again()
@@ -132,10 +145,7 @@ def _padding(case, inputs, dy, name, stored, exact) -> Iterator[Check]:
     Bit by bit in one kernel's own sum over the hidden units; cuBLAS may choose another order for
     another width, so there the result without padding keeps to the budget of the one with it.
     """
-    real = case.d_ff_real
-    _y, _dx, dup, ddown = stored
-    gradient = max(dup[real:].abs().max().item(), ddown[:, real:].abs().max().item())
-    yield Check(f"gradient of the padding, {case}", "max_abs_error", gradient, 0.0, name)
+    yield padding_check(case, stored, name)
     y = run(without_padding(case, inputs), dy, name)[0]
     if name == "single":
         yield Check(f"y without the padding is the same, {case}", "max_abs_difference",

@@ -11,7 +11,6 @@ run at the compute capabilities of `OURS_ON`; elsewhere PyTorch does. Every deci
 import json
 import logging
 import math
-import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from tnp.ops import registry
+from tnp.ops.tables import write_entries
 
 TABLE = Path(__file__).parent / "tuned" / "implementations.json"
 # Compute capabilities at which ours run where the table knows nothing. Some kernels need more
@@ -157,11 +157,7 @@ def write_table(entries: Iterable[Entry]) -> None:
     """Replace the table; a later one of `entries` takes the place of an earlier one of its key."""
     names = ("op", "capability", "dtype", "sizes")
     by_key = {json.dumps([entry[name] for name in names]): entry for entry in entries}
-    lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
-    # All of it or nothing: a job may be reading it.
-    new = TABLE.with_name(f".{TABLE.name}.{os.getpid()}")
-    new.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
-    os.replace(new, TABLE)
+    write_entries(TABLE, [by_key[key] for key in sorted(by_key)])
     table.cache_clear()
     choose.cache_clear()
 

@@ -23,7 +23,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -179,15 +178,6 @@ def quarters(half):
         gl.convert_layout(first, QUARTER_ACC, assert_trivial=True),
         gl.convert_layout(second, QUARTER_ACC, assert_trivial=True),
     )
-
-
-@gluon.jit
-def store_quarter(desc, quarter, row, column, buffer):
-    """Start the copy of a quarter to device memory; two buffers are to be used in turn."""
-    tma.store_wait(1)  # the copy before the last has left its buffer
-    buffer.store(quarter.to(desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], buffer)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tnp.ops.hopper_matmul import (
     BLOCK_K,
@@ -28,7 +28,6 @@ from tnp.ops.hopper_matmul import (
     quarters,
     sigmoid,
     store_in_order,
-    store_quarter,
 )
 from tnp.ops.hopper_primitives import multiprocessors
 
@@ -37,10 +36,14 @@ STAGES = 4
 
 @gluon.jit
 def _store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
+    """Start the copy of a half to device memory, through the warpgroup's two buffers in turn."""
     parts = quarters(half)
     for i in gl.static_range(2):
         buffer = buffers.index(2 * WARPGROUP + i)
-        store_quarter(desc, parts[i], row, column + i * BLOCK_K, buffer)
+        tma.store_wait(1)  # the copy before the last has left its buffer
+        buffer.store(parts[i].to(desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [row, column + i * BLOCK_K], buffer)
 
 
 @gluon.jit
@@ -57,7 +60,7 @@ def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: 
                 slopes = slopes + ((s + h * (1.0 - s)).to(h_desc.dtype),)
             _store_half(h_desc, h, row + i * ROWS, column, buffers, WARPGROUP)
         if HAS_SLOPE:
-            # Last: the fence ahead of a copy from shared memory would wait for these too.
+            # Clear of the fence ahead of a copy from shared memory; as fast as before it (H200).
             for i in gl.static_range(2):
                 at = slope_ptr + (2 * tile + i).to(gl.int64) * (ROWS * TILE)
                 store_in_order(at, slopes[i])

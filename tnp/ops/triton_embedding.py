@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.ops.primitives import KernelConfig, cast
+from tnp.ops.primitives import cast
 from tnp.ops.rows import as_batches, sum_partials, walking_programs
 
 
 @dataclass(frozen=True)
-class Config(KernelConfig):
+class Config:
     """Rows and columns a program holds at a time, programs per multiprocessor, loads ahead.
 
     `block_d` counts columns of 16 bits; of 32 bits it is half as many.

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.ops.primitives import KernelConfig, cast
+from tnp.ops.primitives import cast
 from tnp.ops.rows import as_batches, sum_partials, walking_programs
 
 
 @dataclass(frozen=True)
-class ForwardConfig(KernelConfig):
+class ForwardConfig:
     """Elements of 16 bits a program holds, or half as many of 32: rows padded to powers of two."""
 
     elements: int

@@ -8,12 +8,13 @@ configuration can serve it; where the table has none, the default.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tnp.ops.tables import write_entries
 
 if TYPE_CHECKING:
     from tnp.ops.attention.kernels import Problem
@@ -47,11 +48,7 @@ def table() -> tuple[Entry, ...]:
 def write_table(entries: Iterable[Entry]) -> None:
     """Replace the table; a later one of `entries` takes the place of an earlier one of its key."""
     by_key = {tuple(entry[name] for name in KEY): entry for entry in entries}
-    lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
-    # All of it or nothing: a job may be reading it.
-    new = TABLE.with_name(f".{TABLE.name}.{os.getpid()}")
-    new.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
-    os.replace(new, TABLE)
+    write_entries(TABLE, [by_key[key] for key in sorted(by_key)])
     table.cache_clear()
     choose.cache_clear()
 
