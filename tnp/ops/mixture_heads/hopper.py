@@ -110,6 +110,8 @@ def _produce_backward(pipe, x_desc, up_desc, down_desc, dout_desc, extra, COLUMN
         column = tile % pipe.n_columns
         head = column // COLUMNS
         at = full.index(warpgroup)
+        # First what the matmul waits for: these buffers are free only after a whole epilogue.
+        load(pipe, x_desc, up_desc, tile)
         mbarrier.wait(empty.index(warpgroup), phase ^ 1)
         mbarrier.expect(at, BYTES)
         for i in gl.static_range(2):
@@ -121,7 +123,6 @@ def _produce_backward(pipe, x_desc, up_desc, down_desc, dout_desc, extra, COLUMN
             tma.async_copy_global_to_shared(
                 dout_desc, [row, head * PADDED_OUT], at, dout.index(2 * warpgroup + i)
             )
-        load(pipe, x_desc, up_desc, tile)
 
 
 @gluon.jit
