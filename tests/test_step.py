@@ -1,9 +1,12 @@
 """The training step: what it updates, what it leaves alone, and that compiling changes nothing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tests.test_model import build, make_task
+from tnp.ops import casting
 from tnp.step import TrainingStep
 
 
@@ -34,6 +37,30 @@ def test_learning_rate_takes_effect():
     step.set_learning_rate(1e-2)
     step(task)
     assert not torch.equal(before, model.embed.output)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_weights_are_cast_once_and_the_step_is_the_same(checkpoint, monkeypatch):
+    made = []
+
+    class Counting(casting._Cast):
+        def __init__(self, weight, *args):
+            made.append(weight)
+            super().__init__(weight, *args)
+
+    monkeypatch.setattr(casting, "_Cast", Counting)
+    ours = dict.fromkeys(("projection", "mlp", "mixture_heads"), "fused")
+    task, runs = make_task(), []
+    for once in (True, False):
+        model = build(dtype=torch.bfloat16, checkpoint=checkpoint, **ours)
+        step = TrainingStep(model, learning_rate=1e-2)
+        if not once:
+            monkeypatch.setattr(step.casts, "step", nullcontext)
+        runs.append([step(task) for _ in range(3)] + [p.detach() for p in model.parameters()])
+        if once:
+            read = [p for p in model.parameters() if p.dim() > 1 and p is not model.embed.input]
+    assert sorted(map(id, made)) == sorted(map(id, read))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

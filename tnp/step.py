@@ -3,6 +3,7 @@
 import torch
 
 from tnp.model import TransformerNP
+from tnp.ops.casting import WeightCasts
 from tnp.tasks import Task
 
 # Steps a captured step runs eagerly first: cuBLAS, Triton and AdamW create their state in them.
@@ -49,6 +50,7 @@ class TrainingStep:
         self.update = optimizer
         self.cuda_graph = cuda_graph
         self.nll = torch.compile(model.nll, fullgraph=True) if compile else model.nll
+        self.casts = WeightCasts()
         self._n_calls = 0
         self._stream = torch.cuda.Stream() if cuda_graph else None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -85,8 +87,9 @@ class TrainingStep:
 
     def _run(self, task: Task) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.nll(task.x_context, task.y_context, task.x_target, task.y_target)
-        loss.backward()
+        with self.casts.step():
+            loss = self.nll(task.x_context, task.y_context, task.x_target, task.y_target)
+            loss.backward()
         if self.update:
             self.optimizer.step()
         return loss.detach()

@@ -38,10 +38,11 @@ def _one_pass(step: TrainingStep, task: Task, device: torch.device) -> Spans:
     """An eager step by hand, its marks not yet read."""
     spans: Spans = defaultdict(list)
     step.optimizer.zero_grad(set_to_none=True)
-    with _marking(_stages(step), spans, device):
-        loss = step.nll(task.x_context, task.y_context, task.x_target, task.y_target)
-    after_loss = mark(device)
-    loss.backward()
+    with step.casts.step():
+        with _marking(_stages(step), spans, device):
+            loss = step.nll(task.x_context, task.y_context, task.x_target, task.y_target)
+        after_loss = mark(device)
+        loss.backward()
     after_backward = mark(device)
     spans["loss"].append((spans["heads"][-1][1], after_loss))
     spans["backward"].append((after_loss, after_backward))

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,6 +76,13 @@ def build_model(
     chosen = scale(device)
     model = TransformerNP(chosen.config, variant, dtype or chosen.dtype, checkpoint=checkpoint)
     return model.to(device)
+
+
+def recomputing(device: torch.device, variant: Variant) -> Iterator[tuple[str, TransformerNP]]:
+    """The model with each way of computing blocks again in the backward pass."""
+    yield "checkpointed", build_model(device, variant, checkpoint=True)
+    selective = replace(variant, recompute_above=1)
+    yield "computed again but for attention", build_model(device, selective)
 
 
 def exact(model: TransformerNP) -> TransformerNP:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tnp.ops import hopper_matmul, hopper_silu, triton_matmul
+from tnp.ops.casting import cast_weight
 
 # Hidden widths are padded to multiples of this many units: what Triton knows to be a multiple of 16
 # it loads 16 bytes at a time.
@@ -29,7 +30,7 @@ def cast_weights(
     Padding is exact: silu(0) = 0.
     """
     padding = hidden_width(up.shape[-2]) - up.shape[-2]
-    up, down = up.to(dtype), down.to(dtype)
+    up, down = cast_weight(up, dtype), cast_weight(down, dtype)
     if padding:
         up, down = F.pad(up, (0, 0, 0, padding)), F.pad(down, (0, padding))
     return up.contiguous(), down.contiguous()
