@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tnp.ops import auto, registry
 from tnp.ops.casting import cast_weight
-from tnp.ops.weight_gradient import add_weight_gradient, weight_gradient
+from tnp.ops.weight_gradient import weight_gradient
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
@@ -97,10 +97,10 @@ def _project_qkv_backward(
         torch.bmm(dq, w_q.expand(batch, -1, -1), out=dx[:, first:])
     for gradient, w in ((dk, w_k), (dv, w_v)):
         dx[:, :n_keys].baddbmm_(gradient, w.expand(batch, -1, -1))
-    dweight = weight.new_zeros(weight.shape, dtype=torch.float32)
+    dweight = weight.new_empty(weight.shape, dtype=torch.float32)
     keys, rows = _contiguous(x[:, :n_keys]), _contiguous(x[:, first:])
-    for total, gradient, of in zip(dweight.chunk(3), (dq, dk, dv), (rows, keys, keys), strict=True):
-        add_weight_gradient(total, gradient.flatten(0, 1), of)
+    for out, gradient, of in zip(dweight.chunk(3), (dq, dk, dv), (rows, keys, keys), strict=True):
+        weight_gradient(gradient.flatten(0, 1), of, out)
     return dx, dweight.to(weight.dtype)
 
 

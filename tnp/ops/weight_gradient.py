@@ -7,11 +7,13 @@ that where it is asked for a float32 result.
 import torch
 
 
-def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dyᵀ x of dy [T, N] and x [T, K]: float32 [N, K], accumulated in float32."""
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dyᵀ x of dy [T, N] and x [T, K]: float32 [N, K], in `out` if given."""
     if dy.is_cuda and dy.dtype != torch.float32:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    return dy.t().float() @ x.float()
+        return torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
+    return torch.mm(dy.t().float(), x.float(), out=out)
 
 
 def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
