@@ -205,8 +205,13 @@ def replayed(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         # Kept, so that each launch writes memory of its own: a reused output would stay in cache.
-        outputs = [call() for call in islice(cycle(calls), n_launches)]
+        # Without what autograd saved with it, which of twenty launches would fill the device.
+        outputs = [detached(call()) for call in islice(cycle(calls), n_launches)]
     return [graph.replay], lambda: outputs[0]
+
+
+def detached(output: Output) -> Output:
+    return tuple(map(detached, output)) if isinstance(output, tuple) else output.detach()
 
 
 def refuse_impossible(
