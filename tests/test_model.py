@@ -53,6 +53,14 @@ def test_any_number_of_dimensions(d_x, d_y):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("skip_unread", [False, True])
+def test_without_targets_there_is_nothing_to_predict(skip_unread):
+    model, task = build(skip_unread=skip_unread), make_task(n_target=0)
+    for run in (model.loss, model.predict):
+        with pytest.raises(ValueError, match="it must hold at least one target"):
+            run(task)
+
+
 def test_a_target_sees_neither_other_targets_nor_its_own_y():
     model, task = build(), make_task()
     alone = model(task.x_context, task.y_context, task.x_target[:, :1])

@@ -1,6 +1,7 @@
 """One training step: forward, backward, optimizer; eager, compiled, or as one CUDA graph."""
 
 import torch
+from torch import nn
 
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
@@ -8,6 +9,27 @@ from tnp.tasks import Task
 
 # Steps a captured step runs eagerly first: cuBLAS, Triton and AdamW create their state in them.
 N_EAGER_BEFORE_CAPTURE = 3
+
+
+class _Captured:
+    """Where the parameters lay when a step was captured: a graph knows addresses, no tensors."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.parameters = [
+            (f"{prefix}.{name}".lstrip("."), module._parameters, name, parameter.data_ptr())
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        self.optimizer, self.state = optimizer, optimizer.state
+
+    def check(self) -> None:
+        """Raises RuntimeError where a replay would train what nobody reads any more."""
+        again = "since the step was captured: make a new TrainingStep"
+        for path, owner, name, address in self.parameters:
+            if owner[name].data_ptr() != address:
+                raise RuntimeError(f"parameter {path} was moved or replaced {again}")
+        if self.optimizer.state is not self.state:
+            raise RuntimeError(f"the optimizer's state was replaced {again}")
 
 
 class TrainingStep:
@@ -19,7 +41,8 @@ class TrainingStep:
         weight_decay: AdamW's decoupled weight decay.
         optimizer: False leaves the parameters alone: forward and backward only.
         cuda_graph: capture the whole step and replay it. The first `N_EAGER_BEFORE_CAPTURE` calls
-            are ordinary steps on a side stream; all calls must have the shapes of the first.
+            are ordinary steps on a side stream; all calls must have the shapes of the first, and
+            neither parameters nor the optimizer's state may be moved or replaced after it.
         compile: run loss and gradient through `torch.compile`.
     """
 
@@ -50,10 +73,12 @@ class TrainingStep:
         self.update = optimizer
         self.cuda_graph = cuda_graph
         self.nll = torch.compile(model.nll, fullgraph=True) if compile else model.nll
-        self.casts = WeightCasts()
+        self.casts = WeightCasts(model.parameters())
         self._n_calls = 0
-        self._stream = torch.cuda.Stream() if cuda_graph else None
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if cuda_graph else None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured: _Captured | None = None
         self._static_task: Task | None = None
         self._static_loss: torch.Tensor | None = None
 
@@ -68,6 +93,10 @@ class TrainingStep:
         """The loss before the update, a float32 scalar on the device."""
         if not self.cuda_graph:
             return self._run(task)
+        with torch.cuda.device(self._device):  # streams and captures are the current device's
+            return self._call_captured(task)
+
+    def _call_captured(self, task: Task) -> torch.Tensor:
         if self._static_task is None:
             self._static_task = task.clone()
         # Eager calls read the static inputs too: torch.compile guards on strides, and a task that
@@ -82,6 +111,7 @@ class TrainingStep:
             return loss
         if self._graph is None:
             self._capture()
+        self._captured.check()
         self._graph.replay()
         return self._static_loss.clone()
 
@@ -100,3 +130,4 @@ class TrainingStep:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
             self._static_loss = self._run(self._static_task)
+        self._captured = _Captured(self.model, self.optimizer)

@@ -36,6 +36,7 @@ def test_error_ratio_is_about_one_for_equal_rounding_and_large_for_a_wrong_resul
     pytorch = reference.bfloat16()
     assert error_ratio(pytorch, pytorch, reference) == pytest.approx(1.0, abs=0.25)
     assert error_ratio((reference * 1.05).bfloat16(), pytorch, reference) > 10
+    assert error_ratio(pytorch, torch.full_like(pytorch, torch.inf), reference) == torch.inf
 
 
 def row(**changes) -> dict:

@@ -223,8 +223,8 @@ def test_the_sizes_of_a_benchmark_are_those_of_a_call(monkeypatch):
         "rms_norm": ("d_model",),
         "mixture_nll": ("n_components",),
     }
-    for (op, device, dtype, sizes), known in zip(asked, columns.items(), strict=True):
-        assert (op, device, dtype) == (known[0], CPU, torch.float32)
+    for (op, device, dtype, sizes, unserved), known in zip(asked, columns.items(), strict=True):
+        assert (op, device, dtype, unserved) == (known[0], CPU, torch.float32, "")
         of_op = {name: (row | {"n_components": 3})[name] for name in known[1]}
         of_row = auto.sizes_of({"op": op, "batch": 2, "n_q": 5} | of_op)
         assert of_row.items() <= dict(sizes).items()
@@ -292,7 +292,8 @@ def test_bad_input_is_refused_as_everywhere():
 
 
 def test_what_only_pytorch_takes_it_gets(monkeypatch):
-    monkeypatch.setattr(auto, "resolve", lambda *_, **__: "fused")
+    monkeypatch.setattr(auto, "_choose", lambda *_: auto.Choice("fused", "tuned"))
+    auto.choose.cache_clear()
     x, weight, y = torch.randn(4, 32), torch.rand(32, dtype=torch.bfloat16), torch.randn(2, 5, 1)
     assert torch.equal(rms_norm(x, weight, implementation="auto"), rms_norm(x, weight))
     strided = torch.randn(32, 4).T
@@ -316,6 +317,11 @@ def test_what_only_pytorch_takes_it_gets(monkeypatch):
     )
     rows.sum().backward()
     assert differentiable.grad is not None
+    reasons = {choice["op"]: choice["refused"] for choice in auto.choices()}
+    assert reasons["rms_norm"] == "weight or a row is not contiguous"
+    assert reasons["embedding"].startswith("x or y wants a gradient")
+    assert reasons["mixture_nll"] == "y is torch.float64"
+    auto.choose.cache_clear()
 
 
 def test_padded_keys_are_for_ours():

@@ -203,6 +203,9 @@ def test_compiles_in_one_graph(backend, monkeypatch):
             "the mean needs at least one target",
         ),
         ({"sigma_min": -1.0}, "sigma_min is -1.0: it must be finite and not negative"),
+        ({"parameters": torch.zeros(3), "y": torch.zeros(())}, r"are \(3,\) and y \(\): they must"),
+        ({"y": torch.zeros(5, 1).long()}, "y is torch.int64: it must be a float dtype"),
+        ({"y": torch.zeros(5, 1, device="meta")}, "y is on meta and parameters on cpu"),
     ],
 )
 def test_refusals(implementation, change, message):

@@ -114,6 +114,30 @@ def test_strided_inputs_and_expanded_gradients():
         torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
 
 
+# Rows of 16-byte elements and not, from offsets that are multiples of 16 bytes and not, columns
+# that lie apart, and rows that are all the same.
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda d: draw(2, 7, d, dtype=torch.bfloat16),
+        lambda d: draw(2, 7, d + 8, dtype=torch.bfloat16)[..., :d],
+        lambda d: draw(2, 7, d + 8, dtype=torch.bfloat16)[..., 3 : d + 3],
+        lambda d: draw(2, 7, d + 1, dtype=torch.bfloat16)[..., :d],
+        lambda d: draw(2, 7, d, 2, dtype=torch.bfloat16)[..., 0],
+        lambda d: draw(1, 1, 1, dtype=torch.bfloat16).expand(2, 7, d),
+    ],
+)
+@pytest.mark.parametrize("d_model", [24, 20])
+def test_gradients_of_strided_rows(view, d_model):
+    weight = draw(3 * d_model, d_model).requires_grad_()
+    gradients = []
+    for x in (view(d_model), view(d_model).contiguous()):
+        q, k, v = project_qkv(x, weight, 2, n_keys=4, first=2, implementation="fused")
+        loss = (q * 1.5).sum() + (k * k).sum() + v.sum()
+        gradients.append(torch.autograd.grad(loss, weight)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
+
+
 def test_outputs_that_no_loss_reads():
     x, weight = draw(2, 7, 24).requires_grad_(), draw(72, 24).requires_grad_()
     for output in range(3):

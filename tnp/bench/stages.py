@@ -21,7 +21,8 @@ def stage_rows(
     """One row a stage, milliseconds per step over `n_passes` eager steps.
 
     embed, attention, mlp and heads are forward time summed over their calls; loss is what follows
-    the heads; backward includes what a checkpoint recomputes. The step must have run before.
+    the heads; backward includes what a checkpoint recomputes. Weights that are cast ahead of the
+    forward pass are in none of them. The step must have run before.
     """
     passes = [_one_pass(step, task, device) for _ in range(n_passes)]
     synchronize(device)

@@ -66,7 +66,9 @@ def error_ratio(out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tenso
 
     `reference` is computed in float64. PyTorch's error is floored at about one rounding of the
     output's dtype, so that a result PyTorch happens to hit exactly does not make every other one
-    infinite.
+    infinite. Where PyTorch's is not finite, nothing can be said, and the ratio is infinite.
     """
+    if not torch.isfinite(pytorch).all():
+        return math.inf
     own = max(relative_error(pytorch, reference), torch.finfo(out.dtype).eps / 4)
     return relative_error(out, reference) / own

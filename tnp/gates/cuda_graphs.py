@@ -14,6 +14,9 @@ N_STEPS = N_EAGER_BEFORE_CAPTURE + 5
 # three is a rough measure. A step that is skipped or sees old inputs is off by far more.
 N_NULL = 3
 MARGIN = 8
+# Nats between two forward passes of one model; a step at the gate's learning rate changes the loss
+# by 1e-2 to 1e-1.
+SAME_WEIGHTS = 1e-4
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -26,13 +29,18 @@ def checks(device: torch.device) -> Iterator[Check]:
 def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterator[Check]:
     """Of one variant; `name` is the implementation of attention."""
 
-    def run(cuda_graph: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(cuda_graph: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
         model = models.build_model(device, variant)
         rate = models.scale(device).learning_rate
         step = TrainingStep(model, learning_rate=rate, cuda_graph=cuda_graph)
-        return models.train(step, device, N_STEPS), models.weights(model)
+        losses, weights = models.train(step, device, N_STEPS), models.weights(model)
+        batch = models.task(device, N_STEPS)
+        with torch.no_grad():
+            # What the model says outside the step, where it casts the weights of now by itself.
+            outside = model.loss(batch)
+        return losses, weights, max_abs_error(step(batch), outside)
 
-    losses, weights = run(cuda_graph=False)
+    losses, weights, _ = run(cuda_graph=False)
     eager = [run(cuda_graph=False) for _ in range(N_NULL)]
     captured = run(cuda_graph=True)
     # What eager runs differ by among themselves: nothing where all kernels are deterministic.
@@ -45,4 +53,8 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
     yield Check(
         f"{variant.name}: weights after {N_STEPS} steps, captured against eager",
         "relative_error", relative_error(captured[1], weights), MARGIN * spread, name,
+    )  # fmt: skip
+    yield Check(
+        f"{variant.name}: loss of the next step, captured against the model's own",
+        "abs_error_nats", captured[2], SAME_WEIGHTS, name,
     )  # fmt: skip

@@ -57,11 +57,11 @@ def checks(device: torch.device) -> Iterator[Check]:
             yield Check(f"all operators of ours, {what}", "error_ratio",
                         error_ratio(gradient, own[name], reference), GRADIENT_BUDGET,
                         attention)  # fmt: skip
+        eager = (ours, ours_gradients, gradients)
+        for what, switched in models.recomputing(device, model.variant):
+            yield from _as_near(what, switched, switched.nll, batch, *eager)
         if attention == "fused":  # the other would take Inductor as long again
-            eager = (ours, ours_gradients, gradients)
             yield from _as_near("compiled", model, _compiled(model, device), batch, *eager)
-            for what, switched in models.recomputing(device, model.variant):
-                yield from _as_near(what, switched, switched.nll, batch, *eager)
         models.train(TrainingStep(model, learning_rate=chosen.learning_rate), device, N_STEPS)
         yield Check(f"all operators of ours, padding after {N_STEPS} optimizer steps",
                     "max_abs_value", models.padding(model), 0.0, attention)  # fmt: skip

@@ -70,27 +70,38 @@ class Choice:
 _choices: dict[tuple[str, str, str, Sizes], Choice] = {}
 
 
-def resolve(op: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> str:
+def resolve(
+    op: str, device: torch.device, dtype: torch.dtype, *, unserved: str = "", **sizes: int
+) -> str:
     """The implementation that "auto" stands for.
 
     Args:
         op: an operator of `tnp.ops.registry`.
         device, dtype: of the activations.
+        unserved: why PyTorch's plain form alone takes these inputs, "" where it does not.
         sizes: those of the table's entries (`sizes_of`) and of `LIMITS`.
     """
     # `index` has torch.compile take a symbolic size for the number that it is.
-    return _decide(op, device, dtype, {name: index(size) for name, size in sizes.items()})
+    numbers = {name: index(size) for name, size in sizes.items()}
+    return _decide(op, device, dtype, numbers, unserved)
 
 
 @torch.compiler.assume_constant_result
-def _decide(op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> str:
-    return choose(op, device, dtype, tuple(sizes.items())).implementation
+def _decide(
+    op: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int], unserved: str
+) -> str:
+    return choose(op, device, dtype, tuple(sizes.items()), unserved).implementation
 
 
 @lru_cache(maxsize=4096)
-def choose(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Choice:
-    """What runs `op` at these sizes, (name, value) each."""
-    choice = _choose(op, device, dtype, dict(sizes))
+def choose(
+    op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes, unserved: str = ""
+) -> Choice:
+    """What runs `op` at these sizes, (name, value) each; `unserved` as for `resolve`."""
+    if unserved:
+        choice = Choice(registry.CANDIDATES[op][0], "default", unserved)
+    else:
+        choice = _choose(op, device, dtype, dict(sizes))
     buckets = tuple((name, 1 << max(size - 1, 0).bit_length()) for name, size in sizes)
     key = (op, str(device), _name(dtype), buckets)
     if _choices.get(key) != choice:

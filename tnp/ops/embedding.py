@@ -109,11 +109,15 @@ def _chosen(
     dtype: torch.dtype,
 ) -> str:
     given = [x for x in (x_context, y_context, x_target) if x is not None]
-    served = weight.dtype == torch.float32 and weight.is_contiguous()
-    if not served or any(x.requires_grad or x.dtype not in DTYPES for x in given):
-        return "torch"  # the only one that takes them
+    unserved = ""
+    if weight.dtype != torch.float32 or not weight.is_contiguous():
+        unserved = f"weight is {weight.dtype} with strides {weight.stride()}"
+    elif any(x.requires_grad or x.dtype not in DTYPES for x in given):
+        unserved = f"x or y wants a gradient or is not one of {_names()}"
     d_model, width = weight.shape
-    return auto.resolve("embedding", weight.device, dtype, d_model=d_model, width=width)
+    return auto.resolve(
+        "embedding", weight.device, dtype, unserved=unserved, d_model=d_model, width=width
+    )
 
 
 def _torch_embed_rows(

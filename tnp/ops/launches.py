@@ -1,8 +1,8 @@
 """What the compile gate compiles: every launch that could be chosen, on the meta device.
 
 Attention: the default of every kernel that serves a problem, and the entries of the tuned table.
-The other operators: their launchers at the model's sizes, each with everything it can be asked for.
-What of a kernel depends on sizes is the same at other multiples of 64.
+The other operators: their launchers at the model's sizes, K = 10 components, one dimension of x and
+of y, each with every switch it has. What of a kernel depends on rows is the same at any number.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -76,9 +76,12 @@ def _save(ctx, inputs, output) -> None:
     _loss, dparameters, dy = output
     ctx.save_for_backward(dparameters, dy)
     ctx.mark_non_differentiable(dparameters, dy)
+    ctx.set_materialize_grads(False)  # theirs would be zeros of their size
 
 
 def _backward(ctx, dloss, _ddparameters, _ddy):
+    if dloss is None:
+        return (None,) * 5
     dparameters, dy = ctx.saved_tensors
     return (
         _mixture_nll_backward(dparameters, dloss) if ctx.with_dparameters else None,
@@ -116,7 +119,8 @@ def mixture_nll(
         ValueError: shapes, dtypes or devices that do not go together, or no targets.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
-    if parameters.shape[:-2] != y.shape[:-1] or parameters.shape[-1] != 1 + 2 * y.shape[-1]:
+    together = parameters.dim() > 1 and y.dim() > 0 and parameters.shape[:-2] == y.shape[:-1]
+    if not together or parameters.shape[-1] != 1 + 2 * y.shape[-1]:
         raise ValueError(
             f"parameters are {tuple(parameters.shape)} and y {tuple(y.shape)}: "
             "they must be [..., K, 1 + 2·d_y] and [..., d_y]"
@@ -128,6 +132,13 @@ def mixture_nll(
         )
     if not 0 <= sigma_min < math.inf:
         raise ValueError(f"sigma_min is {sigma_min}: it must be finite and not negative")
+    for name, x in (("parameters", parameters), ("y", y)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
+    if y.device != parameters.device:
+        raise ValueError(
+            f"y is on {y.device} and parameters on {parameters.device}: they must be equal"
+        )
     if implementation == "auto":
         implementation = _chosen(parameters, y)
     _require_supported("mixture_nll", implementation, parameters.device, parameters.dtype)
@@ -145,13 +156,12 @@ def mixture_nll(
 
 
 def _chosen(parameters: torch.Tensor, y: torch.Tensor) -> str:
-    if y.dtype not in DTYPES:
-        return "torch"  # the only one that takes it
     # Half-precision parameters too are computed with in float32.
     dtype = torch.promote_types(parameters.dtype, torch.float32)
     sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
     sizes["d_y"] = y.shape[-1]
-    return auto.resolve("mixture_nll", parameters.device, dtype, **sizes)
+    unserved = "" if y.dtype in DTYPES else f"y is {y.dtype}"
+    return auto.resolve("mixture_nll", parameters.device, dtype, unserved=unserved, **sizes)
 
 
 def _torch_mixture_nll(parameters: torch.Tensor, y: torch.Tensor, sigma_min: float) -> torch.Tensor:
@@ -167,10 +177,6 @@ def _check(parameters: torch.Tensor, y: torch.Tensor, implementation: str) -> No
             raise ValueError(
                 f"{name} is {x.dtype}: it must be one of {', '.join(map(str, DTYPES))}"
             )
-    if y.device != parameters.device:
-        raise ValueError(
-            f"y is on {y.device} and parameters on {parameters.device}: they must be equal"
-        )
     if parameters.shape[-2] > MAX_COMPONENTS:
         raise ValueError(
             f"K is {parameters.shape[-2]}: {implementation!r} takes at most {MAX_COMPONENTS}"

@@ -153,12 +153,16 @@ def add_rms_norm(
 
 def _chosen(rows: tuple[torch.Tensor, ...], weight: torch.Tensor, eps: float) -> str:
     _check(rows[0], weight, eps, "torch")
-    contiguous = weight.is_contiguous() and all(x.stride(-1) == 1 for x in rows)
-    if weight.dtype != torch.float32 or not contiguous:
-        return "torch"  # the only one that takes them
+    unserved = ""
+    if weight.dtype != torch.float32:
+        unserved = f"weight is {weight.dtype}"
+    elif not weight.is_contiguous() or any(x.stride(-1) != 1 for x in rows):
+        unserved = "weight or a row is not contiguous"
     *leading, d_model = rows[0].shape
-    device, dtype = rows[0].device, rows[0].dtype
-    return auto.resolve("rms_norm", device, dtype, rows=math.prod(leading), d_model=d_model)
+    return auto.resolve(
+        "rms_norm", rows[0].device, rows[0].dtype,
+        unserved=unserved, rows=math.prod(leading), d_model=d_model,
+    )  # fmt: skip
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, eps: float, implementation: str) -> None:

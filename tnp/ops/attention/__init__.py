@@ -79,6 +79,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 6
     gradients = _attention_backward(do, *ctx.saved_tensors, ctx.scale, ctx.backward)
     return (*gradients, None, None, None)
 

@@ -7,7 +7,7 @@ reason; only "auto" chooses (`tnp.ops.auto`). `torch` multiplies with all heads'
 head by head, `bmm` as a batch, `grouped_mm` through PyTorch's grouped matmul; their results are in
 x's dtype. `fused` is ours (`hopper`, `triton_heads`): the hidden rows, K · F wide, stay on the
 chip, and its result is float32, as it was summed. Weights are float32 parameters, cast to x's dtype
-where they are used.
+(`tnp.ops.casting`).
 """
 
 import math

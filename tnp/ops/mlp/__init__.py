@@ -5,7 +5,7 @@
 `implementation` is explicit and never falls back: asking for one that cannot run raises with the
 reason; only "auto" chooses (`tnp.ops.auto`). `torch` is the formula in PyTorch, `fused` puts SiLU
 into the matmuls' epilogues (`triton_mlp`), `single` is one kernel, for few rows (`single`). Weights
-are float32 parameters, cast to x's dtype where they are used; ours accumulate their gradients in
+are float32 parameters, cast to x's dtype (`tnp.ops.casting`); ours accumulate their gradients in
 float32.
 """
 
@@ -101,6 +101,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy, _dh, _dsaved):
+    if dy is None:
+        return None, None, None, None
     return *_mlp_backward(dy, *ctx.saved_tensors), None
 
 

@@ -6,8 +6,7 @@
 
 x, y [T, D], up [F, D], down [D, F], z and h [T, F]. Saved for the backward pass are h and z (or
 silu'(z)) in x's dtype, of up to `SAVED_ROWS` rows: the hidden rows are written once by the first
-matmul and SiLU itself reads nothing. The weights' cast copies are made anew in the backward pass.
-Gradients of the weights are float32, accumulated in float32.
+matmul and SiLU itself reads nothing. Gradients of the weights are float32, accumulated in float32.
 """
 
 import torch
