@@ -71,18 +71,18 @@ def test_what_a_captured_step_trains_must_stay_where_it_was():
     model = build()
     step = TrainingStep(model, learning_rate=1e-2)
     step(make_task())
-    captured = _Captured(model, step.optimizer)
+    captured = _Captured(model, step.optimizer, step.casts)
     step(make_task())
     model.load_state_dict(model.state_dict())
     captured.check()
     model.embed.output.data = model.embed.output.data.clone()
     with pytest.raises(RuntimeError, match="parameter embed.output was moved or replaced"):
         captured.check()
-    captured = _Captured(model, step.optimizer)
+    captured = _Captured(model, step.optimizer, step.casts)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match="was moved or replaced"):
         captured.check()
-    captured = _Captured(model, step.optimizer)
+    captured = _Captured(model, step.optimizer, step.casts)
     step.optimizer.load_state_dict(step.optimizer.state_dict())
     with pytest.raises(RuntimeError, match="optimizer's state was replaced"):
         captured.check()

@@ -12,9 +12,12 @@ N_EAGER_BEFORE_CAPTURE = 3
 
 
 class _Captured:
-    """Where the parameters lay when a step was captured: a graph knows addresses, no tensors."""
+    """What a captured step reads and writes, and where it lay: a graph knows addresses alone."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, casts: WeightCasts
+    ) -> None:
+        self.copies = casts.copies()  # kept, whatever later steps do without
         self.parameters = [
             (f"{prefix}.{name}".lstrip("."), module._parameters, name, parameter.data_ptr())
             for prefix, module in model.named_modules()
@@ -130,4 +133,4 @@ class TrainingStep:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
             self._static_loss = self._run(self._static_task)
-        self._captured = _Captured(self.model, self.optimizer)
+        self._captured = _Captured(self.model, self.optimizer, self.casts)

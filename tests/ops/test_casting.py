@@ -80,6 +80,19 @@ def test_replaced_weights_are_let_go_even_of_another_shape():
     assert len(casts._casts) == 1
 
 
+def test_copies_that_a_graph_keeps_outlive_a_step_without_them():
+    weight = _weight()
+    casts = WeightCasts([weight])
+    with casts.step():
+        first = cast_weight(weight, torch.bfloat16)
+    (kept,) = casts.copies()
+    assert kept is first
+    for _ in range(2):
+        with casts.step():
+            pass
+    assert casts.copies() == []
+
+
 def test_what_is_no_parameter_of_the_loop_is_not_kept():
     weight, other = _weight(), _weight()
     with WeightCasts([weight]).step():

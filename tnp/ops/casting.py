@@ -58,6 +58,10 @@ class WeightCasts:
         finally:
             _active.remove(self)
 
+    def copies(self) -> list[torch.Tensor]:
+        """All there are now: a graph captured in a step uses them and must keep them."""
+        return [cast.copy for cast in self._casts.values()]
+
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """This step's copy of what lies where a parameter does; None of anything else."""
         pointer = weight.data_ptr()
