@@ -229,11 +229,6 @@ class Block(nn.Module):
         return self.mlp(*self.attention(h, update, n_context, first))
 
 
-def _check_targets(x_target: torch.Tensor) -> None:
-    if x_target.shape[1] == 0:
-        raise ValueError(f"x_target is {tuple(x_target.shape)}: it must hold at least one target")
-
-
 def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
     """What a block keeps where only attention is too expensive to compute again."""
     if operator in ATTENTION_OPERATORS:
@@ -284,7 +279,7 @@ class TransformerNP(nn.Module):
             y_context: [B, M, d_y].
             x_target: [B, N, d_x].
         """
-        _check_targets(x_target)
+        self._check(x_context, y_context, x_target)
         n_context = x_context.shape[1]
         h, update = self.embed(x_context, y_context, x_target, self.compute_dtype), None
         run = self._recomputing(h.shape[0] * h.shape[1])
@@ -301,6 +296,23 @@ class TransformerNP(nn.Module):
             h = h[:, n_context:]
             update = None if update is None else update[:, n_context:]
         return self.heads(h, update)
+
+    def _check(
+        self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
+    ) -> None:
+        """Raises ValueError where they are no task of this model's dimensions."""
+        d_x, d_y = self.config.d_x, self.config.d_y
+        named = (("x_context", x_context, d_x), ("y_context", y_context, d_y))
+        for name, x, width in (*named, ("x_target", x_target, d_x)):
+            if x.dim() != 3 or x.shape[-1] != width:
+                raise ValueError(
+                    f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's "
+                    f"d_x {d_x} and d_y {d_y}"
+                )
+        if x_target.shape[1] == 0:
+            raise ValueError(
+                f"x_target is {tuple(x_target.shape)}: it must hold at least one target"
+            )
 
     def _recomputing(self, n_rows: int) -> Callable | None:
         """How to run a block whose activations are not all kept; None where they are."""
@@ -338,7 +350,7 @@ class TransformerNP(nn.Module):
         """
         if max_targets < 1:
             raise ValueError(f"max_targets is {max_targets}: it must be at least 1")
-        _check_targets(task.x_target)
+        self._check(task.x_context, task.y_context, task.x_target)
         h = self.embed(task.x_context, task.y_context, None, self.compute_dtype)
         update, context = None, []
         for block in self.blocks:

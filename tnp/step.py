@@ -39,14 +39,13 @@ class TrainingStep:
     """Callable that trains `model` on one task and returns its loss, with no host synchronization.
 
     Args:
-        model: parameters on the device the step runs on.
+        model: parameters on the device the step runs on; compiled where its variant says so.
         learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
         weight_decay: AdamW's decoupled weight decay.
         optimizer: False leaves the parameters alone: forward and backward only.
         cuda_graph: capture the whole step and replay it. The first `N_EAGER_BEFORE_CAPTURE` calls
             are ordinary steps on a side stream; all calls must have the shapes of the first, and
             neither parameters nor the optimizer's state may be moved or replaced after it.
-        compile: run loss and gradient through `torch.compile`.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class TrainingStep:
         weight_decay: float = 0.01,
         optimizer: bool = True,
         cuda_graph: bool = False,
-        compile: bool = False,
     ) -> None:
         self.model = model
         device = next(model.parameters()).device
@@ -75,6 +73,7 @@ class TrainingStep:
         )
         self.update = optimizer
         self.cuda_graph = cuda_graph
+        compile = model.variant.compile
         self.nll = torch.compile(model.nll, fullgraph=True) if compile else model.nll
         self.casts = WeightCasts(model.parameters())
         self._n_calls = 0

@@ -73,7 +73,6 @@ def run(
         model,
         learning_rate=parameters["learning_rate"],
         cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
-        compile=variant.compile,
     )
     path = checkpoint_dir / "latest.pt"
     state = load_checkpoint(path, parameters, device) if path.exists() else None
@@ -109,7 +108,7 @@ def run(
         bar.set_postfix(held_out=f"{row['heldout_log_likelihood']:.3f}")
 
     steps = parameters["steps"]
-    with tqdm(initial=first, total=steps, desc=parameters["run"], unit="step") as bar:
+    with tqdm(initial=first, total=steps, desc=parameters["run"], unit="step", disable=None) as bar:
         if not rows:
             log(0)
         for step in range(first, steps):

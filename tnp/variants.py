@@ -5,6 +5,8 @@ Checkpointing and CUDA graphs are not variants but switches on every one of them
 
 from dataclasses import dataclass, fields
 
+from tnp.ops import registry
+
 # Fields of a variant that name an implementation, each the operator's name in the registry.
 OPERATORS = (
     "attention",
@@ -43,6 +45,10 @@ class Variant:
     d_ff_storage: int | None = None
     compile: bool = False
     recompute_above: int | None = None
+
+    def __post_init__(self) -> None:
+        for op, name in self.implementations().items():
+            registry.get(op, name)  # raises ValueError, naming what there is
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":

@@ -54,7 +54,6 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
             learning_rate=LEARNING_RATE,
             optimizer=parameters["optimizer"],
             cuda_graph=parameters["cuda_graph"],
-            compile=variant.compile,
         )
     setup_s = time.perf_counter() - started
 

@@ -9,7 +9,11 @@ import pyarrow as pa
 Row = dict[str, Any]
 
 BASELINE, BASELINE_COLOR = "sdpa_flash", "#6e7781"
-PYTORCH_COLORS = ["#0072B2", "#56B4E9", "#332288", "#44AA99", "#117733", "#88CCEE"]
+# One for each of PyTorch's variants and implementations: two in a panel are never the same.
+PYTORCH_COLORS = [
+    "#0072B2", "#56B4E9", "#332288", "#44AA99", "#117733", "#88CCEE",
+    "#7B6FD0", "#003F5C", "#8FBC5A", "#4B0082", "#00A6A6", "#A7B8E8",
+]  # fmt: skip
 OWN_COLORS = ["#D55E00", "#E69F00", "#882255", "#CC79A7", "#AA4499", "#DDCC77"]
 
 

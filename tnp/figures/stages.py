@@ -50,7 +50,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "Median time per stage of an eager training step, in ms: embed to loss are forward, summed "
         "over layers; backward includes what checkpointing recomputes.",
         "Numbers: share of the stages' sum. No error bars: timed in passes of their own, stages "
-        "are for proportions; the figure speedup has the intervals of whole steps.",
+        "are for proportions; the figure speedup has the intervals of whole steps. A short eager "
+        "step may wait for the host, which a CUDA graph spares it.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
