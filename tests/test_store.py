@@ -220,7 +220,9 @@ def test_readers_keep_their_database_while_it_is_replaced(tmp_path: Path) -> Non
         assert reader.sql("from samples").fetchall() == []
 
 
-def test_record_adds_what_is_new_and_changes_no_row(tmp_path: Path) -> None:
+def test_record_adds_what_is_new_and_changes_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     runs, recorded = tmp_path / "data" / "runs", tmp_path / "data" / "recorded"
     rows = [ROW | {"replicate": i, "time_ms": i / 3} for i in range(3)]
     for row in rows:
@@ -229,7 +231,8 @@ def test_record_adds_what_is_new_and_changes_no_row(tmp_path: Path) -> None:
     samples(tmp_path, stem=".half").write_bytes(b"half")  # hidden: some program's own
     command = [sys.executable, "-m", "tnp.store", "record", str(runs), str(recorded)]
     subprocess.run(command, check=True, cwd=SQL.parents[1])
-    record(runs, recorded)  # nothing new
+    record(runs, recorded)
+    assert f"{runs} holds no row that {recorded} lacks" in capsys.readouterr().out
     (file,) = recorded.glob("cpu/*/*.parquet")
     copied = read_table(file, "samples").to_pylist()
     assert sorted(copied, key=lambda row: row["replicate"]) == [

@@ -118,6 +118,7 @@ def record(runs: Path, recorded: Path) -> None:
         raise StoreError(f"{runs} is no folder: run the workflow to measure something first")
     # To the microsecond: two calls never write the same file.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
+    n_rows = 0
     for folder in sorted(path for path in Path(runs).glob("*/*") if path.name in TABLES):
         table = folder.name
         target = Path(recorded) / folder.parent.name / table
@@ -130,6 +131,9 @@ def record(runs: Path, recorded: Path) -> None:
         if len(rows):
             _write(target / f"{stamp}.parquet", rows.cast(_schema(table)))
             print(f"{target}: {len(rows)} rows")
+            n_rows += len(rows)
+    if not n_rows:
+        print(f"{runs} holds no row that {recorded} lacks")
 
 
 def _schema(table: str) -> pa.Schema:
