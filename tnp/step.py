@@ -73,8 +73,9 @@ class TrainingStep:
         )
         self.update = optimizer
         self.cuda_graph = cuda_graph
-        compile = model.variant.compile
-        self.nll = torch.compile(model.nll, fullgraph=True) if compile else model.nll
+        self.nll = model.nll
+        if model.variant.compile:
+            self.nll = torch.compile(model.nll, fullgraph=True)
         self.casts = WeightCasts(model.parameters())
         self._n_calls = 0
         self._device = device

@@ -1,7 +1,7 @@
 """A small model and its tasks, the same for every gate that trains one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,18 +101,18 @@ def task(device: torch.device, step: int) -> Task:
 
 def gradients(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and all gradients in one vector."""
-    model.zero_grad(set_to_none=True)
-    loss = model.loss(batch)
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    loss, by_tensor = gradients_by_tensor(model, batch)
+    return loss, torch.cat([gradient.flatten() for gradient in by_tensor.values()])
 
 
 def gradients_by_tensor(
-    model: TransformerNP, batch: Task
+    model: TransformerNP, batch: Task, nll: Callable[..., torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss, and gradients by the parameter's name."""
-    loss, _ = gradients(model, batch)
-    return loss, {name: p.grad for name, p in model.named_parameters()}
+    """Loss, and gradients by the parameter's name; of `nll`, the model compiled, where given."""
+    model.zero_grad(set_to_none=True)
+    loss = (nll or model.nll)(*batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def padding(model: TransformerNP) -> float:
