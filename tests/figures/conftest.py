@@ -29,10 +29,13 @@ VIEWS = {
     "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, stage text,"
     " time_ms double, share double",
     "training_curves": "device text, run text, variant text, source text, batch integer,"
-    " n_context integer, n_target integer, dtype text, seed integer, step integer,"
+    " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
     " prior_log_likelihood double, gap_closed double",
+    "training_equivalence": "device text, run text, variant text, baseline_run text,"
+    " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
+    " difference_low double, difference_high double, margin double, equivalent boolean",
     "roofline": f"device text, op text, pass text, implementation text, own boolean, shape text,"
     " dtype text, time_ms double, tflops double, gb_per_s double, intensity double,"
     " ceiling_tflops double, ceiling_gb_per_s double, bound text, roofline_tflops double,"
@@ -180,6 +183,21 @@ def training_rows(
         for step, value in ((500, heldout - 0.5), (1000, heldout))
     ]
     return {"training_curves": rows}
+
+
+def paired_rows(device: str = GPU) -> dict[str, list[Row]]:
+    """Run `gp_small` of `training_rows` and one through `separate`, found equivalent to it."""
+    key = {"device": device, "variant": "separate", "run": "gp_small_separate"}
+    baseline = {"device": device, "run": "gp_small", "variant": "sdpa_flash"}
+    losses = [
+        run | {"step": step, "loss": loss}
+        for run in (baseline, key)
+        for step, loss in ((500, 0.4), (1000, 0.2))
+    ]
+    pair = key | {"baseline_run": "gp_small", "baseline_variant": "sdpa_flash"}
+    pair |= {"first_step": 550, "last_step": 1000, "mean_difference": -0.002}
+    pair |= {"difference_low": -0.004, "difference_high": 0.001, "margin": 0.01}
+    return {"training_curves": losses, "training_equivalence": [pair | {"equivalent": True}]}
 
 
 def roofline_rows(

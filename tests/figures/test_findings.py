@@ -121,6 +121,15 @@ def test_training_claims_learning_only_above_the_shuffled_control(build: Build) 
     assert "of the way" not in found and found.endswith("2.00 nats per value")
 
 
+@pytest.mark.parametrize("equivalent", [True, False])
+def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: bool) -> None:
+    tables = sample.merged(H200, sample.training_rows(0.5, -1.5), sample.paired_rows())
+    tables["training_equivalence"][0]["equivalent"] = equivalent
+    said = str(draw("training", build(**tables)).to_dict())
+    assert "separate: -0.0020 nats over steps 550 to 1,000" in said
+    assert ("not equivalent within ±0.0100" in said) is not equivalent
+
+
 def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
     shares = {
         ("separate", "mid"): 0.6,

@@ -35,6 +35,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.steps(times, device, checkpoint=True),
         sample.stage_rows(STAGES, device),
         sample.training_rows(0.5, -1.5, device=device),
+        sample.paired_rows(device),
         sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),
         sample.ablation_rows({("mlp", shape): 1.0 for shape in ("small", "mid")}, device),
     )

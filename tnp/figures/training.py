@@ -2,6 +2,7 @@
 
 Reads the view `training_curves`. One panel per device and run: held-out log-likelihood, the same
 with the context's y permuted (the control), and what an exact or an ignorant predictor would get.
+Where view `training_equivalence` compares runs, their losses follow in one panel.
 """
 
 import altair as alt
@@ -12,6 +13,8 @@ from tnp.figures.data import Row
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 300  # px
 COLUMNS = 2  # panels abreast
+PAIRED = "training loss of runs on the same tasks from the same weights"
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 4])
 
 # Column of the view → name, colour and dash.
 SERIES = {
@@ -26,6 +29,15 @@ QUERY = """
     from training_curves
     where heldout_log_likelihood is not null
     order by exact_log_likelihood is null, run, step
+"""
+
+PAIRS = "from training_equivalence where device = $device order by run"
+
+PAIRED_LOSSES = """
+    select run, variant, step, loss
+    from training_curves
+    where device = $device and loss is not null and list_contains($runs, run)
+    order by variant, step
 """
 
 
@@ -44,12 +56,18 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         ]
         if panels:
             blocks.append(theme.block(panels, device["name"], data.origin(device), COLUMNS))
+        pairs = data.query(connection, PAIRS, device=slug)
+        if pairs:
+            panel = _paired_panel(connection, slug, pairs)
+            blocks.append(theme.block([panel], device["name"], PAIRED, COLUMNS))
     subtitle = [
         "Mean log-likelihood of held-out target values, in nats per value; higher is better. "
         "Shuffled: the same tasks, with the context's y values permuted.",
-        "Band: 95% interval over held-out tasks. One run per panel, one seed each.",
+        "This control may leave its panel below. Band: 95% interval over held-out tasks. "
+        "One run per panel, one seed each.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+    page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
+    return theme.page(page, finding(rows, devices), subtitle)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
@@ -102,7 +120,9 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
         for row in rows
         if row["heldout_log_likelihood_stderr"] is not None
     ]
-    values = [point["value"] for point in points] + [
+    # A model sure of a context that is wrong falls tens of nats below all that is to be compared.
+    control = SERIES["heldout_log_likelihood_shuffled"][0]
+    values = [point["value"] for point in points if point["series"] != control] + [
         end for row in band for end in (row["low"], row["high"])
     ]
     margin = 0.06 * (max(values) - min(values)) or 1.0
@@ -130,7 +150,7 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
     )
     return alt.layer(
         area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
-        lines.mark_line(strokeWidth=2.5),
+        lines.mark_line(strokeWidth=2.5, clip=True),
     ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=title)
 
 
@@ -138,3 +158,45 @@ def _description(last: Row) -> str:
     source = last["source"].replace("_", " ")
     sizes = f"{last['batch']} × ({last['n_context']:,} context + {last['n_target']:,} target)"
     return f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"
+
+
+def _paired_panel(
+    connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row]
+) -> alt.TopLevelMixin:
+    runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
+    rows = data.query(connection, PAIRED_LOSSES, device=device, runs=runs)
+    variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
+    scale = data.variant_colors(connection)
+    colors = dict(zip(scale.domain, scale.range, strict=True))
+    dashes = [DASHES[i % len(DASHES)] for i in range(len(variants))]
+    curves = data.drawing(rows).encode(
+        x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False),
+        y=alt.Y("loss:Q", title="loss, nats per target value").scale(zero=False),
+        color=alt.Color("variant:N", title=None)
+        .scale(domain=variants, range=[colors[name] for name in variants])
+        .legend(symbolSize=500, symbolStrokeWidth=2.5),
+        strokeDash=alt.StrokeDash("variant:N", title=None).scale(domain=variants, range=dashes),
+        tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
+    )
+    title = alt.Title(
+        f"against {runs[0]}",
+        subtitle=[_difference(pair) for pair in pairs],
+        fontSize=14,
+        subtitleFontSize=11,
+        offset=8,
+    )
+    return curves.mark_line(strokeWidth=2.5).properties(
+        width=2 * PANEL_WIDTH, height=PANEL_HEIGHT, title=title
+    )
+
+
+def _difference(pair: Row) -> str:
+    difference, low, high, margin = (
+        f"{pair[name]:+.4f}"
+        for name in ("mean_difference", "difference_low", "difference_high", "margin")
+    )
+    return (
+        f"{pair['variant']}: {difference} nats over steps {pair['first_step']:,} to "
+        f"{pair['last_step']:,} (90% interval {low} to {high}), "
+        f"{'' if pair['equivalent'] else 'not '}equivalent within ±{margin.lstrip('+')}"
+    )

@@ -20,6 +20,7 @@ differences as (
         logged.device,
         logged.run,
         logged.variant,
+        baseline.run as baseline_run,
         baseline.variant as baseline_variant,
         logged.step,
         logged.loss - baseline.loss as difference
@@ -37,6 +38,7 @@ pairs as (
         device,
         run,
         any_value(variant) as variant,
+        any_value(baseline_run) as baseline_run,
         any_value(baseline_variant) as baseline_variant,
         min(step) as first_step,
         max(step) as last_step,
@@ -71,6 +73,7 @@ select
     device,
     run,
     variant,
+    baseline_run,
     baseline_variant,
     first_step,
     last_step,
