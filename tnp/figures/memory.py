@@ -27,7 +27,7 @@ QUERY = f"""
         * replace (if(optimizer, variant, variant || '{NO_OPTIMIZER}') as variant),
         variant as color
     from memory
-    order by n_context, n_target, batch desc, shape, variant
+    order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
 

@@ -22,7 +22,7 @@ QUERY = """
     select *
     from roofline
     where op not in ('matmul', 'copy')
-    order by intensity, shape, pass, implementation
+    order by intensity, op, shape, pass, implementation
 """
 
 TOOLTIP = [

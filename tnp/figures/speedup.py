@@ -31,7 +31,7 @@ QUERY = """
         speedup = max(speedup) over (partition by device, shape) as best_of_shape,
         speedup = max(speedup) over (partition by device, shape, variant) as best_of_variant
     from speedup
-    order by n_context, n_target, batch desc, shape, variant
+    order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
 

@@ -28,7 +28,7 @@ STAGES = {
 QUERY = """
     select *
     from stage_share
-    order by n_context, n_target, batch desc, shape, checkpoint, cuda_graph
+    order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph, stage
 """
 
 
