@@ -5,10 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._inductor.exc import OperatorIssue
+from torch.torch_version import TorchVersion
 
 from tests.test_model import build, make_task
 from tnp.ops import casting
-from tnp.step import TrainingStep, _Captured
+from tnp.step import TrainingStep, _Captured, shorten_inductor_messages
 from tnp.variants import OPERATORS
 
 
@@ -97,6 +99,21 @@ def test_compiled_step_is_the_eager_one(checkpoint):
         assert (step.nll == model.nll) != compile
         losses.append(torch.stack([step(task) for _ in range(3)]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+
+def test_inductors_messages_leave_arguments_alone_before_torch_2_13(monkeypatch):
+    class Argument:
+        def __str__(self):
+            raise AssertionError("was written out")
+
+    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(OperatorIssue.operator_str))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    shorten_inductor_messages()
+    with pytest.raises(AssertionError, match="written out"):
+        OperatorIssue.operator_str("tnp.mlp", [Argument()], {})
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    shorten_inductor_messages()
+    assert "tnp.mlp" in OperatorIssue.operator_str("tnp.mlp", [Argument()], {})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")

@@ -123,7 +123,7 @@ def record(runs: Path, recorded: Path) -> None:
         table = folder.name
         target = Path(recorded) / folder.parent.name / table
         measured, known = (_all_rows(source, table) for source in (folder, target))
-        query = "from measured except from known order by recorded_at"
+        query = "from measured except all from known order by recorded_at"
         with duckdb.connect() as connection:
             connection.register("measured", measured)
             connection.register("known", known)

@@ -55,7 +55,6 @@ def _check_names(config: dict) -> None:
     """What a schema cannot say: names defined in one place must exist in the other."""
     shapes, variants = config["shapes"], config["variants"]
     _check("gates", "gate", config["gates"], GATES)
-    _check("baseline", "variant", [config["baseline"]], variants)
     _check_model("model", config["model"])
     for name, spec in variants.items():
         for op in set(OPERATORS) & set(spec):

@@ -126,8 +126,10 @@ def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: boo
     tables = sample.merged(H200, sample.training_rows(0.5, -1.5), sample.paired_rows())
     tables["training_equivalence"][0]["equivalent"] = equivalent
     said = str(draw("training", build(**tables)).to_dict())
-    assert "separate: -0.0020 nats over steps 550 to 1,000" in said
+    assert "gp_small_separate (separate): −0.0020 (90% interval −0.0040 to +0.0010)" in said
     assert ("not equivalent within ±0.0100" in said) is not equivalent
+    tables["training_equivalence"][0] |= {"margin": None, "equivalent": None}
+    assert "not comparable" in str(draw("training", build(**tables)).to_dict())
 
 
 def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:

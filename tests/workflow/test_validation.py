@@ -37,7 +37,7 @@ def test_committed_configurations_are_valid(file):
         ("model.n_heads", 5, "d_model 32 must be a multiple of n_heads 5"),
         ("timing.timeout_s", 0, "timing.timeout_s: 0 must be larger than 0"),
         ("device", "gpu", "device: 'gpu'"),
-        ("baseline", "sdpa_flsh", "unknown variant 'sdpa_flsh': did you mean 'sdpa_flash'"),
+        ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
         ("steps.cpu.variants", ["fused"], "steps.cpu.variants: unknown variant 'fused'"),
         ("steps.cpu.shapes", ["small"], "steps.cpu.shapes: unknown shape 'small'"),
         ("steps.cpu.devices", ["tpu"], "steps.cpu.devices[0]: 'tpu' must be one of cuda, cpu"),

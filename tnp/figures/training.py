@@ -2,7 +2,7 @@
 
 Reads the view `training_curves`. One panel per device and run: held-out log-likelihood, the same
 with the context's y permuted (the control), and what an exact or an ignorant predictor would get.
-Where view `training_equivalence` compares runs, their losses follow in one panel.
+Where view `training_equivalence` compares runs, their losses and differences follow.
 """
 
 import altair as alt
@@ -13,7 +13,7 @@ from tnp.figures.data import Row
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 300  # px
 COLUMNS = 2  # panels abreast
-PAIRED = "training loss of runs on the same tasks from the same weights"
+PAIRED = "Runs on the same tasks from the same weights"
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 4])
 
 # Column of the view → name, colour and dash.
@@ -58,13 +58,13 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             blocks.append(theme.block(panels, device["name"], data.origin(device), COLUMNS))
         pairs = data.query(connection, PAIRS, device=slug)
         if pairs:
-            panel = _paired_panel(connection, slug, pairs)
-            blocks.append(theme.block([panel], device["name"], PAIRED, COLUMNS))
+            panels = _paired_panels(connection, slug, pairs)
+            blocks.append(theme.block(panels, PAIRED, device["name"], COLUMNS))
     subtitle = [
         "Mean log-likelihood of held-out target values, in nats per value; higher is better. "
         "Shuffled: the same tasks, with the context's y values permuted.",
-        "This control may leave its panel below. Band: 95% interval over held-out tasks. "
-        "One run per panel, one seed each.",
+        "Far below everything else its line is cut off. Band: 95% interval over held-out tasks. "
+        "One seed each.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
     return theme.page(page, finding(rows, devices), subtitle)
@@ -160,43 +160,67 @@ def _description(last: Row) -> str:
     return f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"
 
 
-def _paired_panel(
+def _paired_panels(
     connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row]
-) -> alt.TopLevelMixin:
-    runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
+) -> list[alt.TopLevelMixin]:
+    """The losses of all runs, and over the tested steps their differences from the first's."""
+    first = pairs[0]
+    runs = [first["baseline_run"], *(pair["run"] for pair in pairs)]
     rows = data.query(connection, PAIRED_LOSSES, device=device, runs=runs)
-    variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
+    baseline = {row["step"]: row["loss"] for row in rows if row["run"] == runs[0]}
+    differences = [
+        row | {"difference": row["loss"] - baseline[row["step"]]}
+        for row in rows
+        if row["run"] != runs[0]
+        and row["step"] in baseline
+        and first["first_step"] <= row["step"] <= first["last_step"]
+    ]
+    losses = _paired_lines(connection, rows, "loss:Q", runs)
+    apart = _paired_lines(connection, differences, "difference:Q", runs)
+    margin = next((pair["margin"] for pair in pairs if pair["margin"] is not None), None)
+    if margin is not None:
+        band = data.drawing([{"low": -margin, "high": margin}]).mark_rect(color=theme.RULE)
+        band = band.encode(y="low:Q", y2="high:Q")
+        apart = alt.layer(band, apart)
+    style = {"fontSize": 14, "subtitleFontSize": 11, "offset": 8}
+    said = [_difference(pair) for pair in pairs]
+    return [
+        losses.properties(title=alt.Title("training loss", **style)),
+        apart.properties(title=alt.Title(f"less that of {runs[0]}", subtitle=said, **style)),
+    ]
+
+
+def _paired_lines(
+    connection: duckdb.DuckDBPyConnection, rows: list[Row], value: str, runs: list[str]
+) -> alt.Chart:
     scale = data.variant_colors(connection)
     colors = dict(zip(scale.domain, scale.range, strict=True))
-    dashes = [DASHES[i % len(DASHES)] for i in range(len(variants))]
-    curves = data.drawing(rows).encode(
+    variants = {row["run"]: row["variant"] for row in rows}
+    dashes = [DASHES[i % len(DASHES)] for i in range(len(runs))]
+    palette = [colors[variants[run]] if run in variants else theme.INK for run in runs]
+    lines = data.drawing(rows).mark_line(strokeWidth=2.5)
+    return lines.encode(
         x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False),
-        y=alt.Y("loss:Q", title="loss, nats per target value").scale(zero=False),
-        color=alt.Color("variant:N", title=None)
-        .scale(domain=variants, range=[colors[name] for name in variants])
+        y=alt.Y(value, title="nats per target value").scale(zero=False),
+        color=alt.Color("run:N", title=None)
+        .scale(domain=runs, range=palette)
         .legend(symbolSize=500, symbolStrokeWidth=2.5),
-        strokeDash=alt.StrokeDash("variant:N", title=None).scale(domain=variants, range=dashes),
-        tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
-    )
-    title = alt.Title(
-        f"against {runs[0]}",
-        subtitle=[_difference(pair) for pair in pairs],
-        fontSize=14,
-        subtitleFontSize=11,
-        offset=8,
-    )
-    return curves.mark_line(strokeWidth=2.5).properties(
-        width=2 * PANEL_WIDTH, height=PANEL_HEIGHT, title=title
-    )
+        strokeDash=alt.StrokeDash("run:N", title=None).scale(domain=runs, range=dashes),
+        tooltip=["run:N", "variant:N", "step:Q", alt.Tooltip(value, format=".4f")],
+    ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
 
 
 def _difference(pair: Row) -> str:
-    difference, low, high, margin = (
-        f"{pair[name]:+.4f}"
-        for name in ("mean_difference", "difference_low", "difference_high", "margin")
+    mean, low, high = (
+        f"{pair[name]:+.4f}".replace("-", "−")
+        for name in ("mean_difference", "difference_low", "difference_high")
     )
-    return (
-        f"{pair['variant']}: {difference} nats over steps {pair['first_step']:,} to "
-        f"{pair['last_step']:,} (90% interval {low} to {high}), "
-        f"{'' if pair['equivalent'] else 'not '}equivalent within ±{margin.lstrip('+')}"
-    )
+    if pair["is_null_pair"]:
+        verdict = "PyTorch against itself"
+    elif pair["margin"] is None:
+        verdict = "not comparable: PyTorch's own runs are further apart"
+    else:
+        verdict = (
+            f"{'' if pair['equivalent'] else 'not '}equivalent within ±{pair['margin']:.4f} (grey)"
+        )
+    return f"{pair['run']} ({pair['variant']}): {mean} (90% interval {low} to {high}), {verdict}"

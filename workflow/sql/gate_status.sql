@@ -7,6 +7,7 @@ with checks as (
         -- A check on the passing side of its bound with a larger value wants larger ones: turn it.
         case
             when bound = 0 and value = 0 then 0
+            when metric = 'cosine' then (1 - value) / (1 - bound)
             when (value > bound) = passed then bound / value
             else value / bound
         end as value_over_bound

@@ -3,7 +3,19 @@
 --
 -- The backward pass of mixture_nll is timed with its forward, so it is all of it.
 create or replace view operator_training as
-with passes as (
+with latest as (
+    -- Not `current_ops`: it prefers runs with peers, which may be older than `auto`.
+    select * from ops
+    qualify
+        row_number()
+            over (
+                partition by device, config_id, replicate, pass
+                order by recorded_at desc, origin asc
+            )
+        = 1
+),
+
+passes as (
     select
         device,
         op,
@@ -23,7 +35,7 @@ with passes as (
         any_value(launch_config) as launch_config,
         max(recorded_at) as recorded_at,
         case when bool_and(status = 'ok') then median(time_ms_p50) end as pass_ms
-    from current_ops
+    from latest
     where op not in ('matmul', 'copy')
     group by device, op, shape, dtype, implementation, pass
 ),
