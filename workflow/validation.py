@@ -1,5 +1,6 @@
 """Says what is wrong with config.yaml, in one sentence, before any work starts."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,6 +40,8 @@ def _check_schema(config: dict) -> None:
             wanted = f"must be at least {limit}"
         case "exclusiveMinimum":
             wanted = f"must be larger than {limit}"
+        case "type" if limit == "number" and _is_number(error.instance):
+            wanted = "is text to YAML, which wants a point in it: write 3e-4 as 3.0e-4"
         case "type":
             wanted = f"must be of type {limit}"
         case "enum":
@@ -46,7 +49,7 @@ def _check_schema(config: dict) -> None:
         case "pattern" if "propertyNames" in error.absolute_schema_path:
             wanted = "must be a name of small letters, digits and single underscores"
         case "pattern":
-            wanted = f"must match {limit}"
+            wanted = f"must be {error.schema['description']}"
     what = f"{error.instance!r} {wanted}" if wanted else error.message
     raise ValueError(f"{_place(error.path)}: {what}")
 
@@ -85,6 +88,11 @@ def _check_names(config: dict) -> None:
         _check(f"training.{name}.shape", "shape", [run["shape"]], shapes)
         _check(f"training.{name}.variant", "variant", [run["variant"]], variants)
         _check_model(f"training.{name}.model", run.get("model", config["model"]))
+        if run["warmup_steps"] > run["steps"]:
+            raise ValueError(
+                f"config.yaml: training.{name}.warmup_steps: {run['warmup_steps']} must be at most "
+                f"steps, {run['steps']}"
+            )
 
 
 def _check_ablation(spec: dict, shapes: dict, variants: dict) -> None:
@@ -116,6 +124,13 @@ def _check_model(place: str, model: dict) -> None:
             f"config.yaml: {place}: d_model {model['d_model']} must be a multiple of "
             f"n_heads {model['n_heads']}"
         )
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _check(place: str, kind: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -36,7 +36,9 @@ def test_committed_configurations_are_valid(file):
         ("model.n_layers", True, "model.n_layers: True must be of type integer"),
         ("model.n_heads", 5, "d_model 32 must be a multiple of n_heads 5"),
         ("timing.timeout_s", 0, "timing.timeout_s: 0 must be larger than 0"),
-        ("device", "gpu", "device: 'gpu'"),
+        ("device", "gpu", "device: 'gpu' must be auto, cpu, cuda, or the slug of a GPU"),
+        ("timing.warmup_s", "3e-4", "timing.warmup_s: '3e-4' is text to YAML"),
+        ("timing.warmup_s", "soon", "'soon' must be of type number"),
         ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
         ("steps.cpu.variants", ["fused"], "steps.cpu.variants: unknown variant 'fused'"),
         ("steps.cpu.shapes", ["small"], "steps.cpu.shapes: unknown shape 'small'"),
@@ -61,6 +63,7 @@ def test_committed_configurations_are_valid(file):
          "ablation.shapes: unknown shape 'huge'"),
         ("gates", ["baselin"], "gates: unknown gate 'baselin': did you mean 'baseline'"),
         ("training.gp_tiny.shape", "huge", "training.gp_tiny.shape: unknown shape 'huge'"),
+        ("training.gp_tiny.warmup_steps", 10**6, "1000000 must be at most steps"),
         ("training.gp_tiny.source", "text", "'text' must be one of gaussian_process, images"),
     ],
 )  # fmt: skip
