@@ -311,6 +311,27 @@ def test_a_later_run_without_the_peers_is_for_auto_alone(store: Callable[..., Qu
     (row,) = query("from auto_regret")
     assert (row["best_time_ms"], row["regret"]) == (4.0, pytest.approx(0.05))
 
+    last = {"recorded_at": NOW + timedelta(hours=2)}
+    query = store(
+        both_passes("fused", "attention", 2.0, 2.0, **later),
+        both_passes("auto", "attention", 2.0, 2.2, **later, **chosen),
+        both_passes("fused", "attention", 9.0, 9.0, **last),
+    )
+    (row,) = query("from auto_regret")
+    assert (row["best_time_ms"], row["regret"]) == (4.0, pytest.approx(0.05))
+
+
+def test_a_run_that_failed_takes_the_place_of_an_earlier_one(store: Callable[..., Query]) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=1)}
+    query = store(
+        operator("sdpa_flash", time_ms_p50=4.0),
+        operator("fused", time_ms_p50=1.0),
+        operator("sdpa_flash", time_ms_p50=4.0, **later),
+        operator("fused", status="gate_failed", **later),
+    )
+    (row,) = query("from operator_speedup where implementation = 'fused'")
+    assert (row["status"], row["time_ms"]) == ("gate_failed", None)
+
 
 def test_other_operators_are_compared_with_pytorchs_plain_form(
     store: Callable[..., Query],
@@ -643,6 +664,8 @@ def test_training_is_equivalent_within_the_margin_of_the_null_pair(
 ) -> None:
     noise = np.random.default_rng(0).normal(0, 0.01, 20)
     loss = np.linspace(2.0, 1.0, 20)
+    warmed_up_otherwise = training_run("gp_small_warm", list(loss))
+    warmed_up_otherwise["training"][0]["learning_rate"] = 5e-5
     query = store(
         training_run("gp_small_sdpa", list(loss)),
         training_run("gp_small_flash", list(loss + 0.005)),  # so the margin is 0.015
@@ -650,6 +673,7 @@ def test_training_is_equivalent_within_the_margin_of_the_null_pair(
         training_run("gp_small_worse", list(loss + 0.04 + noise)),
         training_run("gp_small_other", list(loss), seed=1),
         training_run("gp_small_faster", list(loss), learning_rate=3e-4),
+        warmed_up_otherwise,
     )
     rows = {row["run"]: row for row in query("from training_equivalence")}
     assert set(rows) == {"gp_small_flash", "gp_small_fused", "gp_small_worse"}
@@ -679,10 +703,12 @@ def test_training_is_not_compared_where_pytorch_differs_from_itself(
 
 def test_training_without_a_null_pair_has_the_least_margin(store: Callable[..., Query]) -> None:
     query = store(
-        training_run("gp_small_sdpa", [2.0, 1.0]), training_run("gp_small_fused", [2.0, 1.0])
+        training_run("gp_small_sdpa", [2.0, 1.5, 1.0, 0.9]),
+        training_run("gp_small_fused", [2.0, 1.5, 1.0, 0.9]),
+        training_run("gp_small_short", [2.0]),  # one difference has no interval
     )
     (row,) = query("from training_equivalence")
-    assert (row["margin"], row["n_rows"], row["equivalent"]) == (0.01, 1, False)
+    assert (row["margin"], row["n_rows"], row["equivalent"]) == (0.01, 2, True)
 
 
 def test_a_check_the_gate_no_longer_makes_is_gone(store: Callable[..., Query]) -> None:

@@ -106,7 +106,10 @@ def test_inductors_messages_leave_arguments_alone_before_torch_2_13(monkeypatch)
         def __str__(self):
             raise AssertionError("was written out")
 
-    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(OperatorIssue.operator_str))
+    def inductors(target, args, kwargs):
+        return f"{target} {[str(argument) for argument in args]}"
+
+    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(inductors))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     shorten_inductor_messages()
     with pytest.raises(AssertionError, match="written out"):

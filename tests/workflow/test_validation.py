@@ -38,7 +38,7 @@ def test_committed_configurations_are_valid(file):
         ("timing.timeout_s", 0, "timing.timeout_s: 0 must be larger than 0"),
         ("device", "gpu", "device: 'gpu' must be auto, cpu, cuda, or the slug of a GPU"),
         ("timing.warmup_s", "3e-4", "timing.warmup_s: '3e-4' is text to YAML"),
-        ("timing.warmup_s", "soon", "'soon' must be of type number"),
+        ("timing.warmup_s", "0.5", "'0.5' must be of type number"),
         ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
         ("steps.cpu.variants", ["fused"], "steps.cpu.variants: unknown variant 'fused'"),
         ("steps.cpu.shapes", ["small"], "steps.cpu.shapes: unknown shape 'small'"),

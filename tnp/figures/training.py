@@ -37,7 +37,7 @@ PAIRED_LOSSES = """
     select run, variant, step, loss
     from training_curves
     where device = $device and loss is not null and list_contains($runs, run)
-    order by variant, step
+    order by run, step
 """
 
 

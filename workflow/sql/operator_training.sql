@@ -3,14 +3,23 @@
 --
 -- The backward pass of mixture_nll is timed with its forward, so it is all of it.
 create or replace view operator_training as
-with latest as (
-    -- Not `current_ops`: it prefers runs with peers, which may be older than `auto`.
-    select * from ops
+with runs as (
+    select
+        *,
+        bool_or(implementation = 'auto')
+            over (partition by device, op, shape, dtype, replicate, origin, recorded_at)
+            as has_auto
+    from ops
+),
+
+-- Not `current_ops`: it prefers runs with peers, which may be older than `auto`.
+latest as (
+    select * from runs
     qualify
-        row_number()
+        rank()
             over (
-                partition by device, config_id, replicate, pass
-                order by recorded_at desc, origin asc
+                partition by device, op, shape, dtype, replicate
+                order by origin desc, has_auto desc, recorded_at desc
             )
         = 1
 ),

@@ -9,11 +9,21 @@
 -- padding of d_ff. Where that is more than 0.02, PyTorch's own runs are too far apart to compare
 -- anything with: margin and `equivalent` are null, as they are for the null pair itself.
 create or replace view training_equivalence as
-with logged as (
+with schedules as (
+    select
+        device,
+        run,
+        list(learning_rate order by step) as learning_rates
+    from current_training
+    group by device, run
+),
+
+logged as (
     select
         *,
         max(step) over (partition by device, run) as last_step
     from current_training
+    inner join schedules using (device, run)
     where loss is not null
 ),
 
@@ -29,7 +39,7 @@ differences as (
     from logged
     inner join logged as baseline
         using (
-            device, source, batch, n_context, n_target, dtype, seed, step, last_step, learning_rate
+            device, source, batch, n_context, n_target, dtype, seed, step, last_step, learning_rates
         )
     where
         baseline.run = 'gp_small_sdpa'
@@ -51,6 +61,7 @@ pairs as (
         stddev_samp(difference) / sqrt(n_rows) as standard_error
     from differences
     group by device, run
+    having count(*) > 1
 ),
 
 margins as (
