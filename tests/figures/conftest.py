@@ -33,6 +33,7 @@ VIEWS = {
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
     " prior_log_likelihood double, gap_closed double",
+    "training_differences": "device text, run text, variant text, step integer, difference double",
     "training_equivalence": "device text, run text, variant text, baseline_run text,"
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
     " difference_low double, difference_high double, is_null_pair boolean, margin double,"
@@ -199,7 +200,11 @@ def paired_rows(device: str = GPU) -> dict[str, list[Row]]:
     pair |= {"first_step": 550, "last_step": 1000, "mean_difference": -0.002}
     pair |= {"difference_low": -0.004, "difference_high": 0.001, "margin": 0.01}
     pair |= {"is_null_pair": False}
-    return {"training_curves": losses, "training_equivalence": [pair | {"equivalent": True}]}
+    return {
+        "training_curves": losses,
+        "training_differences": [key | {"step": 1000, "difference": -0.002}],
+        "training_equivalence": [pair | {"equivalent": True}],
+    }
 
 
 def roofline_rows(

@@ -2,7 +2,8 @@
 
 Reads the view `training_curves`. One panel per device and run: held-out log-likelihood, the same
 with the context's y permuted (the control), and what an exact or an ignorant predictor would get.
-Where view `training_equivalence` compares runs, their losses and differences follow.
+Where view `training_equivalence` compares runs, their losses and differences
+(`training_differences`) follow.
 """
 
 import altair as alt
@@ -14,7 +15,6 @@ from tnp.figures.data import Row
 PANEL_WIDTH, PANEL_HEIGHT = 480, 300  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Runs on the same tasks from the same weights"
-DASHES = ([1, 0], [6, 3], [2, 2], [8, 4])
 
 # Column of the view → name, colour and dash.
 SERIES = {
@@ -23,6 +23,7 @@ SERIES = {
     "exact_log_likelihood": ("exact posterior", "#1f2328", [2, 2]),
     "prior_log_likelihood": ("prior, knowing nothing", "#8c959f", [8, 4]),
 }
+DASHES = [dash for _, _, dash in SERIES.values()]
 
 QUERY = """
     select *
@@ -37,6 +38,12 @@ PAIRED_LOSSES = """
     select run, variant, step, loss
     from training_curves
     where device = $device and loss is not null and list_contains($runs, run)
+    order by run, step
+"""
+
+PAIRED_DIFFERENCES = """
+    from training_differences
+    where device = $device and list_contains($runs, run)
     order by run, step
 """
 
@@ -164,48 +171,36 @@ def _paired_panels(
     connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row]
 ) -> list[alt.TopLevelMixin]:
     """The losses of all runs, and over the tested steps their differences from the first's."""
-    first = pairs[0]
-    runs = [first["baseline_run"], *(pair["run"] for pair in pairs)]
-    rows = data.query(connection, PAIRED_LOSSES, device=device, runs=runs)
-    baseline = {row["step"]: row["loss"] for row in rows if row["run"] == runs[0]}
-    differences = [
-        row | {"difference": row["loss"] - baseline[row["step"]]}
-        for row in rows
-        if row["run"] != runs[0]
-        and row["step"] in baseline
-        and first["first_step"] <= row["step"] <= first["last_step"]
-    ]
-    losses = _paired_lines(connection, rows, "loss:Q", runs)
-    apart = _paired_lines(connection, differences, "difference:Q", runs)
+    runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
+    variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
+    scale = data.variant_colors(connection)
+    of_variant = dict(zip(scale.domain, scale.range, strict=True))
+    colors = alt.Scale(domain=runs, range=[of_variant[variant] for variant in variants])
+    losses, differences = (
+        _paired_lines(data.query(connection, query, device=device, runs=runs), value, colors)
+        for query, value in ((PAIRED_LOSSES, "loss:Q"), (PAIRED_DIFFERENCES, "difference:Q"))
+    )
     margin = next((pair["margin"] for pair in pairs if pair["margin"] is not None), None)
     if margin is not None:
         band = data.drawing([{"low": -margin, "high": margin}]).mark_rect(color=theme.RULE)
-        band = band.encode(y="low:Q", y2="high:Q")
-        apart = alt.layer(band, apart)
+        differences = alt.layer(band.encode(y="low:Q", y2="high:Q"), differences)
     style = {"fontSize": 14, "subtitleFontSize": 11, "offset": 8}
     said = [_difference(pair) for pair in pairs]
     return [
         losses.properties(title=alt.Title("training loss", **style)),
-        apart.properties(title=alt.Title(f"less that of {runs[0]}", subtitle=said, **style)),
+        differences.properties(title=alt.Title(f"less that of {runs[0]}", subtitle=said, **style)),
     ]
 
 
-def _paired_lines(
-    connection: duckdb.DuckDBPyConnection, rows: list[Row], value: str, runs: list[str]
-) -> alt.Chart:
-    scale = data.variant_colors(connection)
-    colors = dict(zip(scale.domain, scale.range, strict=True))
-    variants = {row["run"]: row["variant"] for row in rows}
-    dashes = [DASHES[i % len(DASHES)] for i in range(len(runs))]
-    palette = [colors[variants[run]] if run in variants else theme.INK for run in runs]
+def _paired_lines(rows: list[Row], value: str, colors: alt.Scale) -> alt.Chart:
     lines = data.drawing(rows).mark_line(strokeWidth=2.5)
     return lines.encode(
         x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False),
         y=alt.Y(value, title="nats per target value").scale(zero=False),
-        color=alt.Color("run:N", title=None)
-        .scale(domain=runs, range=palette)
-        .legend(symbolSize=500, symbolStrokeWidth=2.5),
-        strokeDash=alt.StrokeDash("run:N", title=None).scale(domain=runs, range=dashes),
+        color=alt.Color("run:N", title=None, scale=colors).legend(
+            symbolSize=500, symbolStrokeWidth=2.5
+        ),
+        strokeDash=alt.StrokeDash("run:N", title=None).scale(domain=colors.domain, range=DASHES),
         tooltip=["run:N", "variant:N", "step:Q", alt.Tooltip(value, format=".4f")],
     ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
 

@@ -1,53 +1,14 @@
 -- Grain: device × run: whether a training run's loss is equivalent to that of run `gp_small_sdpa`.
 --
--- Runs on the same tasks from the same weights (`source`, sizes, dtype, seed, learning rates). The
--- sample are the differences of the logged losses (run − `gp_small_sdpa`) at the steps of the last
--- half, taken as independent. `equivalent`: both one-sided t-tests at 5 % reject a difference of
--- `margin` or more, which is the same as the 90 % interval of the mean lying within ± margin. The
--- margin is 0.01 nats or, where larger, 3 × the absolute mean difference of the null pair: run
--- `gp_small_flash`, which differs from `gp_small_sdpa` in PyTorch's attention backend and in the
--- padding of d_ff. Where that is more than 0.02, PyTorch's own runs are too far apart to compare
--- anything with: margin and `equivalent` are null, as they are for the null pair itself.
+-- The sample are the differences of view `training_differences`, taken as independent.
+-- `equivalent`: both one-sided t-tests at 5 % reject a difference of `margin` or more, which is the
+-- same as the 90 % interval of the mean lying within ± margin. The margin is 0.01 nats or, where
+-- larger, 3 × the absolute mean difference of the null pair: run `gp_small_flash`, which differs
+-- from `gp_small_sdpa` in PyTorch's attention backend and in the padding of d_ff. Where that is
+-- more than 0.02, PyTorch's own runs are too far apart to compare anything with: margin and
+-- `equivalent` are null, as they are for the null pair itself.
 create or replace view training_equivalence as
-with schedules as (
-    select
-        device,
-        run,
-        list(learning_rate order by step) as learning_rates
-    from current_training
-    group by device, run
-),
-
-logged as (
-    select
-        *,
-        max(step) over (partition by device, run) as last_step
-    from current_training
-    inner join schedules using (device, run)
-    where loss is not null
-),
-
-differences as (
-    select
-        logged.device,
-        logged.run,
-        logged.variant,
-        baseline.run as baseline_run,
-        baseline.variant as baseline_variant,
-        logged.step,
-        logged.loss - baseline.loss as difference
-    from logged
-    inner join logged as baseline
-        using (
-            device, source, batch, n_context, n_target, dtype, seed, step, last_step, learning_rates
-        )
-    where
-        baseline.run = 'gp_small_sdpa'
-        and logged.run != baseline.run
-        and logged.step > logged.last_step / 2
-),
-
-pairs as (
+with pairs as (
     select
         device,
         run,
@@ -59,7 +20,7 @@ pairs as (
         count(*) as n_rows,
         avg(difference) as mean_difference,
         stddev_samp(difference) / sqrt(n_rows) as standard_error
-    from differences
+    from training_differences
     group by device, run
     having count(*) > 1
 ),
@@ -79,8 +40,7 @@ quantiles as (
     select
         *,
         n_rows - 1 as degrees,
-        case when degrees > 0 then 1.6449 + 1.5238 / degrees + 1.4202 / pow(degrees, 2) end
-            as t_quantile
+        1.6449 + 1.5238 / degrees + 1.4202 / pow(degrees, 2) as t_quantile
     from pairs
 )
 
@@ -99,9 +59,6 @@ select
     mean_difference + t_quantile * standard_error as difference_high,
     run = 'gp_small_flash' as is_null_pair,
     case when not is_null_pair then allowed end as margin,
-    case
-        when margin is not null
-            then coalesce(difference_low > -margin and difference_high < margin, false)
-    end as equivalent
+    difference_low > -margin and difference_high < margin as equivalent
 from quantiles
 inner join margins using (device);

@@ -1,0 +1,40 @@
+-- Grain: device × run × step: how far a training run's loss is from that of run `gp_small_sdpa`.
+--
+-- Runs on the same tasks from the same weights (`source`, sizes, dtype, seed, learning rates), at
+-- the logged steps of the last half.
+create or replace view training_differences as
+with schedules as (
+    select
+        device,
+        run,
+        list(learning_rate order by step) as learning_rates
+    from current_training
+    group by device, run
+),
+
+logged as (
+    select
+        *,
+        max(step) over (partition by device, run) as last_step
+    from current_training
+    inner join schedules using (device, run)
+    where loss is not null
+)
+
+select
+    logged.device,
+    logged.run,
+    logged.variant,
+    baseline.run as baseline_run,
+    baseline.variant as baseline_variant,
+    logged.step,
+    logged.loss - baseline.loss as difference
+from logged
+inner join logged as baseline
+    using (
+        device, source, batch, n_context, n_target, dtype, seed, step, last_step, learning_rates
+    )
+where
+    baseline.run = 'gp_small_sdpa'
+    and logged.run != baseline.run
+    and logged.step > logged.last_step / 2;
