@@ -1,0 +1,96 @@
+"""A store of a few rows, written as the store writes them, and what builds such rows."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+
+from tnp.store import build_database, write_table
+
+SQL = Path(__file__).parents[2] / "workflow" / "sql"
+VIEWS = sorted(path.stem for path in SQL.glob("*.sql"))
+NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
+PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}
+SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": "bfloat16"}
+
+Row = dict[str, object]
+Tables = dict[str, list[Row]]
+Query = Callable[[str], list[Row]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Callable[..., Query]:
+    """Builds a database from tables and returns a function from SQL to rows."""
+
+    def build(*parts: Tables, origin: str = "runs") -> Query:
+        folder, files, numbers = tmp_path / origin / "gpu", [], count()
+        for tables in parts:
+            for table, rows in tables.items():
+                files.append(folder / table / f"{next(numbers)}.parquet")
+                write_table(files[-1], table, rows)
+        build_database(files, SQL, tmp_path / "results.duckdb")
+
+        def query(sql: str) -> list[Row]:
+            with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
+                return connection.sql(sql).to_arrow_table().to_pylist()
+
+        return query
+
+    return build
+
+
+def step(
+    variant: str,
+    times: list[float] | str,
+    *,
+    replicate: int = 1,
+    checkpoint: bool = False,
+    cuda_graph: bool = False,
+    **columns: object,
+) -> Tables:
+    """One replicate of a step, from its timings in ms or the status it failed with."""
+    config_id = f"mid--{variant}" + "--ckpt" * checkpoint + "--graph" * cuda_graph
+    identity = PROVENANCE | {"config_id": config_id, "replicate": replicate}
+    row = identity | SIZES | {"study": "matrix", "variant": variant, "optimizer": True}
+    row |= {"checkpoint": checkpoint, "cuda_graph": cuda_graph}
+    if isinstance(times, str):
+        return {"steps": [row | {"status": times, "reason": f"because {times}"} | columns]}
+    row |= {"status": "ok", "step_ms_p50": float(np.median(times)), "peak_memory_bytes": 2 << 30}
+    samples = [
+        identity | {"pass": "step", "sample": i, "time_ms": time} for i, time in enumerate(times)
+    ]
+    at = {name: value for name, value in columns.items() if name in PROVENANCE}
+    return {"steps": [row | columns], "samples": [sample | at for sample in samples]}
+
+
+def steps(variant: str, median_ms: float, spread: float = 0.01, **columns: object) -> list[Tables]:
+    """Three replicates around `median_ms`, of nine timings each, `spread` apart."""
+    generator = np.random.default_rng(len(variant))
+    return [
+        step(
+            variant,
+            list(median_ms * (1 + spread * (i - 2)) * generator.normal(1, spread, 9)),
+            replicate=i,
+            **columns,
+        )
+        for i in (1, 2, 3)
+    ]
+
+
+def operator(implementation: str, op: str = "attention", status: str = "ok", **columns) -> Tables:
+    row = PROVENANCE | {"config_id": f"{op}--{implementation}", "op": op, "pass": "forward"}
+    row |= {"implementation": implementation, "shape": "mid", "dtype": "bfloat16", "replicate": 1}
+    row |= {"status": status} | columns
+    sample = {name: row[name] for name in (*PROVENANCE, "config_id", "replicate", "pass")}
+    sample |= {"sample": 0, "time_ms": columns.get("time_ms_p50")}
+    return {"ops": [row], "samples": [sample]}
+
+
+def check(gate: str, name: str, value: float | None, bound: float | None, **columns) -> Tables:
+    row = PROVENANCE | {"gate": gate, "phase": 2, "implementation": "", "check": name}
+    row |= {"metric": "error", "value": value, "bound": bound, "mode": "gpu", "status": "ok"}
+    return {"gates": [row | columns]}

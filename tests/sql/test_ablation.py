@@ -1,0 +1,70 @@
+"""View `ablation`, by values computed by hand."""
+
+import json
+from collections.abc import Callable
+
+from tests.sql.conftest import Query, Tables, check, step
+from tnp.schemas import TABLES
+
+
+def ablated(variant: str, times: list[float] | str, **columns: object) -> Tables:
+    return step(variant, times, study="ablation", **columns)
+
+
+def test_ablation_compares_each_component_both_ways(store: Callable[..., Query]) -> None:
+    mlp = {"operators": json.dumps({"mlp": "fused"}), "gates": "baseline|mlp"}
+    query = store(
+        ablated("sdpa_cudnn_padded", [10.0], gates="baseline"),
+        ablated("only_mlp", [8.0], **mlp),
+        ablated("without_mlp", [5.5]),
+        ablated("fused", [4.0]),
+        ablated("only_rms_norm", [9.0]),
+        ablated("without_rms_norm", "oom"),
+        check("mlp", "far", 3.0, 1.0, passed=False, implementation="fused", op="mlp"),
+    )
+    rows = {row["component"]: row for row in query("from ablation")}
+    assert set(rows) == {"mlp", "rms_norm"}
+    names = ("base_ms", "only_ms", "full_ms", "without_ms", "gain_alone_ms", "gain_last_ms")
+    assert [rows["mlp"][name] for name in names] == [10, 8, 4, 5.5, 2, 1.5]
+    names = ("speedup_alone", "speedup_last", "gain_alone_low_ms", "gain_last_high_ms")
+    assert [rows["mlp"][name] for name in names] == [1.25, 1.375, 2, 1.5]
+    names = ("base_variant", "full_variant", "status", "gates_passed")
+    assert [rows["mlp"][name] for name in names] == ["sdpa_cudnn_padded", "fused", "ok", False]
+    failed = rows["rms_norm"]
+    assert (failed["gain_alone_ms"], failed["gain_last_ms"]) == (1, None)
+    assert (failed["status"], failed["reason"]) == ("oom", "because oom")
+    assert failed["gates_passed"] is None
+
+
+def test_ablation_keeps_shapes_and_devices_apart(store: Callable[..., Query]) -> None:
+    def four(scale: float, **where: object) -> list[Tables]:
+        times = {"sdpa_flash": 10.0, "only_mlp": 8.0, "without_mlp": 6.0, "fused": 5.0}
+        prefix = "-".join(map(str, where.values()))
+        return [
+            ablated(name, [time * scale], config_id=f"{prefix}{name}", **where)
+            for name, time in times.items()
+        ]
+
+    def with_samples(part: Tables) -> Tables:
+        config_id = part["steps"][0]["config_id"]
+        return part | {"samples": [row | {"config_id": config_id} for row in part["samples"]]}
+
+    parts = [*four(1.0), *four(2.0, shape="small"), *four(3.0, device="other")]
+    query = store(*map(with_samples, parts))
+    rows = {(row["device"], row["shape"]): row for row in query("from ablation")}
+    gains = {where: row["gain_alone_ms"] for where, row in rows.items()}
+    assert gains == {("gpu", "mid"): 2, ("gpu", "small"): 4, ("other", "mid"): 6}
+    assert rows["other", "mid"]["gain_last_low_ms"] == 3
+
+
+def test_the_ablations_steps_are_in_no_other_comparison(store: Callable[..., Query]) -> None:
+    part = ablated("only_mlp", [1.0])
+    part["stages"] = [
+        {name: value for name, value in part["steps"][0].items() if name in TABLES["stages"].names}
+        | {"stage": "mlp", "time_ms_p50": 1.0}
+    ]
+    query = store(step("sdpa_flash", [2.0]), part)
+    for view in ("speedup", "memory", "matrix"):
+        assert [row["variant"] for row in query(f"from {view}")] == ["sdpa_flash"]
+    assert query("from stage_share") == []
+    assert len(query("from step_summary")) == 2

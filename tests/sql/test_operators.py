@@ -1,0 +1,234 @@
+"""Views of operators: roofline, speedup, choice and regret; by values computed by hand."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, operator
+from tnp.ops import auto, registry
+
+
+def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
+    # Ceilings: 100 TFLOP/s and 1000 GB/s, so the ridge is at 100 FLOP/byte.
+    ceilings = [
+        operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9),
+        operator("torch", "copy", time_ms_p50=1.0, bytes=1e9),
+    ]
+    compute = operator("separate", time_ms_p50=20.0, flops=1e12, bytes=1e9)
+    memory = operator("sdpa_flash", time_ms_p50=4.0, flops=1e10, bytes=1e9)
+    failed = operator("sdpa_cudnn", status="timeout")
+    query = store(*ceilings, compute, memory, failed)
+    rows = {row["implementation"]: row for row in query("from roofline where op = 'attention'")}
+    names = ("bound", "roofline_tflops", "tflops", "share_of_roofline", "intensity")
+    assert [rows["separate"][name] for name in names] == ["compute", 100, 50, 0.5, 1000]
+    assert [rows["sdpa_flash"][name] for name in names] == ["memory", 10, 2.5, 0.25, 10]
+    assert [rows["sdpa_cudnn"][name] for name in names] == [None] * 5
+    assert rows["sdpa_cudnn"]["status"] == "timeout"
+    (copy,) = query("from roofline where op = 'copy'")
+    assert (copy["share_of_roofline"], copy["bound"]) == (1, "memory")
+
+    query = store(compute, memory)
+    (row,) = query("from roofline where implementation = 'separate'")
+    assert (row["tflops"], row["bound"], row["share_of_roofline"]) == (50, None, None)
+
+
+def test_operators_are_compared_with_the_best_peer(store: Callable[..., Query]) -> None:
+    query = store(
+        operator("sdpa_flash", time_ms_p50=4.0),
+        operator("sdpa_cudnn", time_ms_p50=3.5),
+        operator("fa4", time_ms_p50=3.0),
+        operator("fa3", status="unsupported"),
+        operator("separate", time_ms_p50=2.0),
+        operator("fused", time_ms_p50=1.0),  # ours too, so nobody's peer
+        operator("torch", "matmul", time_ms_p50=1.0),
+    )
+    rows = {row["implementation"]: row for row in query("from operator_speedup")}
+    assert set(rows) == {"sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "separate", "fused"}
+    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 1.5)
+    assert rows["separate"]["best_peer_implementation"] == "fa4"
+    assert rows["separate"]["speedup_low"] == rows["separate"]["speedup_high"] == 2
+    assert {name for name, row in rows.items() if row["own"]} == {"separate", "fused"}
+    assert rows["fa3"]["speedup_best"] is None
+
+
+def test_a_later_run_without_the_peers_is_for_auto_alone(store: Callable[..., Query]) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=1)}
+    chosen = {"launch_config": json.dumps({"implementation": "fused", "source": "nearest"})}
+    query = store(
+        both_passes("sdpa_flash", "attention", 4.0, 4.0),
+        both_passes("fa4", "attention", 1.5, 1.5),
+        both_passes("fused", "attention", 1.0, 1.0),
+        both_passes("sdpa_flash", "attention", 5.0, 5.0, **later),
+        operator("fa4", status="unsupported", **later),
+        both_passes("fused", "attention", 2.0, 2.0, **later),
+        both_passes("auto", "attention", 2.0, 2.2, **later, **chosen),
+    )
+    (row,) = query("from operator_speedup where implementation = 'fused' and pass = 'forward'")
+    assert (row["best_peer_implementation"], row["time_ms"], row["speedup_best"]) == ("fa4", 1, 1.5)
+    (row,) = query("from auto_regret")
+    assert (row["best_time_ms"], row["regret"]) == (4.0, pytest.approx(0.05))
+
+    last = {"recorded_at": NOW + timedelta(hours=2)}
+    query = store(
+        both_passes("fused", "attention", 2.0, 2.0, **later),
+        both_passes("auto", "attention", 2.0, 2.2, **later, **chosen),
+        both_passes("fused", "attention", 9.0, 9.0, **last),
+    )
+    (row,) = query("from auto_regret")
+    assert (row["best_time_ms"], row["regret"]) == (4.0, pytest.approx(0.05))
+
+
+def test_a_run_that_failed_takes_the_place_of_an_earlier_one(store: Callable[..., Query]) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=1)}
+    query = store(
+        operator("sdpa_flash", time_ms_p50=4.0),
+        operator("fused", time_ms_p50=1.0),
+        operator("sdpa_flash", time_ms_p50=4.0, **later),
+        operator("fused", status="gate_failed", **later),
+    )
+    (row,) = query("from operator_speedup where implementation = 'fused'")
+    assert (row["status"], row["time_ms"]) == ("gate_failed", None)
+
+
+def test_other_operators_are_compared_with_pytorchs_plain_form(
+    store: Callable[..., Query],
+) -> None:
+    query = store(
+        operator("torch", "copy", time_ms_p50=1.0, bytes=1e9),
+        operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9),
+        operator("torch", "rms_norm", time_ms_p50=3.0, bytes=1e9, d_model=512),
+        operator("fused", "rms_norm", time_ms_p50=1.25, bytes=1e9, d_model=512),
+        operator("torch", "mlp", time_ms_p50=4.0, flops=1e12, bytes=1e9),
+        operator("compiled", "mlp", time_ms_p50=3.0, flops=1e12, bytes=1e9),
+        operator("single", "mlp", time_ms_p50=2.0, flops=1e12, bytes=1e9),
+    )
+    rows = {(row["op"], row["implementation"]): row for row in query("from operator_speedup")}
+    assert len(rows) == 5
+    norm, mlp = rows["rms_norm", "fused"], rows["mlp", "single"]
+    assert (norm["speedup"], norm["speedup_best"], norm["d_model"]) == (2.4, 2.4, 512)
+    assert (mlp["speedup"], mlp["speedup_best"]) == (2, 1.5)
+    assert mlp["best_peer_implementation"] == "compiled"
+    (norm,) = query("from roofline where op = 'rms_norm' and own")
+    assert (norm["bound"], norm["share_of_roofline"], norm["tflops"]) == ("memory", 0.8, None)
+
+
+def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> None:
+    at = [{"recorded_at": NOW + timedelta(hours=i)} for i in range(3)]
+    query = store(
+        *(operator("sdpa_flash", time_ms_p50=4.0, replicate=i, **at[i]) for i in (0, 1)),
+        *(operator("separate", time_ms_p50=2.0, replicate=i, **at[i]) for i in (0, 1)),
+        operator("fa4", time_ms_p50=3.0, replicate=0, **at[0]),
+        operator("fa4", time_ms_p50=3.0, replicate=1, **at[2]),  # on its own, later
+    )
+    rows = {row["implementation"]: row for row in query("from operator_speedup")}
+    assert rows["separate"]["best_peer_implementation"] == "sdpa_flash"
+    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 2)
+    assert (rows["fa4"]["speedup"], rows["fa4"]["speedup_best"]) == (None, 1)
+
+
+def test_the_candidates_of_auto_are_the_registrys(store: Callable[..., Query]) -> None:
+    rows = store()("from auto_candidates order by op, rank")
+    expected = [
+        {"op": op, "implementation": name, "rank": rank}
+        for op, names in sorted(registry.CANDIDATES.items())
+        for rank, name in enumerate(names, 1)
+    ]
+    assert rows == expected
+
+
+def both_passes(implementation: str, op: str, forward: float, backward: float, **columns) -> Tables:
+    """Of a backward without a time, the failure."""
+    parts = [
+        operator(implementation, op, **columns | {"pass": pass_}, time_ms_p50=time)
+        if time
+        else operator(implementation, op, "oom", **columns | {"pass": pass_})
+        for pass_, time in (("forward", forward), ("backward", backward))
+    ]
+    return {table: [row for part in parts for row in part[table]] for table in parts[0]}
+
+
+SIZES_OF_MLP = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
+
+
+def test_the_fastest_candidate_is_chosen_and_pytorch_stays_within_one_percent(
+    store: Callable[..., Query],
+) -> None:
+    near = SIZES_OF_MLP | {"shape": "near", "config_id": "near"}
+    query = store(
+        {"environments": [PROVENANCE | {"compute_capability": "9.0"}] * 2},
+        both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
+        both_passes("single", "mlp", 1.0, 0.0, **SIZES_OF_MLP),  # without a backward
+        both_passes("fused", "mlp", 1.5, 4.0, **SIZES_OF_MLP),
+        both_passes("compiled", "mlp", 1.0, 1.0, **SIZES_OF_MLP),  # no candidate
+        both_passes("auto", "mlp", 1.0, 1.0, **SIZES_OF_MLP),
+        both_passes("torch", "mlp", 1.0, 2.0, **near | {"config_id": "near-torch"}),
+        both_passes("fused", "mlp", 1.0, 1.98, **near | {"config_id": "near-fused"}),
+        # The backward alone is forward and backward.
+        both_passes("torch", "mixture_nll", 1.0, 3.0, batch=4, n_q=10, n_components=10),
+        both_passes("fused", "mixture_nll", 2.5, 2.5, batch=4, n_q=10, n_components=10),
+        operator("torch", "matmul", time_ms_p50=1.0),
+    )
+    rows = {(row["op"], row["shape"]): row for row in query("from operator_choice")}
+    expected = {
+        ("mlp", "mid"): ("fused", 5.5, "fused", 5.5, 2),
+        ("mlp", "near"): ("torch", 3.0, "fused", 2.98, 2),
+        ("mixture_nll", "mid"): ("fused", 2.5, "fused", 2.5, 2),
+    }
+    names = ("implementation", "time_ms", "best_implementation", "best_time_ms", "n_candidates")
+    assert {key: tuple(row[name] for name in names) for key, row in rows.items()} == expected
+    assert auto.entry_of(rows["mlp", "mid"], rows["mlp", "mid"]["capability"], "fused") == {
+        "op": "mlp",
+        "capability": 90,
+        "dtype": "bfloat16",
+        "sizes": {"rows": 440, "d_model": 512, "d_ff": 1408},
+        "implementation": "fused",
+    }
+
+
+def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Query]) -> None:
+    generator = np.random.default_rng(0)
+    parts, expected = [], {}
+    for shape in map(str, range(20)):
+        times = {
+            name: tuple(generator.uniform(1.0, 1.02, 2)) for name in registry.CANDIDATES["mlp"]
+        }
+        for name, passes in times.items():
+            columns = {"shape": shape, "config_id": f"{shape}-{name}"}
+            parts.append(both_passes(name, "mlp", *passes, **columns))
+        whole = {name: auto.training_ms("mlp", *passes) for name, passes in times.items()}
+        expected[shape] = auto.fastest("mlp", whole)
+    rows = store(*parts)("from operator_choice")
+    assert {row["shape"]: row["implementation"] for row in rows} == expected
+    assert len(set(expected.values())) > 1
+
+
+def test_regret_is_against_the_best_that_auto_could_choose(store: Callable[..., Query]) -> None:
+    def chose(name: str, source: str) -> dict:
+        return {"launch_config": json.dumps({"implementation": name, "source": source})}
+
+    odd = {"shape": "odd"}
+    query = store(
+        both_passes("sdpa_flash", "attention", 2.0, 6.0),
+        both_passes("fused", "attention", 1.0, 3.0),
+        both_passes("fa4", "attention", 0.5, 1.0),  # a peer: no candidate
+        both_passes("auto", "attention", 1.0, 3.2, **chose("fused", "tuned")),
+        both_passes("sdpa_flash", "attention", 1.0, 3.0, **odd | {"config_id": "odd-flash"}),
+        both_passes("fused", "attention", 1.5, 3.5, **odd | {"config_id": "odd-fused"}),
+        both_passes(
+            "auto", "attention", 1.5, 3.7, **odd | {"config_id": "o"} | chose("fused", "nearest")
+        ),
+        both_passes("auto", "mlp", 1.0, 0.0, **chose("fused", "nearest")),
+    )
+    rows = {(row["op"], row["shape"]): row for row in query("from auto_regret")}
+    mid, odd = rows["attention", "mid"], rows["attention", "odd"]
+    assert (mid["chosen"], mid["source"], mid["tuned_on"]) == ("fused", "tuned", True)
+    assert (mid["best_implementation"], mid["best_time_ms"]) == ("fused", 4.0)
+    assert mid["regret"] == pytest.approx(0.05) and mid["regret_of_choice"] == 0
+    assert (odd["best_implementation"], odd["tuned_on"]) == ("sdpa_flash", False)
+    assert odd["regret"] == pytest.approx(0.3) and odd["regret_of_choice"] == 0.25
+    assert rows["mlp", "mid"]["regret"] is None
+    # It is one of the others, so it is compared with none of them elsewhere.
+    assert query("from operator_speedup where implementation = 'auto'") == []
