@@ -84,6 +84,25 @@ OP_SIZES = [
     ("n_components", pa.int32()),
 ]
 
+# The process that measured the row. It is drawn when that process starts; in rows from before
+# there was one it is null, and those of one device and `recorded_at` are a run.
+RUN = [("run_id", pa.string())]
+
+# What rows of one generation agree in, who is compared with whom, and how the timing ended. Hashes
+# are digests (`tnp/bench/evidence.py`); rows from before evidence was kept have null everywhere.
+EVIDENCE = [
+    ("spec_hash", pa.string()),  # model, sizes, and what the variant's name means
+    ("kernels_hash", pa.string()),  # rows of table `code` with part "kernel" or "package"
+    ("source_hash", pa.string()),  # rows of table `code` with part "module"
+    ("timing_hash", pa.string()),  # the timing policy
+    ("role", pa.string()),  # one of ROLES
+    ("settled", pa.bool_()),  # medians of the first and the last third of the samples agree
+]
+
+# "baseline": the specification's step, an operator's plain form. "peer": PyTorch's other ways, and
+# other packages. "own": any operator of ours is in it.
+ROLES = ("baseline", "peer", "own")
+
 TABLES: dict[str, pa.Schema] = {
     name: pa.schema(PROVENANCE + columns)
     for name, columns in {
@@ -103,6 +122,9 @@ TABLES: dict[str, pa.Schema] = {
             ("git_commit", pa.string()),
             ("git_dirty", pa.bool_()),
             ("torch_threads", pa.int32()),
+            ("gpu_uuid", pa.string()),
+            ("power_limit_w", pa.float64()),
+            ("packages", pa.string()),  # JSON: name → version
         ],
         "gates": [
             ("gate", pa.string()),  # "attention_forward"
@@ -116,6 +138,7 @@ TABLES: dict[str, pa.Schema] = {
             ("mode", pa.string()),  # "gpu" | "interpreter" | "cpu"
             *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
             ("op", pa.string()),  # whose implementation is named; null is attention
+            *RUN,
         ],
         "steps": [
             *STEP_KEY,
@@ -129,6 +152,9 @@ TABLES: dict[str, pa.Schema] = {
             *CONDITIONS,
             *VARIANT,
             ("choices", pa.string()),  # JSON: what "auto" chose, per operator and sizes; else null
+            *RUN,
+            *EVIDENCE,
+            ("energy_j", pa.float64()),  # of a step; null where sampling took less than a second
         ],
         "ops": [
             *OP_KEY,
@@ -142,6 +168,10 @@ TABLES: dict[str, pa.Schema] = {
             ("max_abs_error", pa.float64()),  # of the output, checked again after timing
             *CONDITIONS,
             *OP_SIZES,
+            *RUN,
+            *EVIDENCE,
+            ("gates", pa.string()),  # those the implementation waits for, joined by "|"
+            ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
         ],
         "samples": [
             ("config_id", pa.string()),
@@ -149,11 +179,16 @@ TABLES: dict[str, pa.Schema] = {
             ("pass", pa.string()),  # "step" | "forward" | "backward"
             ("sample", pa.int32()),
             ("time_ms", pa.float64()),
+            *RUN,
+            ("t_s", pa.float64()),  # when the sample ended, since sampling began
+            ("sm_clock_mhz", pa.float64()),  # the last reading before it ended
+            ("n_launches", pa.int32()),  # that the sample is the mean of
         ],
         "stages": [
             *STEP_KEY,
             ("stage", pa.string()),  # embed attention mlp heads loss backward optimizer
             *_statistics("time_ms"),
+            *RUN,
         ],
         "training": [
             ("config_id", pa.string()),
@@ -174,6 +209,7 @@ TABLES: dict[str, pa.Schema] = {
             ("heldout_log_likelihood_stderr", pa.float64()),  # over held-out tasks
             ("exact_log_likelihood", pa.float64()),  # Gaussian-process posterior; null for images
             ("prior_log_likelihood", pa.float64()),  # knowing nothing
+            *RUN,
         ],
         "kernels": [
             ("kernel", pa.string()),
@@ -188,6 +224,7 @@ TABLES: dict[str, pa.Schema] = {
             ("num_stages", pa.int32()),
             ("compile_s", pa.float64()),
             ("warnings", pa.string()),  # ptxas's, one a line; "" is none
+            *RUN,
         ],
         "trials": [  # of tuning: one candidate of one problem
             ("operation", pa.string()),  # "forward" | "separate" | "fused"
@@ -206,6 +243,15 @@ TABLES: dict[str, pa.Schema] = {
             *_statistics("time_ms"),
             ("max_relative_error", pa.float64()),  # of a result's largest value, to the first's
             *CONDITIONS,
+            *RUN,
+            *EVIDENCE,
+        ],
+        "code": [  # what a run of a gate or a measurement ran on
+            *RUN,
+            ("implementation", pa.string()),  # "" for a gate or a step
+            ("part", pa.string()),  # "kernel" | "package" (its version is the hash) | "module"
+            ("name", pa.string()),
+            ("hash", pa.string()),
         ],
     }.items()
 }
