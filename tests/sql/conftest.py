@@ -1,8 +1,7 @@
 """A store of a few rows, written as the store writes them, and what builds such rows."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
-from itertools import count
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import duckdb
@@ -12,7 +11,9 @@ import pytest
 from tnp.store import build_database, write_table
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
-VIEWS = sorted(path.stem for path in SQL.glob("*.sql"))
+VIEWS = sorted(
+    path.stem for path in SQL.glob("*.sql") if "create or replace macro" not in path.read_text()
+)
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}
 SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": "bfloat16"}
@@ -27,11 +28,13 @@ def store(tmp_path: Path) -> Callable[..., Query]:
     """Builds a database from tables and returns a function from SQL to rows."""
 
     def build(*parts: Tables, origin: str = "runs") -> Query:
-        folder, files, numbers = tmp_path / origin / "gpu", [], count()
-        for tables in parts:
-            for table, rows in tables.items():
-                files.append(folder / table / f"{next(numbers)}.parquet")
-                write_table(files[-1], table, rows)
+        tables: Tables = {}
+        for part in parts:
+            for table, rows in part.items():
+                tables.setdefault(table, []).extend(rows)
+        files = [tmp_path / origin / "gpu" / table / "rows.parquet" for table in tables]
+        for file in files:
+            write_table(file, file.parent.name, tables[file.parent.name])
         build_database(files, SQL, tmp_path / "results.duckdb")
 
         def query(sql: str) -> list[Row]:
@@ -54,7 +57,8 @@ def step(
 ) -> Tables:
     """One replicate of a step, from its timings in ms or the status it failed with."""
     config_id = f"mid--{variant}" + "--ckpt" * checkpoint + "--graph" * cuda_graph
-    identity = PROVENANCE | {"config_id": config_id, "replicate": replicate}
+    at = {"recorded_at": NOW + timedelta(seconds=replicate)}  # each replicate is a process
+    identity = PROVENANCE | at | {"config_id": config_id, "replicate": replicate}
     row = identity | SIZES | {"study": "matrix", "variant": variant, "optimizer": True}
     row |= {"checkpoint": checkpoint, "cuda_graph": cuda_graph}
     if isinstance(times, str):
@@ -94,3 +98,58 @@ def check(gate: str, name: str, value: float | None, bound: float | None, **colu
     row = PROVENANCE | {"gate": gate, "phase": 2, "implementation": "", "check": name}
     row |= {"metric": "error", "value": value, "bound": bound, "mode": "gpu", "status": "ok"}
     return {"gates": [row | columns]}
+
+
+ROLES = {"sdpa_flash": "baseline", "torch": "baseline", "sdpa_cudnn": "peer", "fa4": "peer"}
+CODE = {"kernel": {"_kernel": "1"}, "module": {"tnp.model": "1"}}
+
+
+def run(
+    run_id: str,
+    *parts: Tables,
+    minutes: float = 0,
+    code: dict[str, dict[str, str]] = CODE,
+    gpu: str = "GPU-1",
+    torch: str = "2.13.0",
+    **columns: object,
+) -> Tables:
+    """The rows of `parts` as one process writes them, with their evidence.
+
+    `minutes` after NOW it wrote them. `code` (part → name → hash) is of all that it measured or
+    tested. `columns` are of its steps and operators; unless they say otherwise, these are settled,
+    of the role in `ROLES` or "own", and wait for gate "proof" (PyTorch's operators for none).
+    """
+    common = {"environment_id": f"{gpu} {torch}", "recorded_at": NOW + timedelta(minutes=minutes)}
+    tables: Tables = {}
+    for part in parts:
+        for table, rows in part.items():
+            tables.setdefault(table, []).extend(row | common | {"run_id": run_id} for row in rows)
+    implementations = {row.get("implementation", "") for row in tables.get("ops", [{}])}
+    tables["code"] = [
+        PROVENANCE
+        | common
+        | {"run_id": run_id, "implementation": name, "part": part}
+        | {"name": of, "hash": hash_}
+        for name in implementations
+        for part, hashes in code.items()
+        for of, hash_ in hashes.items()
+    ]
+    hashes = {"kernels_hash": str(code.get("kernel")), "source_hash": str(code.get("module"))}
+    hashes |= {"spec_hash": "s", "timing_hash": "t"}
+    for table in ("steps", "ops"):
+        for i, row in enumerate(tables.get(table, [])):
+            role = ROLES.get(row["variant" if table == "steps" else "implementation"], "own")
+            waits = {"gates": "" if table == "ops" and role != "own" else "proof", "role": role}
+            checked = {"max_abs_error": 0.0, "twin": False} if table == "ops" else {}
+            tables[table][i] = hashes | waits | checked | {"settled": True} | row | columns
+    device = {"device": next(iter(tables.values()))[0]["device"]}
+    environment = (
+        PROVENANCE | common | device | {"gpu_uuid": gpu, "torch": torch, "triton": "3.7.1"}
+    )
+    return tables | {"environments": [environment]}
+
+
+def gate(run_id: str, passed: bool | None = True, **columns: object) -> Tables:
+    """A run of gate "proof": green, red, or with nothing that it could check."""
+    outcome = {"status": "unsupported"} if passed is None else {"passed": passed}
+    return run(run_id, check("proof", "far", 0.5 if passed else 3.0, 1.0, **outcome), **columns)

@@ -29,7 +29,7 @@ def test_ablation_compares_each_component_both_ways(store: Callable[..., Query])
     names = ("speedup_alone", "speedup_last", "gain_alone_low_ms", "gain_last_high_ms")
     assert [rows["mlp"][name] for name in names] == [1.25, 1.375, 2, 1.5]
     names = ("base_variant", "full_variant", "status", "gates_passed")
-    assert [rows["mlp"][name] for name in names] == ["sdpa_cudnn_padded", "fused", "ok", False]
+    assert [rows["mlp"][name] for name in names] == ["sdpa_cudnn_padded", "fused", "ok", None]
     failed = rows["rms_norm"]
     assert (failed["gain_alone_ms"], failed["gain_last_ms"]) == (1, None)
     assert (failed["status"], failed["reason"]) == ("oom", "because oom")

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.sql.conftest import NOW, Query, Tables, check, step
+from tests.sql.conftest import NOW, Query, Tables, check, run, step
 from tnp.gates import GATES, gates_for
 from tnp.ops import registry
 
@@ -38,85 +38,66 @@ def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query
     assert rows["cuda_graphs"]["worst_value_over_bound"] == pytest.approx(1.1)
 
 
-def test_a_red_check_of_one_implementation_marks_its_variants(store: Callable[..., Query]) -> None:
-    query = store(
-        check("baseline", "far", 3.0, 1.0, passed=False, implementation="separate"),
-        check("baseline", "near", 0.1, 1.0, passed=True, implementation="sdpa_flash"),
-        *(step(name, [1.0]) for name in ("sdpa_flash", "separate", "separate_compiled", "triton")),
-    )
-    rows = query("select variant, gate_passed from speedup order by variant")
-    assert [row["gate_passed"] for row in rows] == [True, False, False, None]
-
-
-def test_a_red_gate_marks_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
+def test_a_red_gate_disproves_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
     variants = [{"attention": name} for name in ("sdpa_flash", "separate", "fused")]
     variants += [{"attention": "sdpa_cudnn", "mlp": "fused", "rms_norm": "torch"}]
     variants += [dict.fromkeys(registry.CANDIDATES, "auto")]
     parts, expected = [], {}
     for gate in GATES:  # red alone, on a device of its name
-        parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
+        parts.append(run(gate, check(gate, "far", 3.0, 1.0, passed=False, device=gate)))
         for number, (operators, *switches) in enumerate(
             product(variants, (False, True), (False, True), (False, True))
         ):
             gates = gates_for(operators, *switches)
             uses = {"operators": json.dumps(operators), "gates": "|".join(gates)}
-            parts.append(step(f"v{number}", [1.0], device=gate, **uses))
+            parts.append(run(f"{gate}{number}", step(f"v{number}", [1.0], device=gate, **uses)))
             expected[gate, f"v{number}"] = False if gate in gates else None
-    rows = store(*parts)("select device, variant, gate_passed from speedup")
-    assert {(row["device"], row["variant"]): row["gate_passed"] for row in rows} == expected
+    rows = store(*parts)("select device, variant, proven from current_steps")
+    assert {(row["device"], row["variant"]): row["proven"] for row in rows} == expected
 
 
-def test_a_red_check_marks_steps_that_use_its_implementation_of_the_gates_operator(
+def test_a_check_is_about_steps_that_use_its_implementation_of_its_operator(
     store: Callable[..., Query],
 ) -> None:
-    def variant(name: str, **operators: str) -> Tables:
-        uses = {"gates": "|".join(gates_for(operators)), "operators": json.dumps(operators)}
-        return step(name, [1.0], **uses)
+    def variant(name: str, choices: dict | None = None, **operators: str) -> Tables:
+        uses = {"gates": "baseline|mlp", "operators": json.dumps(operators)}
+        chosen = [{"op": op, "implementation": name} for op, name in (choices or {}).items()]
+        return run(name, step(name, [1.0], **uses, choices=json.dumps(chosen)))
 
-    heads = {"op": "mixture_heads"}
     query = store(
-        check("mlp", "far", 3.0, 1.0, passed=False, implementation="fused", op="mlp"),
-        check("mlp", "near", 0.1, 1.0, passed=True, implementation="single", op="mlp"),
-        check("baseline", "far", 3.0, 1.0, passed=False, implementation="separate"),  # no `op` yet
-        check("baseline", "near", 0.1, 1.0, passed=True, op="attention"),
+        run(
+            "mlp gate",
+            check("mlp", "far", 3.0, 1.0, passed=False, implementation="fused", op="mlp"),
+            check("mlp", "near", 0.1, 1.0, passed=True, implementation="single", op="mlp"),
+        ),
+        run(
+            "baseline gate",
+            check("baseline", "far", 3.0, 1.0, passed=False, implementation="separate"),  # no `op`
+            check("baseline", "near", 0.1, 1.0, passed=True, implementation="fused"),
+            check("baseline", "near", 0.1, 1.0, passed=True, implementation="sdpa_flash"),
+        ),
         variant("fused_mlp", attention="sdpa_flash", mlp="fused"),
         variant("single_mlp", attention="sdpa_flash", mlp="single"),
-        variant("fused", attention="fused", mlp="torch"),
-        variant("separate", attention="separate"),
-        variant("auto_mlp", attention="sdpa_flash", mlp="auto"),
-        check("mixture_heads", "far", 3.0, 1.0, passed=False, implementation="loop", **heads),
-        check("mixture_heads", "near", 0.1, 1.0, passed=True, implementation="bmm", **heads),
-        variant("auto_heads", attention="sdpa_flash", mixture_heads="auto"),
+        variant("fused", attention="fused", mlp="single"),
+        variant("separate", attention="separate", mlp="single"),
+        variant("unchecked", attention="sdpa_cudnn", mlp="single"),
+        variant("auto_fused", {"mlp": "fused"}, attention="sdpa_flash", mlp="auto"),
+        variant("auto_single", {"mlp": "single"}, attention="sdpa_flash", mlp="auto"),
+        variant("auto_torch", {"mlp": "torch"}, attention="sdpa_flash", mlp="auto"),
     )
-    rows = query("select variant, gate_passed from speedup")
-    assert {row["variant"]: row["gate_passed"] for row in rows} == {
+    rows = {row["variant"]: row for row in query("from current_steps")}
+    assert {name: row["proven"] for name, row in rows.items()} == {
         "fused_mlp": False,
         "single_mlp": True,
         "fused": True,
         "separate": False,
-        "auto_mlp": False,  # it may choose `fused`
-        "auto_heads": True,  # it never chooses `loop`
+        "unchecked": None,
+        "auto_fused": False,
+        "auto_single": True,
+        "auto_torch": True,
     }
-
-
-def test_rows_without_gates_say_by_their_variants_name_what_they_wait_for(
-    store: Callable[..., Query],
-) -> None:
-    parts, expected = [], {}
-    gates = ("attention_forward", "attention_backward", "attention_fused", "checkpointing")
-    for gate in (*gates, "baseline", "cuda_graphs", "kernels", "mlp"):
-        parts.append(check(gate, "far", 3.0, 1.0, passed=False, device=gate))
-        for attention, *switches in product(
-            ("sdpa_flash", "separate", "fused"), (False, True), (False, True)
-        ):
-            checkpoint, cuda_graph = switches
-            parts.append(
-                step(attention, [1.0], checkpoint=checkpoint, cuda_graph=cuda_graph, device=gate)
-            )
-            waits = gate in gates_for({"attention": attention}, checkpoint, cuda_graph)
-            expected[gate, attention, checkpoint, cuda_graph] = False if waits else None
-    rows = store(*parts)("select device, variant, checkpoint, cuda_graph, gate_passed from speedup")
-    assert {tuple(row.values())[:4]: row["gate_passed"] for row in rows} == expected
+    assert rows["fused_mlp"]["why_not"] == "gate mlp is red: far: error 3, bound 1"
+    assert rows["unchecked"]["why_not"] == "gate baseline could run no check of this"
 
 
 def test_a_check_the_gate_no_longer_makes_is_gone(store: Callable[..., Query]) -> None:

@@ -69,19 +69,16 @@ def test_other_devices_shapes_and_dtypes_are_not_compared(store: Callable[..., Q
         assert row["speedup"] is None and not row["win"]
 
 
-def test_a_failed_replicate_fails_the_configuration(store: Callable[..., Query]) -> None:
+def test_a_failed_run_beside_good_ones_hides_nothing(store: Callable[..., Query]) -> None:
     query = store(
         *steps("sdpa_flash", 100),
         step("separate", [50.0]),
         step("separate", "oom", replicate=2),
     )
     (row,) = query("from step_summary where variant = 'separate'")
-    assert (row["status"], row["reason"], row["step_ms"]) == ("oom", "because oom", None)
-    assert row["step_ms_low"] is None and row["n_replicates"] == 2
+    assert (row["status"], row["step_ms"], row["n_replicates"]) == ("ok", 50, 2)
     (row,) = query("from speedup where variant = 'separate'")
-    assert row["status"] == "oom" and row["speedup"] is None and not row["win"]
-    (row,) = query("from memory where variant = 'separate'")
-    assert row["status"] == "oom" and row["peak_memory_gib"] is None
+    assert row["status"] == "ok" and row["speedup"] == pytest.approx(2, rel=0.02)
 
 
 def test_a_note_in_reason_is_kept_and_makes_no_failure(store: Callable[..., Query]) -> None:
@@ -102,8 +99,8 @@ def test_mfu_is_of_the_matmul_ceiling_of_the_device(store: Callable[..., Query])
     assert store(*parts)("select mfu from step_summary") == [{"mfu": None}]
 
 
-def test_the_last_measurement_counts(store: Callable[..., Query]) -> None:
-    later = {"recorded_at": NOW + timedelta(hours=1)}
+def test_the_newest_generation_counts(store: Callable[..., Query]) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=1), "kernels_hash": "new"}
     query = store(step("sdpa_flash", [100.0]), step("sdpa_flash", [50.0, 60.0, 70.0], **later))
     (row,) = query("from step_summary")
     assert (row["n_replicates"], row["step_ms"]) == (1, 60)

@@ -7,8 +7,7 @@
 create or replace view ablation as
 with steps as (
     select
-        step_summary.*,
-        gate_passed,
+        *,
         regexp_extract(variant, '^(only|without)_(.+)$', ['end', 'component']) as parts,
         case
             when parts['end'] != '' then parts['end']
@@ -17,7 +16,6 @@ with steps as (
         end as part,
         nullif(parts['component'], '') as component
     from step_summary
-    left join step_gates using (device, config_id)
     where study = 'ablation'
 ),
 

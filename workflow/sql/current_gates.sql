@@ -1,5 +1,18 @@
--- Grain: device × gate × implementation × check × metric, of each gate's last run on the device:
--- a check that the gate no longer makes is not in it.
+-- Grain: device × gate × op × implementation × check × metric, of each gate's newest run on the
+-- device: a check that the gate no longer makes is not in it.
 create or replace view current_gates as
-select * from gates
-qualify dense_rank() over (partition by device, gate order by recorded_at desc, origin asc) = 1;
+with gates_of_runs as (
+    select
+        *,
+        run_of(run_id, device, recorded_at) as run
+    from gates
+)
+
+select * from gates_of_runs
+qualify
+    run = arg_max(run, row(recorded_at, run)) over (partition by device, gate)
+    and row_number()
+        over (
+            partition by device, run, gate, op, implementation, "check", metric order by origin
+        )
+    = 1;

@@ -1,25 +1,36 @@
--- Grain: device × config_id × replicate × pass, of the run that counts.
+-- Grain: question × run of its current generation × contender, failed runs included. A question is
+-- of one pass, and a twin is a second contender of its implementation.
 --
--- A run times all implementations of an operator in turn and has one `recorded_at`; only within it
--- are they compared. Of several runs of one replicate, this machine's before recorded ones, that
--- one counts which had most of them to run, failed or not, and of equals the last: a run without
--- the peers' packages does not take the place of one with them. `auto` is one of the others and
--- adds nothing.
-create or replace view current_ops as
-with runs as (
-    select
-        *,
-        count(*) filter (where status != 'unsupported' and implementation != 'auto') over (
-            partition by device, op, shape, dtype, replicate, origin, recorded_at
-        ) as n_ran
-    from ops
-)
-
-select * exclude (n_ran) from runs
+-- `counts`: the row may be compared. `why_not` says why not. A time that is no finite number is an
+-- error here.
+create or replace table current_ops as
+select
+    ops.* replace (
+        evidence.status as status,
+        evidence.reason as reason,
+        evidence.role as role
+    ),
+    evidence.run,
+    sittings.gpu,
+    sittings.sitting,
+    evidence.question,
+    evidence.generation,
+    machines.torch,
+    machines.triton,
+    evidence.proven,
+    evidence.counts,
+    evidence.why_not
+from ops
+inner join evidence
+    on
+        ops.device = evidence.device
+        and run_of(ops.run_id, ops.device, ops.recorded_at) = evidence.run
+        and ops.config_id = evidence.config_id
+        and ops.pass = evidence.pass
+inner join sittings on evidence.device = sittings.device and evidence.run = sittings.run
+left join machines on ops.environment_id = machines.environment_id
+where evidence.is_current
 qualify
-    rank()
-        over (
-            partition by device, op, shape, dtype, replicate
-            order by origin desc, n_ran desc, recorded_at desc
-        )
+    row_number()
+        over (partition by ops.device, evidence.run, ops.config_id, ops.pass order by ops.origin)
     = 1;

@@ -1,7 +1,35 @@
--- Grain: device × config_id × replicate, as it was measured last.
-create or replace view current_steps as
-select * from steps
+-- Grain: question × run of its current generation, failed runs included.
+--
+-- `counts`: the row may be compared. `why_not` says why not. A time that is no finite number is an
+-- error here.
+create or replace table current_steps as
+select
+    steps.* replace (
+        evidence.status as status,
+        evidence.reason as reason,
+        evidence.role as role
+    ),
+    evidence.run,
+    sittings.gpu,
+    sittings.sitting,
+    evidence.question,
+    evidence.generation,
+    machines.torch,
+    machines.triton,
+    evidence.proven,
+    evidence.counts,
+    evidence.why_not
+from steps
+inner join evidence
+    on
+        steps.device = evidence.device
+        and run_of(steps.run_id, steps.device, steps.recorded_at) = evidence.run
+        and steps.config_id = evidence.config_id
+        and evidence.pass = 'step'
+inner join sittings on evidence.device = sittings.device and evidence.run = sittings.run
+left join machines on steps.environment_id = machines.environment_id
+where evidence.is_current
 qualify
     row_number()
-        over (partition by device, config_id, replicate order by recorded_at desc, origin asc)
+        over (partition by steps.device, evidence.run, steps.config_id order by steps.origin)
     = 1;

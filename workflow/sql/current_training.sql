@@ -1,4 +1,14 @@
--- Grain: device × run × step, of each run's last training on the device.
+-- Grain: device × run × step, of each run's newest training on the device. `run` is the training's
+-- name in config.yaml.
 create or replace view current_training as
-select * from training
-qualify dense_rank() over (partition by device, run order by recorded_at desc, origin asc) = 1;
+with trainings as (
+    select
+        *,
+        run_of(run_id, device, recorded_at) as process
+    from training
+)
+
+select * exclude (process) from trainings
+qualify
+    process = arg_max(process, row(recorded_at, process)) over (partition by device, run)
+    and row_number() over (partition by device, process, run, step order by origin) = 1;

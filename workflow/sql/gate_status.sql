@@ -15,14 +15,16 @@ with checks as (
 ),
 
 blocked as (
-    select
+    select distinct
         device,
+        question,
         reason
     from current_steps
     where status = 'gate_failed'
     union all
-    select
+    select distinct
         device,
+        question,
         reason
     from current_ops
     where status = 'gate_failed' and pass = 'forward'

@@ -6,20 +6,20 @@ create or replace view operator_training as
 with runs as (
     select
         *,
-        bool_or(implementation = 'auto')
-            over (partition by device, op, shape, dtype, replicate, origin, recorded_at)
+        bool_or(implementation = 'auto') over (partition by device, op, shape, dtype, run)
             as has_auto
-    from ops
+    from current_ops
+    where not coalesce(twin, false)
 ),
 
--- Not `current_ops`: it prefers runs with peers, which may be older than `auto`.
+-- The runs with `auto` in them, or all where none has it; of each replicate the newest.
 latest as (
     select * from runs
     qualify
         rank()
             over (
                 partition by device, op, shape, dtype, replicate
-                order by origin desc, has_auto desc, recorded_at desc
+                order by has_auto desc, recorded_at desc
             )
         = 1
 ),

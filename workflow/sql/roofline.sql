@@ -11,7 +11,7 @@ with operators as (
         op,
         pass,
         implementation,
-        implementation in ('separate', 'fused', 'single') as own,
+        any_value(role) = 'own' as own,
         shape,
         any_value(batch) as batch,
         any_value(n_q) as n_q,
@@ -24,14 +24,14 @@ with operators as (
         any_value(n_components) as n_components,
         any_value(dtype) as dtype,
         count(*) as n_replicates,
-        coalesce(arg_min(status, replicate) filter (where status != 'ok'), 'ok') as status,
-        arg_min(reason, replicate) filter (where status != 'ok') as reason,
+        case when bool_or(status = 'ok') then 'ok' else arg_max(status, recorded_at) end as status,
+        arg_max(reason, recorded_at) filter (where reason != '') as reason,
         any_value(flops) as flops,
         any_value(bytes) as bytes,
         median(time_ms_p50) as median_ms,
         bool_or(throttled) as throttled
     from current_ops
-    where implementation != 'auto'
+    where implementation != 'auto' and not coalesce(twin, false)
     group by device, config_id, op, pass, implementation, shape
 ),
 

@@ -132,5 +132,4 @@ select
     gate_passed,
     throttled
 from compared
-left join intervals using (device, config_id)
-left join step_gates using (device, config_id);
+left join intervals using (device, config_id);

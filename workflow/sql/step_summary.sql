@@ -27,10 +27,10 @@ configurations as (
         any_value(cuda_graph) as cuda_graph,
         any_value(optimizer) as optimizer,
         count(*) as n_replicates,
-        coalesce(arg_min(status, replicate) filter (where status != 'ok'), 'ok') as status,
+        case when bool_or(status = 'ok') then 'ok' else arg_max(status, recorded_at) end as status,
         coalesce(
-            arg_min(reason, replicate) filter (where status != 'ok'),
-            arg_min(reason, replicate) filter (where reason != '')
+            arg_max(reason, recorded_at) filter (where status = 'ok' and reason != ''),
+            case when not bool_or(status = 'ok') then arg_max(reason, recorded_at) end
         ) as reason,
         median(step_ms_p50) as step_ms,
         median(tokens_per_s) as tokens_per_s,
@@ -38,6 +38,7 @@ configurations as (
         median(tflops) as tflops,
         median(tflops) / any_value(ceiling_tflops) as mfu,
         bool_or(throttled) as throttled,
+        bool_and(proven) as gate_passed,
         arg_max(environment_id, recorded_at) as environment_id,
         arg_max(operators, recorded_at) as operators,
         arg_max(gates, recorded_at) as gates

@@ -1,0 +1,168 @@
+-- Grain: device × run × implementation × gate that a measurement waited for: the gate's run that
+-- decides about it.
+--
+-- `implementation` is as in table `code`, "" for a step. A run of the gate matches where it was on
+-- the same device model with the same torch and triton, and names no module that the measurement
+-- names with another hash. The newest match decides. It has passed where a check about what the
+-- measurement uses, or about all implementations, is green and no such check is red or an error.
+-- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
+-- about. Runs from before evidence was kept wait for nothing and decide nothing.
+create or replace table gate_evidence as
+with measured as (
+    select
+        device,
+        run,
+        code_of as implementation,
+        any_value(gates) as gates,
+        any_value(uses) as uses,
+        any_value(code_set) as code_set,
+        any_value(torch) as torch,
+        any_value(triton) as triton
+    from measurements
+    inner join code_sets
+        on measurements.run_id = code_sets.run_id and code_of = code_sets.implementation
+    left join machines using (environment_id)
+    where gates != ''
+    group by all
+),
+
+awaited as (
+    select
+        * exclude (gates),
+        unnest(string_split(gates, '|')) as gate
+    from measured
+),
+
+-- Rows of one state of the code ask the same.
+asked as (
+    select distinct * exclude (run) from awaited
+),
+
+gate_runs as (
+    select
+        device,
+        run_id,
+        gate,
+        any_value(torch) as torch,
+        any_value(triton) as triton,
+        any_value(code_set) as code_set,
+        max(recorded_at) as recorded_at
+    from gates
+    inner join code_sets using (run_id)
+    left join machines using (environment_id)
+    where code_sets.implementation = ''
+    group by all
+),
+
+modules as (
+    select * from code_parts
+    where part = 'module'
+),
+
+differing as (
+    select distinct
+        measured.code_set as measured_set,
+        proving.code_set as proving_set
+    from modules as measured
+    inner join modules as proving using (name)
+    where
+        measured.hash != proving.hash
+        and measured.code_set in (select code_set from asked)
+        and proving.code_set in (select code_set from gate_runs)
+),
+
+deciding as (
+    select
+        asked.*,
+        gate_runs.run_id as deciding_run,
+        gate_runs.code_set as deciding_set
+    from asked
+    left join gate_runs
+        on
+            asked.device = gate_runs.device
+            and asked.gate = gate_runs.gate
+            and asked.torch is not distinct from gate_runs.torch
+            and asked.triton is not distinct from gate_runs.triton
+            and (asked.code_set, gate_runs.code_set) not in (
+                select (measured_set, proving_set) from differing
+            )
+    qualify
+        row_number()
+            over (
+                partition by
+                    asked.device,
+                    asked.implementation,
+                    asked.gate,
+                    asked.uses,
+                    asked.code_set,
+                    asked.torch,
+                    asked.triton
+                order by gate_runs.recorded_at desc nulls last, gate_runs.run_id asc
+            )
+        = 1
+),
+
+-- What each run of a gate said of an implementation, or of all of them ("").
+checks as (
+    select
+        run_id,
+        gate,
+        case
+            when implementation = '' then '' else coalesce(op, 'attention') || '/' || implementation
+        end as about,
+        bool_or(status = 'ok' and passed) as has_passed,
+        bool_or(status = 'error' or not coalesce(passed, true)) as is_red,
+        any_value(
+            case
+                when status = 'error' then concat('did not finish: ', reason)
+                when not passed
+                    then
+                        format('is red: {}: {} {:.3g}, bound {:.3g}', "check", metric, value, bound)
+            end
+        ) as why_red
+    from gates
+    group by all
+),
+
+decided as (
+    select
+        deciding.*,
+        bool_or(is_red) as is_red,
+        bool_or(has_passed) as has_passed,
+        any_value(why_red) as why_red,
+        count(about) > 0
+        or not bool_or(len(list_filter(uses, lambda used: ends_with(used, '/auto'))) > 0)
+            as concerned
+    from deciding
+    left join checks
+        on
+            deciding.deciding_run = checks.run_id
+            and deciding.gate = checks.gate
+            and (checks.about = '' or list_contains(deciding.uses, checks.about))
+    group by all
+)
+
+select
+    awaited.device,
+    awaited.run,
+    awaited.implementation,
+    awaited.gate,
+    decided.deciding_run,
+    decided.deciding_set,
+    decided.deciding_run is null or decided.concerned as concerned,
+    case
+        when decided.is_red then false
+        when decided.has_passed then true
+    end as passed,
+    case
+        when decided.deciding_run is null
+            then
+                concat(
+                    'gate ', gate, ' has not run on this code with these versions on this device'
+                )
+        when decided.is_red then concat('gate ', gate, ' ', decided.why_red)
+        when not concerned then concat('gate ', gate, ' is not about what was chosen')
+        when passed is null then concat('gate ', gate, ' could run no check of this')
+    end as reason
+from awaited
+left join decided using (device, implementation, gate, uses, code_set, torch, triton);
