@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.sql.conftest import SQL, VIEWS
 from tnp.schemas import SCHEMA_VERSION, TABLES
 from tnp.store import StoreError, build_database, read_table, record, write_table
 
-SQL = Path(__file__).parents[1] / "workflow" / "sql"
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 ROW = {
     "device": "cpu",
@@ -236,9 +236,7 @@ def test_record_adds_what_is_new_and_changes_no_row(
     assert f"{runs} holds no row that {recorded} lacks" in capsys.readouterr().out
     (file,) = recorded.glob("cpu/*/*.parquet")
     copied = read_table(file, "samples").to_pylist()
-    assert sorted(copied, key=lambda row: row["replicate"]) == [
-        row | MISSING for row in rows
-    ]
+    assert sorted(copied, key=lambda row: row["replicate"]) == [row | MISSING for row in rows]
     write_table(samples(tmp_path, stem="r3"), "samples", [ROW | {"replicate": 3}])
     record(runs, recorded)
     (new,) = set(recorded.glob("cpu/*/*.parquet")) - {file}
@@ -256,12 +254,12 @@ def test_recording_what_is_not_there_says_so(tmp_path: Path) -> None:
 def test_the_command_line_reads_every_view(tmp_path: Path) -> None:
     database = tmp_path / "results.duckdb"
     build_database([], SQL, database)
-    for view in SQL.glob("*.sql"):
+    for view in VIEWS:
         done = subprocess.run(
-            ["duckdb", "-readonly", "-json", str(database), f"from {view.stem}"],
+            ["duckdb", "-readonly", "-json", str(database), f"from {view}"],
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, f"{view.stem}: {done.stderr}"
-        if view.stem != "auto_candidates":  # a list, of nothing measured
+        assert done.returncode == 0, f"{view}: {done.stderr}"
+        if view != "auto_candidates":  # a list, of nothing measured
             assert not any(json.loads(done.stdout or "[]"))
