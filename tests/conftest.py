@@ -1,8 +1,43 @@
-"""Without an NVIDIA GPU, Triton kernels run in Triton's interpreter."""
+"""How tests run: in two processes that leave each other alone, and without an NVIDIA GPU in
+Triton's interpreter.
+"""
 
 import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 from tnp.bench.provenance import device_slug
 
+N_PROCESSES = 2
+CORES = len(os.sched_getaffinity(0))
+
 if device_slug() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+# Read when torch, numpy and pyarrow are imported, and inherited by child processes.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = CORES // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two processes where there are two cores. `pytest -n 0` runs the tests in this one."""
+    return min(N_PROCESSES, CORES)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test starts first, so that no process is left alone with it at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The lock of a device lies in the folder for temporary files, so each process has its own."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield

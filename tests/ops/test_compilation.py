@@ -54,6 +54,7 @@ def rows(*launches: str) -> list[dict]:
     return json.loads(child.stdout)
 
 
+@pytest.mark.first
 def test_every_kernel_compiles_for_every_target_as_it_should():
     rows = compilation.compile_all()
     assert {row["target"] for row in rows} == {"sm_80", "sm_90a", "sm_100a"}
