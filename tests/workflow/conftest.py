@@ -85,7 +85,7 @@ class Checkout:
         """Exit status and everything printed."""
         process = self.start(*arguments, **environment)
         try:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=600)  # of a busy machine
         finally:
             process.send_signal(signal.SIGKILL)
         return process.returncode, output

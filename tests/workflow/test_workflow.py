@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-def wait_for(condition, seconds: float = 30.0) -> None:
+def wait_for(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
