@@ -1,13 +1,15 @@
 """A store of a few rows, written as the store writes them, and what builds such rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pytest
 
+from tnp.bench.outcome import together
 from tnp.store import build_database, write_table
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
@@ -25,16 +27,17 @@ Query = Callable[[str], list[Row]]
 
 @pytest.fixture
 def store(tmp_path: Path) -> Callable[..., Query]:
-    """Builds a database from tables and returns a function from SQL to rows."""
+    """Builds a database from tables and returns a function from SQL to rows.
 
-    def build(*parts: Tables, origin: str = "runs") -> Query:
-        tables: Tables = {}
-        for part in parts:
-            for table, rows in part.items():
-                tables.setdefault(table, []).extend(rows)
-        files = [tmp_path / origin / "gpu" / table / "rows.parquet" for table in tables]
-        for file in files:
-            write_table(file, file.parent.name, tables[file.parent.name])
+    `parts` were measured on this machine, `recorded` elsewhere; there are `copies` of each file.
+    """
+
+    def build(*parts: Tables, recorded: Sequence[Tables] = (), copies: int = 1) -> Query:
+        files = []
+        for origin, tables in (("runs", together(parts)), ("recorded", together(recorded))):
+            for (table, rows), copy in product(tables.items(), range(copies)):
+                files.append(tmp_path / origin / "gpu" / table / f"{copy}.parquet")
+                write_table(files[-1], table, rows)
         build_database(files, SQL, tmp_path / "results.duckdb")
 
         def query(sql: str) -> list[Row]:
@@ -119,11 +122,11 @@ def run(
     tested. `columns` are of its steps and operators; unless they say otherwise, these are settled,
     of the role in `ROLES` or "own", and wait for gate "proof" (PyTorch's operators for none).
     """
+    code = code | {"package": {"torch": torch}}
     common = {"environment_id": f"{gpu} {torch}", "recorded_at": NOW + timedelta(minutes=minutes)}
-    tables: Tables = {}
-    for part in parts:
-        for table, rows in part.items():
-            tables.setdefault(table, []).extend(row | common | {"run_id": run_id} for row in rows)
+    tables = together(parts)
+    for table, rows in tables.items():
+        tables[table] = [row | common | {"run_id": run_id} for row in rows]
     implementations = {row.get("implementation", "") for row in tables.get("ops", [{}])}
     tables["code"] = [
         PROVENANCE
@@ -134,7 +137,8 @@ def run(
         for part, hashes in code.items()
         for of, hash_ in hashes.items()
     ]
-    hashes = {"kernels_hash": str(code.get("kernel")), "source_hash": str(code.get("module"))}
+    hashes = {"kernels_hash": str([code.get("kernel"), torch])}
+    hashes |= {"source_hash": str(code.get("module"))}
     hashes |= {"spec_hash": "s", "timing_hash": "t"}
     for table in ("steps", "ops"):
         for i, row in enumerate(tables.get(table, [])):
