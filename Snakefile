@@ -4,8 +4,18 @@ import sys
 
 sys.path.insert(0, workflow.basedir)  # `tnp` and `workflow` are this checkout's
 
+from workflow.configuration import places
 
-configfile: "config.yaml"
+CONFIG = "config.yaml"
+try:
+    WRITTEN = places(
+        CONFIG, workflow.overwrite_configfiles, workflow.config_settings.config
+    )
+except ValueError as error:
+    sys.exit(str(error))
+
+
+configfile: CONFIG
 
 
 include: "workflow/rules/common.smk"

@@ -194,6 +194,17 @@ def test_predict_does_not_read_the_targets_values():
 def test_bad_sizes_raise_naming_the_value():
     with pytest.raises(ValueError, match="n_layers is 0"):
         TNPConfig(n_layers=0)
+    with pytest.raises(ValueError, match="n_layers is 2.0: it must be a whole number"):
+        TNPConfig(n_layers=2.0)
+    with pytest.raises(ValueError, match="d_y is True: it must be a whole number"):
+        TNPConfig(d_y=True)
+    for sigma_min in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"sigma_min is {sigma_min}: it must be finite"):
+            TNPConfig(sigma_min=sigma_min)
+    with pytest.raises(ValueError, match="d_ff_storage of variant 'v' is 64.0: it must be a whole"):
+        Variant("v", d_ff_storage=64.0)
+    with pytest.raises(ValueError, match="variant 'v' asks for mlp 'compiled': it is for benchm"):
+        Variant("v", mlp="compiled")
     with pytest.raises(ValueError, match="d_model 32 is not a multiple of n_heads 3"):
         TNPConfig(d_model=32, n_heads=3)
     with pytest.raises(ValueError, match="d_ff_storage 20"):

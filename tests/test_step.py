@@ -119,6 +119,17 @@ def test_inductors_messages_leave_arguments_alone_before_torch_2_13(monkeypatch)
     assert "tnp.mlp" in OperatorIssue.operator_str("tnp.mlp", [Argument()], {})
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3])
+def test_a_learning_rate_that_trains_nothing_is_refused(rate):
+    sentence = f"learning_rate is {rate}: it must be finite and not negative"
+    with pytest.raises(ValueError, match=sentence):
+        TrainingStep(build(), learning_rate=rate)
+    step = TrainingStep(build(), learning_rate=1e-3)
+    with pytest.raises(ValueError, match=sentence):
+        step.set_learning_rate(rate)
+    assert step.optimizer.param_groups[0]["lr"] == 1e-3
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_cuda_graph_without_a_gpu_raises():
     with pytest.raises(RuntimeError, match="needs a CUDA device"):

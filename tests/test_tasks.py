@@ -91,3 +91,34 @@ def test_bad_tasks_raise_naming_the_shape():
         Task(points(3), points(3), points(2), points(2)).copy_(
             Task(points(4), points(4), points(2), points(2))
         )
+
+
+@pytest.mark.parametrize("tasks", [GaussianProcessTasks(), ImageTasks(64)])
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((0, 0, 1, -2, 5), "n_context is -2: it must be a whole number, at least 1"),
+        ((0, 0, 1, 0, 5), "n_context is 0"),
+        ((0, 0, 1, 3, -1), "n_target is -1: it must be a whole number, at least 0"),
+        ((0, 0, 0, 3, 5), "batch is 0"),
+        ((0, 0, -1, 3, 5), "batch is -1"),
+        ((0, 0, 1, 3.0, 5), "n_context is 3.0: it must be a whole number"),
+        ((0, 0, True, 3, 5), "batch is True"),
+        ((-1, 0, 1, 3, 5), "seed is -1: it must be a whole number, at least 0"),
+        ((0, 0.5, 1, 3, 5), "step is 0.5"),
+    ],
+)
+def test_sizes_that_no_task_has_are_named(tasks, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.sample(*sizes)
+
+
+@pytest.mark.parametrize("n_points", [0, -3, 64.0])
+def test_pictures_have_a_whole_number_of_points(n_points):
+    with pytest.raises(ValueError, match=f"n_points is {n_points}: it must be a whole number"):
+        ImageTasks(n_points)
+
+
+def test_a_task_lies_on_one_device():
+    with pytest.raises(ValueError, match="y_target is on meta and x_context on cpu: a task's"):
+        Task(points(3), points(3), points(2), points(2).to("meta"))

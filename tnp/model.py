@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tnp.inputs import require_count
 from tnp.ops.attention import attention
 from tnp.ops.embedding import embed_rows
 from tnp.ops.mixture_heads import mixture_heads
@@ -60,15 +61,15 @@ class TNPConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "sigma_min" and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+            if name != "sigma_min":
+                require_count(name, value, at_least=1)
         if self.d_model % self.n_heads:
             raise ValueError(
                 f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}: "
                 "each head takes an equal share"
             )
-        if self.sigma_min < 0:
-            raise ValueError(f"sigma_min is {self.sigma_min}: it must not be negative")
+        if not 0 <= self.sigma_min < math.inf:
+            raise ValueError(f"sigma_min is {self.sigma_min}: it must be finite and not negative")
 
 
 def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:

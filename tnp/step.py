@@ -1,5 +1,7 @@
 """One training step: forward, backward, optimizer; eager, compiled, or as one CUDA graph."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -52,6 +54,11 @@ class _Captured:
             raise RuntimeError(f"the optimizer's state was replaced {again}")
 
 
+def _check_rate(learning_rate: float) -> None:
+    if not 0 <= learning_rate < math.inf:
+        raise ValueError(f"learning_rate is {learning_rate}: it must be finite and not negative")
+
+
 class TrainingStep:
     """Callable that trains `model` on one task and returns its loss, with no host synchronization.
 
@@ -78,6 +85,7 @@ class TrainingStep:
         device = next(model.parameters()).device
         if cuda_graph and device.type != "cuda":
             raise RuntimeError(f"a CUDA graph needs a CUDA device: the model is on {device}")
+        _check_rate(learning_rate)
         on_cuda = device.type == "cuda"
         # A learning rate that lives on the device can change between replays and never syncs.
         rate = torch.tensor(learning_rate, device=device) if on_cuda else learning_rate
@@ -104,6 +112,8 @@ class TrainingStep:
         self._static_loss: torch.Tensor | None = None
 
     def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the steps that follow; ValueError where it is negative or not finite."""
+        _check_rate(learning_rate)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(learning_rate)

@@ -20,13 +20,13 @@ from tqdm import tqdm
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.step import TrainingStep
+from tnp.task_sources import MAX_POINTS
 from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
 from tnp.variants import Variant
 
 FINAL_LEARNING_RATE = 0.1  # share of the peak that the cosine decays to
 HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
-SOURCES = ("gaussian_process", "images")
 # Columns of table `training` that do not change during a run.
 RUN_COLUMNS = (
     "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
@@ -141,7 +141,9 @@ def sources(
     if parameters["source"] == "images":
         n_points = parameters["n_context"] + parameters["n_target"]
         return ImageTasks(n_points, device), ImageTasks(n_points, device, held_out=True)
-    raise ValueError(f"unknown source {parameters['source']!r}: choose from {', '.join(SOURCES)}")
+    raise ValueError(
+        f"unknown source {parameters['source']!r}: choose from {', '.join(MAX_POINTS)}"
+    )
 
 
 class Evaluation:
@@ -249,3 +251,11 @@ def load_checkpoint(path: Path, parameters: dict, device: torch.device) -> dict:
                 f"{parameters.get(name)!r} here; delete it to start the run again"
             )
     return state
+
+
+if __name__ == "__main__":
+    # Training needs a configuration and writes rows, so it is a job of the workflow.
+    print(
+        "usage: name a run under `training` in config.yaml and run `snakemake --cores 1 all`; "
+        "from Python call tnp.train.run"
+    )

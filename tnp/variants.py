@@ -5,6 +5,7 @@ Checkpointing and CUDA graphs are not variants but switches on every one of them
 
 from dataclasses import dataclass, fields
 
+from tnp.inputs import require_count
 from tnp.ops import registry
 
 # Fields of a variant that name an implementation, each the operator's name in the registry.
@@ -47,8 +48,13 @@ class Variant:
     recompute_above: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("d_ff_storage", "recompute_above"):
+            if getattr(self, name) is not None:
+                require_count(f"{name} of variant {self.name!r}", getattr(self, name), at_least=1)
         for op, name in self.implementations().items():
-            registry.get(op, name)  # raises ValueError, naming what there is
+            reason = registry.not_in_models(op, name)  # ValueError where there is no such name
+            if reason is not None:
+                raise ValueError(f"variant {self.name!r} asks for {op} {name!r}: {reason}")
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":

@@ -1,140 +1,304 @@
-"""Says what is wrong with config.yaml, in one sentence, before any work starts."""
+"""Says what is wrong with the configuration, in one sentence with its line, before any work."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 import jsonschema
 import yaml
 
 from tnp.bench.sizes import OPERATOR_SIZES
-from tnp.gates import GATES
+from tnp.gates import GATES, KERNEL_GATES
 from tnp.ops import registry
-from tnp.variants import OPERATORS
+from tnp.task_sources import MAX_POINTS
+from tnp.variants import OPERATORS, Variant
+from workflow.configuration import Place
 from workflow.plan import ABLATION
 
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
+MAX_COUNT = 2**31 - 1  # columns of the store are int32
+# The schema's types, in words.
+TYPES = {
+    "array": "a list",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a finite number",
+    "object": "keys with values",
+    "string": "text",
+}
 
 
-def validate(config: dict) -> None:
-    """Raises ValueError naming the place in `config`, the value, and what would be right."""
-    _check_schema(config)
-    _check_names(config)
+class Fault(NamedTuple):
+    place: Place
+    what: str
+    inside: Place = ()  # further in, where the line is that it is about
 
 
-def _check_schema(config: dict) -> None:
-    schema = yaml.safe_load(SCHEMA.read_text())
-    validator = jsonschema.Draft202012Validator(schema)
-    error = jsonschema.exceptions.best_match(validator.iter_errors(config))
-    if error is None:
+def validate(config: dict, written: Mapping[Place, str] | None = None) -> None:
+    """Raises ValueError naming the line, the place in `config`, the value and what would be right.
+
+    `written` says where values were written (`configuration.places`); without it, in config.yaml.
+    """
+    fault = _schema_fault(config) or next(_faults(config), None)
+    if fault is None:
         return
-    if error.validator == "additionalProperties":
-        known = list(error.schema["properties"])
-        for key in error.instance:
-            if key not in known:
-                raise ValueError(f"{_place(error.path)}: {_unknown('key', key, known)}")
-    limit, wanted = error.validator_value, None
+    place = fault.place + fault.inside
+    written = written or {}
+    known = (written[place[:n]] for n in range(len(place), 0, -1) if place[:n] in written)
+    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault.place)
+    parts = next(known, "config.yaml"), dotted.removeprefix("."), fault.what
+    raise ValueError(": ".join(filter(None, parts)))
+
+
+def _schema_fault(config: dict) -> Fault | None:
+    schema = yaml.safe_load(SCHEMA.read_text())
+    variant = schema["properties"]["variants"]["additionalProperties"]["properties"]
+    variant |= dict.fromkeys(OPERATORS, {"type": "string"})
+    error = jsonschema.exceptions.best_match(_VALIDATOR(schema).iter_errors(config))
+    if error is None:
+        return None
+    place, value, limit = tuple(error.path), error.instance, error.validator_value
+    if "propertyNames" in error.absolute_schema_path:
+        what = "must be a name of at most 48 small letters, digits and single underscores"
+        return Fault(place, f"{value!r} {what}", (value,))
     match error.validator:
+        case "additionalProperties":
+            known = error.schema["properties"]
+            key = next(key for key in value if key not in known)
+            return Fault(place, _unknown("key", key, known), (key,))
+        case "required":
+            key = next(key for key in limit if key not in value)
+            return Fault(place, f"key {key!r} is missing")
+        case "uniqueItems":
+            twice = next(item for item in value if value.count(item) > 1)
+            return Fault(place, f"{_shown(twice)} stands in it twice")
         case "minimum":
             wanted = f"must be at least {limit}"
+        case "maximum":
+            wanted = f"must be at most {limit}"
         case "exclusiveMinimum":
             wanted = f"must be larger than {limit}"
-        case "type" if limit == "number" and re.fullmatch(r"\d+e-?\d+", str(error.instance)):
+        case "minItems" | "minProperties":
+            wanted = "must not be empty"
+        case "type" if limit == "number" and re.fullmatch(r"\d+e-?\d+", str(value)):
             wanted = "is text to YAML, which wants a point in it: write 3e-4 as 3.0e-4"
         case "type":
-            wanted = f"must be of type {limit}"
+            wanted = f"must be {TYPES[limit]}"
         case "enum":
-            wanted = f"must be one of {_listed(limit)}"
-        case "pattern" if "propertyNames" in error.absolute_schema_path:
-            wanted = "must be a name of small letters, digits and single underscores"
+            wanted = f"must be one of {_listed(map(_shown, limit))}"
         case "pattern":
             wanted = f"must be {error.schema['description']}"
-    what = f"{error.instance!r} {wanted}" if wanted else error.message
-    raise ValueError(f"{_place(error.path)}: {what}")
+        case _:
+            return Fault(place, error.message)
+    return Fault(place, f"{_shown(value)} {wanted}")
 
 
-def _check_names(config: dict) -> None:
+def _is_count(checker: jsonschema.TypeChecker, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)  # JSON's 2.0 is an integer
+
+
+def _is_finite(checker: jsonschema.TypeChecker, value: object) -> bool:
+    return _is_count(checker, value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_VALIDATOR = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {"integer": _is_count, "number": _is_finite}
+    ),
+)
+
+
+def _faults(config: dict) -> Iterator[Fault]:
     """What a schema cannot say: names defined in one place must exist in the other."""
-    shapes, variants = config["shapes"], config["variants"]
-    _check("gates", "gate", config["gates"], GATES)
-    _check_model("model", config["model"])
+    shapes, variants, model = config["shapes"], config["variants"], config["model"]
+    yield from _not_among(("gates",), "gate", config["gates"], GATES)
+    yield from _of_model(("model",), model)
+    for name, sizes in shapes.items():
+        yield from _of_points(("shapes", name), sizes, MAX_COUNT)
     for name, spec in variants.items():
-        for op in set(OPERATORS) & set(spec):
-            _check(f"variants.{name}.{op}", "implementation", [spec[op]], registry.names(op))
-        _check_storage(f"variants.{name}", spec, config["model"])
-        if name.startswith(("only_", "without_")):
-            raise ValueError(
-                f"config.yaml: variants.{name}: names that start with only_ or without_ are the "
-                "ablation's: rename the variant"
-            )
+        yield from _of_variant(("variants", name), spec, model)
     for name, study in config["steps"].items():
-        _check(f"steps.{name}.shapes", "shape", study["shapes"], shapes)
-        _check(f"steps.{name}.variants", "variant", study["variants"], variants)
-    operators = {name: study for name, study in config["ops"].items() if name != "ceilings"}
-    _check("ops", "operator", operators, OPERATOR_SIZES)
-    for name, study in operators.items():
-        known = registry.names(name)
-        _check(f"ops.{name}.shapes", "shape", study["shapes"], shapes)
-        _check(f"ops.{name}.implementations", "implementation", study["implementations"], known)
-        _check_storage(f"ops.{name}", study, config["model"])
+        place = ("steps", name)
+        yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
+        yield from _not_among((*place, "variants"), "variant", study["variants"], variants)
+        if name == ABLATION:
+            yield Fault(place, "that is section ablation: rename the study")
+        if name in config["ops"]:
+            yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
+    for op, study in _operators(config).items():
+        place = ("ops", op)
+        if op not in OPERATOR_SIZES:
+            yield Fault(("ops",), _unknown("operator", op, OPERATOR_SIZES), (op,))
+        yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
+        names = study["implementations"]
+        known = registry.names(op)
+        yield from _not_among((*place, "implementations"), "implementation", names, known)
+        yield from _of_storage(place, study, model)
     if "ablation" in config:
-        _check_ablation(config["ablation"], shapes, variants)
-    for name in {ABLATION} & set(config["steps"]):
-        raise ValueError(f"config.yaml: steps.{name}: that is section ablation: rename the study")
-    for name in set(config["steps"]) & set(config["ops"]):
-        raise ValueError(f"config.yaml: steps.{name} and ops.{name} share a name: rename the study")
+        yield from _of_ablation(("ablation",), config["ablation"], shapes, variants)
+    if "tuning" in config:
+        yield from _not_among(("tuning", "shapes"), "shape", config["tuning"]["shapes"], shapes)
     for name, run in config["training"].items():
-        _check(f"training.{name}.shape", "shape", [run["shape"]], shapes)
-        _check(f"training.{name}.variant", "variant", [run["variant"]], variants)
-        _check_model(f"training.{name}.model", run.get("model", config["model"]))
-        if run["warmup_steps"] > run["steps"]:
-            raise ValueError(
-                f"config.yaml: training.{name}.warmup_steps: {run['warmup_steps']} must be at most "
-                f"steps, {run['steps']}"
-            )
+        yield from _of_training(("training", name), run, config)
+    for use in _uses(config):
+        yield from _of_use(use, config["gates"])
 
 
-def _check_ablation(spec: dict, shapes: dict, variants: dict) -> None:
-    _check("ablation.shapes", "shape", spec["shapes"], shapes)
-    for end in ("base", "full"):
-        _check(f"ablation.{end}", "variant", [spec[end]], variants)
-    base, full = variants[spec["base"]], variants[spec["full"]]
-    differing = [key for key in base | full if base.get(key) != full.get(key)]
-    _check("ablation.components", "difference of base and full", spec["components"], differing)
-    if not spec["base"].startswith("sdpa_") or spec["full"].startswith("sdpa_"):
-        raise ValueError(
-            f"config.yaml: ablation: base {spec['base']!r} and full {spec['full']!r} must be one "
-            "of PyTorch's variants (sdpa_…) and one of ours"
+def _of_model(place: Place, model: dict) -> Iterator[Fault]:
+    d_model, n_heads = model["d_model"], model["n_heads"]
+    if d_model % n_heads:
+        what = f"d_model {d_model} must be a multiple of n_heads {n_heads}"
+        yield Fault(place, what, ("n_heads",))
+
+
+def _of_points(place: Place, sizes: dict, most: int) -> Iterator[Fault]:
+    n_context, n_target = sizes["n_context"], sizes["n_target"]
+    if n_context + n_target > most:
+        yield Fault(
+            place,
+            f"n_context {n_context} and n_target {n_target} are {n_context + n_target} points: "
+            f"they must be at most {most}",
+            ("n_context",),
         )
 
 
-def _check_storage(place: str, spec: dict, model: dict) -> None:
+def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
+    if place[-1].startswith(("only_", "without_")):
+        what = "names that start with only_ or without_ are the ablation's: rename the variant"
+        yield Fault(place, what)
+    for op in (op for op in OPERATORS if op in spec):
+        known = registry.names(op)
+        if spec[op] not in known:
+            yield Fault((*place, op), _unknown("implementation", spec[op], known))
+            continue
+        reason = registry.not_in_models(op, spec[op])
+        if reason is not None:
+            yield Fault((*place, op), f"a variant cannot use {spec[op]!r}: {reason}")
+    yield from _of_storage(place, spec, model)
+
+
+def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
     storage, d_ff = spec.get("d_ff_storage"), model["d_ff"]
     if storage is not None and storage < d_ff:
-        raise ValueError(
-            f"config.yaml: {place}.d_ff_storage: {storage} is smaller than the model's "
-            f"d_ff: it must be at least {d_ff}"
+        yield Fault(
+            (*place, "d_ff_storage"),
+            f"{storage} is smaller than the model's d_ff: it must be at least {d_ff}",
         )
 
 
-def _check_model(place: str, model: dict) -> None:
-    if model["d_model"] % model["n_heads"]:
-        raise ValueError(
-            f"config.yaml: {place}: d_model {model['d_model']} must be a multiple of "
-            f"n_heads {model['n_heads']}"
+def _of_ablation(place: Place, spec: dict, shapes: dict, variants: dict) -> Iterator[Fault]:
+    yield from _not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
+    for end in ("base", "full"):
+        if spec[end] not in variants:
+            yield Fault((*place, end), _unknown("variant", spec[end], variants))
+    base, full = variants[spec["base"]], variants[spec["full"]]
+    differing = [key for key in base | full if base.get(key) != full.get(key)]
+    components = (*place, "components")
+    yield from _not_among(components, "difference of base and full", spec["components"], differing)
+    if not spec["base"].startswith("sdpa_") or spec["full"].startswith("sdpa_"):
+        yield Fault(
+            place,
+            f"base {spec['base']!r} and full {spec['full']!r} must be one of PyTorch's variants "
+            "(sdpa_…) and one of ours",
         )
 
 
-def _check(place: str, kind: str, names: Iterable[str], known: Iterable[str]) -> None:
-    for name in names:
+def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
+    shapes, variants = config["shapes"], config["variants"]
+    for key, known in (("shape", shapes), ("variant", variants), ("source", MAX_POINTS)):
+        if run[key] not in known:
+            yield Fault((*place, key), _unknown(key, run[key], known))
+    if place[-1] in GATES:
+        yield Fault(place, "a gate has the same name: rename the run")
+    model = run.get("model", config["model"])
+    yield from _of_model((*place, "model"), model)
+    storage = variants[run["variant"]].get("d_ff_storage")
+    if storage is not None and storage < model["d_ff"]:
+        yield Fault(
+            (*place, "variant"),
+            f"{run['variant']!r} has d_ff_storage {storage}, less than the run's d_ff: it must be "
+            f"at least {model['d_ff']}",
+        )
+    most = MAX_POINTS[run["source"]] or MAX_COUNT
+    yield from _of_points(place, shapes[run["shape"]] | run, most)
+    if run["warmup_steps"] > run["steps"]:
+        yield Fault(
+            (*place, "warmup_steps"),
+            f"{run['warmup_steps']} must be at most steps, {run['steps']}",
+        )
+
+
+class _Use(NamedTuple):
+    """Implementations that something runs at the sizes of a model."""
+
+    place: Place
+    implementations: Mapping[str, str]  # operator → name
+    model: Mapping[str, int]
+    model_place: Place
+
+
+def _uses(config: dict) -> Iterator[_Use]:
+    def of_variant(place: Place, name: str) -> _Use:
+        variant = Variant.from_spec(name, config["variants"][name])
+        return _Use(place, variant.implementations(), config["model"], ("model",))
+
+    for study, spec in config["steps"].items():
+        for index, name in enumerate(spec["variants"]):
+            yield of_variant(("steps", study, "variants", index), name)
+    for end in ("base", "full") if "ablation" in config else ():
+        yield of_variant(("ablation", end), config["ablation"][end])
+    for op, spec in _operators(config).items():
+        for index, name in enumerate(spec["implementations"]):
+            place = ("ops", op, "implementations", index)
+            yield _Use(place, {op: name}, config["model"], ("model",))
+    for run, spec in config["training"].items():
+        use = of_variant(("training", run, "variant"), spec["variant"])
+        if "model" in spec:
+            use = use._replace(model=spec["model"], model_place=("training", run, "model"))
+        yield use
+
+
+def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
+    sizes = {**use.model, "head_dim": use.model["d_model"] // use.model["n_heads"]}
+    for op, name in use.implementations.items():
+        for size, taken in registry.LIMITS.get((op, name), {}).items():
+            if size in sizes and sizes[size] not in taken:
+                what = "d_model / n_heads" if size == "head_dim" else size
+                values = (
+                    f"{taken[0]} to {taken[-1]}" if isinstance(taken, range) else _listed(taken)
+                )
+                yield Fault(
+                    use.model_place,
+                    f"{what} is {sizes[size]}: {op} {name!r} takes {values}",
+                    ("n_heads" if size == "head_dim" else size,),
+                )
+        for candidate in registry.candidates(op, name):
+            needed = KERNEL_GATES.get((op, candidate), ())
+            missing = [gate for gate in needed if gate not in gates]
+            if candidate in registry.OWN and not needed:
+                what = "no gate proves it: give it an entry in tnp.gates.KERNEL_GATES"
+                yield Fault(use.place, f"{op} {candidate!r} cannot be used: {what}")
+            elif candidate in registry.OWN and missing:
+                what = f"gates must name {_listed(missing)}, which it waits for"
+                yield Fault(use.place, f"{op} {candidate!r} cannot be used: {what}")
+
+
+def _operators(config: dict) -> dict[str, dict]:
+    return {name: study for name, study in config["ops"].items() if name != "ceilings"}
+
+
+def _not_among(
+    place: Place, kind: str, names: Iterable[str], known: Iterable[str]
+) -> Iterator[Fault]:
+    """A fault for each of `names`, a list or keys, that is not `known`."""
+    for index, name in enumerate(names):
         if name not in known:
-            raise ValueError(f"config.yaml: {place}: {_unknown(kind, name, known)}")
-
-
-def _place(path: Iterable[str | int]) -> str:
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return f"config.yaml: {place[1:]}" if place else "config.yaml"
+            inside = name if isinstance(names, Mapping) else index
+            yield Fault(place, _unknown(kind, name, known), (inside,))
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -145,3 +309,10 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 def _listed(values: Iterable) -> str:
     return ", ".join(map(str, values))
+
+
+def _shown(value: object) -> str:
+    """As YAML would have it, and not at length."""
+    words = {"None": "an empty value", "True": "true", "False": "false"}
+    text = words.get(repr(value), repr(value))
+    return text if len(text) <= 60 else f"{text[:59]}…"

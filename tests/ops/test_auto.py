@@ -135,10 +135,11 @@ def test_limits_are_the_operators_own():
 
     most = {
         (op, size): taken[-1]
-        for (op, _), sizes in auto.LIMITS.items()
+        for (op, _), sizes in registry.LIMITS.items()
         for size, taken in sizes.items()
     }
     assert most == {
+        ("attention", "head_dim"): 128,
         ("embedding", "width"): embedding.MAX_WIDTH,
         ("rms_norm", "d_model"): rms_norm.MAX_WIDTH,
         ("mlp", "d_model"): single.MAX_D,
@@ -147,7 +148,7 @@ def test_limits_are_the_operators_own():
         ("mixture_nll", "d_y"): mixture_nll.MAX_D_Y,
     }
     widths = [d for d in range(1, 2 * single.MAX_D) if single.serves(d)]
-    assert widths == list(auto.LIMITS["mlp", "single"]["d_model"])
+    assert widths == list(registry.LIMITS["mlp", "single"]["d_model"])
 
 
 def test_a_decision_is_logged_once_for_sizes_of_a_power_of_two_and_listed(caplog):

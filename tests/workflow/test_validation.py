@@ -1,4 +1,4 @@
-"""Bad input: one sentence that names the place, the value and what would be right."""
+"""Bad input: one sentence that names the line, the place, the value and what would be right."""
 
 import copy
 import re
@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tnp.gates import GATES, KERNEL_GATES
+from tnp.ops import registry
+from workflow.configuration import places
 from workflow.validation import validate
 
 ROOT = Path(__file__).parents[2]
 TINY = yaml.safe_load((Path(__file__).parent / "config.yaml").read_text())
+TINY["gates"] = list(GATES)
+TINY["variants"]["separate"] = {"attention": "separate"}
+TINY["steps"]["cpu"]["variants"] = ["sdpa_flash", "separate"]
+TINY["tuning"] = {"shapes": ["tiny"], "operations": ["fused"], "dtype": "bfloat16"}
 TINY["ablation"] = {
     "devices": ["cpu"],
     "base": "sdpa_flash",
@@ -18,11 +25,24 @@ TINY["ablation"] = {
     "components": ["attention"],
     "shapes": {"tiny": {"cuda_graph": False, "replicates": 1}},
 }
+LARGE = 2**31
+NOT_READ = "must be a finite number"
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "tests/workflow/config.yaml"])
 def test_committed_configurations_are_valid(file):
-    validate(yaml.safe_load((ROOT / file).read_text()))
+    written = places(str(ROOT / file), [], {})
+    validate(yaml.safe_load((ROOT / file).read_text()), written)
+
+
+def changed(path: str, value: object) -> dict:
+    config = copy.deepcopy(TINY)
+    *parents, last = path.split(".")
+    place = config
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return config
 
 
 @pytest.mark.parametrize(
@@ -31,27 +51,56 @@ def test_committed_configurations_are_valid(file):
         ("tpying", 1, "config.yaml: unknown key 'tpying'"),
         ("shapes.tiny.n_contxt", 4, "unknown key 'n_contxt': did you mean 'n_context'"),
         ("shapes.tiny.batch", 0, "shapes.tiny.batch: 0 must be at least 1"),
+        ("shapes.tiny.batch", 2.0, "shapes.tiny.batch: 2.0 must be a whole number"),
+        ("shapes.tiny.batch", None, "shapes.tiny.batch: an empty value must be a whole number"),
         ("shapes.tiny.n_context", -5, "shapes.tiny.n_context: -5 must be at least 1"),
-        ("shapes.tiny.n_target", "many", "'many' must be of type integer"),
-        ("model.n_layers", True, "model.n_layers: True must be of type integer"),
-        ("model.n_heads", 5, "d_model 32 must be a multiple of n_heads 5"),
+        ("shapes.tiny.n_context", 10**12, "n_context: 1000000000000 must be at most 2147483647"),
+        ("shapes.tiny.n_context", LARGE - 1,
+         "shapes.tiny: n_context 2147483647 and n_target 8 are 2147483655 points: they must be at "
+         "most 2147483647"),
+        ("shapes.tiny.n_target", "many", "'many' must be a whole number"),
+        ("shapes.tiny", [1, 2], "shapes.tiny: [1, 2] must be keys with values"),
+        ("shapes", {}, "shapes: {} must not be empty"),
+        (f"shapes.{'a' * 49}", {"batch": 1, "n_context": 1, "n_target": 1},
+         "must be a name of at most 48 small letters"),
+        ("shapes.Tiny", {"batch": 1, "n_context": 1, "n_target": 1}, "'Tiny' must be a name of"),
+        ("model.n_layers", True, "model.n_layers: true must be a whole number"),
+        ("model.n_heads", 5, "model: d_model 32 must be a multiple of n_heads 5"),
+        ("model.d_model", 48, "model: d_model / n_heads is 24: attention 'sdpa_flash' takes "
+         "16, 32, 64, 128"),
         ("timing.timeout_s", 0, "timing.timeout_s: 0 must be larger than 0"),
+        ("timing.timeout_s", float("inf"), f"timing.timeout_s: inf {NOT_READ}"),
+        ("timing.timeout_s", 1e300, "timing.timeout_s: 1e+300 must be at most 1000000"),
+        ("timing.warmup_s", float("nan"), f"timing.warmup_s: nan {NOT_READ}"),
+        ("timing.long_step_s", float("nan"), f"timing.long_step_s: nan {NOT_READ}"),
         ("device", "gpu", "device: 'gpu' must be auto, cpu, cuda, or the slug of a GPU"),
         ("timing.warmup_s", "3e-4", "timing.warmup_s: '3e-4' is text to YAML"),
-        ("timing.warmup_s", "0.5", "'0.5' must be of type number"),
+        ("timing.warmup_s", "0.5", f"'0.5' {NOT_READ}"),
         ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
         ("steps.cpu.variants", ["fused"], "steps.cpu.variants: unknown variant 'fused'"),
+        ("steps.cpu.variants", "separate", "steps.cpu.variants: 'separate' must be a list"),
         ("steps.cpu.shapes", ["small"], "steps.cpu.shapes: unknown shape 'small'"),
-        ("steps.cpu.devices", ["tpu"], "steps.cpu.devices[0]: 'tpu' must be one of cuda, cpu"),
+        ("steps.cpu.shapes", ["tiny", "tiny"], "steps.cpu.shapes: 'tiny' stands in it twice"),
+        ("steps.cpu.devices", ["tpu"], "steps.cpu.devices[0]: 'tpu' must be one of 'cuda', 'cpu'"),
+        ("steps.cpu.devices", [], "steps.cpu.devices: [] must not be empty"),
+        ("steps.cpu.replicates", LARGE, "steps.cpu.replicates: 2147483648 must be at most 1000"),
         ("variants.separate.attention", "seperate", "unknown implementation 'seperate'"),
         ("variants.separate.d_ff_storage", 40, "d_ff_storage: 40 is smaller than"),
+        ("variants.separate.mlp", "compiled",
+         "variants.separate.mlp: a variant cannot use 'compiled': it is for benchmarks"),
         ("ops.rope", {"devices": ["cpu"], "shapes": ["tiny"], "implementations": ["a"],
                       "replicates": 1}, "ops: unknown operator 'rope'"),
         ("ops.attention.implementations", ["nope"], "unknown implementation 'nope'"),
         ("ops.embedding", {"devices": ["cpu"], "shapes": ["tiny"], "implementations": ["torch"],
                            "replicates": 1}, "ops: unknown operator 'embedding'"),
+        ("ops.cpu", {"devices": ["cpu"], "shapes": ["tiny"], "implementations": ["torch"],
+                     "replicates": 1}, "steps.cpu: a study under ops has the same name"),
+        ("ops.mlp", {"devices": ["cpu"], "shapes": ["tiny"], "implementations": ["single"],
+                     "d_ff_storage": 40, "replicates": 1}, "ops.mlp.d_ff_storage: 40 is smaller"),
         ("variants.separate.mlp", "fusd", "variants.separate.mlp: unknown implementation 'fusd'"),
-        ("variants.separate.skip_unread", 1, "skip_unread: 1 must be of type boolean"),
+        ("variants.separate.skip_unread", 1, "skip_unread: 1 must be true or false"),
+        ("variants.separate.norm", "torch", "variants.separate: unknown key 'norm': did you mean "
+         "'rms_norm'"),
         ("variants.only_mlp", {"attention": "fused"}, "are the ablation's: rename the variant"),
         ("steps.ablation", {"devices": ["cpu"], "shapes": [], "variants": [], "replicates": 1,
                             "checkpoint": [False], "cuda_graph": [False]},
@@ -61,21 +110,28 @@ def test_committed_configurations_are_valid(file):
         ("ablation.components", ["mlp"], "unknown difference of base and full 'mlp'"),
         ("ablation.shapes", {"huge": {"cuda_graph": True, "replicates": 1}},
          "ablation.shapes: unknown shape 'huge'"),
+        ("tuning.shapes", ["tny"], "tuning.shapes: unknown shape 'tny': did you mean 'tiny'"),
         ("gates", ["baselin"], "gates: unknown gate 'baselin': did you mean 'baseline'"),
         ("training.gp_tiny.shape", "huge", "training.gp_tiny.shape: unknown shape 'huge'"),
-        ("training.gp_tiny.warmup_steps", 10**6, "1000000 must be at most steps"),
-        ("training.gp_tiny.source", "text", "'text' must be one of gaussian_process, images"),
+        ("training.gp_tiny.warmup_steps", 21, "warmup_steps: 21 must be at most steps, 20"),
+        ("training.gp_tiny.source", "image", "unknown source 'image': did you mean 'images'"),
+        ("training.gp_tiny.learning_rate", float("nan"), f"learning_rate: nan {NOT_READ}"),
+        ("training.gp_tiny.learning_rate", float("inf"), f"learning_rate: inf {NOT_READ}"),
+        ("training.gp_tiny.seed", LARGE, "seed: 2147483648 must be at most 2147483647"),
+        ("training.gp_tiny.steps", LARGE, "steps: 2147483648 must be at most 2147483647"),
+        ("training.gp_tiny.model", TINY["model"] | {"d_model": 40},
+         "training.gp_tiny.model: d_model / n_heads is 20: attention"),
+        ("training.baseline", TINY["training"]["gp_tiny"],
+         "training.baseline: a gate has the same name: rename the run"),
+        ("training.gp_tiny",
+         TINY["training"]["gp_tiny"] | {"source": "images", "n_context": 300_000},
+         "training.gp_tiny: n_context 300000 and n_target 8 are 300008 points: they must be at "
+         "most 262144"),
     ],
 )  # fmt: skip
 def test_bad_value_is_named(path, value, sentence):
-    config = copy.deepcopy(TINY)
-    *parents, last = path.split(".")
-    place = config
-    for parent in parents:
-        place = place[parent]
-    place[last] = value
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
-        validate(config)
+        validate(changed(path, value))
     assert "\n" not in str(error.value)
 
 
@@ -89,5 +145,124 @@ def test_an_ablation_goes_from_pytorchs_to_ours():
 def test_missing_key_is_named():
     config = copy.deepcopy(TINY)
     del config["shapes"]["tiny"]["batch"]
-    with pytest.raises(ValueError, match="shapes.tiny: 'batch' is a required property"):
+    with pytest.raises(ValueError, match="shapes.tiny: key 'batch' is missing"):
         validate(config)
+
+
+def test_the_sizes_that_an_operator_takes_bound_the_model():
+    config = changed("variants.separate.rms_norm", "fused")
+    config["model"] |= {"d_model": 2048, "n_heads": 32}
+    with pytest.raises(
+        ValueError, match="model: d_model is 2048: rms_norm 'fused' takes 1 to 1024"
+    ):
+        validate(config)
+    config["model"] |= {"d_model": 96, "n_heads": 4}
+    config["variants"] = dict.fromkeys(config["variants"], {"attention": "reference"})
+    del config["ablation"]
+    config["ops"] = {}
+    validate(config)  # which has no kernel to fit
+
+
+def test_storage_holds_the_hidden_layer_of_a_run_with_a_model_of_its_own():
+    config = changed("variants.sdpa_flash.d_ff_storage", 64)
+    config["training"]["gp_tiny"]["model"] = config["model"] | {"d_ff": 65}
+    with pytest.raises(ValueError, match="'sdpa_flash' has d_ff_storage 64, less than the run's"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    "change, place",
+    [
+        ({}, "steps.cpu.variants[1]"),
+        ({"steps": {}}, "ablation.full"),
+        ({"steps": {}, "training": "separate"}, "training.gp_tiny.variant"),
+        ({"steps": {}, "ops": "separate"}, "ops.attention.implementations[0]"),
+        ({"steps": {}, "ops": "auto"}, "ops.attention.implementations[0]"),
+    ],
+)
+def test_what_is_ours_needs_a_gate_of_its_own(change, place, monkeypatch):
+    config = copy.deepcopy(TINY)
+    config["steps"] = change.get("steps", config["steps"])
+    if len(change) > 1:
+        del config["ablation"]
+    if "training" in change:
+        config["training"]["gp_tiny"]["variant"] = change["training"]
+    if "ops" in change:
+        config["ops"]["attention"]["implementations"] = [change["ops"]]
+    validate(config)
+    for gate in KERNEL_GATES["attention", "separate"]:
+        fewer = config | {"gates": [name for name in GATES if name != gate]}
+        sentence = f"{place}: attention 'separate' cannot be used: gates must name {gate}"
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            validate(fewer)
+    monkeypatch.delitem(KERNEL_GATES, ("attention", "separate"))
+    sentence = f"{place}: attention 'separate' cannot be used: no gate proves it"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        validate(config)
+
+
+def test_every_implementation_of_ours_has_a_gate():
+    ours = {(op, name) for op in registry.operators() for name in registry.names(op)}
+    assert {pair for pair in ours if pair[1] in registry.OWN} <= KERNEL_GATES.keys()
+
+
+def written_at(path: Path, *others: Path, **overrides) -> dict[str, str]:
+    return places(str(path), others, overrides)
+
+
+@pytest.mark.parametrize(
+    "line, by, sentence",
+    [
+        (
+            "  tiny:",
+            "  tiny: { batch: 0, n_context: 24, n_target: 8 }",
+            "shapes.tiny.batch: 0 must",
+        ),
+        ("  cpu:", "  CPU:", "steps: 'CPU' must be a name"),
+        ("  - embedding", "  - embeding", "gates: unknown gate 'embeding'"),
+        ("    seed:", "    sed: 0", "training.gp_tiny: unknown key 'sed': did you mean 'seed'"),
+        ("    shape:", "    shape: tny", "training.gp_tiny.shape: unknown shape 'tny'"),
+        ("    variants:", "    variants: [sdpa_flash, own]", "steps.cpu.variants: unknown variant"),
+        (
+            "    implementations:",
+            "    implementations: [fused]",
+            "attention 'fused' cannot be used",
+        ),
+        ("    replicates: 1", "    replicate: 1", "ops.attention: unknown key 'replicate'"),
+    ],
+)
+def test_the_line_is_named(line, by, sentence, tmp_path):
+    text = (Path(__file__).parent / "config.yaml").read_text().splitlines()
+    number = next(n for n, found in enumerate(text) if found.startswith(line))
+    file = tmp_path / "own.yaml"
+    file.write_text("\n".join([*text[:number], by, *text[number + 1 :]]))
+    with pytest.raises(ValueError, match=re.escape(sentence)) as error:
+        validate(yaml.safe_load(file.read_text()), written_at(file))
+    assert str(error.value).startswith(f"{file}, line {number + 1}: ")
+
+
+def test_a_key_that_is_missing_is_asked_for_where_it_belongs(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("\n".join(["device: cpu", "shapes:", "  tiny:", "    batch: 1"]))
+    config = TINY | yaml.safe_load(file.read_text())
+    with pytest.raises(ValueError, match="own.yaml, line 3: shapes.tiny: key 'n_context' is miss"):
+        validate(config, written_at(file))
+
+
+def test_the_file_that_has_the_last_word_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = [tmp_path / name for name in ("config.yaml", "other.yaml", "third.yaml")]
+    files[0].write_text(yaml.safe_dump(TINY))
+    files[1].write_text("shapes:\n  tiny:\n    batch: 0\n    n_target: 0\n")
+    files[2].write_text("# \n\nshapes: {tiny: {batch: -1}}\n")
+    config = copy.deepcopy(TINY)
+    config["shapes"]["tiny"] |= {"batch": -1}
+    written = written_at(Path("config.yaml"), *files[1:], device="gpu")
+    with pytest.raises(ValueError, match=r"^third.yaml, line 3: shapes.tiny.batch: -1 must be"):
+        validate(config, written)
+    config["shapes"]["tiny"] |= {"batch": 1, "n_target": 0}
+    with pytest.raises(ValueError, match=r"^other.yaml, line 4: shapes.tiny.n_target: 0 must be"):
+        validate(config, written)
+    config["shapes"]["tiny"] |= {"n_target": 1}
+    with pytest.raises(ValueError, match="^--config: device: 'gpu' must be auto, cpu"):
+        validate(config | {"device": "gpu"}, written)

@@ -11,7 +11,7 @@ run at the compute capabilities of `OURS_ON`; elsewhere PyTorch does. Every deci
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import index
@@ -30,15 +30,6 @@ OURS_ON = (90, 100)
 # An implementation earlier among the candidates, PyTorch's first, stays where it takes at most this
 # much of the fastest's time: two runs differ by as much.
 STAYS_BELOW = 1.01
-
-# What an implementation takes, of those whose sizes have limits.
-LIMITS: dict[tuple[str, str], dict[str, Collection[int]]] = {
-    ("embedding", "fused"): {"width": range(1, 9)},
-    ("rms_norm", "fused"): {"d_model": range(1, 1025)},
-    ("mlp", "single"): {"d_model": (16, 32, 64, 128, 256, 512)},
-    ("mixture_heads", "fused"): {"n_outputs": range(1, 17)},
-    ("mixture_nll", "fused"): {"n_components": range(1, 65), "d_y": range(1, 5)},
-}
 
 # Sizes of an operator on rows by which entries are told apart: name → column of an "ops" row.
 COLUMNS = {"d_model": "d_model", "d_ff": "d_ff_storage", "n_components": "n_components"}
@@ -79,7 +70,7 @@ def resolve(
         op: an operator of `tnp.ops.registry`.
         device, dtype: of the activations.
         unserved: why PyTorch's plain form alone takes these inputs, "" where it does not.
-        sizes: those of the table's entries (`sizes_of`) and of `LIMITS`.
+        sizes: those of the table's entries (`sizes_of`) and of `registry.LIMITS`.
     """
     # `index` has torch.compile take a symbolic size for the number that it is.
     numbers = {name: index(size) for name, size in sizes.items()}
@@ -225,7 +216,7 @@ def _unsupported(
     reason = registry.get(op, name).unsupported(device, dtype)
     if reason is None and name in registry.OWN and dtype.itemsize > 4:
         return f"it takes bfloat16, float16 or float32, not {dtype}"
-    for size, taken in LIMITS.get((op, name), {}).items():
+    for size, taken in registry.LIMITS.get((op, name), {}).items():
         if reason is None and size in sizes and sizes[size] not in taken:
             reason = f"it does not take {size} {sizes[size]}"
     return reason

@@ -9,6 +9,7 @@ compiled once each. A process with TRITON_INTERPRET=1 holds interpreted function
 compiled, so this happens in child processes.
 """
 
+import argparse
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ def _compile_in_child(part: int, n_parts: int) -> list[dict]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment["TRITON_ALWAYS_COMPILE"] = "1"  # a cached kernel has no log, and no `compile_s`
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
-    command = [sys.executable, "-m", "tnp.ops.compilation", str(part), str(n_parts)]
+    command = [sys.executable, "-m", "tnp.ops.compilation", "--part", str(part), str(n_parts)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"a kernel does not compile: {child.stderr[-400:]}")
@@ -158,12 +159,29 @@ def compiled(job: Job) -> dict:
     }
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 3:  # a child: its share of the jobs
+def _main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tnp.ops.compilation",
+        description="Compile every committed kernel configuration for every target, which takes "
+        "minutes, and print the rows of table `kernels`.",
+    )
+    parser.add_argument(
+        "--part",
+        nargs=2,
+        type=int,
+        metavar=("FIRST", "STEP"),
+        help="compile every STEP-th from FIRST on and print the rows as JSON, as a child does",
+    )
+    part = parser.parse_args(arguments).part
+    if part:
         from tnp.ops.launches import committed_launches
 
-        jobs = collect(committed_launches(TARGETS))[int(sys.argv[1]) :: int(sys.argv[2])]
+        jobs = collect(committed_launches(TARGETS))[part[0] :: part[1]]
         print(json.dumps([compiled(job) for job in jobs]))
     else:
         for row in compile_all():
             print(*row.values(), sep="  ")
+
+
+if __name__ == "__main__":
+    _main()

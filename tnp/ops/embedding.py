@@ -9,6 +9,7 @@ apart. The flag is never zero: it doubles as the bias that the layer lacks.
 import torch
 import torch.nn.functional as F
 
+from tnp.inputs import require_floats
 from tnp.ops import auto, registry, triton_embedding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,7 +81,7 @@ def embed_rows(
         x_target: [B, N, d_x], any strides; None for context alone.
         weight: [d_model, d_x + d_y + 1], float32; another float dtype for `torch` only, which
             computes in it.
-        dtype: of the result; bfloat16, float16 or float32.
+        dtype: of the result; bfloat16, float16 or float32 (`torch`: any float dtype).
         implementation: a name of `tnp.ops.registry.names("embedding")`.
 
     Returns:
@@ -91,7 +92,7 @@ def embed_rows(
             requires a gradient.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
-    _check(x_context, y_context, x_target, weight)
+    _check(x_context, y_context, x_target, weight, dtype)
     if implementation == "auto":
         implementation = _chosen(x_context, y_context, x_target, weight, dtype)
     _require_supported("embedding", implementation, weight.device, dtype)
@@ -144,7 +145,11 @@ def _check(
     y_context: torch.Tensor | None,
     x_target: torch.Tensor | None,
     weight: torch.Tensor,
+    dtype: torch.dtype,
 ) -> None:
+    require_floats(x_context=x_context, y_context=y_context, x_target=x_target, weight=weight)
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}: it must be a float dtype")
     if (x_context is None) != (y_context is None):
         raise ValueError("one of x_context and y_context is None: they must be given together")
     if x_context is None and x_target is None:

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from tnp.inputs import require_floats, require_number
 from tnp.ops import auto, registry, triton_mixture_nll
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -109,11 +110,12 @@ def mixture_nll(
             float16 or float32 (float64 for `torch` only). K at most 64 and d_y at most 4 for
             `fused`.
         y: [..., d_y], at least one target.
-        sigma_min: floor under every standard deviation, in units of y; finite, 0 for none.
+        sigma_min: floor under every standard deviation, in units of y; a finite number, 0 for none.
         implementation: a name of `tnp.ops.registry.names("mixture_nll")`.
 
     Returns:
-        A scalar, float32 (float64 for float64 parameters).
+        A scalar, float32 (float64 for float64 parameters). Where a target lies so far from every
+        component that its z² passes the dtype's range, it is inf, and that target's gradient NaN.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, or no targets.
@@ -130,11 +132,10 @@ def mixture_nll(
             f"parameters are {tuple(parameters.shape)} and y {tuple(y.shape)}: "
             "the mean needs at least one target and one component"
         )
+    require_number("sigma_min", sigma_min)
     if not 0 <= sigma_min < math.inf:
         raise ValueError(f"sigma_min is {sigma_min}: it must be finite and not negative")
-    for name, x in (("parameters", parameters), ("y", y)):
-        if not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
+    require_floats(parameters=parameters, y=y)
     if y.device != parameters.device:
         raise ValueError(
             f"y is on {y.device} and parameters on {parameters.device}: they must be equal"

@@ -14,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tnp.inputs import require_floats
 from tnp.ops import auto, registry
 from tnp.ops.casting import cast_weight
 from tnp.ops.weight_gradient import weight_gradient
@@ -140,14 +141,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, implementation: str = "torc
 
     Args:
         x: [..., n_in]; bfloat16, float16 or float32 (`torch`: any float dtype).
-        weight: [n_out, n_in], as a rule a float32 parameter; cast to x's dtype.
+        weight: [n_out, n_in], any float dtype, as a rule a float32 parameter; cast to x's.
         implementation: a name of `tnp.ops.registry.names("projection")`.
 
     Returns:
         [..., n_out] in x's dtype.
 
     Raises:
-        ValueError: shapes or devices that do not go together.
+        ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
     _check(x, weight, implementation)
@@ -223,6 +224,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, implementation: str) -> None:
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., n_in] and "
             "[n_out, n_in]"
         )
+    require_floats(x=x, weight=weight)
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device} and x on {x.device}: they must be equal")
     _require_supported("projection", implementation, x.device, x.dtype)

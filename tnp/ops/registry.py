@@ -6,7 +6,7 @@ before any work starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -91,9 +91,12 @@ def _fa4(device: torch.device, dtype: torch.dtype) -> str | None:
     return _capability(device, (9, 0)) or _package("flash-attn-4")
 
 
+FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
+
+
 def _compiled(device: torch.device, dtype: torch.dtype) -> str | None:
     """What benchmarks compare with; in a model, torch.compile takes all of it at once."""
-    return "it is for benchmarks: choose 'torch' and run the model through torch.compile"
+    return FOR_BENCHMARKS
 
 
 def _grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -144,6 +147,7 @@ MLP = (*MATMULS, "tnp.ops.mlp.triton_mlp")
 # Operators whose plain form PyTorch's compiler would fuse: a baseline of their benchmarks.
 COMPILED = ("rms_norm", "mlp", "mixture_heads", "mixture_nll")
 OWN = ("separate", "fused", "single")  # names of implementations of our own
+HEAD_DIMS = (16, 32, 64, 128)
 # What "auto" chooses from (`tnp.ops.auto`), PyTorch's plain form first: all of it can be trained.
 CANDIDATES = {
     "attention": ("sdpa_flash", "sdpa_cudnn", "separate", "fused"),
@@ -215,6 +219,11 @@ def get(op: str, name: str) -> Implementation:
     return _IMPLEMENTATIONS[op, name]
 
 
+def not_in_models(op: str, name: str) -> str | None:
+    """Why no model can use the implementation, on whatever device; None where one can."""
+    return FOR_BENCHMARKS if get(op, name).unsupported is _compiled else None
+
+
 def candidates(op: str, name: str) -> tuple[str, ...]:
     """What may run where `name` is asked for: itself, or what "auto" chooses from."""
     return CANDIDATES[op] if name == "auto" else (name,)
@@ -225,3 +234,15 @@ def check(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
     reason = get(op, name).unsupported(device, dtype)
     if reason is not None:
         raise RuntimeError(f"{op} implementation {name!r} cannot run here: {reason}")
+
+
+# What an implementation takes, of those whose sizes have limits: size → values.
+LIMITS: dict[tuple[str, str], dict[str, Collection[int]]] = {
+    **{("attention", name): {"head_dim": HEAD_DIMS} for name in names("attention")},
+    ("embedding", "fused"): {"width": range(1, 9)},
+    ("rms_norm", "fused"): {"d_model": range(1, 1025)},
+    ("mlp", "single"): {"d_model": (16, 32, 64, 128, 256, 512)},
+    ("mixture_heads", "fused"): {"n_outputs": range(1, 17)},
+    ("mixture_nll", "fused"): {"n_components": range(1, 65), "d_y": range(1, 5)},
+}
+del LIMITS["attention", "reference"]  # which takes every size

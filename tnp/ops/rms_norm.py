@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tnp.inputs import require_floats, require_number
 from tnp.ops import auto, registry, triton_rms_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,7 +99,7 @@ def rms_norm(
         x: [..., D]; bfloat16, float16 or float32. Rows may lie apart, as in h[:, n:]; each is
             contiguous. D at most 1024 for `fused`.
         weight: [D], float32; another float dtype for `torch` only, which casts it to x's.
-        eps: positive and finite.
+        eps: a number, positive and finite.
         implementation: a name of `tnp.ops.registry.names("rms_norm")`.
 
     Returns:
@@ -173,6 +174,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, eps: float, implementation: st
         )
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device} and x on {x.device}: they must be equal")
+    require_floats(x=x, weight=weight)
+    require_number("eps", eps)
     if not 0 < eps < float("inf"):
         raise ValueError(f"eps is {eps}: it must be positive and finite")
     _require_supported("rms_norm", implementation, x.device, x.dtype)

@@ -99,6 +99,8 @@ def _mixture_nll_kernel(
         log_normal += -0.5 * z * z - s - LOG_SQRT_2_PI
     lp = log_weight + log_normal
     lp_max = tl.max(lp, 1)
+    # Where no component reaches y the loss is inf; −inf less −inf would make it NaN.
+    lp_max = tl.where(lp_max == float("-inf"), 0.0, lp_max)
     p = _exp(lp - lp_max[:, None])
     p_sum = tl.sum(p, 1)
     nll = -(lp_max + tl.log(p_sum))

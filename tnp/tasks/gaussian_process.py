@@ -12,7 +12,7 @@ import math
 import torch
 from torch.distributions import Normal
 
-from tnp.tasks.task import Task, random_generator
+from tnp.tasks.task import Task, check_sizes, random_generator
 
 X_RANGE = (-2.0, 2.0)
 LENGTHSCALE_RANGE = (0.25, 1.0)
@@ -29,7 +29,11 @@ class GaussianProcessTasks:
         self.device = torch.device(device)
 
     def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
-        """The task of (seed, step): x in [−2, 2], y of unit variance plus noise; float32."""
+        """The task of (seed, step): x in [−2, 2], y of unit variance plus noise; float32.
+
+        Raises ValueError for sizes or seeds that are no whole numbers, or too small.
+        """
+        check_sizes(seed, step, batch, n_context, n_target)
         generator = random_generator(self.device, seed, step)
         x, lengthscale = self._inputs(generator, batch, n_context + n_target)
         # The noise bounds the condition number by n / NOISE² = 6·10⁴, which float32 can factor;

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch.distributions import Normal
 
-from tnp.tasks.task import Task, random_generator
+from tnp.inputs import require_count
+from tnp.task_sources import IMAGE_SIDES, MAX_POINTS
+from tnp.tasks.task import Task, check_sizes, random_generator
 
 TRAINING = (
     "retina", "hubble_deep_field", "cell", "rocket", "coffee", "brick", "grass", "gravel",
 )  # fmt: skip
 HELD_OUT = ("astronaut", "camera")
 N_HELD_OUT_FACES = 20
-SIDES = (25, 128, 512)
 LEVELS = 255.0
 
 
@@ -39,16 +40,19 @@ class ImageTasks:
     def __init__(
         self, n_points: int, device: torch.device | str = "cpu", held_out: bool = False
     ) -> None:
-        self.side = next((side for side in SIDES if side * side >= n_points), None)
+        require_count("n_points", n_points, at_least=1)
+        self.side = next((side for side in IMAGE_SIDES if side * side >= n_points), None)
         if self.side is None:
-            raise ValueError(f"n_points is {n_points}: the largest image task has {SIDES[-1] ** 2}")
+            raise ValueError(
+                f"n_points is {n_points}: an image task has at most {MAX_POINTS['images']}"
+            )
         self.device = torch.device(device)
         training, held_out_pictures = _pictures(self.side)
         pixels = np.concatenate([picture.ravel() for picture in training])
         self._mean, self._deviation = float(pixels.mean()), float(pixels.std())
         pictures = held_out_pictures if held_out else training
         self._pictures = [torch.from_numpy(picture).to(self.device) for picture in pictures]
-        self._augment = not held_out and self.side > SIDES[0]
+        self._augment = not held_out and self.side > IMAGE_SIDES[0]
 
     @property
     def sigma_min(self) -> float:
@@ -56,7 +60,11 @@ class ImageTasks:
         return 1.0 / (LEVELS * self._deviation)
 
     def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
-        """The task of (seed, step); every point is another pixel."""
+        """The task of (seed, step); every point is another pixel.
+
+        Raises ValueError for more points than pixels, and as `GaussianProcessTasks.sample`.
+        """
+        check_sizes(seed, step, batch, n_context, n_target)
         n_points = n_context + n_target
         if n_points > self.side**2:
             raise ValueError(
@@ -100,7 +108,7 @@ def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     def brightness(picture: np.ndarray) -> np.ndarray:
         return color.rgb2gray(picture) if picture.ndim == 3 else picture / LEVELS
 
-    if side == SIDES[0]:
+    if side == IMAGE_SIDES[0]:
         faces = data.lfw_subset().astype(np.float32)
         return list(faces[:-N_HELD_OUT_FACES]), list(faces[-N_HELD_OUT_FACES:])
     training, held_out = (

@@ -8,6 +8,17 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from tnp.inputs import require_count
+
+
+def check_sizes(seed: int, step: int, batch: int, n_context: int, n_target: int) -> None:
+    """Of a task to be drawn; raises ValueError naming the first that cannot be."""
+    require_count("seed", seed, at_least=0)
+    require_count("step", step, at_least=0)
+    require_count("batch", batch, at_least=1)
+    require_count("n_context", n_context, at_least=1)
+    require_count("n_target", n_target, at_least=0)
+
 
 def random_generator(device: torch.device, seed: int, step: int) -> torch.Generator:
     """A generator of its own for (seed, step).
@@ -22,7 +33,7 @@ def random_generator(device: torch.device, seed: int, step: int) -> torch.Genera
 class Task:
     """x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N, d_y].
 
-    Raises ValueError where the shapes do not go together or there is no context point.
+    Raises ValueError where shapes or devices do not go together or there is no context point.
     """
 
     x_context: torch.Tensor
@@ -35,6 +46,11 @@ class Task:
             if tensor.dim() != 3:
                 raise ValueError(
                     f"{field.name} has shape {tuple(tensor.shape)}: it must be [batch, points, d]"
+                )
+            if tensor.device != self.x_context.device:
+                raise ValueError(
+                    f"{field.name} is on {tensor.device} and x_context on "
+                    f"{self.x_context.device}: a task's tensors must be on one device"
                 )
         for x, y in (("x_context", "y_context"), ("x_target", "y_target")):
             a, b = getattr(self, x).shape, getattr(self, y).shape

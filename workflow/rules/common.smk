@@ -12,7 +12,7 @@ from workflow.progress import Progress
 from workflow.validation import validate
 
 try:
-    validate(config)
+    validate(config, WRITTEN)
     SLUG = plan.device(config["device"], device_slug())
 except ValueError as error:
     sys.exit(str(error))

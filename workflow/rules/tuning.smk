@@ -5,10 +5,7 @@ The tables are no rule's output: they are committed, and nothing else may wait f
 
 from workflow import tuning_plan
 
-try:
-    PROBLEMS = tuning_plan.problems(config, DEVICE, SLUG)
-except ValueError as error:
-    sys.exit(str(error))
+PROBLEMS = tuning_plan.problems(config, DEVICE, SLUG)
 
 
 rule trials:

@@ -10,6 +10,7 @@ reason; only "auto" chooses (`tnp.ops.auto`). `tnp.ops.registry` lists them. Our
 
 import torch
 
+from tnp.inputs import require_number
 from tnp.ops import auto, registry, tuning
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.attention.peers import PEERS
@@ -17,7 +18,6 @@ from tnp.ops.attention.primitives import empty_rows
 from tnp.ops.attention.reference import attention_reference
 from tnp.ops.attention.sdpa import BACKENDS, sdpa_attention
 
-HEAD_DIMS = (16, 32, 64, 128)
 # A fact of the machine: torch.compile asks once instead of tracing into drivers.
 _require_supported = torch.compiler.assume_constant_result(registry.check)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,7 +103,7 @@ def attention(
         q: [B, H, n_q, D]; bfloat16, float16 or float32, D one of 16, 32, 64, 128. Any strides
             with the last dimension contiguous, such as views of a fused projection.
         k, v: [B, H, n_k, D], n_k ≥ 1, like q in dtype and device.
-        scale: positive and finite; 1/√D where None.
+        scale: a number, positive and finite; 1/√D where None.
         n_context: int32 [B] on q's device, each from 1 to n_k, or None for n_k everywhere: sample b
             has keys 0 … n_context[b] − 1. Rows of k and v past them are padding: any finite
             values, of weight exactly 0 and gradient exactly 0. Only `separate`, `fused` and
@@ -176,8 +176,8 @@ def _check(
             )
     if q.dtype not in DTYPES and not any_type:
         raise ValueError(f"q is {q.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
-    if q.shape[-1] not in HEAD_DIMS and not any_type:
-        raise ValueError(f"head_dim is {q.shape[-1]}: it must be one of {HEAD_DIMS}")
+    if q.shape[-1] not in registry.HEAD_DIMS and not any_type:
+        raise ValueError(f"head_dim is {q.shape[-1]}: it must be one of {registry.HEAD_DIMS}")
     if k.shape != v.shape:
         raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
@@ -187,6 +187,7 @@ def _check(
         )
     if k.shape[2] == 0:
         raise ValueError("n_k is 0: attention needs at least one key")
+    require_number("scale", scale)
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale is {scale}: it must be positive and finite")
 

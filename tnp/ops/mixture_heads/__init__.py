@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
+from tnp.inputs import require_floats
 from tnp.ops import auto, registry
 from tnp.ops.matmul import cast_weights, weight_gradients
 from tnp.ops.mixture_heads import hopper, triton_heads
@@ -158,15 +159,12 @@ def _check(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, implementation
     d = up.shape[2]
     if x.dim() == 0 or x.shape[-1] != d:
         raise ValueError(f"x is {tuple(x.shape)}: it must be [..., D] with D = {d} of up")
+    require_floats(x=x, up=up, down=down)
     for name, weight in (("up", up), ("down", down)):
-        if not weight.is_floating_point():
-            raise ValueError(f"{name} is {weight.dtype}: it must be a float dtype")
         if weight.device != x.device:
             raise ValueError(
                 f"{name} is on {weight.device} and x on {x.device}: they must be equal"
             )
-    if not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype}: it must be a float dtype")
     if implementation == "fused":
         if x.dtype not in DTYPES:
             raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, DTYPES))}")

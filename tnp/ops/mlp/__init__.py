@@ -14,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tnp.inputs import require_floats
 from tnp.ops import auto, registry
 from tnp.ops.matmul import cast_weights, hidden_width, saved_shape, weight_gradients
 from tnp.ops.mlp import single, triton_mlp
@@ -166,17 +167,13 @@ def _check(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, implementation
         )
     if x.dim() == 0 or x.shape[-1] != up.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}: it must be [..., D] with D = {up.shape[1]} of up")
+    require_floats(x=x, up=up, down=down)
     for name, weight in (("up", up), ("down", down)):
-        if not weight.is_floating_point():
-            raise ValueError(f"{name} is {weight.dtype}: it must be a float dtype")
         if weight.device != x.device:
             raise ValueError(
                 f"{name} is on {weight.device} and x on {x.device}: they must be equal"
             )
-    if implementation == "torch":
-        if not x.is_floating_point():
-            raise ValueError(f"x is {x.dtype}: it must be a float dtype")
-    elif x.dtype not in DTYPES:
+    if implementation != "torch" and x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
     if implementation == "single" and not single.serves(up.shape[1]):
         raise ValueError(

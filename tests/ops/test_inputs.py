@@ -1,0 +1,150 @@
+"""What operators refuse although a cast would make something of it; rows that SDPA cannot read."""
+
+import pytest
+import torch
+
+from tnp.ops.attention import attention
+from tnp.ops.attention.sdpa import with_aligned_rows
+from tnp.ops.embedding import embed_rows
+from tnp.ops.mixture_heads import mixture_heads
+from tnp.ops.mixture_nll import mixture_nll
+from tnp.ops.mlp import mlp
+from tnp.ops.projection import linear, project_qkv
+from tnp.ops.rms_norm import add_rms_norm, rms_norm
+
+D = 16
+
+
+def inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.ones(shape) for shape in shapes]
+
+
+# Each with its tensors by name, and what is called with them.
+OPERATORS = {
+    "linear": (linear, {"x": (2, D), "weight": (8, D)}),
+    "project_qkv": (
+        lambda x, weight, **options: project_qkv(x, weight, 1, **options),
+        {"x": (1, 2, D), "weight": (3 * D, D)},
+    ),
+    "rms_norm": (rms_norm, {"x": (2, D), "weight": (D,)}),
+    "add_rms_norm": (
+        lambda x, weight, **options: add_rms_norm(x, x, weight, **options),
+        {"x": (2, D), "weight": (D,)},
+    ),
+    "mlp": (mlp, {"x": (2, D), "up": (24, D), "down": (D, 24)}),
+    "mixture_heads": (mixture_heads, {"x": (2, D), "up": (2, 24, D), "down": (2, 3, 24)}),
+    "mixture_nll": (mixture_nll, {"parameters": (5, 2, 3), "y": (5, 1)}),
+    "embed_rows": (
+        lambda x_context, y_context, x_target, weight, **options: embed_rows(
+            x_context, y_context, x_target, weight, torch.float32, **options
+        ),
+        {"x_context": (1, 4, 1), "y_context": (1, 4, 1), "x_target": (1, 3, 1), "weight": (D, 3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["torch", "fused", "auto"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "operator, name", [(op, name) for op, (_, shapes) in OPERATORS.items() for name in shapes]
+)
+def test_what_is_no_float_is_refused(operator, name, dtype, implementation):
+    call, shapes = OPERATORS[operator]
+    tensors = {key: torch.ones(shape) for key, shape in shapes.items()}
+    call(**tensors, implementation=implementation)
+    tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(ValueError, match=f"^{name} is {dtype}: it must be a float dtype$"):
+        call(**tensors, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "fused", "auto"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_embedded_rows_are_floats(dtype, implementation):
+    x, weight = inputs((1, 4, 1), (D, 3))
+    with pytest.raises(ValueError, match=f"dtype is {dtype}: it must be a float dtype"):
+        embed_rows(x, x, None, weight, dtype, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa_flash", "separate", "fused", "auto", "reference"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_scale_is_a_number(implementation, requires_grad):
+    q = torch.ones(1, 1, 3, D)
+    scale = torch.tensor(0.5, requires_grad=requires_grad)
+    with pytest.raises(ValueError, match="scale is a tensor: it must be a Python number"):
+        attention(q, q, q, scale=scale, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "fused"])
+def test_other_numbers_are_numbers_too(implementation):
+    x, weight, parameters, y = inputs((2, D), (D,), (5, 2, 3), (5, 1))
+    number = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(ValueError, match="eps is a tensor: it must be a Python number"):
+        rms_norm(x, weight, eps=number, implementation=implementation)
+    with pytest.raises(ValueError, match="sigma_min is a tensor: it must be a Python number"):
+        mixture_nll(parameters, y, number, implementation=implementation)
+
+
+def rows(offset: int = 0, padding: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """[1, 2, 3, 16], `offset` elements from an aligned address, with `padding` behind each row."""
+    storage = torch.arange(offset + 6 * (D + padding), dtype=torch.float32).to(dtype)
+    assert storage.data_ptr() % 16 == 0
+    return storage[offset:].view(1, 2, 3, D + padding)[..., :D]
+
+
+@pytest.mark.parametrize(
+    "x", [rows(), rows(8), rows(padding=8), rows(4, 4, torch.float32), rows()[:, :, :1]]
+)
+def test_rows_that_start_at_16_bytes_stay_where_they_are(x):
+    assert with_aligned_rows(x) is x
+
+
+@pytest.mark.parametrize(
+    "x", [rows(1), rows(4), rows(padding=1), rows(padding=4), rows(1, 7), rows(2, 0, torch.float32)]
+)
+def test_rows_that_start_elsewhere_are_copied(x):
+    copy = with_aligned_rows(x)
+    assert torch.equal(copy, x)
+    assert copy.data_ptr() % 16 == 0
+    assert all(n * copy.element_size() % 16 == 0 for n in copy.stride()[:-1])
+
+
+def test_a_stride_that_nothing_is_reached_by_does_not_matter():
+    x = torch.ones(9 * D).half().as_strided((1, 1, 3, D), (7, 5, D, 1))
+    assert with_aligned_rows(x) is x
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("implementation", ["sdpa_flash", "sdpa_cudnn"])
+def test_sdpa_reads_rows_at_odd_offsets(implementation):
+    q = rows(1, 7).cuda() * 1e-2
+    k = torch.empty(1 + 6 * D, dtype=q.dtype, device="cuda")[1:].view(1, 2, 3, D).copy_(q)
+    o = attention(q, k, k, implementation=implementation)
+    exact = attention(q.double(), k.double(), k.double(), implementation="reference")
+    torch.testing.assert_close(o.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("log_sigma", [-44.0, -46.0, -60.0, -89.0, -120.0])
+@pytest.mark.parametrize("components", [1, 2, 3])
+def test_a_target_out_of_every_components_reach(log_sigma, components):
+    """From −46 on z² / 2 passes float32's range: inf, and other targets' gradients stay.
+
+    PyTorch squares before it halves and is at inf a little earlier.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parameters = torch.randn(2, components, 3, generator=torch.Generator().manual_seed(0))
+    parameters[0, :, 1] = torch.arange(1.0, components + 1)
+    parameters[0, :, 2] = log_sigma
+    y = torch.tensor([[0.3], [0.2]])
+
+    def differentiated(implementation: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        inputs = [x.to(device, dtype).requires_grad_() for x in (parameters, y)]
+        loss = mixture_nll(*inputs, implementation=implementation)
+        return loss.detach(), *torch.autograd.grad(loss, inputs)
+
+    ours, own = (differentiated(name, torch.float32) for name in ("fused", "torch"))
+    for mine, theirs in zip(ours, own, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-5, atol=1e-6)
+    loss, dparameters, dy = differentiated("torch", torch.float64)
+    torch.testing.assert_close(ours[0], loss.float(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(ours[1][1], dparameters[1].float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours[2][1], dy[1].float(), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,32 @@
+"""Checks of arguments, one sentence each. Imports torch only where a tensor is checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_count(name: str, value: int, at_least: int) -> None:
+    """Raises ValueError where `value` is no whole number, or too small."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} is {value!r}: it must be a whole number, at least {at_least}")
+
+
+def require_number(name: str, value: float) -> None:
+    """Raises ValueError for a tensor: as a kernel's argument it would lose its gradient."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} is a tensor: it must be a Python number, which has no gradient")
+
+
+def require_floats(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError naming the first that is no float; None passes.
+
+    Casts round integers and drop imaginary parts without a word.
+    """
+    for name, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")

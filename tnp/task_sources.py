@@ -1,0 +1,6 @@
+"""Sources of tasks by name, without torch: the configuration is checked before any work starts."""
+
+IMAGE_SIDES = (25, 128, 512)  # of the pictures that tasks are drawn from, in pixels
+
+# The most points that a task of each source may have; None where nothing limits them.
+MAX_POINTS = {"gaussian_process": None, "images": IMAGE_SIDES[-1] ** 2}

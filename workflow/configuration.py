@@ -1,0 +1,173 @@
+"""Reads configuration files ahead of Snakemake: refuses what it would let pass, remembers lines.
+
+Snakemake reads and merges `config.yaml`, the files of `--configfile` and the values of `--config`.
+It takes the later of two equal keys without a word, and it tells neither the line of a mistake in
+YAML nor where a value was written.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+# Of a value in the merged configuration: keys, and positions in lists.
+Place = tuple[str | int, ...]
+# Aliases of aliases can make a short file expand without end.
+MAX_VALUES = 100_000
+
+
+def places(
+    default: str, files: Iterable[os.PathLike | str], overrides: Mapping[str, object]
+) -> dict[Place, str]:
+    """Where each value of the merged configuration was written, such as "config.yaml, line 37".
+
+    Args:
+        default: the file that is read first, unless it is missing and `files` stand in its place.
+        files: those of --configfile, in the order given: the later goes before the earlier.
+        overrides: the values of --config, which go before all files.
+
+    Raises:
+        ValueError: a file that is not there, that YAML cannot read, or that says a thing twice.
+    """
+    files = [_shown(file) for file in files]
+    if not files or Path(default).exists():
+        files.insert(0, default)
+    found: dict[Place, str] = {}
+    for file in files:
+        found |= {place: f"{file}, line {line}" for place, line in lines(file).items()}
+    return found | dict.fromkeys(_inside(overrides), "--config")
+
+
+def lines(file: str) -> dict[Place, int]:
+    """The line of each value of a YAML file; that of its key where it has one."""
+    text = _text(file)
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise ValueError(
+                f"{file}: it must hold keys with values, such as 'device: auto', not "
+                f"{'a list or a single value' if root else 'nothing'}"
+            )
+        found = {}
+        for place, line in _walk(loader, root, ()):
+            found[place] = line
+            if len(found) > MAX_VALUES:
+                raise ValueError(f"{file}: its aliases stand for more than {MAX_VALUES:,} values")
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(
+            f"{file}, line {line}: character {text[error.position]!r} may not stand in YAML"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"{file}, {_sentence(error)}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: its values are nested too deeply") from None
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Also refuses keys that stand twice or are no text, tags, and scalars that are no value."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        _check_tag(node, self.DEFAULT_MAPPING_TAG)
+        first: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if key.tag not in (self.DEFAULT_SCALAR_TAG, "tag:yaml.org,2002:merge"):
+                what = f"key {key.value!r}" if isinstance(key, yaml.ScalarNode) else "this key"
+                raise _refused(key, f"{what} is no text to YAML: write it in quotes")
+            if key.value in first:
+                line = first[key.value].line + 1
+                raise _refused(key, f"key {key.value!r} stands already in line {line}")
+            first[key.value] = key.start_mark
+        return node
+
+    def compose_sequence_node(self, anchor: str | None) -> yaml.SequenceNode:
+        node = super().compose_sequence_node(anchor)
+        _check_tag(node, self.DEFAULT_SEQUENCE_TAG)
+        return node
+
+    def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        try:
+            if node.tag not in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"):
+                self.construct_object(node)
+        except (ValueError, KeyError) as error:  # a date in a thirteenth month, !!int of a word
+            raise _refused(
+                node, f"{node.value[:40]!r} cannot be read: {str(error).split(';')[0]}"
+            ) from None
+        return node
+
+
+def _walk(
+    loader: _Loader, node: yaml.Node, place: Place, above: tuple[yaml.Node, ...] = ()
+) -> Iterator[tuple[Place, int]]:
+    """(place, line) of everything inside `node`."""
+    if any(node is other for other in above):
+        raise _refused(node, "what this anchor names contains itself")
+    above += (node,)
+    if isinstance(node, yaml.MappingNode):
+        loader.flatten_mapping(node)  # what `<<` takes over comes first, own keys go before it
+        for key, value in node.value:
+            yield (*place, key.value), key.start_mark.line + 1
+            yield from _walk(loader, value, (*place, key.value), above)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*place, index), value.start_mark.line + 1
+            yield from _walk(loader, value, (*place, index), above)
+
+
+def _check_tag(node: yaml.Node, plain: str) -> None:
+    if node.tag != plain:
+        raise _refused(node, f"tag {node.tag!r} is not for a configuration: leave it out")
+
+
+def _refused(node: yaml.Node, what: str) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+
+def _sentence(error: yaml.MarkedYAMLError) -> str:
+    """Such as "line 12: …"; with where it began, since a quote is missed at the end of the file."""
+    line = (error.problem_mark or error.context_mark).line + 1
+    hint = "; indent with spaces, not with tabs" if r"'\t'" in error.problem else ""
+    if error.context is None:
+        return f"line {line}: {error.problem}{hint}"
+    begin = f" (line {error.context_mark.line + 1})" if error.context_mark else ""
+    return f"line {line}: {error.context}{begin}: {error.problem}{hint}"
+
+
+def _text(file: str) -> str:
+    path = Path(file)
+    if not path.exists():
+        raise ValueError(f"{file}: there is no such file in {Path.cwd()}")
+    if not path.is_file():
+        raise ValueError(f"{file} is not a file: name a YAML file")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{file}, line {line}: byte {content[error.start]:#04x} is not UTF-8: save the file "
+            "as UTF-8"
+        ) from None
+
+
+def _inside(value: object, place: Place = ()) -> Iterator[Place]:
+    """Places of all that is in `value`."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, inner in items:
+        yield (*place, key)
+        if isinstance(inner, Mapping | list):
+            yield from _inside(inner, (*place, key))
+
+
+def _shown(file: os.PathLike | str) -> str:
+    """As a user would write it: Snakemake has made it absolute."""
+    relative = os.path.relpath(file)
+    return os.fspath(file) if relative.startswith(os.pardir) else relative
