@@ -72,6 +72,22 @@ def test_a_gate_that_could_check_nothing_proves_nothing(store: Store) -> None:
     assert one(query, "from gate_status")["passed"] is None
 
 
+@pytest.mark.parametrize("status", ["killed", "timeout"])
+def test_a_gate_that_did_not_finish_decides_nothing(store: Store, status: str) -> None:
+    timed = run("r", step("fused", [1.0]))
+    unfinished = run("late", check("proof", "it", None, None, status=status), minutes=9)
+    assert one(store(timed, unfinished), JUDGED)["proven"] is None
+    assert one(store(timed, gate("g"), unfinished), JUDGED)["proven"] is True
+    red = check("proof", "far", 3.0, 1.0, passed=False)
+    assert (
+        one(store(timed, gate("g"), run("red", red, unfinished, minutes=9)), JUDGED)["counts"]
+        is False
+    )
+    raised = run("late", check("proof", "it", None, None, status="error", reason="E"), minutes=9)
+    row = one(store(timed, gate("g"), raised), JUDGED)
+    assert (row["proven"], row["why_not"]) == (False, "gate proof did not finish: E")
+
+
 # 4
 @pytest.mark.parametrize("passed", [False, None])
 def test_a_row_with_a_red_gate_does_not_count(store: Store, passed: bool | None) -> None:
@@ -108,6 +124,27 @@ def test_a_module_of_the_model_that_no_gate_names_is_not_proven(store: Store) ->
     timed = {"module": CODE["module"] | {"tnp.ops.mlp": "1"}}
     row = one(store(gate("g"), run("r", step("x", [1.0]), code=timed)), JUDGED)
     assert row["why_not"] == "no gate has run module tnp.ops.mlp as it was timed"
+
+
+def test_what_auto_chose_is_proven_as_what_it_chose(store: Store) -> None:
+    def automatic(chosen: str) -> Tables:
+        launch = json.dumps({"implementation": chosen, "source": "tuned"})
+        modules = {"module": CODE["module"] | {"tnp.ops.auto": "1"}}
+        job = operator("auto", "mlp", time_ms_p50=1.0, launch_config=launch)
+        return run("r", job, gates="single|fused", code=modules)
+
+    def of(name: str, passed: bool) -> Tables:
+        about = {"op": "mlp", "implementation": name, "passed": passed}
+        return run(name, check(name, "far", 3.0, 1.0, **about))
+
+    gates = [of("single", True), of("fused", False)]
+    proven = {
+        name: one(store(*gates, automatic(name)), "from current_ops")["proven"]
+        for name in ("single", "fused", "torch")
+    }
+    assert proven == {"single": True, "fused": False, "torch": True}
+    missing = one(store(gates[0], automatic("single")), "from current_ops")
+    assert missing["proven"] is None and missing["why_not"].startswith("gate fused has not run")
 
 
 # 6

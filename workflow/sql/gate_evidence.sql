@@ -6,7 +6,8 @@
 -- names with another hash. The newest match decides. It has passed where a check about what the
 -- measurement uses, or about all implementations, is green and no such check is red or an error.
 -- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
--- about. Runs from before evidence was kept wait for nothing and decide nothing.
+-- about. A run that was killed or took too long decides nothing, unless a check was red by then.
+-- Runs from before evidence was kept wait for nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
@@ -52,6 +53,7 @@ gate_runs as (
     left join machines using (environment_id)
     where code_sets.implementation = ''
     group by all
+    having not bool_or(gates.status in ('killed', 'timeout')) or bool_or(not gates.passed)
 ),
 
 modules as (
