@@ -5,7 +5,9 @@ It takes the later of two equal keys without a word, and it tells neither the li
 YAML nor where a value was written.
 """
 
+import argparse
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -171,3 +173,18 @@ def _shown(file: os.PathLike | str) -> str:
     """As a user would write it: Snakemake has made it absolute."""
     relative = os.path.relpath(file)
     return os.fspath(file) if relative.startswith(os.pardir) else relative
+
+
+def check_command_line(arguments: list[str]) -> None:
+    """Ends the process with a sentence where a file of --configfile cannot be read.
+
+    Called from `profiles/default`: Snakemake reads these files ahead of the Snakefile, and ends in
+    a traceback.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
+    for file in parser.parse_known_args(arguments)[0].configfile:
+        try:
+            lines(file)
+        except ValueError as error:
+            sys.exit(str(error))

@@ -63,7 +63,7 @@ def _schema_fault(config: dict) -> Fault | None:
     place, value, limit = tuple(error.path), error.instance, error.validator_value
     if "propertyNames" in error.absolute_schema_path:
         what = "must be a name of at most 48 small letters, digits and single underscores"
-        return Fault(place, f"{value!r} {what}", (value,))
+        return Fault(place, f"{_shown(value)} {what}", (value,))
     match error.validator:
         case "additionalProperties":
             known = error.schema["properties"]
@@ -304,7 +304,7 @@ def _not_among(
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     close = get_close_matches(str(name), list(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {_listed(known)}"
-    return f"unknown {kind} {name!r}: {hint}"
+    return f"unknown {kind} {_shown(name)}: {hint}"
 
 
 def _listed(values: Iterable) -> str:
