@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tnp.bench.child import require_device
 from tnp.bench.isolate import run_isolated
-from tnp.bench.outcome import Unsupported
+from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import OPERATOR_SIZES, operator_sizes
 from tnp.model import TNPConfig
@@ -33,9 +33,12 @@ Times = dict[str, dict[str, float]]  # implementation → pass → median in ms
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 where an operator could not be timed at all; 2 without a GPU."""
     wanted = _parser().parse_args(arguments)
+    device = device_slug()
     try:
-        require_device("cuda")
-    except Unsupported as error:
+        if device == "cpu":
+            raise DeviceMissing("none is visible here")
+        require_device(device)
+    except DeviceMissing as error:
         print(f"python -m tnp.tune needs an NVIDIA GPU: {error}", file=sys.stderr)
         return 2
     import torch
@@ -44,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(LINE.format("operator", "implementation", "forward ms", "backward ms", ""))
     entries = []
     for op in OPERATOR_SIZES:
-        parameters = _parameters(op, wanted)
-        rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]
+        parameters = _parameters(op, wanted, device)
+        with device_lock(device):
+            rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]
         times, reasons = _times(rows), _reasons(rows)
         whole = {name: auto.training_ms(op, **passes) for name, passes in times.items()}
         chosen = auto.fastest(op, whole) if whole else None
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen is not None:
             entries.append(auto.entry_of(parameters, 10 * major + minor, chosen))
     auto.write_table([*auto.table(), *entries])
-    print(f"{len(entries)} entries for {parameters['device_slug']}: {auto.TABLE}")
+    print(f"{len(entries)} entries for {device}: {auto.TABLE}")
     return 0 if len(entries) == len(OPERATOR_SIZES) else 1
 
 
@@ -87,7 +91,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _parameters(op: str, wanted: argparse.Namespace) -> dict:
+def _parameters(op: str, wanted: argparse.Namespace, device: str) -> dict:
     """Of an operator's benchmark with all that "auto" may choose."""
     model = {name: getattr(wanted, name) for name in MODEL}
     d_ff_storage = wanted.d_ff_storage or -(-wanted.d_ff // 64) * 64
@@ -102,7 +106,7 @@ def _parameters(op: str, wanted: argparse.Namespace) -> dict:
         "replicate": 1,
         "timing": TIMING,
         "device": "cuda",
-        "device_slug": device_slug(),
+        "device_slug": device,
     }
 
 

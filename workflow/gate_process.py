@@ -1,34 +1,25 @@
-"""A gate's own process: `python -m workflow.gate_process GATE DEVICE RESULT PARENT`.
+"""Gates, each in a process of its own: `python -m workflow.gate_process PARENT REPORT`."""
 
-A kernel that crashes the process, or never ends, is this gate's result and nobody else's.
-"""
-
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tnp.bench.isolate import device_lock, die_with_parent
+from tnp.bench.process import run_child
 from tnp.gates import GATES, blocking_reason
 
 
 def run(gate: str, device: str, slug: str, timeout_s: float) -> dict[str, list[dict]]:
-    """Table → rows of `gate` on `device`, provenance not yet added."""
+    """Table → rows of `gate` on `device`, provenance not yet added.
+
+    A gate whose process crashes, is killed or takes longer than `timeout_s` seconds is a row that
+    says so. Raises DeviceMissing where the device `slug` is not here. The caller holds its lock.
+    """
+    parameters = {"gate": gate, "device": device, "device_slug": slug}
     # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-    with tempfile.TemporaryDirectory(prefix="tnp-gate-") as folder, device_lock(slug, shared=True):
-        result = Path(folder, "result.json")
-        command = [sys.executable, "-m", __name__, gate, device, result, str(os.getpid())]
-        try:
-            code = subprocess.run(command, env=os.environ | interpret, timeout=timeout_s).returncode
-        except subprocess.TimeoutExpired:
-            return _not_finished(gate, f"not finished after {timeout_s:g} s")
-        if not result.exists():
-            return _not_finished(gate, f"its process ended with exit code {code}")
-        return json.loads(result.read_text())
+    report = run_child([__name__], parameters, timeout_s, interpret)
+    tables = report.get("tables") or _not_finished(gate, *report["failure"])
+    return {"environments": [report["environment"]] if "environment" in report else []} | tables
 
 
 def red(files: Iterable[str], implementations: Mapping[str, str]) -> str | None:
@@ -39,31 +30,27 @@ def red(files: Iterable[str], implementations: Mapping[str, str]) -> str | None:
     return blocking_reason(rows, implementations)
 
 
-def _not_finished(gate: str, reason: str) -> dict[str, list[dict]]:
+def _not_finished(gate: str, status: str, reason: str) -> dict[str, list[dict]]:
     row = {
         "gate": gate,
         "phase": GATES[gate].phase,
         "op": GATES[gate].op,
         "implementation": "",
-        "check": "error",
+        "check": status,
         "metric": "",
-        "status": "error",
+        "status": status,
         "reason": reason,
     }
-    return {"environments": [], "gates": [row], "kernels": []}
+    return {"gates": [row], "kernels": []}
 
 
-def main(gate: str, device: str, result: str, parent: str) -> None:
-    die_with_parent(int(parent))
-    from tnp.bench.child import require_device
-    from tnp.bench.provenance import environment
-    from tnp.gates import run_gate
+def main(parent: str, report: str) -> None:
+    from tnp.bench.child import reporting
 
-    require_device(device)
-    report = {"environments": [environment(device)]} | run_gate(gate, device)
-    temporary = Path(f"{result}.tmp")
-    temporary.write_text(json.dumps(report))
-    os.replace(temporary, result)
+    with reporting(parent, report) as (parameters, note):
+        from tnp.gates import run_gate
+
+        note(tables=run_gate(parameters["gate"], parameters["device"]))
 
 
 if __name__ == "__main__":

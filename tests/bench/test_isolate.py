@@ -4,15 +4,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from tests.bench.configurations import op_parameters, step_parameters
-from tnp.bench.isolate import ROOT, device_lock, run_isolated
+from tests.bench.processes import is_alive, wait_until
+from tnp.bench.isolate import run_isolated
+from tnp.bench.process import ROOT
 from tnp.schemas import TABLES
 
 STUB = """
@@ -230,33 +230,3 @@ def test_the_child_dies_with_its_parent(instead_of_a_step, tmp_path):
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     wait_until(lambda: not is_alive(child))
-
-
-def test_one_timing_job_a_device(capfd):
-    entered = threading.Event()
-
-    def second():
-        with device_lock("nvidia-h200"):
-            entered.set()
-
-    with device_lock("nvidia-h200"), device_lock("cpu"):
-        waiting = threading.Thread(target=second)
-        waiting.start()
-        assert not entered.wait(0.3)
-    waiting.join(10)
-    assert entered.is_set()
-    assert "waiting for another timing job on nvidia-h200" in capfd.readouterr().err
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)

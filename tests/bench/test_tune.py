@@ -35,6 +35,7 @@ def asked(monkeypatch):
         return {"ops": rows}
 
     monkeypatch.setattr(tune, "run_isolated", run_isolated)
+    monkeypatch.setattr(tune, "device_slug", lambda: "nvidia-h200")
     monkeypatch.setattr(tune, "require_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     return jobs
@@ -73,7 +74,7 @@ def test_without_a_gpu_it_says_so(table, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     assert tune.main(SIZES) == 2
-    assert capsys.readouterr().err.startswith("python -m tnp.tune needs an NVIDIA GPU: no CUDA")
+    assert capsys.readouterr().err.startswith("python -m tnp.tune needs an NVIDIA GPU: none is")
     assert table() == ()
 
 

@@ -1,8 +1,8 @@
-"""The process a measurement runs in: `python -m tnp.bench.child KIND PARAMETERS RESULT PARENT`.
+"""The process a measurement runs in: `python -m tnp.bench.child KIND PARENT REPORT`.
 
-Writes to RESULT what is known so far, so that it outlives the process: "environment", a row;
-"suspects", the implementations of an operator to blame should this process end now; and "tables",
-table → rows, or "failure", status and reason of what the measurement as a whole raised.
+`reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement.
+This one reports "tables", table → rows, and "suspects", the implementations of an operator to blame
+should the process end now.
 """
 
 import json
@@ -12,15 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from tnp.bench.isolate import die_with_parent
 from tnp.bench.outcome import Unsupported, classify
+from tnp.bench.process import DeviceMissing, die_with_parent
 
 
-def main(kind: str, parameters_path: str, result_path: str, parent: str) -> None:
+def main(kind: str, parent: str, report: str) -> None:
     started = time.perf_counter()
-    with reporting(parameters_path, result_path, parent) as (parameters, note):
+    with reporting(parent, report) as (parameters, note):
         if kind == "step":
             from tnp.bench.steps import measure_step
 
@@ -32,44 +31,50 @@ def main(kind: str, parameters_path: str, result_path: str, parent: str) -> None
 
 
 @contextmanager
-def reporting(
-    parameters_path: str, result_path: str, parent: str
-) -> Iterator[tuple[dict, Callable[..., None]]]:
-    """What a child was asked for, and `note(**known)`, which writes to its report at once.
+def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., None]]]:
+    """What a child was asked for, and `note(**known)`, which reports it at once.
 
-    "environment" is noted first, and as "failure" whatever is raised inside.
+    "environment", a row, is noted first, and as "failure", status and reason, whatever is raised
+    inside. Where the device is not here, "missing" says so and nothing else is done.
     """
     die_with_parent(int(parent))
-    parameters = json.loads(Path(parameters_path).read_text())
-    report: dict[str, object] = {}
+    parameters = json.load(sys.stdin)
 
     def note(**known: object) -> None:
-        report.update(known)
-        _write(Path(result_path), report)
+        os.write(int(report), f"{json.dumps(known)}\n".encode())
 
     try:
-        require_device(parameters["device"])
+        require_device(parameters["device_slug"])
         from tnp.bench.provenance import environment
 
         note(environment=environment(parameters["device"]))
         yield parameters, note
+    except DeviceMissing as error:
+        note(missing=str(error))
     except Exception as error:  # whatever it was, it is this configuration's result
         traceback.print_exc()
         note(failure=classify(error))
 
 
-def require_device(device: str) -> None:
-    """Raises Unsupported if PyTorch cannot use `device` ("cuda" or "cpu") here."""
+def require_device(slug: str) -> None:
+    """Raises DeviceMissing unless PyTorch can use the device `slug`, "cpu" or a GPU's, here."""
+    if slug == "cpu":
+        return
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported(f"no CUDA device is visible to PyTorch {torch.__version__}")
+    from tnp.bench.provenance import device_slug
 
-
-def _write(path: Path, report: dict) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report))
-    os.replace(temporary, path)
+    found = device_slug()
+    if found != slug:
+        here = "no NVIDIA GPU is visible" if found == "cpu" else f"the first GPU is {found!r}"
+        raise DeviceMissing(
+            f"the device is to be {slug!r}, but {here} here: nothing was measured or recorded"
+        )
+    if not torch.cuda.is_available():
+        raise DeviceMissing(
+            f"device {slug!r} is here, but PyTorch {torch.__version__} cannot use it: install a "
+            "PyTorch built for CUDA and a driver that is new enough for it"
+        )
 
 
 if __name__ == "__main__":

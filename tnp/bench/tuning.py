@@ -1,27 +1,22 @@
 """Times every candidate of one problem: each kernel that can serve it, with each configuration.
 
 All run on the same inputs and take turns, with cold caches, from CUDA graphs where they are short;
-what one of them raises is its row. `tune` starts `python -m tnp.bench.tuning PARAMETERS RESULT
-PARENT`, which writes to RESULT what is known so far: "environment", "suspect", the candidate to
-blame should the process end now, and "trials" or "failure".
+what one of them raises is its row. `tune` starts this module as a process, which reports "trials"
+and "suspect", the candidate to blame should the process end now (`tnp.bench.process.run_child`).
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from tnp.bench.child import reporting
-from tnp.bench.isolate import device_lock, with_provenance
+from tnp.bench.isolate import with_provenance
 from tnp.bench.operators import (
     MAX_RELATIVE_ERROR,
     Contender,
@@ -31,6 +26,7 @@ from tnp.bench.operators import (
     replayed,
 )
 from tnp.bench.outcome import Rows, classify
+from tnp.bench.process import run_child
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import attention_bytes
 from tnp.bench.statistics import summarize
@@ -46,15 +42,18 @@ def tune(parameters: dict, timeout_s: float) -> Rows:
     """Tables "trials" and "environments" of one problem, provenance included.
 
     A candidate that ends the process it is tried in is a row, and the others are measured in a new
-    process without it.
+    process without it. The caller holds the device's lock.
 
     Args:
         parameters: `PROBLEM`, `timing`, `device` and `device_slug`, as JSON can hold them.
         timeout_s: seconds until a process is killed.
+
+    Raises:
+        DeviceMissing: the device of the parameters is not here, so that nothing can be said of it.
     """
     ended_by: dict[str, tuple[str, str]] = {}
     while True:
-        report = _run_child(parameters | {"ended_by": ended_by}, timeout_s)
+        report = run_child([__name__], parameters | {"ended_by": ended_by}, timeout_s)
         trials = report.get("trials")
         if trials is None and report.get("suspect") is not None:
             ended_by[report["suspect"]] = report["failure"]
@@ -67,27 +66,9 @@ def tune(parameters: dict, timeout_s: float) -> Rows:
         return with_provenance(tables, parameters["device_slug"], state and state["environment_id"])
 
 
-def _run_child(parameters: dict, timeout_s: float) -> dict:
-    """The child's report; "failure" is in it where "trials" is not."""
-    with (
-        tempfile.TemporaryDirectory(prefix="tnp-tune-") as folder,
-        device_lock(parameters["device_slug"]),
-    ):
-        result = Path(folder, "result.json")
-        Path(folder, "parameters.json").write_text(json.dumps(parameters))
-        command = [sys.executable, "-m", __name__, f"{folder}/parameters.json", result]
-        try:
-            code = subprocess.run([*command, str(os.getpid())], timeout=timeout_s).returncode
-            ended = "error", f"its process ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            ended = "timeout", f"not finished after {timeout_s:g} s"
-        report = json.loads(result.read_text()) if result.exists() else {}
-        return {"failure": ended} | report
-
-
-def main(parameters_path: str, result_path: str, parent: str) -> None:
+def main(parent: str, report: str) -> None:
     started = time.perf_counter()
-    with reporting(parameters_path, result_path, parent) as (parameters, note):
+    with reporting(parent, report) as (parameters, note):
         note(trials=measure_trials(parameters, started, lambda name: note(suspect=name)))
 
 

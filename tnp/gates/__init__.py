@@ -93,7 +93,7 @@ def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) ->
         concerned = ("", *used.get(row.get("op") or GATES[row["gate"]].op, ()))
         if row["implementation"] not in concerned or row["status"] == "unsupported":
             continue
-        if row["status"] == "error":
+        if row["status"] != "ok":  # it raised, was killed or took too long
             return f"gate {row['gate']} did not finish: {row['reason']}"
         if not row["passed"]:
             return (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tnp.bench.isolate import run_isolated, with_provenance
 from tnp.bench.outcome import Rows, failure_rows, only, together
+from tnp.bench.process import device_lock
 from tnp.store import write_table
 from workflow.gate_process import red
 from workflow.jobs import job
@@ -41,7 +42,8 @@ def outcome(row: dict) -> str:
 
 
 with job(name, snakemake.log[0]) as say:
-    tables = measure()
+    with device_lock(parameters["device_slug"], say=say):
+        tables = measure()
     for table, file in snakemake.output.items():
         write_table(Path(file), table, tables.get(table, []))
     say(", ".join(map(outcome, tables[f"{kind}s"])))

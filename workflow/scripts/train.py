@@ -1,10 +1,13 @@
 """Trains one run, from its last checkpoint if there is one, and records what it logged."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from tnp import train
-from tnp.bench.isolate import device_lock, with_provenance
+from tnp.bench.child import require_device
+from tnp.bench.isolate import with_provenance
+from tnp.bench.process import device_lock
 from tnp.bench.provenance import environment
 from tnp.store import write_table
 from workflow.gate_process import red
@@ -16,16 +19,17 @@ device, slug = parameters["device"], parameters["device_slug"]
 own = {name: value for name, value in parameters.items() if name != "gates"}
 
 
-def run() -> list[dict]:
+def run(say: Callable[[str], None]) -> list[dict]:
     rows: list[dict] = []
-    with device_lock(slug):
+    require_device(slug)
+    with device_lock(slug, say=say):
         train.run(own, device, Path(snakemake.params.checkpoints), rows.append)
     return rows
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
     reason = red(snakemake.input.get("gates", []), json.loads(parameters["operators"]))
-    rows = [] if reason else run()
+    rows = [] if reason else run(say)
     state = environment(device)
     tables = {"training": rows, "environments": [state]}
     for table, content in with_provenance(tables, slug, state["environment_id"]).items():

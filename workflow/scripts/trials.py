@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tnp.bench.process import device_lock
 from tnp.bench.tuning import tune
 from tnp.store import write_table
 from workflow.jobs import job
@@ -21,7 +22,8 @@ def outcome(rows: list[dict]) -> str:
 
 
 with job(f"tuning {snakemake.wildcards.problem}", snakemake.log[0]) as say:
-    tables = tune(parameters, parameters["timing"]["timeout_s"])
+    with device_lock(parameters["device_slug"], say=say):
+        tables = tune(parameters, parameters["timing"]["timeout_s"])
     for table, file in snakemake.output.items():
         write_table(Path(file), table, tables[table])
     say(outcome(tables["trials"]))

@@ -113,10 +113,10 @@ checks as (
             when implementation = '' then '' else coalesce(op, 'attention') || '/' || implementation
         end as about,
         bool_or(status = 'ok' and passed) as has_passed,
-        bool_or(status = 'error' or not coalesce(passed, true)) as is_red,
+        bool_or(status != 'unsupported' and not coalesce(passed, false)) as is_red,
         any_value(
             case
-                when status = 'error' then concat('did not finish: ', reason)
+                when status not in ('ok', 'unsupported') then concat('did not finish: ', reason)
                 when not passed
                     then
                         format('is red: {}: {} {:.3g}, bound {:.3g}', "check", metric, value, bound)

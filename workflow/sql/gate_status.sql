@@ -3,7 +3,7 @@ create or replace view gate_status as
 with checks as (
     select
         *,
-        status = 'error' or not coalesce(passed, true) as failed,
+        status != 'unsupported' and not coalesce(passed, false) as failed,
         -- A check on the passing side of its bound with a larger value wants larger ones: turn it.
         case
             when bound = 0 and value = 0 then 0

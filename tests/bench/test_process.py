@@ -1,0 +1,183 @@
+"""A child's report, its end with all that it started, and whose turn it is on a device."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.bench.configurations import step_parameters
+from tests.bench.processes import is_alive, wait_until
+from tnp.bench import child as child_module
+from tnp.bench import provenance
+from tnp.bench.isolate import run_isolated
+from tnp.bench.process import ROOT, DeviceMissing, device_lock, run_child
+from workflow import gate_process
+
+CHILD = """
+import os, signal, subprocess, sys, time
+from tnp.bench.child import reporting
+
+with reporting(*sys.argv[1:]) as (parameters, note):
+{body}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Runs these lines as a child; its report."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(*lines: str, timeout_s: float = 60, **parameters) -> dict:
+        body = "\n".join(f"    {line}" for line in lines)
+        (tmp_path / "lines_of_a_child.py").write_text(CHILD.format(body=body))
+        common = {"device": "cpu", "device_slug": "cpu"}
+        return run_child(["lines_of_a_child"], common | parameters, timeout_s)
+
+    return run
+
+
+def test_a_report_is_what_was_noted(child):
+    report = child("note(twice=2 * parameters['number'])", "note(name='ä')", number=21)
+    assert (report["twice"], report["name"]) == (42, "ä")
+    assert report["environment"]["environment_id"]
+
+
+def test_what_was_noted_outlives_a_kill_in_the_middle_of_a_line(child):
+    report = child(
+        "note(known=1)",
+        "os.write(int(sys.argv[2]), b'{\"half\": ')",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    assert report["known"] == 1 and "half" not in report
+    assert report["failure"][0] == "killed"
+
+
+@pytest.mark.parametrize(
+    ("line", "failure"),
+    [
+        ("os._exit(0)", ("error", "its process ended without a result")),
+        ("os._exit(3)", ("error", "exit code 3")),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", ("error", "crashed by signal SIGSEGV")),
+        ("raise KeyError('w')", ("error", "KeyError: 'w'")),
+    ],
+)
+def test_how_it_ended_is_the_failure(child, line, failure):
+    assert tuple(child(line)["failure"]) == failure
+
+
+@pytest.mark.parametrize("end", ["pass", "os._exit(1)", "time.sleep(600)"])
+def test_what_a_child_started_ends_with_it(child, tmp_path, end):
+    pid_file = tmp_path / "pid"
+    child(
+        "started = subprocess.Popen(['sleep', '600'])",
+        f"open({str(pid_file)!r}, 'w').write(str(started.pid))",
+        end,
+        timeout_s=20,
+    )
+    wait_until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
+    pid_file = tmp_path / "pid"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import subprocess, sys, time, types\n"
+        "def run_gate(gate, device):\n"
+        "    started = subprocess.Popen(['sleep', '600'])\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
+        "    time.sleep(600)\n"
+        "gates = types.ModuleType('tnp.gates')\n"
+        "gates.run_gate, gates.GATES, gates.blocking_reason = run_gate, {}, None\n"
+        "sys.modules['tnp.gates'] = gates\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (row,) = gate_process.run("baseline", "cpu", "cpu", 15)["gates"]
+    assert (row["status"], row["reason"]) == ("timeout", "not finished after 15 s")
+    wait_until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+def test_a_kill_leaves_no_files_behind(own_temporary_folder, tmp_path):
+    """Of the process that measures, `kill -9`."""
+    code = "from tests.bench.configurations import step_parameters as p; "
+    code += "from tnp.bench.isolate import run_isolated; run_isolated('step', p(), 600)"
+    started = tmp_path / "started"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if 'tnp.bench.child' in sys.orig_argv:\n"
+        f"    open({str(started)!r}, 'w').close()\n"
+        "    time.sleep(600)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
+    wait_until(started.exists)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert list(own_temporary_folder.iterdir()) == []
+
+
+def test_a_device_that_is_not_here_gives_no_row():
+    parameters = step_parameters(device="cuda", device_slug="nvidia-h200")
+    if provenance.device_slug() == "nvidia-h200":
+        pytest.skip("it is here")
+    sentence = "the device is to be 'nvidia-h200', but .* here: nothing was measured or recorded"
+    with pytest.raises(DeviceMissing, match=sentence):
+        run_isolated("step", parameters, 60)
+    with pytest.raises(DeviceMissing, match=sentence):
+        gate_process.run("baseline", "cuda", "nvidia-h200", 60)
+
+
+def test_another_gpu_is_not_the_one_that_was_named(monkeypatch):
+    monkeypatch.setattr(provenance, "device_slug", lambda: "nvidia-a100")
+    with pytest.raises(DeviceMissing, match="'nvidia-h200', but the first GPU is 'nvidia-a100'"):
+        child_module.require_device("nvidia-h200")
+    child_module.require_device("cpu")
+
+
+def test_one_timing_job_a_device():
+    entered, said = threading.Event(), []
+
+    def second():
+        with device_lock("nvidia-h200", say=said.append):
+            entered.set()
+
+    with device_lock("nvidia-h200"), device_lock("cpu"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        assert not entered.wait(0.3)
+        (sentence,) = said
+    waiting.join(10)
+    assert entered.is_set()
+    assert f"waiting for another job on nvidia-h200 (process {os.getpid()}, lock " in sentence
+
+
+def test_who_holds_a_lock_without_saying_so_is_unknown(own_temporary_folder):
+    lock = own_temporary_folder / "tnp-cpu.lock"
+    lock.write_text("4194305")  # no process has this number: it was somebody before
+    holder = subprocess.Popen(
+        ["flock", "-x", lock, "-c", "echo held; sleep 1"], stdout=subprocess.PIPE
+    )
+    holder.stdout.readline()
+    said: list[str] = []
+    with device_lock("cpu", say=said.append):
+        assert said[0].startswith("waiting for another job on cpu (an unknown process, lock ")
+    holder.wait()
+
+
+def test_what_times_nothing_shares_the_device():
+    with device_lock("cpu", shared=True), device_lock("cpu", shared=True):
+        pass
+    assert Path(tempfile.gettempdir(), "tnp-cpu.lock").exists()

@@ -1,0 +1,167 @@
+"""A measurement's own process, and whose turn it is on a device.
+
+A kernel that crashes the process, or never ends, is then that measurement's result and nobody
+else's. Gates, benchmarks and tuning trials all start their processes here.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from tnp.bench.outcome import one_line
+
+ROOT = Path(__file__).parents[2]
+SHOWN_LINES = 30
+_PR_SET_PDEATHSIG = 1
+
+
+class DeviceMissing(RuntimeError):
+    """The device that rows would be recorded under is not here; the message says what is."""
+
+
+def run_child(
+    command: Sequence[str],
+    parameters: dict,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> dict:
+    """What `python -m COMMAND… PARENT REPORT` reported until it ended, however that was.
+
+    The child reads `parameters`, as JSON, from its standard input, and writes to the file
+    descriptor REPORT (`tnp.bench.child.reporting`). All its files are anonymous, so that nothing is
+    left behind by a kill. The whole process group ends with it, and with this process. The last
+    lines it printed are printed here.
+
+    Args:
+        command: the module, and arguments of its own.
+        timeout_s: seconds until it is killed.
+        environment: variables beside those of this process.
+
+    Returns:
+        What the child noted. "failure", a status and a one-line reason, says why it ended where it
+        did not end by itself, or what it noted as such.
+
+    Raises:
+        DeviceMissing: the child did not find the device of its parameters.
+    """
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with (
+        tempfile.TemporaryFile() as asked,
+        tempfile.TemporaryFile() as report,
+        tempfile.TemporaryFile() as log,
+    ):
+        asked.write(json.dumps(parameters).encode())
+        asked.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-m", *command, str(os.getpid()), str(report.fileno())],
+            stdin=asked,
+            stdout=log,
+            stderr=log,
+            pass_fds=[report.fileno()],
+            env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
+            start_new_session=True,  # so that its compile workers can be killed with it
+        )
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _kill_group(child)
+        lines = _lines(log)
+        print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
+        known: dict = {}
+        for line in _lines(report):
+            with suppress(json.JSONDecodeError):  # it was killed while it wrote the last one
+                known |= json.loads(line)
+    if "missing" in known:
+        raise DeviceMissing(known["missing"])
+    if code is None:
+        known["failure"] = "timeout", f"not finished after {timeout_s:g} s"
+    elif code == -signal.SIGKILL:
+        known["failure"] = (
+            "killed",
+            "killed by signal SIGKILL, as the kernel does when host memory runs out",
+        )
+    elif code < 0:
+        known["failure"] = "error", f"crashed by signal {signal.Signals(-code).name}"
+    elif code > 0:
+        spoken = [line for line in lines if line.strip()]
+        known["failure"] = "error", one_line(spoken[-1]) if spoken else f"exit code {code}"
+    else:
+        known.setdefault("failure", ("error", "its process ended without a result"))
+    return known
+
+
+def _kill_group(child: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _lines(file: BinaryIO) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").splitlines()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process `parent`, which started it, ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@contextmanager
+def device_lock(
+    device: str, shared: bool = False, say: Callable[[str], None] = say_on_stderr
+) -> Iterator[None]:
+    """One timing job on a device at a time on this machine, whoever started it; waits its turn.
+
+    What times nothing may share the device with others of its kind (`shared`). The lock goes with
+    the process that holds it, however that ends. Waiting is said through `say` before it begins.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    path = Path(tempfile.gettempdir(), f"tnp-{device}.lock")
+    with _lock_file(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another job on {device} ({_holder(descriptor)}, lock {path})")
+            fcntl.flock(descriptor, kind)
+        # For whoever waits next. Of several that share the device, the last is named.
+        with suppress(OSError):  # another user's file
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    """Descriptor of `path`, which is created where it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | (0 if path.exists() else os.O_CREAT), 0o644)
+    except PermissionError:  # another user's: flock needs no more than to read it
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds a lock file, in words, where what it says can be so."""
+    pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+    alive = pid.isdigit() and Path("/proc", pid).exists()
+    return f"process {pid}" if alive else "an unknown process"
