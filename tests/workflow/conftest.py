@@ -16,20 +16,24 @@ HERE = Path(__file__).parent
 # Replaces the four functions that compute; what they were asked for goes to the file `calls`.
 FAKE_BENCHMARK = """
 def run_isolated(kind, parameters, timeout_s):
-    import time
+    import os, time
     with open("calls", "a") as calls:
         print("start", parameters["config_id"], parameters["replicate"], file=calls, flush=True)
         time.sleep(float(os.environ.get("FAKE_SECONDS", 0)))
         print("end", parameters["config_id"], parameters["replicate"], file=calls, flush=True)
-    tables = failure_rows(kind, parameters, "ok", "")
-    for row in tables[f"{kind}s"]:
+    ended = parameters["config_id"] in os.environ.get("FAKE_KILLED", "").split(",")
+    tables = failure_rows(kind, parameters, "killed" if ended else "ok", "")
+    for row in [] if ended else tables[f"{kind}s"]:
         row["step_ms_p50" if kind == "step" else "time_ms_p50"] = 1.0
     return with_provenance(tables, parameters["device_slug"], None)
 """
 FAKE_GATE = """
 def run(gate, device, slug, timeout_s):
+    import os
     with open("calls", "a") as calls:
         print("gate", gate, file=calls)
+    if gate in os.environ.get("FAKE_KILLED", "").split(","):
+        return {"environments": []} | _not_finished(gate, "timeout", "not finished after 120 s")
     row = {"gate": gate, "phase": 0, "implementation": "", "check": "fake", "metric": "error",
            "value": 2.0 if gate in os.environ.get("FAKE_RED", "") else 0.5, "bound": 1.0,
            "mode": "cpu", "status": "ok", "reason": ""}
@@ -74,12 +78,19 @@ class Checkout:
         with open(self.folder / file, "a") as stream:
             stream.write(text)
 
+    @property
+    def temporary(self) -> Path:
+        """TMPDIR of its processes, whose locks are then nobody else's."""
+        folder = self.folder.parent / "tmp"
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
         return subprocess.Popen(
             [sys.executable, "-m", "snakemake", *arguments],
             cwd=self.folder,
-            env=os.environ | environment,
+            env=os.environ | {"TMPDIR": str(self.temporary)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tnp.bench.outcome import Unsupported, classify
+from tnp.bench.outcome import classify
 from tnp.bench.process import DeviceMissing, die_with_parent
 
 
@@ -58,23 +58,26 @@ def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., No
 
 def require_device(slug: str) -> None:
     """Raises DeviceMissing unless PyTorch can use the device `slug`, "cpu" or a GPU's, here."""
-    if slug == "cpu":
-        return
+    require_visible(slug)
     import torch
 
+    if slug != "cpu" and not torch.cuda.is_available():
+        raise DeviceMissing(
+            f"device {slug!r} is here, but PyTorch {torch.__version__} cannot use it: install a "
+            "PyTorch built for CUDA, and the driver that it needs"
+        )
+
+
+def require_visible(slug: str) -> None:
+    """Raises DeviceMissing unless `slug` is "cpu" or the first GPU's name; imports no PyTorch."""
+    if slug == "cpu":
+        return
     from tnp.bench.provenance import device_slug
 
     found = device_slug()
     if found != slug:
         here = "no NVIDIA GPU is visible" if found == "cpu" else f"the first GPU is {found!r}"
-        raise DeviceMissing(
-            f"the device is to be {slug!r}, but {here} here: nothing was measured or recorded"
-        )
-    if not torch.cuda.is_available():
-        raise DeviceMissing(
-            f"device {slug!r} is here, but PyTorch {torch.__version__} cannot use it: install a "
-            "PyTorch built for CUDA and a driver that is new enough for it"
-        )
+        raise DeviceMissing(f"device {slug!r} is not here: {here}")
 
 
 if __name__ == "__main__":

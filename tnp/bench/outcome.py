@@ -9,6 +9,9 @@ Rows = dict[str, list[dict[str, object]]]  # by table
 
 MAX_REASON = 300
 
+# Ended from outside, by the time limit or for want of host memory: it may go well another time.
+TRANSIENT = ("killed", "timeout")
+
 # The device's own limits, through PyTorch: no implementations to choose from, no backward pass.
 CEILINGS = ("matmul", "copy")
 
@@ -76,11 +79,11 @@ def classify(error: Exception) -> tuple[str, str]:
     """Status and reason of an exception raised while measuring."""
     text = str(error).strip() or "no message"
     lowered = text.lower()
+    if isinstance(error, MemoryError) or "can't allocate memory" in lowered:
+        return "killed", one_line(f"host memory ran out: {text}")
     if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
+        type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
         or "out of memory" in lowered
-        or "can't allocate memory" in lowered
         or "cublas_status_alloc_failed" in lowered
     ):
         return "oom", one_line(text)

@@ -9,20 +9,22 @@ rule step:
         gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
         sources=lambda wildcards: sources.of_step(STEPS[wildcards.config_id]),
     output:
-        **outputs("step", "{config_id}--r{replicate}"),
+        **outputs("step", "{config_id}--r{replicate}{attempt}"),
     log:
-        f"{LOGS}/{{config_id}}--r{{replicate}}.log",
+        f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
     wildcard_constraints:
         config_id=one_of(STEPS),
         replicate=r"\d+",
-    priority: lambda wildcards: PRIORITY[wildcards.config_id, int(wildcards.replicate)]
+    priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
     threads: workflow.cores
     resources:
         gpu=GPUS,
     params:
         kind="step",
         gates=lambda wildcards, input: list(input.gates),
-        parameters=lambda wildcards: plan.job(STEPS, *wildcards),
+        parameters=lambda wildcards: plan.job(
+            STEPS, wildcards.config_id, wildcards.replicate
+        ),
     script:
         "../scripts/benchmark.py"
 
@@ -32,19 +34,28 @@ rule op:
         gates=lambda wildcards: union(op_gates(OPS[wildcards.config_id]).values()),
         sources=lambda wildcards: op_sources(OPS[wildcards.config_id]),
     output:
-        **outputs("op", "{config_id}--r{replicate}"),
+        **outputs("op", "{config_id}--r{replicate}{attempt}"),
     log:
-        f"{LOGS}/{{config_id}}--r{{replicate}}.log",
+        f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
     wildcard_constraints:
         config_id=one_of(OPS),
         replicate=r"\d+",
-    priority: lambda wildcards: PRIORITY[wildcards.config_id, int(wildcards.replicate)]
+    priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
     threads: workflow.cores
     resources:
         gpu=GPUS,
     params:
         kind="op",
         gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
-        parameters=lambda wildcards: plan.job(OPS, *wildcards),
+        parameters=lambda wildcards: plan.job(
+            OPS, wildcards.config_id, wildcards.replicate
+        ),
     script:
         "../scripts/benchmark.py"
+
+
+# What `--config again=NAME` names, once more, and nothing else.
+rule again:
+    input:
+        to_measure_again,
+    localrule: True

@@ -4,12 +4,18 @@ import re
 from pathlib import Path
 
 from snakemake.logging import logger
+from tnp.bench.child import require_visible
 from tnp.bench.outcome import CEILINGS
+from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug
 from tnp.gates import GATES, gates_for
 from workflow import plan, sources, start, summary
+from workflow.attempts import PATTERN, Attempts, named
 from workflow.progress import Progress
 from workflow.validation import validate
+
+# What is to be measured again, beside what is there. The rest of `config` is the experiment.
+again = config.pop("again", None)
 
 try:
     validate(config, WRITTEN)
@@ -30,6 +36,26 @@ ORDER = plan.running_order(STEPS | OPS)
 PRIORITY = {job: len(ORDER) - rank for rank, job in enumerate(ORDER)}
 GATE_PRIORITY = len(ORDER) + 1
 
+# On a cluster a job's own process reads this file too, while the plan is being carried out.
+PLANNING = workflow.is_main_process
+ATTEMPTS = Attempts(RUNS, PLANNING)
+
+# Everything that `again` may name, and what is meant: (kind, name) of a job.
+NAMES = (
+    {name: ("step", name) for name in STEPS}
+    | {
+        name: ("op", job)
+        for job, parameters in OPS.items()
+        for name in (job, *parameters["implementations"].values())
+    }
+    | {name: ("train", name) for name in TRAINING}
+    | {f"gates--{name}": ("gate", name) for name in config["gates"]}
+)
+try:
+    AGAIN = named(again, NAMES) if PLANNING and again is not None else set()
+except ValueError as error:
+    sys.exit(str(error))
+
 # Gates share the device: they time nothing, and much of each is Python and float64.
 GATES_AT_ONCE = 4
 
@@ -42,6 +68,10 @@ FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix", "abl
 start.prepare_environment(workflow.basedir)
 
 
+wildcard_constraints:
+    attempt=PATTERN,
+
+
 def one_of(names):
     """A wildcard's pattern that matches exactly `names`."""
     return "|".join(map(re.escape, names)) or "(?!)"
@@ -52,9 +82,15 @@ def outputs(kind, stem):
     return {table: f"{RUNS}/{table}/{stem}.parquet" for table in plan.TABLES[kind]}
 
 
+def planned(kind, stem):
+    """{table: file} of the attempt that counts: the last one, or the next where that failed."""
+    again = (kind, stem) in AGAIN
+    return outputs(kind, stem + ATTEMPTS.planned(plan.TABLES[kind][0], stem, again))
+
+
 def gate_files(gates):
     """Results of the gates that a benchmark waits for, of those that config.yaml names."""
-    return [outputs("gate", gate)["gates"] for gate in gates if gate in config["gates"]]
+    return [planned("gate", gate)["gates"] for gate in gates if gate in config["gates"]]
 
 
 def step_gates(parameters):
@@ -85,10 +121,47 @@ def planned_tables():
     """Parquet files that the jobs of this device write."""
     jobs = [("gate", gate) for gate in config["gates"]]
     jobs += [("train", run) for run in TRAINING]
-    for config_id, replicate in ORDER:
-        kind = "step" if config_id in STEPS else "op"
-        jobs.append((kind, f"{config_id}--r{replicate}"))
-    return [file for job in jobs for file in outputs(*job).values()]
+    jobs += [(benchmark(config_id), f"{config_id}--r{r}") for config_id, r in ORDER]
+    jobs += further_replicates()
+    return [file for job in jobs for file in planned(*job).values()]
+
+
+def benchmark(config_id):
+    return "step" if config_id in STEPS else "op"
+
+
+def further_replicates():
+    """Jobs of replicates past the planned ones that were asked for once and did not come about."""
+    jobs = []
+    for config_id, parameters in (STEPS | OPS).items():
+        kind = benchmark(config_id)
+        table = plan.TABLES[kind][0]
+        stems = [f"{config_id}--r{r}" for r in ATTEMPTS.replicates(table, config_id)]
+        regular = {f"{config_id}--r{r + 1}" for r in range(parameters["replicates"])}
+        jobs += [
+            (kind, stem)
+            for stem in stems
+            if stem not in regular and ATTEMPTS.to_be_tried_again(table, stem)
+        ]
+    return jobs
+
+
+def again_tables():
+    """Parquet files that are added for what `again` names: a further replicate of a benchmark."""
+    files = []
+    for kind, name in sorted(AGAIN):
+        stem = name
+        if kind in ("step", "op"):
+            table = plan.TABLES[kind][0]
+            stem += f"--r{max(ATTEMPTS.replicates(table, name), default=0) + 1}"
+        files += planned(kind, stem).values()
+    return files
+
+
+def to_measure_again(wildcards):
+    if not AGAIN:
+        sys.exit("say what: snakemake again --config again=NAME")
+    return again_tables()
 
 
 def existing_tables():
@@ -101,12 +174,24 @@ def existing_tables():
     ]
 
 
+def check_device():
+    """ValueError if jobs are to run here on a GPU that is not here; a cluster's see for themselves."""
+    if workflow.local_exec and any("gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()):
+        try:
+            require_visible(SLUG)
+        except DeviceMissing as error:
+            raise ValueError(
+                f"config.yaml: {error}; set it to 'auto', or use a cluster's profile, such as profiles/slurm"
+            ) from None
+
+
 # A dry run and all that comes before this changes nothing, so it needs no lock.
 onstart:
     try:
         LOCK = start.take_lock(Path(".snakemake/workflow.lock"))
         start.check_folders([RUNS, "data", "figures"])
         start.check_tables(existing_tables())
+        check_device()
     except ValueError as error:
         sys.exit(str(error))
     for handler in logger.handlers:
@@ -116,7 +201,7 @@ onstart:
 
 onsuccess:
     print(summary.success(f"figures/{figure}.html" for figure in FIGURES))
-    gates = [outputs("gate", gate)["gates"] for gate in config["gates"]]
+    gates = gate_files(config["gates"])
     red = summary.red_gates(filter(Path.exists, map(Path, gates)))
     if red:
         sys.exit("\n".join(red))

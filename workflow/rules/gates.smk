@@ -5,9 +5,9 @@ rule gate:
     input:
         lambda wildcards: sources.of_gate(wildcards.gate),
     output:
-        **outputs("gate", "{gate}"),
+        **outputs("gate", "{gate}{attempt}"),
     log:
-        f"{LOGS}/{{gate}}.log",
+        f"{LOGS}/{{gate}}{{attempt}}.log",
     wildcard_constraints:
         gate=one_of(GATES),
     priority: GATE_PRIORITY

@@ -9,7 +9,7 @@ rule measurements:
 
 rule store:
     input:
-        tables=sorted({*planned_tables(), *existing_tables()}),
+        tables=sorted({*planned_tables(), *again_tables(), *existing_tables()}),
         views=sources.views(),
         code=sources.of_store(),
     output:

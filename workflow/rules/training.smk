@@ -6,9 +6,9 @@ rule train:
         gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
         sources=lambda wildcards: sources.of_training(TRAINING[wildcards.run]),
     output:
-        **outputs("train", "{run}"),
+        **outputs("train", "{run}{attempt}"),
     log:
-        f"{LOGS}/{{run}}.log",
+        f"{LOGS}/{{run}}{{attempt}}.log",
     wildcard_constraints:
         run=one_of(TRAINING),
     threads: workflow.cores
@@ -17,6 +17,6 @@ rule train:
     params:
         parameters=lambda wildcards: TRAINING[wildcards.run],
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
-        checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}",
+        checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}{wildcards.attempt}",
     script:
         "../scripts/train.py"

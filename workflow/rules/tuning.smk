@@ -32,7 +32,7 @@ rule tune:
     input:
         trials=expand(f"{RUNS}/trials/{{problem}}.parquet", problem=PROBLEMS),
         ops=[
-            outputs("op", f"{config_id}--r{replicate}")[table]
+            planned("op", f"{config_id}--r{replicate}")[table]
             for config_id, replicate in tuning_plan.operator_jobs(config, OPS)
             for table in ("ops", "environments")
         ],

@@ -1,0 +1,230 @@
+"""What was ended from outside is tried again, what is named is measured again; no row is lost."""
+
+import os
+import subprocess
+import sys
+
+import duckdb
+import pytest
+
+from tnp.bench.outcome import TRANSIENT
+from tnp.schemas import STATUSES
+from tnp.store import write_table
+from workflow.attempts import ATTEMPTS, Attempts, named
+
+SEPARATE = "cpu--tiny--separate"
+
+
+def outcomes(checkout, table="steps") -> list[tuple[str, int, str]]:
+    rows = checkout.rows(table)
+    return sorted((row["config_id"], row["replicate"], row["status"]) for row in rows)
+
+
+def of(config_id, *statuses) -> list[tuple[str, int, str]]:
+    return sorted((config_id, replicate, status) for replicate, status in statuses)
+
+
+def passed(checkout, gate) -> bool | None:
+    with duckdb.connect(str(checkout.folder / "data/results.duckdb"), read_only=True) as store:
+        ((status,),) = store.sql(f"select passed from gate_status where gate = '{gate}'").fetchall()
+        return status
+
+
+def test_what_was_killed_is_tried_three_times_and_every_row_stays(checkout):
+    checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
+    for attempt in (1, 2, 3):
+        checkout.forget_calls()
+        status, output = checkout.run("all", FAKE_KILLED=SEPARATE)
+        assert status == 0, output
+        assert f"{SEPARATE} 1" in checkout.measured()
+        mine = [row for row in outcomes(checkout) if row[0] == SEPARATE]
+        assert mine == of(SEPARATE, *[(1, "killed")] * attempt)
+    checkout.forget_calls()
+    status, output = checkout.run("all")
+    assert status == 0 and not checkout.calls(), output
+    assert ("cpu--tiny--sdpa_flash", 1, "ok") in outcomes(checkout)
+
+
+def test_what_goes_well_the_second_time_is_done(checkout):
+    checkout.run("measurements", FAKE_KILLED=f"{SEPARATE},attention--tiny")
+    checkout.forget_calls()
+    status, output = checkout.run("all")
+    assert status == 0, output
+    assert sorted(checkout.measured()) == [
+        "attention--tiny 1",
+        f"{SEPARATE} 1",
+        f"{SEPARATE} 2",
+    ]
+    mine = [row for row in outcomes(checkout) if row[0] == SEPARATE]
+    assert mine == of(SEPARATE, (1, "killed"), (1, "ok"), (2, "killed"), (2, "ok"))
+    checkout.forget_calls()
+    assert checkout.run("all")[0] == 0 and not checkout.calls()
+
+
+def test_a_gate_past_its_time_is_tried_again_and_then_what_waits_for_it(checkout):
+    status, output = checkout.run("all", FAKE_KILLED="checkpointing")
+    assert status != 0
+    assert "Gate checkpointing is red: not finished after 120 s." in output
+    stopped = {name for name, _, status in outcomes(checkout) if status == "gate_failed"}
+    assert stopped == {f"cpu--tiny--{name}--ckpt" for name in ("separate", "sdpa_flash")}
+    checkout.forget_calls()
+    status, output = checkout.run("all")
+    assert status == 0, output
+    assert [call for call in checkout.calls() if "gate" in call] == ["gate checkpointing"]
+    assert {call.split()[0] for call in checkout.measured()} == stopped
+    gates = [row for row in checkout.rows("gates") if row["gate"] == "checkpointing"]
+    assert {row["status"] for row in gates} == {"timeout", "ok"}
+    assert passed(checkout, "checkpointing") is True
+
+
+def test_a_gate_that_did_not_finish_is_no_green_one(checkout):
+    checkout.run("all", FAKE_KILLED="checkpointing")
+    assert passed(checkout, "checkpointing") is False
+
+
+@pytest.mark.parametrize(
+    ("names", "measured"),
+    [
+        (SEPARATE, {f"{SEPARATE} 3", f"{SEPARATE}--ckpt 3"}),
+        (f"{SEPARATE}--ckpt,attention", {f"{SEPARATE}--ckpt 3", "attention--tiny 2"}),
+        ("attention--tiny--sdpa_flash", {"attention--tiny 2"}),
+    ],
+)
+def test_again_measures_what_is_named_beside_what_is_there(finished, names, measured):
+    before = outcomes(finished)
+    status, output = finished.run("again", "--config", f"again={names}")
+    assert status == 0, output
+    assert set(finished.calls()) == {f"{at} {job}" for job in measured for at in ("start", "end")}
+    after = outcomes(finished)
+    assert [row for row in after if row[1] <= 2] == before
+    finished.forget_calls()
+    status, output = finished.run("all")
+    assert status == 0 and not finished.calls(), output
+    assert outcomes(finished) == after
+
+
+def test_again_is_tried_again_where_it_was_killed(finished):
+    finished.run("again", "--config", f"again={SEPARATE}--ckpt", FAKE_KILLED=f"{SEPARATE}--ckpt")
+    finished.forget_calls()
+    assert finished.run("all")[0] == 0
+    assert finished.measured() == [f"{SEPARATE}--ckpt 3"]
+
+
+def test_again_trains_and_gates_anew(finished):
+    status, output = finished.run("again", "--config", "again=gp_tiny,gates--mlp")
+    assert status == 0, output
+    assert finished.calls() == ["gate mlp"]
+    assert len(finished.rows("training")) == 2
+    assert len([row for row in finished.rows("gates") if row["gate"] == "mlp"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["again=cpu--tiny--seperate"], "named 'cpu--tiny--seperate': did you mean 'cpu--tiny"),
+        (["again=zzz"], "named 'zzz': choose from attention, cpu, gates, gp_tiny, or a config_id"),
+        ([], "say what: snakemake again --config again=NAME"),
+    ],
+)  # fmt: skip
+def test_what_again_does_not_know_is_one_sentence(finished, arguments, sentence):
+    status, output = finished.run("again", *(["--config", *arguments] if arguments else []))
+    assert status != 0 and sentence in output
+    assert "Traceback" not in output and not finished.calls()
+
+
+def test_a_gpu_that_is_named_and_not_here_is_one_sentence(checkout):
+    checkout.config["device"] = "nvidia-none"
+    checkout.config["steps"]["cpu"]["devices"] = ["cuda"]
+    status, output = checkout.run("all")
+    assert status != 0 and not checkout.calls()
+    (line,) = [line for line in output.splitlines() if "nvidia-none" in line]
+    assert line.startswith("config.yaml: device 'nvidia-none' is not here: ")
+    assert "Traceback" not in output
+    assert not list((checkout.folder / "data/runs").rglob("*.parquet"))
+    # Its plan can be looked at.
+    assert checkout.run("-n", "all")[0] == 0
+
+
+def test_a_clusters_job_that_does_not_find_its_gpu_fails_and_writes_no_row(checkout):
+    """The workflow believes that its jobs run elsewhere; the gates' processes are real."""
+    checkout.config["device"] = "nvidia-none"
+    common = checkout.folder / "workflow/rules/common.smk"
+    text = common.read_text()
+    assert "workflow.local_exec" in text
+    common.write_text(text.replace("workflow.local_exec", "False"))
+    real = checkout.folder / "workflow/gate_process.py"
+    real.write_text(
+        real.read_text().replace("\ndef run(gate, device, slug, timeout_s):", "\ndef fake(*_):")
+    )
+    status, output = checkout.run("measurements")
+    assert status != 0
+    assert "gate baseline: DeviceMissing: device 'nvidia-none' is not here: " in output
+    assert not list((checkout.folder / "data/runs").rglob("*.parquet"))
+
+
+def test_waiting_for_the_device_is_said_on_the_terminal(finished):
+    lock = finished.temporary / "tnp-cpu.lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c",
+         "import time\nfrom tnp.bench.process import device_lock\n"
+         "with device_lock('cpu'):\n    print('held', flush=True)\n    time.sleep(300)"],
+        cwd=finished.folder, env=os.environ | {"TMPDIR": str(finished.temporary)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        workflow = finished.start("again", "--config", f"again={SEPARATE}--ckpt")
+        said = next((line for line in workflow.stdout if "waiting for" in line), "")
+        assert f"waiting for another job on cpu (process {holder.pid}, lock {lock})" in said
+    finally:
+        holder.kill()
+        holder.wait()
+    output, _ = workflow.communicate(timeout=600)
+    assert workflow.returncode == 0, output
+
+
+def rows(status: str) -> list[dict]:
+    return [{"config_id": "a", "status": "ok"}, {"config_id": "a", "status": status}]
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_which_status_gets_another_attempt(tmp_path, status):
+    write_table(tmp_path / "ops/a--r1.parquet", "ops", rows(status))
+    ending = Attempts(tmp_path).planned("ops", "a--r1")
+    assert ending == ("--a2" if status in TRANSIENT else "")
+
+
+def test_attempts_end_and_only_the_planner_adds_one(tmp_path):
+    endings = []
+    for _ in range(ATTEMPTS + 1):
+        ending = Attempts(tmp_path).planned("steps", "a--r1")
+        endings.append(ending)
+        write_table(tmp_path / f"steps/a--r1{ending}.parquet", "steps", rows("timeout"))
+        # The process of a job on a cluster, which waits for what was planned before.
+        assert Attempts(tmp_path, planning=False).planned("steps", "a--r1") == ending
+    assert endings == ["", "--a2", "--a3", "--a3"]
+    assert Attempts(tmp_path).planned("steps", "a--r1", again=True) == "--a4"
+    assert Attempts(tmp_path).planned("steps", "never") == ""
+
+
+def test_a_plan_stays_as_it_was_made(tmp_path):
+    attempts = Attempts(tmp_path)
+    assert attempts.planned("steps", "a--r1") == ""
+    write_table(tmp_path / "steps/a--r1.parquet", "steps", rows("killed"))
+    assert attempts.planned("steps", "a--r1") == ""
+
+
+def test_a_file_that_cannot_be_read_is_not_tried_again(tmp_path):
+    file = tmp_path / "steps/a--r1.parquet"
+    file.parent.mkdir()
+    file.write_bytes(b"PAR1 half a file")
+    assert Attempts(tmp_path).planned("steps", "a--r1") == ""
+
+
+def test_names_are_whole_parts_of_ids():
+    jobs = {"mlp--small": 1, "mlp--small_b1": 2, "mlp--mid": 3}
+    assert named("mlp", jobs) == {1, 2, 3}
+    assert named("mlp--small", jobs) == {1}
+    assert named(["mlp--mid", "mlp--small_b1"], jobs) == {2, 3}
+    with pytest.raises(ValueError, match="named 'mlp--smal': did you mean 'mlp--small'"):
+        named("mlp--smal", jobs)

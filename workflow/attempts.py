@@ -1,0 +1,98 @@
+"""Which of a job's files counts, so that what is measured again takes no earlier row's place.
+
+`STEM.parquet` is a job's first attempt, `STEM--a2.parquet` its second. What was ended from outside
+is tried again by the next run of the workflow; what a user names (`again`) is measured once more.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow.parquet as pq
+from pyarrow import ArrowException
+
+from tnp.bench.outcome import TRANSIENT
+from tnp.schemas import TABLES
+
+ATTEMPTS = 3
+# What the stem of a file ends in, for the wildcards of the rules.
+PATTERN = r"(?:--a\d+)?"
+
+Job = TypeVar("Job")
+
+
+class Attempts:
+    """The files `runs`/<table>/<stem><attempt>.parquet of one device, as they are when asked first.
+
+    Args:
+        runs: folder of the device.
+        planning: whether what was ended from outside gets another attempt. A process that the
+            workflow started for one of its jobs must find the files that were planned before.
+    """
+
+    def __init__(self, runs: Path | str, planning: bool = True) -> None:
+        self._runs = Path(runs)
+        self._planning = planning
+        self._last = cache(self._find)
+        self.planned = cache(self._planned)
+
+    def _planned(self, table: str, stem: str, again: bool = False) -> str:
+        """How the stem of the file ends that counts: the last one's, or the one's to be written."""
+        last = self._last(table).get(stem, 0)
+        if again or self.to_be_tried_again(table, stem):
+            last += 1
+        return f"--a{last}" if last > 1 else ""
+
+    def to_be_tried_again(self, table: str, stem: str) -> bool:
+        """Whether the last attempt was killed or timed out, and fewer than three were made."""
+        last = self._last(table).get(stem, 0)
+        if not self._planning or not 0 < last < ATTEMPTS or "status" not in TABLES[table].names:
+            return False
+        file = self._runs / table / f"{stem}{f'--a{last}' if last > 1 else ''}.parquet"
+        try:
+            statuses = pq.ParquetFile(file).read(["status"])["status"].to_pylist()
+        except (ArrowException, OSError):  # said before the first job starts
+            return False
+        return any(status in TRANSIENT for status in statuses)
+
+    def replicates(self, table: str, config_id: str) -> list[int]:
+        """Those of a benchmark that have a file."""
+        pattern = re.compile(rf"{re.escape(config_id)}--r(\d+)")
+        found = map(pattern.fullmatch, self._last(table))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _find(self, table: str) -> dict[str, int]:
+        """{stem: number of its last attempt}"""
+        last: dict[str, int] = {}
+        for file in self._runs.joinpath(table).glob("*.parquet"):
+            stem, number = re.fullmatch(r"(.*?)(?:--a(\d+))?", file.stem).groups()
+            last[stem] = max(last.get(stem, 0), int(number or 1))
+        return last
+
+
+def named(names: str | Iterable[str], jobs: Mapping[str, Job]) -> set[Job]:
+    """The jobs of all ids that are named, in full or by how they begin: a study, an operator, …
+
+    Args:
+        names: a list, or text with commas between.
+        jobs: id → job; the parts of an id are joined by "--".
+
+    Raises:
+        ValueError: a name that no id begins with.
+    """
+    chosen = set()
+    for name in str(names).split(",") if not isinstance(names, list) else map(str, names):
+        of_name = {job for id_, job in jobs.items() if f"{id_}--".startswith(f"{name}--")}
+        if not of_name:
+            parts = [id_.split("--") for id_ in jobs]
+            known = {"--".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else (
+                f"choose from {', '.join(sorted({part[0] for part in parts}))}, or a config_id"
+            )  # fmt: skip
+            raise ValueError(f"again: nothing that runs on this device is named {name!r}: {hint}")
+        chosen |= of_name
+    return chosen
