@@ -8,6 +8,7 @@ from torch import nn
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
 from tnp.tasks import Task
+from tnp.variants import COMPILE_MODES
 
 # Steps a captured step runs eagerly first: cuBLAS, Triton and AdamW create their state in them.
 N_EAGER_BEFORE_CAPTURE = 3
@@ -101,7 +102,8 @@ class TrainingStep:
         self.nll = model.nll
         if model.variant.compile:
             shorten_inductor_messages()
-            self.nll = torch.compile(model.nll, fullgraph=True)
+            mode = COMPILE_MODES[model.variant.compile]
+            self.nll = torch.compile(model.nll, fullgraph=True, mode=mode)
         self.casts = WeightCasts(model.parameters())
         self._n_calls = 0
         self._device = device

@@ -10,16 +10,17 @@ alone, embedding and projections, keeps the default.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from tnp.bench.child import require_device
 from tnp.bench.isolate import run_isolated
+from tnp.bench.policy import Policy
 from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import OPERATOR_SIZES, operator_sizes
 from tnp.model import TNPConfig
 from tnp.ops import auto, registry
 
-TIMING = {"warmup_s": 0.5, "min_samples": 30, "long_step_s": 0.4, "long_samples": 3}
 TIMEOUT_S = 900.0
 MODEL = {
     name: getattr(TNPConfig(), name) for name in ("d_model", "n_heads", "d_ff", "n_components")
@@ -104,7 +105,7 @@ def _parameters(op: str, wanted: argparse.Namespace, device: str) -> dict:
         **operator_sizes(op, vars(wanted), model, d_ff_storage),
         "dtype": wanted.dtype,
         "replicate": 1,
-        "timing": TIMING,
+        "timing": asdict(Policy()),
         "device": "cuda",
         "device_slug": device,
     }

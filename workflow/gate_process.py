@@ -8,13 +8,16 @@ from tnp.bench.process import run_child
 from tnp.gates import GATES, blocking_reason
 
 
-def run(gate: str, device: str, slug: str, timeout_s: float) -> dict[str, list[dict]]:
+def run(
+    gate: str, device: str, slug: str, modules: dict[str, str], timeout_s: float
+) -> dict[str, list[dict]]:
     """Table → rows of `gate` on `device`, provenance not yet added.
 
+    `modules` are the hashes of the modules that it tests, by name, for table `code`.
     A gate whose process crashes, is killed or takes longer than `timeout_s` seconds is a row that
     says so. Raises DeviceMissing where the device `slug` is not here. The caller holds its lock.
     """
-    parameters = {"gate": gate, "device": device, "device_slug": slug}
+    parameters = {"gate": gate, "device": device, "device_slug": slug, "modules": modules}
     # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     report = run_child([__name__], parameters, timeout_s, interpret)
@@ -41,16 +44,21 @@ def _not_finished(gate: str, status: str, reason: str) -> dict[str, list[dict]]:
         "status": status,
         "reason": reason,
     }
-    return {"gates": [row], "kernels": []}
+    return {"gates": [row], "kernels": [], "code": []}
 
 
 def main(parent: str, report: str) -> None:
     from tnp.bench.child import reporting
 
     with reporting(parent, report) as (parameters, note):
+        from tnp.bench.evidence import Code, packages
+        from tnp.bench.kernel_code import launches
         from tnp.gates import run_gate
 
-        note(tables=run_gate(parameters["gate"], parameters["device"]))
+        code = Code(packages=packages(), modules=parameters["modules"])
+        with launches() as code.kernels:
+            tables = run_gate(parameters["gate"], parameters["device"])
+        note(tables=tables | {"code": code.rows()})
 
 
 if __name__ == "__main__":

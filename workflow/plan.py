@@ -7,19 +7,24 @@ import hashlib
 import json
 from itertools import product
 
-from tnp.bench.outcome import CEILINGS
+from tnp.bench.outcome import twins
+from tnp.bench.sizes import CEILINGS
 from tnp.bench.sizes import operator_sizes as sizes_of
 from tnp.gates import gates_for
+from tnp.ops import registry
 from tnp.variants import Variant
 
-# The study that section `ablation` of config.yaml stands for.
+# The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
+NOISE = "noise"
+# Of each component: base with it alone, and full without it.
+ABLATION_ENDS = ("only", "without")
 
 # Tables that a job of each kind writes, one file of the same stem in each.
 TABLES = {
-    "gate": ("gates", "kernels", "environments"),
-    "step": ("steps", "samples", "stages", "environments"),
-    "op": ("ops", "samples", "environments"),
+    "gate": ("gates", "kernels", "code", "environments"),
+    "step": ("steps", "samples", "stages", "code", "environments"),
+    "op": ("ops", "samples", "code", "environments"),
     "train": ("training", "environments"),
 }
 
@@ -59,6 +64,7 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
                 "cuda_graph": cuda_graph,
                 "optimizer": spec.get("optimizer", True),
                 "replicates": spec["replicates"],
+                "priority": spec["priority"],
                 "timing": config["timing"],
                 "device": device,
                 "device_slug": slug,
@@ -74,9 +80,10 @@ def ablation_variants(config: dict) -> dict[str, dict]:
     spec = config["ablation"]
     base, full = (config["variants"][spec[end]] for end in ("base", "full"))
     variants = {}
+    only, without = ABLATION_ENDS
     for component in spec["components"]:
-        variants[f"only_{component}"] = _with(base, component, full)
-        variants[f"without_{component}"] = _with(full, component, base)
+        variants[f"{only}_{component}"] = _with(base, component, full)
+        variants[f"{without}_{component}"] = _with(full, component, base)
     return variants
 
 
@@ -91,14 +98,17 @@ def _studies(config: dict) -> list[tuple[str, dict]]:
     studies = list(config["steps"].items())
     if "ablation" in config:
         spec = config["ablation"]
-        common = {
-            "devices": spec["devices"],
-            "variants": [spec["base"], spec["full"], *ablation_variants(config)],
-            "checkpoint": [False],
-        }
+        common = {name: spec[name] for name in ("devices", "priority")} | {"checkpoint": [False]}
         for shape, run in spec["shapes"].items():
-            part = {"cuda_graph": [run["cuda_graph"]], "replicates": run["replicates"]}
-            studies.append((ABLATION, common | part | {"shapes": [shape]}))
+            components = run.get("components", spec["components"])
+            ends = [f"{end}_{component}" for component in components for end in ABLATION_ENDS]
+            part = {
+                "shapes": [shape],
+                "variants": [spec["base"], spec["full"], *ends],
+                "cuda_graph": [run["cuda_graph"]],
+                "replicates": run["replicates"],
+            }
+            studies.append((ABLATION, common | part))
     return studies
 
 
@@ -115,7 +125,8 @@ def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph
 def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Operator benchmarks, all implementations of a shape in one, and the device's ceilings.
 
-    `implementations` is {name: config_id of its rows}.
+    `implementations` is {contender: config_id of its rows}. One contender stands in each benchmark
+    twice, and in study `noise` each is alone with its copies: what equal things differ by.
     """
     common = {
         "dtype": config["compute_dtype"][device],
@@ -132,23 +143,45 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
                     "config_id": config_id,
                     "op": ceiling,
                     "implementations": {"torch": config_id},
-                    "replicates": spec["replicates"],
+                    **_of_study(op, spec),
                     **common,
                 }
             continue
         for shape in spec["shapes"]:
             config_id = f"{op}--{shape}"
+            names = [*spec["implementations"], *twins(_twice(op, spec["implementations"]), 1)]
             configurations[config_id] = {
                 "config_id": config_id,
                 "op": op,
-                "implementations": {
-                    name: f"{config_id}--{name}" for name in spec["implementations"]
-                },
+                "implementations": {name: f"{config_id}--{name}" for name in names},
                 **operator_sizes(config, op, shape),
-                "replicates": spec["replicates"],
+                **_of_study(op, spec),
+                **common,
+            }
+    noise = config.get("noise", {"devices": []})
+    for op, spec in noise["ops"].items() if device in noise["devices"] else ():
+        for shape, name in product(spec["shapes"], spec["implementations"]):
+            config_id = f"{NOISE}--{op}--{shape}--{name}"
+            copies = [name, *twins(name, noise["copies"] - 1)]
+            configurations[config_id] = {
+                "config_id": config_id,
+                "op": op,
+                "implementations": {copy: f"{config_id}--{copy}" for copy in copies},
+                **operator_sizes(config, op, shape),
+                **_of_study(NOISE, noise),
                 **common,
             }
     return configurations
+
+
+def _of_study(name: str, spec: dict) -> dict:
+    return {"study": name, "replicates": spec["replicates"], "priority": spec["priority"]}
+
+
+def _twice(op: str, implementations: list[str]) -> str:
+    """Who stands in an operator's benchmark twice: the last of ours, or the last."""
+    ours = [name for name in implementations if registry.get(op, name).provider == "own"]
+    return [*implementations, *(name for name in ours if name != "auto")][-1]
 
 
 def operator_sizes(config: dict, op: str, shape: str) -> dict:
@@ -181,9 +214,11 @@ def training(config: dict, device: str, slug: str) -> dict[str, dict]:
 
 
 def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
-    """(id, replicate) of every job: replicate 1 of all, then 2, each round in an order of its own.
+    """(id, replicate) of every job, by priority of its study, so that a run that is cut off has
+    the most valuable rows.
 
-    The order is drawn by hash, so that it is the same when a killed run continues.
+    Of equal priority replicate 1 of all comes first, then 2, each round in an order of its own,
+    drawn by hash, so that it is the same when a killed run continues.
     """
     jobs = [
         (config_id, replicate)
@@ -191,14 +226,16 @@ def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
         for replicate in range(1, parameters["replicates"] + 1)
     ]
     drawn = {job: hashlib.sha256(f"{job[1]} {job[0]}".encode()).hexdigest() for job in jobs}
-    return sorted(jobs, key=lambda job: (job[1], drawn[job]))
+    return sorted(jobs, key=lambda job: (configurations[job[0]]["priority"], job[1], drawn[job]))
 
 
 def job(configurations: dict[str, dict], config_id: str, replicate: str) -> dict:
     """Parameters of one job."""
     parameters = dict(configurations[config_id], replicate=int(replicate))
-    del parameters["replicates"]
-    return parameters
+    # What only orders the jobs makes no other job of one.
+    return {
+        key: value for key, value in parameters.items() if key not in ("replicates", "priority")
+    }
 
 
 def _on(device: str, studies: dict[str, dict]) -> dict[str, dict]:

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from tnp.bench.outcome import CEILINGS
+from tnp.bench.kernel_code import digest, source_tree
+from tnp.bench.outcome import implementation_of
+from tnp.bench.sizes import CEILINGS
 from tnp.gates import GATES, KERNEL_GATES
 from tnp.ops import registry
 from tnp.variants import Variant
@@ -51,6 +53,27 @@ def of_op(parameters: dict) -> list[str]:
 
 def of_training(parameters: dict) -> list[str]:
     return _using(["tnp.train"], _of_variant(parameters))
+
+
+def with_modules(kind: str, parameters: dict) -> dict:
+    """A job's parameters with `modules`: the hashes of what a "step" or "op" runs, by name.
+
+    Of an operator's benchmark they are those of each implementation, by its name.
+    """
+    if kind == "step":
+        return parameters | {"modules": hashes(of_step(parameters))}
+    names = dict.fromkeys(map(implementation_of, parameters["implementations"]))
+    modules = {name: hashes(of_op(parameters | {"implementation": name})) for name in names}
+    return parameters | {"modules": modules}
+
+
+def hashes(files: Iterable[str]) -> dict[str, str]:
+    """{module: hash} of those `files` that are Python; comments and docstrings are not in a hash.
+
+    Tables of tuned kernels are no module: what they chose stands in the rows' `launch_config`.
+    """
+    paths = [Path(file).resolve() for file in files if file.endswith(".py")]
+    return {_module(path): _hash(path) for path in paths}
 
 
 def of_store() -> list[str]:
@@ -113,6 +136,16 @@ def _implementations() -> list[tuple[str, str]]:
 def _relative(files: Iterable[Path]) -> list[str]:
     """As seen from the working directory: a checkout that was moved reruns nothing."""
     return [os.path.relpath(file) for file in files]
+
+
+def _module(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def _hash(file: Path) -> str:
+    return digest(ast.unparse(source_tree(file.read_text())))
 
 
 def _file(module: str) -> Path | None:

@@ -1,6 +1,10 @@
 """Configurations small enough to measure on any CPU, as the workflow passes them."""
 
-TIMING = {"warmup_s": 0.02, "min_samples": 5, "long_step_s": 5.0, "long_samples": 2}
+from dataclasses import asdict
+
+from tnp.bench.policy import Policy
+
+TIMING = asdict(Policy(0.02, min_samples=5, max_sampling_s=0.05, long_step_s=5.0, long_samples=2))
 MODEL = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 45, "n_components": 3}
 
 

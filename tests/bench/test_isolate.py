@@ -61,7 +61,7 @@ def the_row(tables: dict) -> dict:
 def test_without_a_fault_it_is_measured():
     tables = run_isolated("step", step_parameters(), 60)
     assert the_row(tables)["status"] == "ok"
-    assert set(tables) == {"steps", "samples", "stages", "environments"}
+    assert set(tables) == {"steps", "samples", "stages", "code", "environments"}
 
 
 def test_running_out_of_device_memory_is_a_row(instead_of_a_step):
@@ -156,12 +156,12 @@ operators = types.ModuleType("tnp.bench.operators")
 operators.measure_op = measure_op
 sys.modules["tnp.bench.operators"] = operators
 """
-THREE = {name: f"attention--tiny--{name}" for name in ("first", "second", "third")}
+THREE = {name: f"attention--tiny--{name}" for name in ("sdpa_flash", "sdpa_cudnn", "flex")}
 
 
 @pytest.fixture
 def ended_by_the_second(tmp_path, monkeypatch):
-    """Have three implementations measured, of which the second ends the process."""
+    """Have three implementations measured, of which the sdpa_cudnn ends the process."""
 
     def measure(how: str) -> tuple[dict[str, dict], list[str]]:
         """Forward rows by implementation, and which were measured together."""
@@ -181,31 +181,31 @@ def ended_by_the_second(tmp_path, monkeypatch):
 
 def test_who_crashes_a_job_is_left_out_and_the_others_stay_together(ended_by_the_second):
     rows, groups = ended_by_the_second("preparing")
-    assert groups == ["first second third", "first third"]
-    assert (rows["second"]["status"], rows["second"]["reason"]) == (
+    assert groups == ["sdpa_flash sdpa_cudnn flex", "sdpa_flash flex"]
+    assert (rows["sdpa_cudnn"]["status"], rows["sdpa_cudnn"]["reason"]) == (
         "error",
         "crashed by signal SIGSEGV",
     )
-    assert rows["first"]["status"] == rows["third"]["status"] == "ok"
-    assert rows["first"]["recorded_at"] == rows["third"]["recorded_at"]
+    assert rows["sdpa_flash"]["status"] == rows["flex"]["status"] == "ok"
+    assert rows["sdpa_flash"]["recorded_at"] == rows["flex"]["recorded_at"]
 
 
 def test_who_loses_the_device_is_left_out_too(ended_by_the_second):
     rows, groups = ended_by_the_second("losing the device")
-    assert groups == ["first second third", "first third"]
-    assert rows["second"]["reason"] == "RuntimeError: CUDA error: an illegal memory access"
-    assert rows["first"]["status"] == rows["third"]["status"] == "ok"
+    assert groups == ["sdpa_flash sdpa_cudnn flex", "sdpa_flash flex"]
+    assert rows["sdpa_cudnn"]["reason"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert rows["sdpa_flash"]["status"] == rows["flex"]["status"] == "ok"
 
 
 def test_where_nobody_knows_who_ended_a_job_each_is_measured_alone(ended_by_the_second):
     rows, groups = ended_by_the_second("in the rounds")
-    assert groups == ["first second third", "first", "second", "third"]
+    assert groups == ["sdpa_flash sdpa_cudnn flex", "sdpa_flash", "sdpa_cudnn", "flex"]
     assert {name: row["status"] for name, row in rows.items()} == {
-        "first": "ok",
-        "second": "error",
-        "third": "ok",
+        "sdpa_flash": "ok",
+        "sdpa_cudnn": "error",
+        "flex": "ok",
     }
-    assert rows["first"]["recorded_at"] != rows["third"]["recorded_at"]
+    assert rows["sdpa_flash"]["recorded_at"] != rows["flex"]["recorded_at"]
 
 
 def test_dying_after_the_result_loses_nothing(instead_of_a_step):

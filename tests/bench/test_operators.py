@@ -8,7 +8,7 @@ from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import operators, workloads
 from tnp.bench.operators import Inaccurate, checked_error, measure_op
 from tnp.ops import auto
-from tnp.schemas import PROVENANCE, TABLES
+from tnp.schemas import PROVENANCE, RUN, TABLES
 
 BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "reference": "attention--tiny--reference"}
 
@@ -74,7 +74,7 @@ def both(**changes) -> dict[tuple[str, str], dict]:
 @pytest.mark.parametrize("n_q, n_k", [(21, 13), (5, 40)])
 def test_attention_fills_a_row_for_each_pass(n_q, n_k):
     rows = measured(n_q=n_q, n_k=n_k)
-    added = {name for name, _ in PROVENANCE}
+    added = {name for name, _ in PROVENANCE + RUN}
     assert list(rows) == ["forward", "backward"]
     for pass_, row in rows.items():
         assert row["status"] == "ok"
@@ -238,7 +238,7 @@ def test_the_reference_agrees_with_autograd():
 @pytest.mark.parametrize("op", ROW_OPERATORS)
 def test_an_operator_on_rows_fills_a_row_for_each_pass(op):
     rows = of_rows(op, "torch")
-    added = {name for name, _ in PROVENANCE}
+    added = {name for name, _ in PROVENANCE + RUN}
     for pass_ in ("forward", "backward"):
         row = rows["torch", pass_]
         assert row["status"] == "ok"

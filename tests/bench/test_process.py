@@ -104,7 +104,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         "sys.modules['tnp.gates'] = gates\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (row,) = gate_process.run("baseline", "cpu", "cpu", 15)["gates"]
+    (row,) = gate_process.run("baseline", "cpu", "cpu", {}, 15)["gates"]
     assert (row["status"], row["reason"]) == ("timeout", "not finished after 15 s")
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
@@ -137,7 +137,7 @@ def test_a_device_that_is_not_here_gives_no_row():
     with pytest.raises(DeviceMissing, match=sentence):
         run_isolated("step", parameters, 60)
     with pytest.raises(DeviceMissing, match=sentence):
-        gate_process.run("baseline", "cuda", "nvidia-h200", 60)
+        gate_process.run("baseline", "cuda", "nvidia-h200", {}, 60)
 
 
 def test_another_gpu_is_not_the_one_that_was_named(monkeypatch):

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import pyarrow as pa
 import pynvml
@@ -52,6 +53,7 @@ def one_gpu(monkeypatch):
         "nvmlDeviceGetClockInfo": lambda gpu, clock: 1980,
         "nvmlDeviceGetPowerUsage": refuse,
         "nvmlDeviceGetTemperature": lambda gpu, sensor: 61,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: round(time.perf_counter() * 500e3),
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x004 | 0x020,
     }.items():
         monkeypatch.setattr(pynvml, name, value)
@@ -67,7 +69,7 @@ def test_a_gpu_has_a_readable_slug(one_gpu, monkeypatch):
 def test_conditions_of_a_throttled_gpu(one_gpu, monkeypatch):
     monkeypatch.setattr(provenance, "SAMPLING_INTERVAL_S", 0.001)
     with Conditions("cuda") as conditions:
-        while not conditions._samples:
+        while not conditions._readings:
             pass
     row = conditions.row()
     assert set(row) < {name for name, _ in CONDITIONS}
@@ -87,3 +89,15 @@ def test_the_slug_needs_no_torch():
     code = "import sys, tnp.bench.isolate, tnp.bench.provenance as p; p.device_slug()"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=provenance.ROOT)
+
+
+def test_energy_is_the_counters_and_needs_a_second(one_gpu, monkeypatch):
+    """A GPU that draws 500 W; the counter is too coarse for less than a second."""
+    monkeypatch.setattr(provenance, "SAMPLING_INTERVAL_S", 0.01)
+    with Conditions("cuda") as conditions:
+        time.sleep(1.2)
+    began, ended = conditions._readings[0].at_s, conditions._readings[-1].at_s
+    assert conditions.power_w(began, ended) == pytest.approx(500, rel=0.01)
+    assert conditions.power_w(began, began + 0.9) is None
+    assert conditions.sm_clock_mhz(ended) == 1980
+    assert conditions.sm_clock_mhz(began - 1) is None

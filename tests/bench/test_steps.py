@@ -11,7 +11,7 @@ from tnp.bench.stages import _one_pass
 from tnp.bench.steps import measure_step, random_task
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops import auto
-from tnp.schemas import PROVENANCE, TABLES
+from tnp.schemas import PROVENANCE, RUN, TABLES
 from tnp.step import TrainingStep
 from tnp.variants import Variant
 
@@ -26,13 +26,13 @@ def tables():
 
 def test_a_step_fills_its_row(tables):
     (row,) = tables["steps"]
-    added = {name for name, _ in PROVENANCE}
+    added = {name for name, _ in PROVENANCE + RUN}
     assert set(row) | added | {"mfu"} == set(TABLES["steps"].names)
     assert row["status"] == "ok"
     assert row["step_ms_min"] <= row["step_ms_p50"] <= row["step_ms_max"]
     assert row["tokens_per_s"] == pytest.approx(2 * (7 + 5) / row["step_ms_p50"] * 1e3)
     assert row["tflops"] == pytest.approx(row["flops"] / row["step_ms_p50"] / 1e9)
-    assert row["n_samples"] == TIMING["min_samples"]
+    assert row["n_samples"] >= TIMING["min_samples"]
     assert row["setup_s"] > 0 and row["compile_s"] > 0
 
 
@@ -56,7 +56,7 @@ def test_samples_are_the_raw_material_of_the_row(tables):
 
 def test_every_stage_has_a_row(tables):
     assert sorted(row["stage"] for row in tables["stages"]) == sorted(STAGES)
-    added = {name for name, _ in PROVENANCE}
+    added = {name for name, _ in PROVENANCE + RUN}
     assert all(set(row) | added == set(TABLES["stages"].names) for row in tables["stages"])
 
 

@@ -1,143 +1,180 @@
+"""Timing on a clock that moves only when a call says so."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
 import pytest
 import torch
 
 from tnp.bench import timing
-from tnp.bench.timing import Policy, first_call, measure, measure_interleaved
+from tnp.bench.policy import Policy
+from tnp.bench.timing import Measurement, first_call, half_width, measure, measure_interleaved
 
 CPU = torch.device("cpu")
-POLICY = Policy(warmup_s=0.01, min_samples=7, long_step_s=1.0, long_samples=3)
+POLICY = Policy(
+    warmup_s=0.01, min_samples=30, max_sampling_s=0.5, long_step_s=1.0, long_samples=3
+)  # fmt: skip
 
 
-def scripted(monkeypatch, durations):
-    """Have every call take the next of `durations`, in milliseconds."""
-    durations = iter(durations)
+class Clock:
+    """Seconds that pass when a call is made; `call(durations_ms)` takes the next of them."""
 
-    def time_calls(calls, n, device):
-        return [next(durations) for _ in range(n)]
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    monkeypatch.setattr(timing, "time_calls", time_calls)
+    def call(self, durations_ms: Iterator[float]) -> Callable[[], None]:
+        def run() -> None:
+            self.now += next(durations_ms) / 1e3
+
+        return run
 
 
-def forever(*durations):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def forever(*durations_ms: float) -> Iterator[float]:
     while True:
-        yield from durations
+        yield from durations_ms
 
 
-def test_calls_rotate_and_every_sample_is_kept():
+def test_calls_rotate_and_every_sample_is_kept() -> None:
     order = []
     calls = [lambda i=i: order.append(i) for i in range(3)]
     measurement = measure(calls, CPU, POLICY)
     assert order[:6] == [0, 1, 2, 0, 1, 2]
-    assert len(measurement.samples_ms) == POLICY.min_samples
-    assert len(order) == measurement.n_warmup + POLICY.min_samples
+    assert len(measurement.samples_ms) >= POLICY.min_samples
+    assert len(order) == measurement.n_warmup + len(measurement.samples_ms)
 
 
-def test_a_long_step_warms_up_once(monkeypatch):
-    scripted(monkeypatch, [2000.0, 2001.0, 2002.0])
-    measurement = measure([lambda: None], CPU, POLICY)
-    assert measurement.samples_ms == [2000.0, 2001.0, 2002.0]
+def test_a_long_step_warms_up_once(clock: Clock) -> None:
+    durations = iter([2500.0, 2000.0, 2001.0, 2002.0])
+    measurement = measure([clock.call(durations)], CPU, POLICY)
+    assert measurement.samples_ms == pytest.approx([2000.0, 2001.0, 2002.0])
     assert measurement.n_warmup == 1
-    assert measurement.note is None
+    assert measurement.settled and measurement.note is None
 
 
-def test_warms_up_until_medians_agree(monkeypatch):
-    falling = [900.0] + [800.0] * 3 + [700.0] * 3 + [600.0] * 3
-    scripted(monkeypatch, falling + [500.0] * 100)
-    monkeypatch.setattr(timing, "WARMUP_LIMIT", float("inf"))
-    policy = Policy(warmup_s=1e-9, min_samples=7, long_step_s=1.0, long_samples=3)
-    measurement = measure([lambda: None], CPU, policy)
-    assert measurement.settled
-    assert measurement.samples_ms == [500.0] * 7
+def test_warms_up_for_as_long_as_it_was_told(clock: Clock) -> None:
+    policy = Policy(warmup_s=2.0, max_sampling_s=0.5)
+    measurement = measure([clock.call(forever(10.0))], CPU, policy)
+    assert measurement.began == pytest.approx(2.0, rel=0.6)
+    assert measurement.n_warmup == pytest.approx(measurement.began * 100)
 
 
-def test_what_never_settles_is_timed_and_says_so(monkeypatch):
-    scripted(monkeypatch, forever(*[100.0] * 3, *[200.0] * 3))
-    measurement = measure([lambda: None], CPU, POLICY)
-    assert len(measurement.samples_ms) == POLICY.min_samples
-    assert "2%" in measurement.note
+def test_warms_up_until_medians_agree(clock: Clock) -> None:
+    durations = iter([900.0] + [800.0] * 3 + [700.0] * 3 + [600.0] * 3 + [500.0] * 100)
+    policy = Policy(warmup_s=2.0, min_samples=30, max_sampling_s=1.0, long_step_s=1.0)
+    measurement = measure([clock.call(durations)], CPU, policy)
+    assert measurement.samples_ms == pytest.approx([500.0] * 30)
 
 
-def test_samples_are_per_launch(monkeypatch):
-    scripted(monkeypatch, forever(20.0))
-    (measurement,) = measure_interleaved([[lambda: None]], CPU, POLICY, launches_per_call=10)
-    assert measurement.samples_ms == [2.0] * 7
+def test_what_never_settles_is_timed_and_says_so(clock: Clock) -> None:
+    falling = (100.0 * 0.999**i for i in range(10_000))
+    measurement = measure([clock.call(falling)], CPU, POLICY)
+    assert len(measurement.samples_ms) >= POLICY.min_samples
+    assert not measurement.settled
+    assert "1%" in measurement.note
 
 
-def test_contenders_take_turns_and_each_call_has_other_inputs():
+def test_samples_are_taken_until_their_mean_is_known(clock: Clock) -> None:
+    policy = Policy(warmup_s=0.01, min_samples=30, half_width=0.005, max_sampling_s=6.0)
+    generator = np.random.default_rng(0)
+    steady = measure([clock.call(forever(10.0))], CPU, policy)
+    wide = measure([clock.call(iter(generator.normal(10, 0.4, 10_000)))], CPU, policy)
+    wild = measure([clock.call(iter(generator.normal(10, 3.0, 10_000)))], CPU, policy)
+    assert len(steady.samples_ms) == 30
+    assert 30 < len(wide.samples_ms) < 600
+    assert half_width(wide.samples_ms) <= 0.005
+    assert half_width(wild.samples_ms) > 0.005
+    assert sum(wild.samples_ms) / 1e3 == pytest.approx(6.0, rel=0.05)
+
+
+def test_the_half_width_of_alike_neighbours_is_wider() -> None:
+    """Autocorrelated samples know their mean less well than their spread says."""
+    generator = np.random.default_rng(1)
+    noise = generator.normal(0, 0.01, 1000)
+    walk = [0.0]
+    for step in noise[1:]:
+        walk.append(0.95 * walk[-1] + step)
+    independent = 1 + np.std(walk) * generator.normal(0, 1, 1000)
+    assert half_width(1 + np.array(walk)) > 2 * half_width(independent)
+    assert half_width([1.0] * 9) == math.inf
+
+
+def test_samples_are_per_launch_and_say_when_they_ended(clock: Clock) -> None:
+    (measurement,) = measure_interleaved(
+        [[clock.call(forever(20.0))]], CPU, POLICY, launches_per_call=10
+    )
+    assert measurement.samples_ms == pytest.approx([2.0] * 30)
+    assert measurement.ended_s == pytest.approx([0.02 * i for i in range(1, 31)])
+    assert measurement.n_launches == 10
+
+
+def test_contenders_take_turns_in_an_order_drawn_anew_and_inputs_rotate() -> None:
     order = []
     contenders = [
         [lambda who=who, i=i: order.append((who, i)) for i in range(2)] for who in range(3)
     ]
     measurements = measure_interleaved(contenders, CPU, POLICY)
-    assert [who for who, _ in order[:9]] == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    rounds = [tuple(who for who, _ in order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(turn) == [0, 1, 2] for turn in rounds)
+    # Every one follows every other one, where each cyclic order has only three of the six.
+    assert len(Counter(rounds)) == 6
     assert [i for _, i in order] == [turn % 2 for turn in range(len(order))]
     for measurement in measurements:
-        assert len(measurement.samples_ms) == POLICY.min_samples
-        assert len(order) == 3 * (measurement.n_warmup + POLICY.min_samples)
+        assert len(order) == 3 * (measurement.n_warmup + len(measurement.samples_ms))
 
 
-@pytest.fixture
-def own_durations(monkeypatch):
-    """Have a call take the milliseconds that it returns."""
-
-    def time_calls(calls, n, device):
-        return [call() for call, _ in zip(calls, range(n), strict=True)]
-
-    monkeypatch.setattr(timing, "time_calls", time_calls)
+def test_samples_go_to_whose_they_are(clock: Clock) -> None:
+    contenders = [[clock.call(forever(ms))] for ms in (1.0, 2.0, 3.0)]
+    for ms, measurement in zip(
+        (1.0, 2.0, 3.0), measure_interleaved(contenders, CPU, POLICY), strict=True
+    ):
+        assert measurement.samples_ms == pytest.approx([ms] * len(measurement.samples_ms))
 
 
-def test_samples_go_to_whose_they_are(own_durations):
-    measurements = measure_interleaved([[lambda ms=ms: ms] for ms in (1.0, 2.0, 3.0)], CPU, POLICY)
-    assert [measurement.samples_ms for measurement in measurements] == [
-        [ms] * POLICY.min_samples for ms in (1.0, 2.0, 3.0)
-    ]
-
-
-def test_drift_hits_all_alike(monkeypatch):
-    """Equal contenders on a clock that slows by half while they are timed."""
-    passed = 0
-
-    def time_calls(calls, n, device):
-        nonlocal passed
-        passed += n
-        return [1.0 + (passed - n + i) / 3000 for i in range(n)]
-
-    monkeypatch.setattr(timing, "time_calls", time_calls)
-    policy = Policy(warmup_s=0, min_samples=400, long_step_s=1, long_samples=3)
-    medians = [
-        sorted(measurement.samples_ms)[200]
-        for measurement in measure_interleaved([[lambda: None]] * 4, CPU, policy)
-    ]
-    assert passed > 1500
+def test_drift_hits_all_alike(clock: Clock) -> None:
+    """Equal contenders on a device that slows by half while they are timed."""
+    policy = Policy(warmup_s=0, min_samples=400, max_sampling_s=0.1, long_step_s=1)
+    slowing = (1.0 + i / 3000 for i in range(100_000))
+    measurements = measure_interleaved([[clock.call(slowing)]] * 4, CPU, policy)
+    medians = [float(np.median(measurement.samples_ms)) for measurement in measurements]
+    assert clock.now > 1.5
     assert max(medians) / min(medians) < 1.002
 
 
-def test_a_long_round_is_timed_as_often_for_all(monkeypatch):
-    scripted(monkeypatch, forever(400.0, 700.0, 700.0, 400.0))
-    slow, fast = measure_interleaved([[lambda: None]] * 2, CPU, POLICY)
-    assert (slow.samples_ms, fast.samples_ms) == ([400.0] * 3, [700.0] * 3)
+def test_a_long_round_is_timed_as_often_for_all(clock: Clock) -> None:
+    contenders = [[clock.call(forever(ms))] for ms in (400.0, 700.0)]
+    slow, fast = measure_interleaved(contenders, CPU, POLICY)
+    assert slow.samples_ms == pytest.approx([400.0] * 3)
+    assert fast.samples_ms == pytest.approx([700.0] * 3)
     assert slow.n_warmup == fast.n_warmup == 1
 
 
-def test_only_who_did_not_settle_says_so(own_durations):
-    durations = forever(*[100.0] * 3, *[200.0] * 3)
-    contenders = [[lambda: 100.0], [lambda: next(durations)]]
-    steady, wild = measure_interleaved(contenders, CPU, POLICY)
-    assert steady.note is None and "2%" in wild.note
+def test_only_who_did_not_settle_says_so() -> None:
+    steady = Measurement([10.0] * 30, [], 1, 1, 0.0, 0.0)
+    drifting = Measurement([10.0 + i / 100 for i in range(30)], [], 1, 1, 0.0, 0.0)
+    assert steady.settled and steady.note is None
+    assert not drifting.settled and "1%" in drifting.note
 
 
-def test_nobody_to_time_is_no_measurement():
+def test_nobody_to_time_is_no_measurement() -> None:
     assert measure_interleaved([], CPU, POLICY) == []
 
 
-def test_first_call_runs_it_once():
+def test_first_call_runs_it_once() -> None:
     calls = []
     assert first_call(lambda: calls.append(1), CPU) >= 0
     assert calls == [1]
 
 
-def test_an_empty_policy_is_refused():
-    with pytest.raises(ValueError, match="min_samples 0"):
-        Policy.from_parameters(
-            {"warmup_s": 1, "min_samples": 0, "long_step_s": 1, "long_samples": 1, "timeout_s": 9}
-        )
+@pytest.mark.parametrize("name", ["min_samples", "long_samples"])
+def test_an_empty_policy_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0: it must be at least 1"):
+        Policy(**{name: 0})

@@ -29,7 +29,9 @@ def asked(monkeypatch):
         jobs.append(parameters)
         rows = failure_rows(kind, parameters, "ok", "")["ops"]
         for row in rows:
-            row["time_ms_p50"] = 0.5 if row["implementation"] in registry.OWN else 1.0
+            row["time_ms_p50"] = (
+                0.5 if registry.role(row["op"], row["implementation"]) == "own" else 1.0
+            )
             if row["implementation"] == "single" and row["pass"] == "backward":
                 row |= {"status": "oom", "reason": "out of memory"}
         return {"ops": rows}

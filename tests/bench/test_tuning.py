@@ -325,7 +325,7 @@ def test_the_rule_enters_the_fastest_implementations(tmp_path):
     checkout.config["shapes"]["untuned"] = {"batch": 2, "n_context": 30, "n_target": 2}
     names = ["sdpa_flash", "fused", "fa4", "auto"]
     study = {"devices": ["cuda"], "shapes": ["tiny", "untuned"], "implementations": names}
-    checkout.config["ops"]["attention"] = study | {"replicates": 1}
+    checkout.config["ops"]["attention"] = study | {"replicates": 1, "priority": 1}
     checkout.config["tuning"] = {
         "shapes": ["tiny"],
         "operations": ["forward"],

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tnp.bench.outcome import implementation_of
 from tnp.gates import gates_for
 from tnp.ops import registry
 from workflow import plan, sources, tuning_plan
@@ -37,8 +39,9 @@ def test_an_operators_implementations_are_one_job_a_size_and_replicate():
     ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
     spec = CONFIG["ops"]["attention"]
     names = spec["implementations"]
+    # One of ours stands in it twice.
     assert ops["attention--mid"]["implementations"] == {
-        name: f"attention--mid--{name}" for name in names
+        name: f"attention--mid--{name}" for name in [*names, "fused--twin1"]
     }
     assert ops["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
     jobs = [name for name, _ in plan.running_order(ops) if name.startswith("attention--")]
@@ -67,7 +70,9 @@ def test_the_ablation_adds_each_component_and_takes_it_away():
     assert plan.steps(CONFIG, "cpu", "cpu").keys().isdisjoint(steps)
     spec = CONFIG["ablation"]
     at_large = [p for p in steps.values() if (p["study"], p["shape"]) == ("ablation", "large")]
-    assert len(at_large) == 2 + 2 * len(spec["components"])
+    assert len(at_large) == 2 + 2 * len(spec["shapes"]["large"]["components"])
+    at_mid = [p for p in steps.values() if (p["study"], p["shape"]) == ("ablation", "mid")]
+    assert len(at_mid) == 2 + 2 * len(spec["components"])
     assert not any(p["cuda_graph"] for p in at_large)
     only = steps["ablation--small--only_mlp--graph"]
     base, full = CONFIG["variants"][spec["base"]], CONFIG["variants"][spec["full"]]
@@ -111,17 +116,45 @@ def test_training_overrides_its_shape():
     assert run["model"]["d_model"] == 64
 
 
-def test_rounds_of_replicates_each_in_its_own_order():
+def test_studies_run_by_priority_and_in_rounds_each_in_its_own_order():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     order = plan.running_order(steps)
-    replicates = [replicate for _, replicate in order]
-    assert replicates == sorted(replicates)
+    rounds = [(steps[name]["priority"], replicate) for name, replicate in order]
+    assert rounds == sorted(rounds)
     first, second = (
-        [name for name, r in order if r == wanted and steps[name]["replicates"] == 3]
+        [name for name, r in order if r == wanted and steps[name]["study"] == "matrix"]
         for wanted in (1, 2)
     )
     assert sorted(first) == sorted(second) and first != second
     assert order == plan.running_order(dict(reversed(steps.items())))
+
+
+def test_noise_is_one_implementation_with_its_copies():
+    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
+    spec = CONFIG["noise"]
+    jobs = {name: job for name, job in ops.items() if job["study"] == "noise"}
+    assert set(jobs) == {
+        f"noise--{op}--{shape}--{name}"
+        for op, study in spec["ops"].items()
+        for shape in study["shapes"]
+        for name in study["implementations"]
+    }
+    for job in jobs.values():
+        assert len(set(job["implementations"].values())) == spec["copies"]
+        assert len(set(map(implementation_of, job["implementations"]))) == 1
+    # Enough for a statement about one comparison in a hundred, each of them in two passes.
+    assert 2 * len(jobs) * math.comb(spec["copies"], 2) >= 1000
+
+
+def test_the_strongest_pytorch_has_every_saving_that_ours_has():
+    variants = CONFIG["variants"]
+    saving = ("skip_unread", "d_ff_storage")
+    for name in ("pytorch_best", "pytorch_best_autotuned"):
+        assert {key: variants[name][key] for key in saving} == {
+            key: variants["fused"][key] for key in saving
+        }
+    headline = CONFIG["steps"]["headline"], CONFIG["steps"]["headline_large"]
+    assert all({"pytorch_best", "fused"} <= set(study["variants"]) for study in headline)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +281,7 @@ def test_what_auto_may_choose_is_its_source_and_gate():
 def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
     ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
     jobs = tuning_plan.operator_jobs(CONFIG, ops)
-    assert ("attention--large", 3) in jobs and ("mlp--small", 1) in jobs
+    assert ("attention--large", 2) in jobs and ("mlp--small", 1) in jobs
     tuned = {name.split("--")[1] for name, _ in jobs}
     assert tuned == set(CONFIG["tuning"]["shapes"])
     for op in registry.CANDIDATES.keys() & CONFIG["ops"].keys():

@@ -20,6 +20,7 @@ TINY["steps"]["cpu"]["variants"] = ["sdpa_flash", "separate"]
 TINY["tuning"] = {"shapes": ["tiny"], "operations": ["fused"], "dtype": "bfloat16"}
 TINY["ablation"] = {
     "devices": ["cpu"],
+    "priority": 1,
     "base": "sdpa_flash",
     "full": "separate",
     "components": ["attention"],
@@ -102,8 +103,8 @@ def changed(path: str, value: object) -> dict:
         ("variants.separate.norm", "torch", "variants.separate: unknown key 'norm': did you mean "
          "'rms_norm'"),
         ("variants.only_mlp", {"attention": "fused"}, "are the ablation's: rename the variant"),
-        ("steps.ablation", {"devices": ["cpu"], "shapes": [], "variants": [], "replicates": 1,
-                            "checkpoint": [False], "cuda_graph": [False]},
+        ("steps.ablation", {"devices": ["cpu"], "priority": 1, "shapes": [], "variants": [],
+                            "replicates": 1, "checkpoint": [False], "cuda_graph": [False]},
          "steps.ablation: that is section ablation"),
         ("ablation.base", "sdpa", "ablation.base: unknown variant 'sdpa'"),
         ("ablation.full", "sdpa_flash", "unknown difference of base and full 'attention'"),

@@ -1,9 +1,11 @@
 """One process per measurement: its memory, its compile state and its crash stay its own."""
 
+import uuid
 from datetime import UTC, datetime
 
 from tnp.bench.outcome import Rows, failure_rows, only, together
 from tnp.bench.process import run_child
+from tnp.schemas import TABLES
 
 
 def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
@@ -30,7 +32,8 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
         return tables
     if len(suspects) == 1:
         groups = [[name for name in names if name not in suspects]]
-        tables["ops"] = [row for row in tables["ops"] if row["implementation"] in suspects]
+        theirs = {parameters["implementations"][name] for name in suspects}
+        tables["ops"] = [row for row in tables["ops"] if row["config_id"] in theirs]
     else:
         groups, tables = [[name] for name in names], {}
     rest = (run_isolated(kind, only(parameters, group), timeout_s) for group in groups)
@@ -54,10 +57,14 @@ def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list
 
 
 def with_provenance(tables: Rows, device: str, environment_id: str | None) -> Rows:
-    """The same rows with the columns every table starts with."""
+    """The rows of one process with the columns every table starts with, and its run's new id."""
     provenance = {
         "device": device,
         "environment_id": environment_id,
         "recorded_at": datetime.now(UTC),
     }
-    return {table: [row | provenance for row in rows] for table, rows in tables.items()}
+    run = {"run_id": uuid.uuid4().hex[:16]}
+    return {
+        table: [row | provenance | (run if "run_id" in TABLES[table].names else {}) for row in rows]
+        for table, rows in tables.items()
+    }

@@ -14,29 +14,31 @@ from typing import TypeVar
 
 import torch
 
+from tnp.bench.evidence import Code, packages
+from tnp.bench.kernel_code import launches
 from tnp.bench.outcome import (
-    CEILINGS,
     Rows,
     classify,
+    implementation_of,
     key,
-    of_implementation,
+    of_contender,
     passes,
     require_supported,
 )
+from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import above_ceiling
+from tnp.bench.sampled import measured_columns, sample_rows
+from tnp.bench.sizes import CEILINGS
 from tnp.bench.statistics import summarize
-from tnp.bench.steps import sample_rows
 from tnp.bench.timing import (
-    Measurement,
-    Policy,
+    call_ms,
     first_call,
     measure_interleaved,
     synchronize,
-    time_calls,
 )
 from tnp.bench.workloads import WORKLOADS, Output, Workload
-from tnp.ops import auto
+from tnp.ops import auto, registry
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
@@ -72,20 +74,20 @@ class Contender:
     def prepare(cls, calls: list[Callable[[], Output]], device: torch.device) -> "Contender":
         """Compile and run each of `calls`, then time the first."""
         compile_s = sum(first_call(call, device) for call in calls)
-        (call_ms,) = time_calls(iter(calls), 1, device)
-        return cls(calls, compile_s, call_ms)
+        return cls(calls, compile_s, call_ms(calls[0], device))
 
 
 def measure_op(
     parameters: dict, started: float, suspect: Callable[[list[str]], None] = lambda names: None
 ) -> Rows:
-    """Tables "ops" and "samples" of one operator at one size, a row an implementation and pass.
+    """Tables "ops", "samples" and "code" of one operator at one size, a row a contender and pass.
 
-    All implementations are timed in the same rounds. What one of them raises is its row, and the
-    others are measured without it.
+    All contenders are timed in the same rounds. What one of them raises is its row, and the others
+    are measured without it.
 
     Args:
-        parameters: the op key, `implementations` (name → config_id), `timing` and `device`.
+        parameters: the op key, `implementations` (contender → config_id), `timing`, `device`, and
+            `modules`, the hashes of an implementation's modules by its name and theirs.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
         suspect: told whom to blame should this process not survive what comes next.
 
@@ -96,33 +98,55 @@ def measure_op(
     if op not in WORKLOADS:
         raise ValueError(f"unknown op {op!r}: choose from {', '.join(WORKLOADS)}")
     tables: Rows = {"ops": [], "samples": []}
+    code = {
+        name: _code(parameters, name)
+        for name in dict.fromkeys(map(implementation_of, parameters["implementations"]))
+    }
     # A backward runs on the stream of its forward.
     with capturable_stream(device):
         for pass_ in passes(op):
             suspect([])
             workload = WORKLOADS[op](parameters, pass_, device)
             setup_s = time.perf_counter() - started
-            outcomes = _measure_pass(parameters, workload, device, suspect)
-            for name, (columns, measurement) in outcomes.items():
-                own = of_implementation(parameters, name)
-                row = key("op", own) | {"pass": pass_} | columns
-                if measurement is not None:
+            outcomes = _measure_pass(parameters, pass_, workload, device, suspect, code)
+            for contender, (columns, samples) in outcomes.items():
+                row = key("op", of_contender(parameters, contender)) | {"pass": pass_} | columns
+                if samples:
                     row["setup_s"] = setup_s
-                    tables["samples"] += sample_rows(own, pass_, measurement)
                 tables["ops"].append(row)
+                tables["samples"] += samples
             started = time.perf_counter()
-    return tables
+    # Of both passes: an implementation's kernels are those of its whole run.
+    for row in tables["ops"]:
+        row["kernels_hash"] = code[row["implementation"]].kernels_hash
+    return tables | {"code": [row for name, own in code.items() for row in own.rows(name)]}
+
+
+def _code(parameters: dict, name: str) -> Code:
+    """What the implementation runs on as far as that is known before it runs."""
+    op = parameters["op"]
+    provider = "torch" if op in CEILINGS else registry.get(op, name).provider
+    modules = parameters.get("modules", {}).get(name, {})
+    return Code(packages=packages([provider]), modules=modules)
 
 
 def _measure_pass(
-    parameters: dict, workload: Workload, device: torch.device, suspect: Callable[[list[str]], None]
-) -> dict[str, tuple[dict[str, object], Measurement | None]]:
-    """Each implementation's columns of its "ops" row, and its timings if it could be timed."""
+    parameters: dict,
+    pass_: str,
+    workload: Workload,
+    device: torch.device,
+    suspect: Callable[[list[str]], None],
+    code: dict[str, Code],
+) -> dict[str, tuple[dict[str, object], list[dict[str, object]]]]:
+    """Each contender's columns of its "ops" row, and its "samples" rows if it could be timed.
+
+    The kernels that an implementation launches are added to its `code`.
+    """
     op, dtype = parameters["op"], parameters["dtype"]
-    outcomes: dict[str, tuple[dict[str, object], Measurement | None]] = {}
+    outcomes: dict[str, tuple[dict[str, object], list[dict[str, object]]]] = {}
 
     def each(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-        """`work` of those `names` for which it succeeds; the others' outcome is their failure."""
+        """`work` of those for which it succeeds; the others' outcome is their failure."""
         done = {}
         for name in names:
             suspect([name])
@@ -131,14 +155,18 @@ def _measure_pass(
             except Exception as error:  # whatever it was, it is this implementation's result
                 traceback.print_exc()
                 status, reason = classify(error)
-                outcomes[name] = {"status": status, "reason": reason}, None
+                outcomes[name] = {"status": status, "reason": reason}, []
                 synchronize(device)  # raises where the device can no longer be used
         return done
 
     def prepare(name: str) -> Contender:
+        implementation = implementation_of(name)
         if op not in CEILINGS:
-            require_supported(op, name, device, getattr(torch, dtype))
-        return Contender.prepare(workload.calls(name), device)
+            require_supported(op, implementation, device, getattr(torch, dtype))
+        with launches() as kernels:
+            contender = Contender.prepare(workload.calls(implementation), device)
+        code[implementation].kernels |= kernels
+        return contender
 
     contenders = each(prepare, parameters["implementations"])
     n_launches = launches_per_run(contenders.values(), device)
@@ -155,7 +183,7 @@ def _measure_pass(
 
     def launch_config(name: str) -> str | None:
         if name != "auto":
-            return workload.launch_config(name)
+            return workload.launch_config(implementation_of(name))
         choice = auto.of_row(parameters, device)
         return choice.describe(workload.launch_config(choice.implementation))
 
@@ -173,13 +201,13 @@ def _measure_pass(
             | {"tflops": tflops, "gb_per_s": gb_per_s}
             | {"launch_config": launch_config(name)}
             | {"max_abs_error": checked_error(workload.check(output()), dtype)}
-            | {"n_samples": len(own.samples_ms), "n_warmup": own.n_warmup}
-            | {"compile_s": contenders[name].compile_s, "measure_s": own.measure_s}
-            | conditions.row()
+            | {"compile_s": contenders[name].compile_s}
+            | measured_columns(own, conditions)
         )
 
     for name, row in each(columns, runs).items():
-        outcomes[name] = row, measured[name]
+        own = of_contender(parameters, name)
+        outcomes[name] = row, sample_rows(own, pass_, measured[name], conditions)
     return outcomes
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from tnp.bench import evidence
+from tnp.bench.sizes import CEILINGS
 from tnp.ops import registry
 from tnp.schemas import OP_KEY, OP_SIZES, STEP_KEY, VARIANT
 
@@ -12,10 +14,12 @@ MAX_REASON = 300
 # Ended from outside, by the time limit or for want of host memory: it may go well another time.
 TRANSIENT = ("killed", "timeout")
 
-# The device's own limits, through PyTorch: no implementations to choose from, no backward pass.
-CEILINGS = ("matmul", "copy")
-
-_KEYS = {"step": STEP_KEY + VARIANT, "stage": STEP_KEY, "op": OP_KEY + OP_SIZES}
+_TWIN = "--twin"
+_KEYS = {
+    "step": [name for name, _ in STEP_KEY + VARIANT],
+    "stage": [name for name, _ in STEP_KEY],
+    "op": [*(name for name, _ in OP_KEY + OP_SIZES), "twin"],
+}
 
 
 class Unsupported(RuntimeError):
@@ -33,23 +37,42 @@ def require_supported(op: str, implementation: str, device, dtype) -> None:
 
 
 def key(kind: str, parameters: dict) -> dict[str, object]:
-    """The key columns of a "step", "stage" or "op" row; what does not apply to it is null."""
-    return {name: parameters.get(name) for name, _ in _KEYS[kind]}
+    """The columns of a "step", "stage" or "op" row that are known before it is measured.
+
+    What does not apply to it is null.
+    """
+    row = {name: parameters.get(name) for name in _KEYS[kind]}
+    if kind == "stage":
+        return row
+    return row | (evidence.of_step(parameters) if kind == "step" else evidence.of_op(parameters))
 
 
 def passes(op: str) -> tuple[str, ...]:
     return ("forward",) if op in CEILINGS else ("forward", "backward")
 
 
-def only(parameters: dict, implementations: Iterable[str]) -> dict:
-    """An operator's job with these of its implementations."""
-    chosen = {name: parameters["implementations"][name] for name in implementations}
+def only(parameters: dict, contenders: Iterable[str]) -> dict:
+    """An operator's job with these of its contenders."""
+    chosen = {name: parameters["implementations"][name] for name in contenders}
     return parameters | {"implementations": chosen}
 
 
-def of_implementation(parameters: dict, name: str) -> dict:
-    """What an operator's job says of one of its implementations: the parameters of its rows."""
-    return parameters | {"implementation": name, "config_id": parameters["implementations"][name]}
+def of_contender(parameters: dict, contender: str) -> dict:
+    """What an operator's job says of one of its contenders: the parameters of its rows."""
+    return parameters | {
+        "implementation": implementation_of(contender),
+        "twin": contender != implementation_of(contender),
+        "config_id": parameters["implementations"][contender],
+    }
+
+
+def twins(implementation: str, n: int) -> list[str]:
+    """Names of `n` further contenders of the same implementation: what they differ by is noise."""
+    return [f"{implementation}{_TWIN}{i}" for i in range(1, n + 1)]
+
+
+def implementation_of(contender: str) -> str:
+    return contender.partition(_TWIN)[0]
 
 
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
@@ -59,8 +82,8 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
         return {"steps": [key(kind, parameters) | outcome]}
     return {
         "ops": [
-            key(kind, of_implementation(parameters, name)) | {"pass": pass_} | outcome
-            for name in parameters["implementations"]
+            key(kind, of_contender(parameters, contender)) | {"pass": pass_} | outcome
+            for contender in parameters["implementations"]
             for pass_ in passes(parameters["op"])
         ]
     }

@@ -7,7 +7,10 @@ import platform
 import re
 import subprocess
 import threading
+import time
+from bisect import bisect_right
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("tnp", "workflow", "Snakefile", "config.yaml", "requirements.txt")
 
 SAMPLING_INTERVAL_S = 0.05
+SHORTEST_ENERGY_S = 1.0
 # NVML's clocks-event reasons; an idle GPU (bit 0) is no reason.
 REASONS = {
     0x002: "user_defined_clocks",
@@ -67,15 +71,27 @@ def device_slug() -> str:
         return re.sub(r"[^a-z0-9]+", "-", pynvml.nvmlDeviceGetName(gpu).lower()).strip("-")
 
 
-class Conditions:
-    """Samples clock, power, temperature and throttle reasons of the GPU while its `with` runs.
+@dataclass(frozen=True)
+class Reading:
+    """What NVML said at one moment of `time.perf_counter`; None of what it does not tell."""
 
-    `row()` gives the columns of the same names; all None on the CPU and where NVML is missing.
+    at_s: float
+    sm_clock_mhz: int | None
+    power_mw: int | None
+    temperature_c: int | None
+    throttle_bits: int | None
+    energy_mj: int | None  # since the driver was loaded
+
+
+class Conditions:
+    """Samples clock, power, temperature, energy and throttle reasons of the GPU while it is open.
+
+    `row()` gives the columns of table `steps` and `ops`; all None on the CPU and without NVML.
     """
 
     def __init__(self, device_type: str) -> None:
         self._wanted = device_type == "cuda"
-        self._samples: list[tuple[float | None, ...]] = []
+        self._readings: list[Reading] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -93,20 +109,13 @@ class Conditions:
         with _nvml() as present:
             gpu = _first_visible_gpu() if present else None
             while gpu is not None and not self._stop.is_set():
-                self._samples.append(
-                    (
-                        _read(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
-                        _read(pynvml.nvmlDeviceGetPowerUsage, gpu),
-                        _read(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
-                        _read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu),
-                    )
-                )
+                self._readings.append(_reading(gpu))
                 self._stop.wait(SAMPLING_INTERVAL_S)
 
     def row(self) -> dict[str, float | str | bool | None]:
-        columns = zip(*self._samples, strict=True) if self._samples else ((), (), (), ())
         clocks, powers, temperatures, reasons = (
-            [value for value in column if value is not None] for column in columns
+            self._known(name)
+            for name in ("sm_clock_mhz", "power_mw", "temperature_c", "throttle_bits")
         )
         seen = 0
         for bits in reasons:
@@ -119,6 +128,42 @@ class Conditions:
             "throttle_reasons": throttle_reasons(seen) if reasons else None,
             "throttled": bool(seen & SLOWDOWNS) if reasons else None,
         }
+
+    def _known(self, name: str) -> list[int]:
+        values = [getattr(reading, name) for reading in self._readings]
+        return [value for value in values if value is not None]
+
+    def sm_clock_mhz(self, at_s: float) -> float | None:
+        """The last clock read before `at_s`, a time of `time.perf_counter`."""
+        before = bisect_right(self._readings, at_s, key=lambda reading: reading.at_s)
+        clock = self._readings[before - 1].sm_clock_mhz if before else None
+        return None if clock is None else float(clock)
+
+    def power_w(self, from_s: float, to_s: float) -> float | None:
+        """Mean power between two such times, by the energy counter.
+
+        None below `SHORTEST_ENERGY_S` seconds, because the counter moves in steps of some 0.1 s.
+        """
+        inside = [
+            reading
+            for reading in self._readings
+            if from_s <= reading.at_s <= to_s and reading.energy_mj is not None
+        ]
+        if len(inside) < 2 or to_s - from_s < SHORTEST_ENERGY_S:
+            return None
+        first, last = inside[0], inside[-1]
+        return (last.energy_mj - first.energy_mj) / (last.at_s - first.at_s) / 1e3
+
+
+def _reading(gpu) -> Reading:
+    return Reading(
+        time.perf_counter(),
+        _read(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
+        _read(pynvml.nvmlDeviceGetPowerUsage, gpu),
+        _read(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+        _read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu),
+        _read(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpu),
+    )
 
 
 def _read(query, *arguments) -> int | None:
@@ -149,6 +194,7 @@ def environment(device_type: str) -> dict[str, object]:
         "cpu_count": len(os.sched_getaffinity(0)),
         **_git(),
         "torch_threads": torch.get_num_threads(),
+        "packages": json.dumps(_packages()),
     }
     state = json.dumps(row, sort_keys=True).encode()
     return {"environment_id": hashlib.sha256(state).hexdigest()[:12]} | row
@@ -157,7 +203,10 @@ def environment(device_type: str) -> dict[str, object]:
 def _gpu(torch) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(0)
     with _nvml() as present:
+        gpu = _first_visible_gpu() if present else None
         driver = pynvml.nvmlSystemGetDriverVersion() if present else None
+        limit_mw = _read(pynvml.nvmlDeviceGetPowerManagementLimit, gpu) if gpu is not None else None
+        uuid = _read(pynvml.nvmlDeviceGetUUID, gpu) if gpu is not None else None
     cudnn = torch.backends.cudnn.version()
     return {
         "device_name": properties.name,
@@ -167,13 +216,16 @@ def _gpu(torch) -> dict[str, object]:
         "driver": driver,
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
+        "gpu_uuid": uuid,
+        "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
     }
 
 
 def _cpu() -> dict[str, object]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    unknown = dict.fromkeys(("sm_count", "compute_capability", "driver", "cuda", "cudnn"))
-    return {"device_name": _cpu_name(), "memory_bytes": pages * page_bytes} | unknown
+    unknown = ("sm_count", "compute_capability", "driver", "cuda", "cudnn", "gpu_uuid")
+    row = dict.fromkeys((*unknown, "power_limit_w"))
+    return {"device_name": _cpu_name(), "memory_bytes": pages * page_bytes} | row
 
 
 def _cpu_name() -> str:
@@ -187,6 +239,15 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _packages() -> dict[str, str]:
+    """{name: version} of every installed distribution."""
+    found = {
+        distribution.metadata["Name"]: distribution.version
+        for distribution in metadata.distributions()
+    }
+    return {name: found[name] for name in sorted(filter(None, found), key=str.lower)}
 
 
 def _git() -> dict[str, object]:

@@ -13,8 +13,6 @@ operations: d_ff is the logical width, and neither padding nor a checkpoint's re
 rows an implementation manages to skip change the count. Norms, SiLU and the optimizer are left out.
 """
 
-from tnp.ops.flops import attention_flops
-
 # Dense bf16/fp16 tensor-core FLOP/s and memory bytes/s (NVIDIA datasheets), by part of the name.
 DATASHEET = {
     "H200": (989.4e12, 4.8e12),
@@ -25,6 +23,14 @@ DATASHEET = {
     "A100 80GB": (312e12, 1.94e12),
     "A100": (312e12, 1.56e12),
 }
+
+
+def attention_flops(
+    batch: int, n_heads: int, n_q: int, n_k: int, head_dim: int, pass_: str
+) -> float:
+    """Two matmuls forward, five backward: the scores, dv, dp, dq and dk."""
+    matmuls = {"forward": 2.0, "backward": 5.0}[pass_]
+    return matmuls * 2.0 * batch * n_heads * n_q * n_k * head_dim
 
 
 def step_matmul_flops(model: dict, batch: int, n_context: int, n_target: int) -> float:

@@ -8,6 +8,8 @@ OPERATOR_SIZES = {
     "mixture_heads": ("d_model", "d_ff", "d_ff_storage", "n_components"),
     "mixture_nll": ("n_components",),
 }
+# The device's own limits, through PyTorch: no implementations to choose from, no backward pass.
+CEILINGS = ("matmul", "copy")
 OF_TARGETS = ("mixture_heads", "mixture_nll")  # these see no context row
 
 

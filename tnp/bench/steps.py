@@ -6,13 +6,17 @@ import time
 
 import torch
 
+from tnp.bench.evidence import Code, packages
+from tnp.bench.kernel_code import launches
 from tnp.bench.memory import PeakMemory
 from tnp.bench.outcome import Unsupported, key, require_supported
+from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import step_attention_flops, step_matmul_flops
+from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import Measurement, Policy, first_call, measure
+from tnp.bench.timing import Measurement, first_call, measure
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops import auto
 from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
@@ -24,13 +28,14 @@ LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degen
 
 
 def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:
-    """Tables "steps", "samples" and, for an eager step, "stages" of one configuration.
+    """Tables "steps", "samples", "code" and, for an eager step, "stages" of one configuration.
 
     The peak memory is that of the steps after the first; for a captured step, of capture and
     replays, since a replay allocates nothing and lives in what the capture took.
 
     Args:
-        parameters: the step key, `variant_spec`, `model`, `timing` and `device`.
+        parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and `modules`, the
+            hashes of the modules that the step runs, by name.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
 
     Raises:
@@ -63,7 +68,9 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         nonlocal loss
         loss = step(task)
 
-    compile_s = first_call(run, device)
+    code = Code(packages=packages(), modules=parameters.get("modules", {}))
+    with launches() as code.kernels:
+        compile_s = first_call(run, device)
     if parameters["cuda_graph"]:
         compile_s += sum(first_call(run, device) for _ in range(N_EAGER_BEFORE_CAPTURE - 1))
         memory.reset()
@@ -82,12 +89,12 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         key("step", parameters)
         | {"status": "ok", "reason": measurement.note, "peak_memory_bytes": peak_memory_bytes}
         | _rates(parameters, measurement)
-        | {"n_samples": len(measurement.samples_ms), "n_warmup": measurement.n_warmup}
-        | {"setup_s": setup_s, "compile_s": compile_s, "measure_s": measurement.measure_s}
-        | conditions.row()
-        | {"choices": _choices(variant)}
+        | measured_columns(measurement, conditions)
+        | {"setup_s": setup_s, "compile_s": compile_s, "energy_j": _energy(measurement, conditions)}
+        | {"choices": _choices(variant), "kernels_hash": code.kernels_hash}
     )
-    tables = {"steps": [row], "samples": sample_rows(parameters, "step", measurement)}
+    samples = sample_rows(parameters, "step", measurement, conditions)
+    tables = {"steps": [row], "samples": samples, "code": code.rows()}
     if not (parameters["cuda_graph"] or variant.compile):
         n_passes = 1 if row["step_ms_p50"] > policy.long_step_s * 1e3 else STAGE_PASSES
         tables["stages"] = [
@@ -112,13 +119,11 @@ def random_task(parameters: dict, config: TNPConfig, device: torch.device) -> Ta
     )
 
 
-def sample_rows(parameters: dict, pass_: str, measurement: Measurement) -> list[dict[str, object]]:
-    """Rows of table "samples": every raw timing, in the order taken."""
-    configuration = {name: parameters[name] for name in ("config_id", "replicate")}
-    return [
-        configuration | {"pass": pass_, "sample": sample, "time_ms": time_ms}
-        for sample, time_ms in enumerate(measurement.samples_ms)
-    ]
+def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
+    """Joules of one step."""
+    sampling_s = measurement.ended_s[-1]
+    power_w = conditions.power_w(measurement.began, measurement.began + sampling_s)
+    return None if power_w is None else power_w * sampling_s / len(measurement.samples_ms)
 
 
 def _require_step_supported(

@@ -1,11 +1,14 @@
-"""Timing: warm until settled, then a pair of marks around every call, synchronized once at the end.
+"""Timing: warm until settled, then a pair of marks around every call.
 
 A mark is a CUDA event on the current stream, or a reading of the host clock on the CPU. Events
 bound what the device did between them, launch gaps included, so the samples of a loop add up to
-its wall time; the host never waits inside the loop, as it would not in training.
+its wall time. The host waits for the device between rounds of samples, never inside one, as it
+would not in training.
 """
 
 import itertools
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,49 +16,52 @@ from dataclasses import dataclass
 
 import torch
 
+from tnp.bench.policy import Policy
+
 # Warm-up has settled when the medians of two successive chunks agree within this share …
-SETTLED_WITHIN = 0.02
-# … and gives up, saying so, after this many times the least warm-up.
-WARMUP_LIMIT = 10
+WARM_WITHIN = 0.02
+# … and gives up after this many times the least warm-up.
+WARMUP_LIMIT = 3
 CHUNK_CALLS = (3, 100)
 
+# Samples have settled when the medians of their first and last third agree within this share.
+SETTLED_WITHIN = 0.01
+# Successive samples are alike, so that their own spread says little of their mean's. Means of ten
+# batches are nearly independent; 2.26 is Student's 97.5 % quantile of 9 degrees of freedom.
+N_BATCHES, T_QUANTILE = 10, 2.26
+
 Mark = torch.cuda.Event | float
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How long to warm up and how often to sample; `timing` in config.yaml."""
-
-    warmup_s: float
-    min_samples: int
-    long_step_s: float
-    long_samples: int
-
-    @classmethod
-    def from_parameters(cls, timing: dict) -> "Policy":
-        policy = cls(**{name: timing[name] for name in cls.__dataclass_fields__})
-        if policy.min_samples < 1 or policy.long_samples < 1:
-            raise ValueError(
-                f"min_samples {policy.min_samples} and long_samples {policy.long_samples} "
-                "must both be at least 1"
-            )
-        return policy
+Call = Callable[[], object]
+Spans = list[tuple[Mark, Mark]]  # of one contender, in the order taken
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Raw samples in milliseconds, in the order taken, and what came before them."""
+    """Raw samples in milliseconds, in the order taken, and how they came about.
+
+    A sample is the mean of `n_launches`. It ended `ended_s` seconds after sampling began, which was
+    at `began` on the host's `time.perf_counter`.
+    """
 
     samples_ms: list[float]
+    ended_s: list[float]
+    n_launches: int
     n_warmup: int
-    settled: bool
+    began: float
     measure_s: float
+
+    @property
+    def settled(self) -> bool:
+        third = max(1, len(self.samples_ms) // 3)
+        first, last = self.samples_ms[:third], self.samples_ms[-third:]
+        change = math.log(statistics.median(last) / statistics.median(first))
+        return abs(change) < SETTLED_WITHIN
 
     @property
     def note(self) -> str | None:
         if self.settled:
             return None
-        return f"two successive medians never agreed within {SETTLED_WITHIN:.0%} while warming up"
+        return f"the first and the last third of the samples are {SETTLED_WITHIN:.0%} or more apart"
 
 
 def mark(device: torch.device) -> Mark:
@@ -77,18 +83,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_calls(calls: Iterator[Callable[[], object]], n: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of the next `n` calls, back to back."""
-    marks = []
-    for call in itertools.islice(calls, n):
-        start = mark(device)
-        call()
-        marks.append((start, mark(device)))
+def call_ms(call: Call, device: torch.device) -> float:
+    """Milliseconds of one call."""
+    start = mark(device)
+    call()
+    end = mark(device)
     synchronize(device)
-    return [elapsed_ms(start, end) for start, end in marks]
+    return elapsed_ms(start, end)
 
 
-def first_call(call: Callable[[], object], device: torch.device) -> float:
+def first_call(call: Call, device: torch.device) -> float:
     """Seconds of the first call: kernels compile, libraries pick algorithms, memory is reserved."""
     synchronize(device)
     start = time.perf_counter()
@@ -97,109 +101,127 @@ def first_call(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure(
-    calls: Sequence[Callable[[], object]], device: torch.device, policy: Policy
-) -> Measurement:
-    """Time `calls` in rotation, each of which has run before.
-
-    A call longer than `long_step_s` counts its first run as the warm-up: `long_samples` follow.
-    """
+def measure(calls: Sequence[Call], device: torch.device, policy: Policy) -> Measurement:
+    """Time `calls` in rotation, each of which has run before."""
     (measurement,) = measure_interleaved([calls], device, policy)
     return measurement
 
 
 def measure_interleaved(
-    contenders: Sequence[Sequence[Callable[[], object]]],
+    contenders: Sequence[Sequence[Call]],
     device: torch.device,
     policy: Policy,
     launches_per_call: int = 1,
 ) -> list[Measurement]:
     """Time several contenders in rounds, one call of each a round, so that drift hits all alike.
 
-    Every call has run before. Each round starts with the next contender, and each call in it takes
-    the next of its contender's inputs, so that none finds in cache what the one before it read.
-    Warm-up ends when every contender has settled. A round longer than `long_step_s` counts its
-    first run as the warm-up: `long_samples` rounds follow. Samples are per launch.
+    Every call has run before. The order in a round is drawn anew, so that nobody always follows the
+    same one. Each call takes the next of its contender's inputs, so that none finds in cache what
+    the one before it read. Warm-up ends when every contender has settled. Where a round is longer
+    than `policy.long_step_s`, the first is the warm-up. Samples are per launch.
     """
     if not contenders:
         return []
     start = time.perf_counter()
-    turns = _turns(contenders)
-    samples = _time_rounds(turns, 1, len(contenders), device)
-    n_warmup, settled = 1, [True] * len(contenders)
-    round_ms = sum(first for (first,) in samples)
-    if round_ms > policy.long_step_s * 1e3:
-        rest = _time_rounds(turns, policy.long_samples - 1, len(contenders), device)
-        samples = [first + others for first, others in zip(samples, rest, strict=True)]
+    turns, n = _turns(contenders), len(contenders)
+    round_ms = sum(elapsed_ms(*spans[0]) for spans in _rounds(turns, 1, n, device))
+    is_long = round_ms > policy.long_step_s * 1e3
+    n_warmup = 1 if is_long else 1 + _warm_up(turns, n, round_ms, device, policy)
+    synchronize(device)
+    began, origin = time.perf_counter(), mark(device)
+    if is_long:
+        taken = _rounds(turns, policy.long_samples, n, device)
     else:
-        n_warmup, settled = _warm_up(turns, len(contenders), round_ms, device, policy)
-        samples = _time_rounds(turns, policy.min_samples, len(contenders), device)
+        taken = _sample(turns, n, device, policy)
     measure_s = time.perf_counter() - start
     return [
         Measurement(
-            samples_ms=[time_ms / launches_per_call for time_ms in own],
+            samples_ms=[elapsed_ms(*span) / launches_per_call for span in spans],
+            ended_s=[elapsed_ms(origin, end) / 1e3 for _, end in spans],
+            n_launches=launches_per_call,
             n_warmup=n_warmup,
-            settled=own_settled,
+            began=began,
             measure_s=measure_s,
         )
-        for own, own_settled in zip(samples, settled, strict=True)
+        for spans in taken
     ]
 
 
-def _turns(
-    contenders: Sequence[Sequence[Callable[[], object]]],
-) -> Iterator[tuple[int, Callable[[], object]]]:
+def _turns(contenders: Sequence[Sequence[Call]]) -> Iterator[tuple[int, Call]]:
     """Whose turn it is, and the call, round after round."""
-    turns = itertools.count()
-    for first in itertools.count():
-        for place in range(len(contenders)):
-            contender = (first + place) % len(contenders)
+    turns, order = itertools.count(), list(range(len(contenders)))
+    while True:
+        random.shuffle(order)
+        for contender in order:
             calls = contenders[contender]
             yield contender, calls[next(turns) % len(calls)]
 
 
-def _time_rounds(
-    turns: Iterator[tuple[int, Callable[[], object]]],
-    n_rounds: int,
-    n_contenders: int,
-    device: torch.device,
-) -> list[list[float]]:
-    """Milliseconds of the next `n_rounds` calls of each contender."""
-    taken = list(itertools.islice(turns, n_rounds * n_contenders))
-    times = time_calls((call for _, call in taken), len(taken), device)
-    samples: list[list[float]] = [[] for _ in range(n_contenders)]
-    for (contender, _), time_ms in zip(taken, times, strict=True):
-        samples[contender].append(time_ms)
-    return samples
+def _rounds(
+    turns: Iterator[tuple[int, Call]], n_rounds: int, n_contenders: int, device: torch.device
+) -> list[Spans]:
+    """Marks around the next `n_rounds` calls of each contender."""
+    spans: list[Spans] = [[] for _ in range(n_contenders)]
+    for contender, call in itertools.islice(turns, n_rounds * n_contenders):
+        start = mark(device)
+        call()
+        spans[contender].append((start, mark(device)))
+    synchronize(device)
+    return spans
+
+
+def _sample(
+    turns: Iterator[tuple[int, Call]], n_contenders: int, device: torch.device, policy: Policy
+) -> list[Spans]:
+    """The least number of samples of each, then as many again until all means are known."""
+    start = time.perf_counter()
+    taken = _rounds(turns, policy.min_samples, n_contenders, device)
+    while True:
+        elapsed_s, n_rounds = time.perf_counter() - start, len(taken[0])
+        known = all(half_width([elapsed_ms(*span) for span in spans]) <= policy.half_width
+                    for spans in taken)  # fmt: skip
+        if known or elapsed_s >= policy.max_sampling_s:
+            return taken
+        affordable = math.ceil(n_rounds * (policy.max_sampling_s / elapsed_s - 1))
+        more = _rounds(turns, min(n_rounds, affordable), n_contenders, device)
+        for spans, others in zip(taken, more, strict=True):
+            spans += others
+
+
+def half_width(samples: Sequence[float]) -> float:
+    """Of the 95 % interval of the samples' mean, as a share of it, from means of ten batches."""
+    if len(samples) < N_BATCHES:
+        return math.inf
+    size = len(samples) // N_BATCHES
+    means = [statistics.fmean(samples[i * size : (i + 1) * size]) for i in range(N_BATCHES)]
+    deviation = statistics.stdev(means) / math.sqrt(N_BATCHES)
+    return T_QUANTILE * deviation / statistics.fmean(means)
 
 
 def _warm_up(
-    turns: Iterator[tuple[int, Callable[[], object]]],
+    turns: Iterator[tuple[int, Call]],
     n_contenders: int,
     round_ms: float,
     device: torch.device,
     policy: Policy,
-) -> tuple[int, list[bool]]:
-    """Run until all have settled; returns the number of rounds, and who settled."""
+) -> int:
+    """Run until all have settled, or for too long; returns the number of rounds."""
     least, most = CHUNK_CALLS
     chunk = min(max(round(policy.warmup_s * 250 / max(round_ms, 1e-3)), least), most)
     start = time.perf_counter()
 
     def medians() -> list[float]:
-        return list(map(statistics.median, _time_rounds(turns, chunk, n_contenders, device)))
+        taken = _rounds(turns, chunk, n_contenders, device)
+        return [statistics.median(elapsed_ms(*span) for span in spans) for spans in taken]
 
-    previous = medians()
-    n_rounds = 1 + chunk
+    n_rounds, latest = chunk, medians()
     while True:
-        latest = medians()
+        previous, latest = latest, medians()
         n_rounds += chunk
         elapsed = time.perf_counter() - start
-        settled = [
-            abs(after / before - 1) <= SETTLED_WITHIN
+        settled = all(
+            abs(after / before - 1) <= WARM_WITHIN
             for before, after in zip(previous, latest, strict=True)
-        ]
-        if all(settled) and elapsed >= policy.warmup_s:
-            return n_rounds, settled
-        if elapsed >= WARMUP_LIMIT * policy.warmup_s:
-            return n_rounds, settled
-        previous = latest
+        )
+        if elapsed >= policy.warmup_s * (1 if settled else WARMUP_LIMIT):
+            return n_rounds

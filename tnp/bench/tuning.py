@@ -26,11 +26,13 @@ from tnp.bench.operators import (
     replayed,
 )
 from tnp.bench.outcome import Rows, classify
+from tnp.bench.policy import Policy
 from tnp.bench.process import run_child
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import attention_bytes
+from tnp.bench.sampled import measured_columns
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import Policy, measure_interleaved, synchronize
+from tnp.bench.timing import measure_interleaved, synchronize
 from tnp.bench.workloads import Output, input_sets
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.tuning import candidates, choose
@@ -134,9 +136,8 @@ def measure_trials(
         for trial, own in zip(pending, measured, strict=True):
             trial.row |= (
                 summarize(own.samples_ms, "time_ms")
-                | {"n_samples": len(own.samples_ms), "n_warmup": own.n_warmup, "setup_s": setup_s}
-                | {"measure_s": own.measure_s, "reason": own.note}
-                | conditions.row()
+                | {"setup_s": setup_s, "reason": own.note}
+                | measured_columns(own, conditions)
             )
         for trial in each(pending, lambda trial: trial.check(trial.runs[1](), reference)):
             trial.row["status"] = "ok"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tnp.bench.roofline import (
     add_rms_norm_bytes,
     attention_bytes,
+    attention_flops,
     heads_bytes,
     heads_flops,
     mlp_bytes,
@@ -21,7 +22,6 @@ from tnp.bench.roofline import (
     nll_bytes,
 )
 from tnp.ops.attention import attention, describe_launch
-from tnp.ops.flops import attention_flops
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30

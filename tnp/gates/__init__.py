@@ -61,6 +61,12 @@ KERNEL_GATES = {
 }
 
 
+def gates_of(op: str, name: str) -> list[str]:
+    """Gates that prove the implementation `name` of `op`, or all that "auto" may choose."""
+    proving = [KERNEL_GATES.get((op, one), ()) for one in registry.candidates(op, name)]
+    return list(dict.fromkeys(gate for gates in proving for gate in gates))
+
+
 def gates_for(
     implementations: Mapping[str, str],
     checkpoint: bool = False,
@@ -71,8 +77,7 @@ def gates_for(
     """Gates that what uses these implementations (operator → name) and switches waits for."""
     gates = ["baseline"]
     for op, name in implementations.items():
-        for candidate in registry.candidates(op, name):
-            gates += KERNEL_GATES.get((op, candidate), ())
+        gates += gates_of(op, name)
     switches = {
         "skip_unread": skip_unread,
         "checkpointing": checkpoint or recompute,

@@ -214,7 +214,7 @@ def _unsupported(
     op: str, name: str, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]
 ) -> str | None:
     reason = registry.get(op, name).unsupported(device, dtype)
-    if reason is None and name in registry.OWN and dtype.itemsize > 4:
+    if reason is None and registry.role(op, name) == "own" and dtype.itemsize > 4:
         return f"it takes bfloat16, float16 or float32, not {dtype}"
     for size, taken in registry.LIMITS.get((op, name), {}).items():
         if reason is None and size in sizes and sizes[size] not in taken:

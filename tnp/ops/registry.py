@@ -20,13 +20,15 @@ class Implementation:
     """One way to compute an operator.
 
     `unsupported(device, dtype)` gives the reason it cannot run there, or None. `modules` are the
-    modules it lives in: an edit to one of them voids its results.
+    modules it lives in: an edit to one of them voids its results. `provider` is "own", "torch", or
+    the package that it comes from.
     """
 
     op: str
     name: str
     modules: tuple[str, ...]
     unsupported: Callable[[torch.device, torch.dtype], str | None]
+    provider: str = "torch"
 
 
 def _anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -146,7 +148,6 @@ MATMULS = tuple(
 MLP = (*MATMULS, "tnp.ops.mlp.triton_mlp")
 # Operators whose plain form PyTorch's compiler would fuse: a baseline of their benchmarks.
 COMPILED = ("rms_norm", "mlp", "mixture_heads", "mixture_nll")
-OWN = ("separate", "fused", "single")  # names of implementations of our own
 HEAD_DIMS = (16, 32, 64, 128)
 # What "auto" chooses from (`tnp.ops.auto`), PyTorch's plain form first: all of it can be trained.
 CANDIDATES = {
@@ -166,21 +167,21 @@ _IMPLEMENTATIONS = {
         ),
         Implementation("attention", "sdpa_cudnn", ("tnp.ops.attention.sdpa",), _cudnn),
         Implementation("attention", "flex", ("tnp.ops.attention.peers",), _flex),
-        Implementation("attention", "fa3", ("tnp.ops.attention.peers",), _fa3),
-        Implementation("attention", "fa4", ("tnp.ops.attention.peers",), _fa4),
-        Implementation("attention", "separate", OURS, _triton),
-        Implementation("attention", "fused", OURS, _triton),
+        Implementation("attention", "fa3", ("tnp.ops.attention.peers",), _fa3, "fa3-fwd"),
+        Implementation("attention", "fa4", ("tnp.ops.attention.peers",), _fa4, "flash-attn-4"),
+        Implementation("attention", "separate", OURS, _triton, "own"),
+        Implementation("attention", "fused", OURS, _triton, "own"),
         Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
         Implementation("embedding", "torch", (), _anywhere),
-        Implementation("embedding", "fused", ("tnp.ops.triton_embedding",), _triton),
+        Implementation("embedding", "fused", ("tnp.ops.triton_embedding",), _triton, "own"),
         Implementation("rms_norm", "torch", (), _anywhere),
-        Implementation("rms_norm", "fused", ("tnp.ops.triton_rms_norm",), _triton),
+        Implementation("rms_norm", "fused", ("tnp.ops.triton_rms_norm",), _triton, "own"),
         Implementation("projection", "torch", (), _anywhere),
-        Implementation("projection", "fused", ("tnp.ops.weight_gradient",), _anywhere),
+        Implementation("projection", "fused", ("tnp.ops.weight_gradient",), _anywhere, "own"),
         Implementation("mlp", "torch", (), _anywhere),
-        Implementation("mlp", "fused", MLP, _triton),
+        Implementation("mlp", "fused", MLP, _triton, "own"),
         # Its backward is that of "fused".
-        Implementation("mlp", "single", (*MLP, "tnp.ops.mlp.single"), _triton),
+        Implementation("mlp", "single", (*MLP, "tnp.ops.mlp.single"), _triton, "own"),
         Implementation("mixture_heads", "torch", (), _anywhere),
         Implementation("mixture_heads", "loop", (), _anywhere),
         Implementation("mixture_heads", "bmm", (), _anywhere),
@@ -190,11 +191,12 @@ _IMPLEMENTATIONS = {
             "fused",
             (*MATMULS, "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"),
             _triton,
+            "own",
         ),
         Implementation("mixture_nll", "torch", (), _anywhere),
-        Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton),
+        Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton, "own"),
         *(Implementation(op, "compiled", (), _compiled) for op in COMPILED),
-        *(Implementation(op, "auto", ("tnp.ops.auto",), _anywhere) for op in CANDIDATES),
+        *(Implementation(op, "auto", ("tnp.ops.auto",), _anywhere, "own") for op in CANDIDATES),
     )
 }
 
@@ -227,6 +229,13 @@ def not_in_models(op: str, name: str) -> str | None:
 def candidates(op: str, name: str) -> tuple[str, ...]:
     """What may run where `name` is asked for: itself, or what "auto" chooses from."""
     return CANDIDATES[op] if name == "auto" else (name,)
+
+
+def role(op: str, name: str) -> str:
+    """The implementation's place in comparisons, one of `tnp.schemas.ROLES`."""
+    if get(op, name).provider == "own":
+        return "own"
+    return "baseline" if name == names(op)[0] else "peer"
 
 
 def check(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:

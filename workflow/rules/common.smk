@@ -5,10 +5,11 @@ from pathlib import Path
 
 from snakemake.logging import logger
 from tnp.bench.child import require_visible
-from tnp.bench.outcome import CEILINGS
+from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug
-from tnp.gates import GATES, gates_for
+from tnp.bench.sizes import CEILINGS
+from tnp.gates import GATES, gates_of
 from workflow import plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, named
 from workflow.progress import Progress
@@ -98,10 +99,10 @@ def step_gates(parameters):
 
 
 def op_gates(parameters):
-    """{implementation: results of the gates it waits for}."""
+    """{contender: results of the gates it waits for}."""
     op = parameters["op"]
     return {
-        name: [] if op in CEILINGS else gate_files(gates_for({op: name}))
+        name: [] if op in CEILINGS else gate_files(gates_of(op, implementation_of(name)))
         for name in parameters["implementations"]
     }
 
@@ -109,7 +110,7 @@ def op_gates(parameters):
 def op_sources(parameters):
     return union(
         sources.of_op(parameters | {"implementation": name})
-        for name in parameters["implementations"]
+        for name in set(map(implementation_of, parameters["implementations"]))
     )
 
 

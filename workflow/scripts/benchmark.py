@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 from tnp.bench.isolate import run_isolated, with_provenance
-from tnp.bench.outcome import Rows, failure_rows, only, together
+from tnp.bench.outcome import Rows, failure_rows, implementation_of, only, together
 from tnp.bench.process import device_lock
 from tnp.store import write_table
+from workflow import sources
 from workflow.gate_process import red
 from workflow.jobs import job
 
-parameters, kind = snakemake.params.parameters, snakemake.params.kind
+kind = snakemake.params.kind
+parameters = sources.with_modules(kind, snakemake.params.parameters)
 gates = snakemake.params.gates
 name = f"{parameters['config_id']} r{parameters['replicate']}"
 
@@ -18,7 +20,10 @@ name = f"{parameters['config_id']} r{parameters['replicate']}"
 def measure() -> Rows:
     if kind == "step":
         return measured(parameters, red(gates, json.loads(parameters["operators"])))
-    reasons = {name: red(files, {parameters["op"]: name}) for name, files in gates.items()}
+    reasons = {
+        contender: red(files, {parameters["op"]: implementation_of(contender)})
+        for contender, files in gates.items()
+    }
     allowed = [name for name, reason in reasons.items() if reason is None]
     parts = [measured(only(parameters, allowed), None)] if allowed else []
     for forbidden, reason in reasons.items():

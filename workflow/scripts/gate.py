@@ -5,6 +5,7 @@ from pathlib import Path
 from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
 from tnp.store import write_table
+from workflow import sources
 from workflow.gate_process import run
 from workflow.jobs import job
 
@@ -28,7 +29,8 @@ def verdict(rows: list[dict]) -> str:
 
 with job(f"gate {gate}", snakemake.log[0]) as say:
     with device_lock(params.slug, shared=True, say=say):
-        tables = run(gate, params.device, params.slug, params.timeout_s)
+        modules = sources.hashes(sources.of_gate(gate))
+        tables = run(gate, params.device, params.slug, modules, params.timeout_s)
     identity = next((row["environment_id"] for row in tables["environments"]), None)
     for table, rows in with_provenance(tables, params.slug, identity).items():
         write_table(Path(snakemake.output[table]), table, rows)

@@ -1,0 +1,99 @@
+"""What a row carries so that others can judge it: its run, its question's hashes, the code it ran.
+
+Imports no torch: the process that plans, and that records a failure, knows all of it but the
+kernels.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+
+from tnp.bench.kernel_code import digest
+from tnp.bench.policy import Policy
+from tnp.bench.sizes import CEILINGS
+from tnp.gates import gates_of
+from tnp.ops import registry
+from tnp.schemas import OP_KEY, OP_SIZES
+from tnp.variants import Variant
+
+# What a step's numbers depend on besides the code: not its names.
+STEP_SPEC = (
+    *("model", "batch", "n_context", "n_target", "dtype", "variant_spec"),
+    *("checkpoint", "cuda_graph", "optimizer"),
+)
+NAMES = ("config_id", "implementation", "shape", "pass", "replicate")
+OP_SPEC = tuple(name for name, _ in OP_KEY + OP_SIZES if name not in NAMES)
+
+
+def of_step(parameters: dict) -> dict[str, str | None]:
+    """What is known of a step's evidence before it runs."""
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
+    return {
+        "spec_hash": _hash({name: parameters[name] for name in STEP_SPEC}),
+        "source_hash": _modules_hash(parameters.get("modules")),
+        "timing_hash": _timing_hash(parameters),
+        "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
+    }
+
+
+def of_op(parameters: dict) -> dict[str, str | None]:
+    """The same of one implementation of an operator, `parameters["implementation"]`."""
+    op, name = parameters["op"], parameters["implementation"]
+    is_ceiling = op in CEILINGS
+    return {
+        "spec_hash": _hash({name: parameters.get(name) for name in OP_SPEC}),
+        "source_hash": _modules_hash(parameters.get("modules", {}).get(name)),
+        "timing_hash": _timing_hash(parameters),
+        "role": None if is_ceiling else registry.role(op, name),
+        "gates": "" if is_ceiling else "|".join(gates_of(op, name)),
+    }
+
+
+@dataclass
+class Code:
+    """What an implementation, a step or a gate ran on: {name: hash} a part."""
+
+    kernels: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kernels_hash(self) -> str:
+        return _hash([self.kernels, self.packages])
+
+    def rows(self, implementation: str = "") -> list[dict[str, str]]:
+        """Rows of table `code`, without provenance."""
+        parts = {"kernel": self.kernels, "package": self.packages, "module": self.modules}
+        return [
+            {"implementation": implementation, "part": part, "name": name, "hash": found}
+            for part, content in parts.items()
+            for name, found in sorted(content.items())
+        ]
+
+
+def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
+    """{name: version} of PyTorch, Triton, cuDNN and those `distributions` that are installed."""
+    import torch
+
+    versions = {"torch": torch.__version__}
+    if torch.cuda.is_available() and torch.backends.cudnn.version() is not None:
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    for name in ("triton", *distributions):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _modules_hash(modules: dict[str, str] | None) -> str | None:
+    return _hash(modules) if modules else None
+
+
+def _timing_hash(parameters: dict) -> str:
+    return _hash(asdict(Policy.from_parameters(parameters["timing"])))
+
+
+def _hash(content: object) -> str:
+    return digest(json.dumps(content, sort_keys=True))

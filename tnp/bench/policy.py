@@ -1,0 +1,32 @@
+"""How long to warm up and how often to sample: `timing` in config.yaml. Imports no torch."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Warm for at least `warmup_s` seconds and until the times settle, then take `min_samples`.
+
+    More follow while the mean of some contender is known less well than `half_width` (a share of
+    it) and sampling has lasted less than `max_sampling_s` seconds. A call longer than `long_step_s`
+    seconds is warmed by one run, and `long_samples` follow.
+
+    Raises ValueError where a number of samples is below 1.
+    """
+
+    warmup_s: float = 2.0
+    min_samples: int = 30
+    half_width: float = 0.005
+    max_sampling_s: float = 6.0
+    long_step_s: float = 0.4
+    long_samples: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("min_samples", "long_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+
+    @classmethod
+    def from_parameters(cls, timing: dict) -> "Policy":
+        """Of config.yaml's `timing`, whose other keys are not about sampling."""
+        return cls(**{field.name: timing[field.name] for field in fields(cls)})
