@@ -23,6 +23,7 @@ include: "workflow/rules/gates.smk"
 include: "workflow/rules/benchmarks.smk"
 include: "workflow/rules/training.smk"
 include: "workflow/rules/tuning.smk"
+include: "workflow/rules/studies.smk"
 include: "workflow/rules/store.smk"
 include: "workflow/rules/figures.smk"
 

@@ -229,6 +229,14 @@ def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
     return sorted(jobs, key=lambda job: (configurations[job[0]]["priority"], job[1], drawn[job]))
 
 
+def studies(configurations: dict[str, dict]) -> dict[str, list[tuple[str, int]]]:
+    """{study: its jobs, (id, replicate)}."""
+    jobs: dict[str, list[tuple[str, int]]] = {}
+    for config_id, replicate in running_order(configurations):
+        jobs.setdefault(configurations[config_id]["study"], []).append((config_id, replicate))
+    return jobs
+
+
 def job(configurations: dict[str, dict], config_id: str, replicate: str) -> dict:
     """Parameters of one job."""
     parameters = dict(configurations[config_id], replicate=int(replicate))

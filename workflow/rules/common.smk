@@ -102,7 +102,9 @@ def op_gates(parameters):
     """{contender: results of the gates it waits for}."""
     op = parameters["op"]
     return {
-        name: [] if op in CEILINGS else gate_files(gates_of(op, implementation_of(name)))
+        name: (
+            [] if op in CEILINGS else gate_files(gates_of(op, implementation_of(name)))
+        )
         for name in parameters["implementations"]
     }
 
@@ -177,7 +179,9 @@ def existing_tables():
 
 def check_device():
     """ValueError if jobs are to run here on a GPU that is not here; a cluster's see for themselves."""
-    if workflow.local_exec and any("gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()):
+    if workflow.local_exec and any(
+        "gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()
+    ):
         try:
             require_visible(SLUG)
         except DeviceMissing as error:

@@ -1,0 +1,24 @@
+"""A target for each study of config.yaml, by its name, and `gates` for all gates.
+
+`snakemake --cores 1 headline` measures study `headline` and what it waits for, nothing else.
+"""
+
+
+rule gates:
+    input:
+        gate_files(config["gates"]),
+
+
+for study, jobs in plan.studies(STEPS | OPS).items():
+
+    rule:
+        name:
+            study
+        input:
+            [
+                file
+                for config_id, replicate in jobs
+                for file in planned(
+                    benchmark(config_id), f"{config_id}--r{replicate}"
+                ).values()
+            ],
