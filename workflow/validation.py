@@ -16,8 +16,9 @@ from tnp.ops import registry
 from tnp.task_sources import MAX_POINTS
 from tnp.variants import OPERATORS, Variant
 from workflow.configuration import Place
-from workflow.plan import ABLATION
+from workflow.plan import ABLATION, NOISE
 
+ENDS = ("base", "full")  # of the ablation
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
 MAX_COUNT = 2**31 - 1  # columns of the store are int32
 # The schema's types, in words.
@@ -125,14 +126,13 @@ def _faults(config: dict) -> Iterator[Fault]:
         place = ("steps", name)
         yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
         yield from _not_among((*place, "variants"), "variant", study["variants"], variants)
-        if name == ABLATION:
-            yield Fault(place, "that is section ablation: rename the study")
+        if name in (ABLATION, NOISE):
+            yield Fault(place, f"that is section {name}: rename the study")
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
-    for op, study in _operators(config).items():
-        place = ("ops", op)
+    for place, op, study in _operators(config):
         if op not in OPERATOR_SIZES:
-            yield Fault(("ops",), _unknown("operator", op, OPERATOR_SIZES), (op,))
+            yield Fault(place[:-1], _unknown("operator", op, OPERATOR_SIZES), (op,))
         yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
         names = study["implementations"]
         known = registry.names(op)
@@ -192,18 +192,19 @@ def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
 
 def _of_ablation(place: Place, spec: dict, shapes: dict, variants: dict) -> Iterator[Fault]:
     yield from _not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
-    for end in ("base", "full"):
+    for end in ENDS:
         if spec[end] not in variants:
             yield Fault((*place, end), _unknown("variant", spec[end], variants))
     base, full = variants[spec["base"]], variants[spec["full"]]
     differing = [key for key in base | full if base.get(key) != full.get(key)]
     components = (*place, "components")
     yield from _not_among(components, "difference of base and full", spec["components"], differing)
-    if not spec["base"].startswith("sdpa_") or spec["full"].startswith("sdpa_"):
+    uses_ours = [Variant.from_spec(spec[end], variants[spec[end]]).role() == "own" for end in ENDS]
+    if uses_ours != [False, True]:
         yield Fault(
             place,
-            f"base {spec['base']!r} and full {spec['full']!r} must be one of PyTorch's variants "
-            "(sdpa_…) and one of ours",
+            f"base {spec['base']!r} and full {spec['full']!r} must be a variant of PyTorch's "
+            "operators alone and one with operators of ours",
         )
 
 
@@ -249,12 +250,11 @@ def _uses(config: dict) -> Iterator[_Use]:
     for study, spec in config["steps"].items():
         for index, name in enumerate(spec["variants"]):
             yield of_variant(("steps", study, "variants", index), name)
-    for end in ("base", "full") if "ablation" in config else ():
+    for end in ENDS if "ablation" in config else ():
         yield of_variant(("ablation", end), config["ablation"][end])
-    for op, spec in _operators(config).items():
+    for place, op, spec in _operators(config):
         for index, name in enumerate(spec["implementations"]):
-            place = ("ops", op, "implementations", index)
-            yield _Use(place, {op: name}, config["model"], ("model",))
+            yield _Use((*place, "implementations", index), {op: name}, config["model"], ("model",))
     for run, spec in config["training"].items():
         use = of_variant(("training", run, "variant"), spec["variant"])
         if "model" in spec:
@@ -279,16 +279,22 @@ def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
         for candidate in registry.candidates(op, name):
             needed = KERNEL_GATES.get((op, candidate), ())
             missing = [gate for gate in needed if gate not in gates]
-            if candidate in registry.OWN and not needed:
+            ours = registry.role(op, candidate) == "own"
+            if ours and not needed:
                 what = "no gate proves it: give it an entry in tnp.gates.KERNEL_GATES"
                 yield Fault(use.place, f"{op} {candidate!r} cannot be used: {what}")
-            elif candidate in registry.OWN and missing:
+            elif ours and missing:
                 what = f"gates must name {_listed(missing)}, which it waits for"
                 yield Fault(use.place, f"{op} {candidate!r} cannot be used: {what}")
 
 
-def _operators(config: dict) -> dict[str, dict]:
-    return {name: study for name, study in config["ops"].items() if name != "ceilings"}
+def _operators(config: dict) -> Iterator[tuple[Place, str, dict]]:
+    """(place, operator, study) of every operator that is benchmarked, against others or itself."""
+    for op, study in config["ops"].items():
+        if op != "ceilings":
+            yield ("ops", op), op, study
+    for op, study in config.get(NOISE, {"ops": {}})["ops"].items():
+        yield (NOISE, "ops", op), op, study
 
 
 def _not_among(
