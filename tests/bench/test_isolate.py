@@ -143,12 +143,12 @@ def measure_op(parameters, started, suspect):
         print(*names, file=calls)
     for name in names:
         suspect([name])
-        if (name, {how!r}) == ("second", "preparing"):
+        if (name, {how!r}) == ("sdpa_cudnn", "preparing"):
             os.kill(os.getpid(), signal.SIGSEGV)
-        if (name, {how!r}) == ("second", "losing the device"):
+        if (name, {how!r}) == ("sdpa_cudnn", "losing the device"):
             raise RuntimeError("CUDA error: an illegal memory access")
     suspect(names)
-    if "second" in names and {how!r} == "in the rounds":
+    if "sdpa_cudnn" in names and {how!r} == "in the rounds":
         os.kill(os.getpid(), signal.SIGSEGV)
     return failure_rows("op", parameters, "ok", "")
 
@@ -161,7 +161,7 @@ THREE = {name: f"attention--tiny--{name}" for name in ("sdpa_flash", "sdpa_cudnn
 
 @pytest.fixture
 def ended_by_the_second(tmp_path, monkeypatch):
-    """Have three implementations measured, of which the sdpa_cudnn ends the process."""
+    """Have three implementations measured, of which the second ends the process."""
 
     def measure(how: str) -> tuple[dict[str, dict], list[str]]:
         """Forward rows by implementation, and which were measured together."""

@@ -1,4 +1,5 @@
 import json
+import statistics
 import time
 
 import pytest
@@ -51,7 +52,7 @@ def test_samples_are_the_raw_material_of_the_row(tables):
     times = sorted(sample["time_ms"] for sample in tables["samples"])
     assert [sample["sample"] for sample in tables["samples"]] == list(range(len(times)))
     assert (times[0], times[-1]) == (row["step_ms_min"], row["step_ms_max"])
-    assert times[len(times) // 2] == pytest.approx(row["step_ms_p50"])
+    assert statistics.median(times) == pytest.approx(row["step_ms_p50"])
 
 
 def test_every_stage_has_a_row(tables):
@@ -84,7 +85,7 @@ def test_inputs_are_random_and_a_function_of_the_replicate():
 
 
 def test_a_diverging_step_is_not_timed(monkeypatch):
-    monkeypatch.setattr("tnp.bench.steps.LEARNING_RATE", float("inf"))
+    monkeypatch.setattr("tnp.bench.steps.LEARNING_RATE", 1e38)
     with pytest.raises(RuntimeError, match="the loss is nan"):
         measure_step(step_parameters(), time.perf_counter())
 

@@ -28,7 +28,7 @@ def run_isolated(kind, parameters, timeout_s):
     return with_provenance(tables, parameters["device_slug"], None)
 """
 FAKE_GATE = """
-def run(gate, device, slug, timeout_s):
+def run(gate, device, slug, modules, timeout_s):
     import os
     with open("calls", "a") as calls:
         print("gate", gate, file=calls)
@@ -38,7 +38,7 @@ def run(gate, device, slug, timeout_s):
            "value": 2.0 if gate in os.environ.get("FAKE_RED", "") else 0.5, "bound": 1.0,
            "mode": "cpu", "status": "ok", "reason": ""}
     row["passed"] = row["value"] <= row["bound"]
-    return {"environments": [], "gates": [row], "kernels": []}
+    return {"environments": [], "gates": [row], "kernels": [], "code": []}
 """
 FAKE_FIGURES = """
 def render(name, database, html_path, image_path):

@@ -154,7 +154,9 @@ def test_a_clusters_job_that_does_not_find_its_gpu_fails_and_writes_no_row(check
     common.write_text(text.replace("workflow.local_exec", "False"))
     real = checkout.folder / "workflow/gate_process.py"
     real.write_text(
-        real.read_text().replace("\ndef run(gate, device, slug, timeout_s):", "\ndef fake(*_):")
+        real.read_text().replace(
+            "\ndef run(gate, device, slug, modules, timeout_s):", "\ndef fake(*_):"
+        )
     )
     status, output = checkout.run("measurements")
     assert status != 0

@@ -18,6 +18,14 @@ TINY["gates"] = list(GATES)
 TINY["variants"]["separate"] = {"attention": "separate"}
 TINY["steps"]["cpu"]["variants"] = ["sdpa_flash", "separate"]
 TINY["tuning"] = {"shapes": ["tiny"], "operations": ["fused"], "dtype": "bfloat16"}
+# Of an operator.
+STUDY = {
+    "devices": ["cpu"],
+    "priority": 1,
+    "shapes": ["tiny"],
+    "implementations": ["torch"],
+    "replicates": 1,
+}
 TINY["ablation"] = {
     "devices": ["cpu"],
     "priority": 1,
@@ -89,15 +97,12 @@ def changed(path: str, value: object) -> dict:
         ("variants.separate.d_ff_storage", 40, "d_ff_storage: 40 is smaller than"),
         ("variants.separate.mlp", "compiled",
          "variants.separate.mlp: a variant cannot use 'compiled': it is for benchmarks"),
-        ("ops.rope", {"devices": ["cpu"], "priority": 1, "shapes": ["tiny"], "implementations": ["a"],
-                      "replicates": 1}, "ops: unknown operator 'rope'"),
+        ("ops.rope", STUDY | {"implementations": ["a"]}, "ops: unknown operator 'rope'"),
         ("ops.attention.implementations", ["nope"], "unknown implementation 'nope'"),
-        ("ops.embedding", {"devices": ["cpu"], "priority": 1, "shapes": ["tiny"], "implementations": ["torch"],
-                           "replicates": 1}, "ops: unknown operator 'embedding'"),
-        ("ops.cpu", {"devices": ["cpu"], "priority": 1, "shapes": ["tiny"], "implementations": ["torch"],
-                     "replicates": 1}, "steps.cpu: a study under ops has the same name"),
-        ("ops.mlp", {"devices": ["cpu"], "priority": 1, "shapes": ["tiny"], "implementations": ["single"],
-                     "d_ff_storage": 40, "replicates": 1}, "ops.mlp.d_ff_storage: 40 is smaller"),
+        ("ops.embedding", STUDY, "ops: unknown operator 'embedding'"),
+        ("ops.cpu", STUDY, "steps.cpu: a study under ops has the same name"),
+        ("ops.mlp", STUDY | {"implementations": ["single"], "d_ff_storage": 40},
+         "ops.mlp.d_ff_storage: 40 is smaller"),
         ("variants.separate.mlp", "fusd", "variants.separate.mlp: unknown implementation 'fusd'"),
         ("variants.separate.skip_unread", 1, "skip_unread: 1 must be true or false"),
         ("variants.separate.norm", "torch", "variants.separate: unknown key 'norm': did you mean "
