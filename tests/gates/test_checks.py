@@ -39,6 +39,23 @@ def test_error_ratio_is_about_one_for_equal_rounding_and_large_for_a_wrong_resul
     assert error_ratio(pytorch, torch.full_like(pytorch, torch.inf), reference) == torch.inf
 
 
+def test_error_ratio_is_over_the_larger_of_pytorchs_error_and_the_floor():
+    reference = torch.ones(4, dtype=torch.float64)
+    out, pytorch = reference.float() + 1e-3, reference.float() + 1e-4
+    assert error_ratio(out, pytorch, reference) == pytest.approx(10, rel=1e-2)
+    # ‖out − reference‖ is 2e-3.
+    assert error_ratio(out, pytorch, reference, floor=1e-3) == pytest.approx(2, rel=1e-2)
+    assert error_ratio(out, pytorch, reference, floor=1e-5) == pytest.approx(10, rel=1e-2)
+
+
+def test_error_ratio_of_a_result_that_is_truly_zero():
+    zero = torch.zeros(4, dtype=torch.float64)
+    noise = torch.full((4,), 1e-7)
+    assert error_ratio(noise, zero.float(), zero, floor=1e-7) == pytest.approx(2)
+    assert error_ratio(noise, zero.float(), zero) > 1e6
+    assert error_ratio(zero.float(), zero.float(), zero) == 0
+
+
 def row(**changes) -> dict:
     return {
         "gate": "attention_forward",

@@ -23,6 +23,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
 
 
+@pytest.mark.blas
 def test_gate():
     red = [check for check in gate.checks(DEVICE) if not check.passed]
     assert not red, "\n".join(map(str, red))
@@ -35,11 +36,13 @@ def test_gate():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_share_of_the_rows(n_keys, first, dtype):
     case = Case(3, 7, 24, n_keys, first, dtype)
-    results = gate._run(case, DEVICE, dtype, "fused")
-    own = gate._run(case, DEVICE, dtype, "torch")
-    exact = gate._run(case, DEVICE, torch.float64, "torch")
+    results = gate.run(case, DEVICE, dtype, "fused")
+    own = gate.run(case, DEVICE, dtype, "torch")
+    exact = gate.run(case, DEVICE, torch.float64, "torch")
+    floors = gate.floors(case, DEVICE)
     for name, x in results.items():
-        assert error_ratio(x, own[name], exact[name]) <= BUDGETS[name], name
+        ratio = error_ratio(x, own[name], exact[name], floors.get(name, 0.0))
+        assert ratio <= BUDGETS[name], name
 
 
 @pytest.mark.parametrize(
@@ -185,11 +188,11 @@ def test_operators_keep_their_contracts(dtype):
 @pytest.mark.parametrize("n_keys, first", [(None, 0), (7, 0), (4, 2)])
 def test_compiles_in_one_graph(n_keys, first, backend, monkeypatch):
     case = Case(2, 7, 16, n_keys, first, torch.float32)
-    eager = gate._run(case, DEVICE, torch.float32, "fused")
+    eager = gate.run(case, DEVICE, torch.float32, "fused")
     for function in (linear, project_qkv):
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         monkeypatch.setattr(gate, function.__name__, compiled)
-    for name, x in gate._run(case, DEVICE, torch.float32, "fused").items():
+    for name, x in gate.run(case, DEVICE, torch.float32, "fused").items():
         assert max_abs_error(x, eager[name]) <= 1e-6, name
 
 

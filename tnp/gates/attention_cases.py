@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 
+from tnp.gates import rounding
+from tnp.gates.checks import GRADIENT_BUDGET, OUTPUT_BUDGET
 from tnp.ops import registry, tuning
 from tnp.ops.attention import attention
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.attention.reference import attention_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BUDGETS = {"o": OUTPUT_BUDGET} | dict.fromkeys(("dq", "dk", "dv"), GRADIENT_BUDGET)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Case:
 
 
 # On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
-# where 2^s overflows float32, from 8 on no fixed reference is safe, at 0 all keys are equal.
+# where 2^s overflows float32, from 8 on no fixed reference is safe, at 0 all keys are equal. Of few
+# keys at magnitude 12 and more one has all the weight, and dq and dk are differences of equals.
 SIZES = (1, 63, 64, 65, 127, 564, 777, 10_000, 11_000, 205_000)
 GPU_CASES = (
     *(Case(1, 1, n, 200) for n in SIZES),
@@ -49,6 +55,9 @@ GPU_CASES = (
     Case(1, 2, 300, 200, head_dim=32),
     Case(1, 2, 300, 200, head_dim=128),
     *(Case(1, 2, 777, 564, magnitude=magnitude) for magnitude in (0.0, 2.5, 8.0, 40.0)),
+    *(Case(1, 2, 300, 200, dtype=torch.float32, magnitude=size) for size in (8.0, 12.0, 30.0)),
+    *(Case(2, 3, 300, 11, dtype=dtype, magnitude=12.0) for dtype in DTYPES),
+    *(Case(2, 3, 300, 3, dtype=dtype, magnitude=30.0) for dtype in DTYPES),
     Case(2, 3, 300, 100, magnitude=8.0),
     Case(4, 2, 1500, 1000, n_context=(1, 64, 777, 1000)),
     Case(3, 2, 300, 128, n_context=(1, 65, 128)),
@@ -64,7 +73,8 @@ CPU_CASES = (
     Case(2, 2, 67, 65, dtype=torch.float32),
     Case(1, 2, 130, 63),
     Case(1, 2, 130, 63, dtype=torch.float16),
-    Case(1, 1, 70, 40, dtype=torch.float32, magnitude=8.0),
+    *(Case(1, 1, 70, 40, dtype=torch.float32, magnitude=magnitude) for magnitude in (8.0, 30.0)),
+    *(Case(1, 2, 40, 5, dtype=dtype, magnitude=12.0) for dtype in DTYPES),
     Case(2, 1, 70, 40, dtype=torch.float32, n_context=(7, 40)),
     Case(2, 1, 70, 140, n_context=(7, 140)),
 )
@@ -156,6 +166,11 @@ def pytorch_own(
     if refused or case.n_context is not None:
         return run(inputs, do, "reference", n_context(case, device))
     return run(inputs, do, "sdpa_flash")
+
+
+def floors(case: Case, inputs: list[torch.Tensor], do: torch.Tensor) -> rounding.Floors:
+    """What float32 must be expected to lose in o, dq, dk, dv and lse."""
+    return rounding.attention(*inputs, do, case.head_dim**-0.5, case.n_context)
 
 
 def reference(case: Case, inputs: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,10 @@ import torch
 
 from tnp.ops import registry
 
+# How far a result may be from float64, over what must be expected: see `error_ratio`.
+OUTPUT_BUDGET = 2.0
+GRADIENT_BUDGET = 3.0
+
 
 @dataclass(frozen=True)
 class Check:
@@ -45,12 +49,15 @@ def require_ours(device: torch.device) -> None:
         raise Unsupported(str(error)) from error
 
 
+def distance(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ in float64; infinite where `out` is not finite."""
+    out, reference = out.detach().double(), reference.detach().double()
+    return (out - reference).norm().item() if torch.isfinite(out).all() else math.inf
+
+
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """‖out − reference‖ / ‖reference‖ in float64; infinite where `out` is not finite."""
-    out, reference = out.detach().double(), reference.detach().double()
-    if not torch.isfinite(out).all():
-        return math.inf
-    return ((out - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+    return distance(out, reference) / max(reference.detach().double().norm().item(), 1e-300)
 
 
 def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
@@ -61,14 +68,18 @@ def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return (out - reference).abs().max().item() if out.numel() else 0.0
 
 
-def error_ratio(out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative error of `out` over that of PyTorch's own result in the same dtype.
+def error_ratio(
+    out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tensor, floor: float = 0.0
+) -> float:
+    """How far `out` is from `reference`, over how far it must be expected to be.
 
-    `reference` is computed in float64. PyTorch's error is floored at about one rounding of the
-    output's dtype, so that a result PyTorch happens to hit exactly does not make every other one
-    infinite. Where PyTorch's is not finite, nothing can be said, and the ratio is infinite.
+    `reference` is computed in float64. Expected is the largest of three: the distance of PyTorch's
+    own result in the same dtype; `floor`, what float32 must be expected to lose in this problem
+    (`tnp.gates.rounding`); about one rounding to the output's dtype. Where PyTorch's result is not
+    finite, nothing can be said, and the ratio is infinite.
     """
-    own = relative_error(pytorch, reference)
+    own = distance(pytorch, reference)
     if math.isinf(own):
         return math.inf
-    return relative_error(out, reference) / max(own, torch.finfo(out.dtype).eps / 4)
+    rounding = torch.finfo(out.dtype).eps / 4 * reference.detach().double().norm().item()
+    return distance(out, reference) / max(own, floor, rounding, 1e-300)

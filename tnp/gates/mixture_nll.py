@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from tnp.gates.checks import Check, relative_error, require_ours
-from tnp.gates.row_operators import GRADIENT_BUDGET, Results, compared
+from tnp.gates.checks import GRADIENT_BUDGET, Check, relative_error, require_ours
+from tnp.gates.row_operators import Results, compared
 from tnp.ops.mixture_nll import mixture_nll
 
 # One number, in which errors of single targets cancel: PyTorch's own can be 0 by chance. It is off

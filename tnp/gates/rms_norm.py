@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from tnp.gates.checks import Check, require_ours
-from tnp.gates.row_operators import GRADIENT_BUDGET, OUTPUT_BUDGET, Results, compared
+from tnp.gates.checks import GRADIENT_BUDGET, OUTPUT_BUDGET, Check, require_ours
+from tnp.gates.row_operators import Results, compared
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
 
 BUDGETS = {

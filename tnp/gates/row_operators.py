@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tnp.gates.checks import Check, error_ratio, max_abs_error
+from tnp.gates.rounding import Floors
 
-OUTPUT_BUDGET = 2.0  # over PyTorch's own error in the same dtype
-GRADIENT_BUDGET = 3.0
 # A result that moves between runs is a race.
 REPEATS = {"cuda": 20, "cpu": 1}
 
@@ -21,10 +20,11 @@ def compared(
     exact: Results,
     budgets: dict[str, float],
     implementation: str = "fused",
+    floors: Floors | None = None,
 ) -> Iterator[Check]:
     """Every result of `run`, of `implementation`, that has a budget; then all again."""
     first = run()
-    yield from within(case, first, own, exact, budgets, implementation)
+    yield from within(case, first, own, exact, budgets, implementation, floors)
     yield repeated(case, run, first, implementation)
 
 
@@ -35,12 +35,14 @@ def within(
     exact: Results,
     budgets: dict[str, float],
     implementation: str = "fused",
+    floors: Floors | None = None,
 ) -> Iterator[Check]:
-    """Every one of `results` that has a budget, against float64 over PyTorch's own error."""
+    """Every one of `results` that has a budget, against float64, by `error_ratio`."""
     for name, budget in budgets.items():
         if name in results:
+            floor = (floors or {}).get(name, 0.0)
             yield Check(f"{name} against float64, {case}", "error_ratio",
-                        error_ratio(results[name], own[name], exact[name]), budget,
+                        error_ratio(results[name], own[name], exact[name], floor), budget,
                         implementation)  # fmt: skip
 
 

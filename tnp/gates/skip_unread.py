@@ -12,9 +12,15 @@ from dataclasses import replace
 import torch
 
 from tnp.gates import models
-from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error, require_ours
+from tnp.gates.checks import (
+    GRADIENT_BUDGET,
+    Check,
+    error_ratio,
+    max_abs_error,
+    relative_error,
+    require_ours,
+)
 from tnp.gates.cuda_graphs import captured_checks
-from tnp.gates.row_operators import GRADIENT_BUDGET
 from tnp.model import TransformerNP
 from tnp.step import TrainingStep
 from tnp.tasks import Task

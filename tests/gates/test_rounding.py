@@ -1,0 +1,89 @@
+"""What float32 is expected to lose, against float32 sums that lose it."""
+
+import pytest
+import torch
+
+from tnp.gates import attention_cases as cases
+from tnp.gates import rounding
+from tnp.gates.attention_cases import Case
+
+CPU = torch.device("cpu")
+
+
+def normal(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def one_after_the_other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in float32, product by product: each is rounded, and each sum."""
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for column, row in zip(a.unbind(1), b.unbind(0), strict=True):
+        total = total + column[:, None] * row[None, :]
+    return total
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("n", [1, 2, 16, 64, 500])
+def test_a_product_loses_what_is_expected(n, mean):
+    """Sums that wander about zero, and sums of products of like sign.
+
+    Less than 1: a rounding is off by at most u times the power of 2 below what it rounds.
+    """
+    a, b = normal(60, n) + mean, normal(n, 70) + mean
+    error = (one_after_the_other(a, b).double() - a.double() @ b.double()).norm()
+    expected = rounding.of_product(a.double(), b.double()).sum().sqrt()
+    assert 0.5 <= error / expected <= 1.0
+
+
+def attention_floors(case: Case) -> tuple[rounding.Floors, dict[str, float], float]:
+    """Floors and norms of the results, and the largest score."""
+    inputs, do = cases.draw(case, CPU)
+    names, exact = ("o", "dq", "dk", "dv"), cases.reference(case, inputs, do)
+    norms = {name: x.norm().item() for name, x in zip(names, exact, strict=True)}
+    q, k, _v = (x.detach().double() for x in inputs)
+    largest = (case.head_dim**-0.5 * q @ k.mT).abs().max().item()
+    return cases.floors(case, inputs, do), norms, largest
+
+
+def test_scores_of_size_one_cost_a_few_roundings():
+    floors, norms, _ = attention_floors(Case(1, 2, 70, 40, dtype=torch.float32))
+    for name, norm in norms.items():
+        assert 2 <= floors[name] / norm * 2**24 <= 16, name
+
+
+@pytest.mark.parametrize("magnitude", [8.0, 12.0, 30.0])
+def test_a_weight_is_known_to_the_scores_size_over_2_to_the_24(magnitude):
+    case = Case(1, 2, 70, 40, dtype=torch.float32, magnitude=magnitude)
+    floors, norms, largest = attention_floors(case)
+    # A score has 64 terms: about three roundings of its size forward, and as many backward.
+    assert 1 <= floors["dv"] / norms["dv"] * 2**24 / largest <= 4
+    # o does not depend on what all weights of a row are off by.
+    assert floors["o"] / norms["o"] < 0.2 * floors["dv"] / norms["dv"]
+
+
+def test_one_key_leaves_the_rounding_of_equal_terms():
+    """dq and dk are exactly 0; their floor is that of dp − delta."""
+    floors, norms, _ = attention_floors(Case(1, 1, 70, 1, dtype=torch.float32))
+    assert norms["dq"] < 1e-12 and 1e-7 < floors["dq"] < 1e-4
+    assert norms["dk"] < 1e-12 and 1e-7 < floors["dk"] < 1e-4
+
+
+def test_keys_that_a_sample_does_not_count_cost_nothing():
+    case = Case(2, 1, 70, 40, dtype=torch.float32, n_context=(7, 40))
+    inputs, do = cases.draw(case, CPU)
+    floors = cases.floors(case, inputs, do)
+    with torch.no_grad():
+        for x in inputs[1:]:
+            x[0, :, 7:] = 1e30
+    assert cases.floors(case, inputs, do) == floors
+
+
+def test_silu_layers_lose_what_is_expected():
+    """Hidden units summed one after the other, forward alone."""
+    x, up, down = normal(50, 32), normal(1, 48, 32) / 32**0.5, normal(1, 16, 48) / 48**0.5
+    hidden = torch.nn.functional.silu(one_after_the_other(x, up[0].T))
+    out = one_after_the_other(hidden, down[0].T).double()
+    exact = torch.nn.functional.silu(x.double() @ up[0].double().T) @ down[0].double().T
+    expected, *_ = rounding.silu_layers(x, up, down, normal(50, 1, 16))
+    assert 0.4 <= (out - exact).norm() / expected <= 1.0

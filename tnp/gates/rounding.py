@@ -1,0 +1,131 @@
+"""The error that float32 must be expected to leave in a result, whoever computes it.
+
+A floor is computed in float64 from the inputs alone. One rounding is off by at most u = 2⁻²⁴ of
+what it rounds; evenly spread, its variance is u²/3 times the square. Roundings count as
+independent, and first derivatives carry their variances to the result. A floor is the square root
+of all these variances added up over a result's elements: what ‖computed − exact‖ is expected to be.
+DESIGN.md says the same in words.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+# Variance of one rounding to float32, relative to the square of what is rounded.
+ROUNDING = 2.0**-48 / 3
+# An exponential or a logarithm on a GPU is right to two units in the last place, which are 4 u.
+EXPONENTIAL = 16 * ROUNDING
+# A sigmoid is an exponential, a sum and a quotient; what is made of it takes two roundings more.
+SIGMOID = EXPONENTIAL + 4 * ROUNDING
+
+Floors = dict[str, float]  # by the result's name
+
+
+def of_sum(n: int, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """Variance of a float32 sum of n products, of their exact sum and the sum of their squares.
+
+    Products are added one after the other, the longest way, in an order that has nothing to do with
+    their sizes. Then the squares of all partial sums come to (n + 1)(2 total² + squares)/6. Each
+    partial sum is rounded, and so is each product.
+    """
+    return ROUNDING * ((n + 1) / 6 * (2 * total.square() + squares) + squares)
+
+
+def of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Variance of each element of a @ b in float32; a and b are exact, in float64."""
+    return of_sum(a.shape[-1], a @ b, a.square() @ b.square())
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    scale: float,
+    n_context: Sequence[int] | None = None,
+) -> Floors:
+    """Floors of o, dq, dk, dv, and of lse in nats.
+
+    q and do [B, H, n_q, D], k and v [B, H, n_k, D], of which sample b counts n_context[b] keys.
+    A head at a time to bound the memory.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for b in range(q.shape[0]):
+        n_keys = k.shape[2] if n_context is None else n_context[b]
+        for h in range(q.shape[1]):
+            rows = (q[b, h], k[b, h, :n_keys], v[b, h, :n_keys], do[b, h])
+            variances = _head(*(x.detach().double() for x in rows), scale)
+            for name, variance in variances.items():
+                sums[name] = sums.get(name, 0.0) + variance.sum()
+    return {name: total.sqrt().item() for name, total in sums.items()}
+
+
+def _head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float
+) -> dict[str, torch.Tensor]:
+    """Variances of one head's results."""
+    q = scale * q
+    scores = q @ k.mT
+    lse = scores.logsumexp(-1, keepdim=True)
+    p = (scores - lse).exp()
+    # What a score is off by, its weight is off by too, relative to the weight. A score is rounded
+    # once more when its scale is applied, and that scale, to base 2, is rounded itself.
+    weight = of_product(q, k.mT) + 2 * ROUNDING * scores.square() + EXPONENTIAL
+
+    # o = Σ p v / Σ p: a weight that is off moves o along v − o.
+    o = p @ v
+    moved = p.square() * weight
+    spread = moved @ v.square() - 2 * o * (moved @ v) + o.square() * moved.sum(-1, keepdim=True)
+    total = of_sum(len(k), torch.ones_like(lse), p.square().sum(-1, keepdim=True))
+    var_o = spread + of_product(p, v) + o.square() * (total + 2 * ROUNDING)
+
+    # lse is a maximum, rounded, and a logarithm added to it, rounded again.
+    var_lse = moved.sum(-1, keepdim=True) + total + 2 * ROUNDING * lse.square() + EXPONENTIAL
+
+    # The backward pass computes p = exp(s − lse) and ds = p (dp − delta), dp = do·v, delta = do·o.
+    delta = (do * o).sum(-1, keepdim=True)
+    var_delta = of_sum(q.shape[-1], delta, (do * o).square().sum(-1, keepdim=True))
+    var_delta = var_delta + (do.square() * var_o).sum(-1, keepdim=True)
+    ds = p * (do @ v.mT - delta)
+    var_ds = ds.square() * (weight + 2 * ROUNDING) + p.square() * of_product(do, v.mT)
+    # lse and delta are a row's: what they are off by adds up over its keys, not over queries.
+    dq = ds @ k
+    var_dq = var_ds @ k.square() + var_lse * dq.square() + var_delta * (p @ k).square()
+    var_ds_of_keys = var_ds + var_lse * ds.square() + var_delta * p.square()
+    return {
+        "o": var_o,
+        "dq": scale**2 * (var_dq + of_product(ds, k)),
+        "dk": var_ds_of_keys.mT @ q.square() + of_product(ds.mT, q),
+        "dv": (p.square() * (weight + var_lse)).mT @ do.square() + of_product(p.mT, do),
+        "lse": var_lse,
+    }
+
+
+def silu_layers(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dout: torch.Tensor
+) -> tuple[float, float, float, float]:
+    """Floors of out_k = silu(x up_kᵀ) down_kᵀ, and of dx, dup and ddown.
+
+    x [T, D], up [K, F, D], down [K, O, F], dout [T, K, O]; a feed-forward layer is K = 1.
+    """
+    x, up, down, dout = (t.detach().double() for t in (x, up, down, dout))
+    dout = dout.transpose(0, 1)
+    z, var_z = x @ up.mT, of_product(x, up.mT)  # [K, T, F]
+    s = z.sigmoid()
+    slope, curvature = s * (1 + z * (1 - s)), s * (1 - s) * (2 + z * (1 - 2 * s))
+    h = z * s
+    var_h = slope.square() * var_z + SIGMOID * h.square()
+    var_slope = curvature.square() * var_z + SIGMOID * (s * (1 + z.abs() * (1 - s))).square()
+    dh = dout @ down
+    dz = dh * slope
+    var_dz = slope.square() * of_product(dout, down) + dh.square() * var_slope
+    # dx is one sum over the hidden units of all K.
+    dz_rows, var_dz_rows = (t.transpose(0, 1).flatten(1) for t in (dz, var_dz))
+    units = up.flatten(0, 1)
+    variances = (
+        of_product(h, down.mT) + var_h @ down.mT.square(),
+        of_product(dz_rows, units) + var_dz_rows @ units.square(),
+        of_product(dz.mT, x) + var_dz.mT @ x.square(),
+        of_product(dout.mT, h) + dout.mT.square() @ var_h,
+    )
+    return tuple(variance.sum().sqrt().item() for variance in variances)
