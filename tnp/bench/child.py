@@ -81,4 +81,6 @@ def require_visible(slug: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1 or sys.argv[1].startswith("-"):
+        sys.exit("usage: the benchmarks of `snakemake` start this process and say what to time")
     main(*sys.argv[1:])
