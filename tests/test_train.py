@@ -1,10 +1,13 @@
 """Training learns from context, resumes exactly, and reads no checkpoint it should not."""
 
+import pickle
+import random
+
 import pytest
 import torch
 from torch.distributions import Normal
 
-from tnp import train
+from tnp import checkpoint, train
 from tnp.schemas import PROVENANCE, TABLES
 from tnp.tasks import GaussianProcessTasks
 from tnp.tasks.gaussian_process import NOISE
@@ -30,11 +33,9 @@ def parameters(**changes) -> dict:
     } | changes
 
 
-def run(folder, finished=True, **changes):
+def run(folder, code="", **changes):
     rows = []
-    model = train.run(parameters(**changes), "cpu", folder, rows.append)
-    if finished:
-        train.finish(folder)
+    model = train.run(parameters(**changes), "cpu", folder, rows.append, code)
     return rows, model
 
 
@@ -83,29 +84,17 @@ def test_a_kill_while_saving_keeps_the_checkpoint_before(tmp_path, monkeypatch):
     assert run(tmp_path, steps=8)[0][-1]["step"] == 8
 
 
-def test_a_finished_run_starts_again_and_keeps_its_weights(tmp_path):
+def test_a_finished_run_keeps_its_weights_as_a_file_of_pytorch(tmp_path):
     _, model = run(tmp_path)
     final = torch.load(tmp_path / "final.pt", weights_only=True)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, final["model"][name])
     assert not (tmp_path / "latest.pt").exists()
-    rows, _ = run(tmp_path, learning_rate=1e-3)
-    assert rows[0]["step"] == 0 and rows[0]["loss"] is None
 
 
-def test_a_run_whose_rows_were_not_saved_gives_them_again(tmp_path):
-    """Killed between the last step and the writing of the rows."""
-    rows, _ = run(tmp_path, finished=False)
-    assert run(tmp_path)[0] == rows
-
-
-def test_rows_fill_the_table(tmp_path):
-    rows, _ = run(tmp_path)
-    provenance = {name for name, _ in PROVENANCE}
-    assert all(row.keys() == set(TABLES["training"].names) - provenance for row in rows)
-
-
-def test_held_out_tasks_come_from_a_seed_no_run_can_have(tmp_path, monkeypatch):
+@pytest.fixture
+def sampled(monkeypatch) -> list[int]:
+    """Seeds of all tasks that are drawn."""
     seeds = []
 
     def sample(self, seed, step, *sizes, original=GaussianProcessTasks.sample):
@@ -113,10 +102,60 @@ def test_held_out_tasks_come_from_a_seed_no_run_can_have(tmp_path, monkeypatch):
         return original(self, seed, step, *sizes)
 
     monkeypatch.setattr(GaussianProcessTasks, "sample", sample)
+    return seeds
+
+
+def test_a_run_whose_rows_were_not_saved_gives_them_again(tmp_path, sampled):
+    """Killed between the last step and the moment when the workflow knows that it is done."""
+    rows, model = run(tmp_path)
+    sampled.clear()
+    again, weights = run(tmp_path)
+    assert again == rows and sampled.count(0) == 0
+    for a, b in zip(model.parameters(), weights.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("code", "changes"), [("", {"learning_rate": 1e-3}), ("edited", {})])
+def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampled, code, changes):
+    run(tmp_path)
+    final = (tmp_path / "final.pt").read_bytes()
+    sampled.clear()
+
+    def kill(row):
+        if row["step"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train.run(parameters(**changes), "cpu", tmp_path, kill, code)
+    assert sampled.count(0) == 3
+    assert (tmp_path / "final.pt").read_bytes() == final  # until the new one is finished
+
+
+def test_rows_fill_the_table(tmp_path):
+    rows, _ = run(tmp_path)
+    provenance = {name for name, _ in PROVENANCE} | {"run_id"}
+    assert all(row.keys() == set(TABLES["training"].names) - provenance for row in rows)
+
+
+def test_held_out_tasks_come_from_a_seed_no_run_can_have(tmp_path, sampled):
     largest = 2**31 - 1  # that the column `seed` holds
     run(tmp_path, seed=largest)
-    assert seeds.count(largest) == 6
-    assert seeds.count(train.HELD_OUT_SEED) == train.N_HELD_OUT_BATCHES
+    assert sampled.count(largest) == 6
+    assert sampled.count(train.HELD_OUT_SEED) == train.N_HELD_OUT_BATCHES
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seed": 2**31}, "seed: 2147483648 is more than table training can hold"),
+        ({"seed": 2**80}, "seed: 1208925819614629174706176 is more than table training can hold"),
+        ({"steps": 2**31}, "step: 2147483648 is more than table training can hold"),
+    ],
+)
+def test_what_no_row_can_hold_is_said_before_training(tmp_path, sampled, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run(tmp_path, **changes)
+    assert not sampled and not list(tmp_path.iterdir())
 
 
 def test_learns_from_context(tmp_path):
@@ -170,29 +209,82 @@ def test_learning_rate_warms_up_and_decays():
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
     run_killed(tmp_path)
-    with pytest.raises(ValueError, match="another run: learning_rate is 0.003 there and 0.1 here"):
+    sentence = (
+        "latest.pt is of another run: learning_rate is 0.003 there and 0.1 here: delete the file "
+        "to start again from step 0, or set the value back"
+    )
+    with pytest.raises(ValueError, match=sentence):
         run(tmp_path, learning_rate=0.1)
 
 
-@pytest.mark.parametrize("length", [0, 1000, -1])
+def damaged(folder) -> str:
+    """What is said of a checkpoint, in one line and without a word of PyTorch's."""
+    with pytest.raises(ValueError) as error:
+        run(folder)
+    sentence = str(error.value)
+    assert f"checkpoint {folder / 'latest.pt'}" in sentence and "delete it to start" in sentence
+    assert "\n" not in sentence and "weights_only" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("length", [0, 10, 1000, -65, -1])
 def test_a_truncated_checkpoint_is_one_sentence(tmp_path, length):
     run_killed(tmp_path)
     file = tmp_path / "latest.pt"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match="cannot read checkpoint .*delete it to start"):
+    assert "is damaged" in damaged(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"plain text\n", b"PK\x03\x04 no archive", bytes(5000)])
+def test_what_is_no_checkpoint_is_one_sentence(tmp_path, content):
+    (tmp_path / "latest.pt").write_bytes(content)
+    assert "is damaged" in damaged(tmp_path)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
+    run_killed(tmp_path)
+    file = tmp_path / "latest.pt"
+    whole = file.read_bytes()
+    draw = random.Random(0)
+    places = [*draw.sample(range(8 * len(whole)), 200), 0, 8 * len(whole) - 1]
+    for place in places:
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="is damaged"):
+            checkpoint.load(file, torch.device("cpu"))
+    file.write_bytes(whole)
+    assert checkpoint.load(file, torch.device("cpu"))["step"] == 3
+
+
+def test_missing_keys_are_named(tmp_path):
+    run_killed(tmp_path)
+    state = checkpoint.load(tmp_path / "latest.pt", torch.device("cpu"))
+    del state["optimizer"], state["rows"]
+    checkpoint.save(tmp_path / "latest.pt", state)
+    assert "it lacks optimizer, rows" in damaged(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_one_sentence(tmp_path):
+    """The code has changed, the parameters have not."""
+    run_killed(tmp_path)
+    state = checkpoint.load(tmp_path / "latest.pt", torch.device("cpu"))
+    state["model"].popitem()
+    checkpoint.save(tmp_path / "latest.pt", state)
+    with pytest.raises(ValueError, match="of a model that the code has changed since: delete it"):
         run(tmp_path)
 
 
 def test_a_checkpoint_executes_no_code(tmp_path):
-    import pickle
-
     class Evil:
         def __reduce__(self):
             return open, (str(tmp_path / "executed"), "w")
 
-    tmp_path.joinpath("latest.pt").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match="cannot read checkpoint"):
-        run(tmp_path)
+    file = tmp_path / "latest.pt"
+    file.write_bytes(pickle.dumps(Evil()))
+    damaged(tmp_path)
+    checkpoint.save(file, {"model": Evil()})  # with a digest that is right
+    damaged(tmp_path)
     assert not tmp_path.joinpath("executed").exists()
 
 

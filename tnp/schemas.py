@@ -5,6 +5,8 @@ at the end of a table (older files then read as null); renaming or removing one 
 `SCHEMA_VERSION`, which every Parquet file carries in its metadata.
 """
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
@@ -255,3 +257,15 @@ TABLES: dict[str, pa.Schema] = {
         ],
     }.items()
 }
+
+
+def check_fits(table: str, values: Mapping[str, object]) -> None:
+    """Raises ValueError for one of `values` that a column of its name in `table` cannot hold."""
+    for column in TABLES[table]:
+        try:
+            pa.scalar(values.get(column.name), column.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            raise ValueError(
+                f"{column.name}: {values[column.name]!r} is more than table {table} can hold, "
+                f"whose column is of type {column.type}"
+            ) from None

@@ -7,8 +7,6 @@ context's y values shuffled: a model that uses its context is clearly better wit
 """
 
 import math
-import os
-import pickle
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +15,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from tnp import checkpoint
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops.mixture_nll import mixture_nll
+from tnp.schemas import check_fits
 from tnp.step import TrainingStep
 from tnp.task_sources import MAX_POINTS
 from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
@@ -47,22 +47,30 @@ def run(
     device: torch.device | str,
     checkpoint_dir: Path,
     on_row: Callable[[dict], None],
+    code: str = "",
 ) -> TransformerNP:
     """Train one run of config.yaml, from its last checkpoint where there is one.
+
+    At every evaluation the state is written to `latest.pt` in `checkpoint_dir`, and at the end to
+    `final.pt` in its place. Asked for again with the same parameters and code, a finished run gives
+    its rows again; otherwise it starts from step 0, and `final.pt` stays until that has ended.
 
     Args:
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed.
         device: where to train.
-        checkpoint_dir: `latest.pt` is written there at every evaluation, whole or not at all.
+        checkpoint_dir: where the run's checkpoints are, and none of another.
         on_row: receives every row of table `training`, those before a resume included.
+        code: whatever identifies the code, such as a digest of its files.
 
     Raises:
-        ValueError: an unknown source, sizes a picture does not have, a checkpoint that cannot be
-            read or is another run's.
+        ValueError: an unknown source, sizes a picture does not have, a value that table `training`
+            cannot hold, a checkpoint that is damaged or another run's.
         RuntimeError: training diverged, or the model predicts what only its targets could tell.
     """
+    check_fits("training", parameters | {"step": parameters["steps"]})
     device = torch.device(device)
+    state = _state_to_start_from(checkpoint_dir, parameters, code, device)
     training, held_out = sources(parameters, device)
     evaluation = Evaluation(held_out, parameters)
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
@@ -74,20 +82,42 @@ def run(
         learning_rate=parameters["learning_rate"],
         cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
     )
-    path = checkpoint_dir / "latest.pt"
-    state = load_checkpoint(path, parameters, device) if path.exists() else None
     first, rows, elapsed_s = 0, [], 0.0
     if state is not None:
-        model.load_state_dict(state["model"])
-        step_once.optimizer.load_state_dict(state["optimizer"])
+        try:
+            model.load_state_dict(state["model"])
+            step_once.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError):
+            raise ValueError(
+                f"the checkpoint in {checkpoint_dir} is of a model that the code has changed "
+                "since: delete it to start the run again from step 0"
+            ) from None
         first, rows, elapsed_s = state["step"], state["rows"], state["elapsed_s"]
     for row in rows:
         on_row(row)
 
+    steps = parameters["steps"]
     start = time.perf_counter() - elapsed_s
     loss_sum, n_summed = torch.zeros((), device=device), 0
     sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
     schedule = [parameters[name] for name in ("learning_rate", "warmup_steps", "steps")]
+
+    def save(step: int) -> None:
+        state = {
+            "parameters": parameters,
+            "code": code,
+            "step": step,
+            "rows": rows,
+            "elapsed_s": rows[-1]["elapsed_s"],
+            "model": model.state_dict(),
+            "optimizer": step_once.optimizer.state_dict(),
+        }
+        latest = checkpoint_dir / "latest.pt"
+        if step < steps:
+            checkpoint.save(latest, state)
+        else:
+            checkpoint.save(checkpoint_dir / "final.pt", state)
+            latest.unlink(missing_ok=True)
 
     def log(step: int) -> None:
         row = {name: parameters[name] for name in RUN_COLUMNS} | {
@@ -103,11 +133,10 @@ def run(
                 "the run diverged"
             )
         rows.append(row)
-        save_checkpoint(path, parameters, step_once, step, rows, row["elapsed_s"])
+        save(step)
         on_row(row)
         bar.set_postfix(held_out=f"{row['heldout_log_likelihood']:.3f}")
 
-    steps = parameters["steps"]
     with tqdm(initial=first, total=steps, desc=parameters["run"], unit="step", disable=None) as bar:
         if not rows:
             log(0)
@@ -123,12 +152,27 @@ def run(
     return model
 
 
-def finish(checkpoint_dir: Path) -> None:
-    """Rename `latest.pt` to `final.pt`, once the rows of the run are safe.
-
-    Asked for again, because code or settings have changed, a finished run then starts again.
-    """
-    os.replace(checkpoint_dir / "latest.pt", checkpoint_dir / "final.pt")
+def _state_to_start_from(
+    folder: Path, parameters: dict, code: str, device: torch.device
+) -> dict | None:
+    """The last checkpoint of an unfinished run, or that of a finished one on the same code."""
+    latest, final = folder / "latest.pt", folder / "final.pt"
+    if not latest.exists():
+        if not final.exists():
+            return None
+        # Its rows may not have been kept: a kill can come before they are.
+        state = checkpoint.load(final, device)
+        return state if (state["parameters"], state["code"]) == (parameters, code) else None
+    state = checkpoint.load(latest, device)
+    theirs = state["parameters"]
+    for name in sorted(parameters.keys() | theirs.keys()):
+        if parameters.get(name) != theirs.get(name):
+            raise ValueError(
+                f"checkpoint {latest} is of another run: {name} is {theirs.get(name)!r} there and "
+                f"{parameters.get(name)!r} here: delete the file to start again from step 0, or "
+                "set the value back to go on with that run"
+            )
+    return state
 
 
 def sources(
@@ -207,50 +251,6 @@ def _mean(values: torch.Tensor) -> float:
 
 def _standard_error(values: torch.Tensor) -> float:
     return values.double().std().item() / math.sqrt(len(values))
-
-
-def save_checkpoint(
-    path: Path,
-    parameters: dict,
-    step_once: TrainingStep,
-    step: int,
-    rows: list[dict],
-    elapsed_s: float,
-) -> None:
-    """Replace `path` by the state after `step` steps; a kill leaves the one before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(
-        {
-            "parameters": parameters,
-            "step": step,
-            "rows": rows,
-            "elapsed_s": elapsed_s,
-            "model": step_once.model.state_dict(),
-            "optimizer": step_once.optimizer.state_dict(),
-        },
-        temporary,
-    )
-    os.replace(temporary, path)
-
-
-def load_checkpoint(path: Path, parameters: dict, device: torch.device) -> dict:
-    """What `save_checkpoint` wrote for a run of these parameters; executes no pickled code."""
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"cannot read checkpoint {path} ({reason}): delete it to start the run again"
-        ) from error
-    theirs = state["parameters"]
-    for name in sorted(parameters.keys() | theirs.keys()):
-        if parameters.get(name) != theirs.get(name):
-            raise ValueError(
-                f"checkpoint {path} is of another run: {name} is {theirs.get(name)!r} there and "
-                f"{parameters.get(name)!r} here; delete it to start the run again"
-            )
-    return state
 
 
 if __name__ == "__main__":

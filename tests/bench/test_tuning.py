@@ -129,7 +129,7 @@ kernels.KERNELS.update(ours)
 def test_a_candidate_that_ends_the_process_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(CRASHING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    tables = tuning.tune(parameters(n_k=130), 120)
+    tables = tuning.tune(parameters(n_k=130), 600)
     first, *others = tables["trials"]
     assert (first["kernel"], first["status"]) == ("crashing", "error")
     assert first["reason"] == "crashed by signal SIGSEGV"
@@ -142,7 +142,7 @@ def test_a_candidate_that_ends_the_process_is_left_out(tmp_path, monkeypatch):
 
 
 def test_a_problem_that_is_too_large_is_one_row():
-    (row,) = tuning.tune(parameters(batch=10**6, n_q=10**9), 120)["trials"]
+    (row,) = tuning.tune(parameters(batch=10**6, n_q=10**9), 600)["trials"]
     assert (row["status"], row.get("kernel"), row["operation"]) == ("killed", None, "forward")
 
 

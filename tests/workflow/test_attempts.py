@@ -1,8 +1,10 @@
 """What was ended from outside is tried again, what is named is measured again; no row is lost."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import duckdb
 import pytest
@@ -12,6 +14,7 @@ from tnp.schemas import STATUSES
 from tnp.store import write_table
 from workflow.attempts import ATTEMPTS, Attempts, named
 
+ROOT = Path(__file__).parents[2]
 SEPARATE = "cpu--tiny--separate"
 
 
@@ -230,3 +233,29 @@ def test_names_are_whole_parts_of_ids():
     assert named(["mlp--mid", "mlp--small_b1"], jobs) == {2, 3}
     with pytest.raises(ValueError, match="named 'mlp--smal': did you mean 'mlp--small'"):
         named("mlp--smal", jobs)
+
+
+def test_a_kill_after_a_training_said_that_it_was_done_trains_nothing_again(checkout):
+    shutil.copy(ROOT / "tnp/train.py", checkout.folder / "tnp/train.py")
+    final = checkout.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
+    table = "data/runs/cpu/training/gp_tiny.parquet"
+    workflow = checkout.start(table)
+    assert any("train gp_tiny: 20 steps, held-out" in line for line in workflow.stdout)
+    workflow.kill()
+    workflow.communicate()
+    trained = final.stat().st_mtime_ns
+    before = checkout.rows("training")
+    # As Snakemake does with what it did not hear the end of.
+    (checkout.folder / table).unlink()
+    status, output = checkout.run(table)
+    assert status == 0 and "train gp_tiny: 20 steps, held-out" in output, output
+    assert final.stat().st_mtime_ns == trained
+    new = ("recorded_at", "run_id")
+    rows = [[{k: row[k] for k in row if k not in new} for row in rows]
+            for rows in (before, checkout.rows("training"))]  # fmt: skip
+    assert rows[0] == rows[1] and len(rows[0]) == 3
+
+    # Another run of the same name is trained.
+    checkout.config["training"]["gp_tiny"]["seed"] = 1
+    status, output = checkout.run(table)
+    assert status == 0 and final.stat().st_mtime_ns > trained, output

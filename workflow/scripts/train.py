@@ -1,5 +1,6 @@
 """Trains one run, from its last checkpoint if there is one, and records what it logged."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,16 @@ def run(say: Callable[[str], None]) -> list[dict]:
     rows: list[dict] = []
     require_device(slug)
     with device_lock(slug, say=say):
-        train.run(own, device, Path(snakemake.params.checkpoints), rows.append)
+        train.run(own, device, Path(snakemake.params.checkpoints), rows.append, code())
     return rows
+
+
+def code() -> str:
+    """A digest of all that the run depends on, beside its parameters."""
+    digest = hashlib.sha256()
+    for file in map(Path, snakemake.input):
+        digest.update(f"{file}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
@@ -34,8 +43,6 @@ with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
     tables = {"training": rows, "environments": [state]}
     for table, content in with_provenance(tables, slug, state["environment_id"]).items():
         write_table(Path(snakemake.output[table]), table, content)
-    if not reason:
-        train.finish(Path(snakemake.params.checkpoints))
     Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if reason:
         say(f"not trained: {reason}")
