@@ -76,6 +76,7 @@ def test_killed_run_continues_where_it_was(checkout):
     time.sleep(0.7)
     done = checkout.measured()
     assert checkout.calls()[-1].startswith("start"), "the job outlived its workflow"
+    assert [file.name for file in checkout.temporary.iterdir()] == ["tnp-cpu.lock"]
     status, output = checkout.run("all")
     assert status == 0, output
     again = checkout.measured()[len(done) :]

@@ -1,6 +1,7 @@
 """The configuration checked, the device found, the jobs planned; what guards a run."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from snakemake.logging import logger
@@ -199,6 +200,9 @@ onstart:
         check_device()
     except ValueError as error:
         sys.exit(str(error))
+    # Empty, but for jobs that share no file system: a kill would leave it behind.
+    with suppress(OSError):
+        workflow.snakemake_tmp_dir.rmdir()
     for handler in logger.handlers:
         if handler.name == "DefaultStreamHandler":
             handler.addFilter(Progress(len(workflow.dag)))
