@@ -1,4 +1,5 @@
 # make all     set up .venv, then run the workflow
+# make figures draw every figure from the rows that are there; measures nothing
 # make test    set up .venv, then run the tests
 # make lint    style of Python, SQL and workflow
 # make record  copy what this machine measured into data/recorded
@@ -9,10 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: all test lint record bundle
+.PHONY: all figures test lint record bundle
 
 all: $(VENV)/installed
 	snakemake --cores 1 all
+
+figures: $(VENV)/installed
+	snakemake --cores 1 figures
 
 test: $(VENV)/installed
 	pytest

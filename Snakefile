@@ -1,5 +1,5 @@
 # From config.yaml to figures: gates, benchmarks, training, the store, the charts.
-#   snakemake --cores 1 all        snakemake figures/speedup.html        snakemake -n all
+#   snakemake --cores 1 all        snakemake --cores 1 figures          snakemake -n all
 import sys
 
 sys.path.insert(0, workflow.basedir)  # `tnp` and `workflow` are this checkout's
@@ -24,20 +24,4 @@ include: "workflow/rules/benchmarks.smk"
 include: "workflow/rules/training.smk"
 include: "workflow/rules/tuning.smk"
 include: "workflow/rules/studies.smk"
-include: "workflow/rules/store.smk"
-include: "workflow/rules/figures.smk"
-
-
-localrules:
-    all,
-
-
-# Without an output it always runs, so that every `all` ends in the summary.
-rule all:
-    default_target: True
-    input:
-        expand("figures/{figure}.html", figure=FIGURES),
-    log:
-        "data/runs/logs/all.log",
-    shell:
-        "date > {log}"
+include: "workflow/rules/results.smk"

@@ -2,10 +2,15 @@
 
 import json
 import os
+import random
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -108,8 +113,11 @@ write_table(Path(sys.argv[1]), "samples", [])
     command = [sys.executable, "-c", killed, str(path)]
     assert subprocess.run(command, cwd=SQL.parents[1]).returncode == -signal.SIGKILL
     assert list(path.parent.iterdir()) and not list(tmp_path.rglob("*.parquet"))
+    of_the_living = path.with_name(f".other.{socket.gethostname()}-{os.getppid()}.tmp")
+    of_another_machine = path.with_name(".other.far.away-1.tmp")
+    of_the_living.mkdir(), of_another_machine.mkdir()
     write_table(path, "samples", [ROW])
-    assert list(tmp_path.glob("data/*/*/*/*.parquet")) == [path]
+    assert set(path.parent.iterdir()) == {path, of_the_living, of_another_machine}
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
@@ -138,6 +146,10 @@ FAULTS = {
     "schema version 2, this checkout reads up to 1": lambda path: foreign(
         path, {"time_ms": [1.0]}, {"tnp_schema_version": "2"}
     ),
+    "schema version 'abc', which is no number": lambda path: foreign(
+        path, {"time_ms": [1.0]}, {"tnp_schema_version": "abc"}
+    ),
+    "is no regular file": lambda path: (path.parent.mkdir(parents=True), os.mkfifo(path)),
     "not written by tnp.store": lambda path: foreign(path, {"time_ms": [1.0]}, {}),
     "time_ms as string, table samples as double": lambda path: foreign(path, {"time_ms": ["1"]}),
     "a column 'speed' that table samples lacks": lambda path: foreign(path, {"speed": [1.0]}),
@@ -167,16 +179,42 @@ def test_files_of_an_older_schema_load_with_nulls(tmp_path: Path) -> None:
     assert rows == [(1.5, 0), (2.5, None)]
 
 
-def test_origin_is_the_folder(tmp_path: Path) -> None:
-    files = [samples(tmp_path, "recorded"), samples(tmp_path, "runs")]
+def query(database: Path, sql: str) -> list[tuple]:
+    with duckdb.connect(str(database), read_only=True) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def test_equal_rows_count_once_and_recorded_ones_say_so(tmp_path: Path) -> None:
+    database = tmp_path / "results.duckdb"
+    files = [
+        samples(tmp_path, "recorded"),
+        samples(tmp_path, "recorded", "copied"),
+        samples(tmp_path, "runs"),
+    ]
     for file in files:
-        write_table(file, "samples", [ROW])
-    build_database(files, SQL, tmp_path / "results.duckdb")
-    with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as store:
-        assert store.sql("select origin from samples order by all").fetchall() == [
-            ("recorded",),
-            ("runs",),
-        ]
+        write_table(file, "samples", [ROW, ROW | {"sample": 1, "time_ms": float("nan")}])
+    write_table(samples(tmp_path, "runs", "other"), "samples", [ROW | {"replicate": 2}])
+    files.append(samples(tmp_path, "runs", "other"))
+    build_database(files, SQL, database)
+    rows = query(database, "select origin, replicate, sample from samples order by all")
+    assert rows == [("recorded", 1, 0), ("recorded", 1, 1), ("runs", 2, 0)]
+
+
+def test_a_run_with_two_contents_is_refused_by_both_names(tmp_path: Path) -> None:
+    database = tmp_path / "results.duckdb"
+    run = [ROW | {"run_id": "r", "sample": i} for i in range(3)]
+    one, copied, other = (samples(tmp_path, stem=stem) for stem in ("one", "copied", "other"))
+    write_table(one, "samples", run)
+    write_table(copied, "samples", run)
+    write_table(other, "samples", [row | {"run_id": "another"} for row in run])
+    build_database([one, copied, other], SQL, database)
+    extra = run[0] | {"sample": 3}
+    for altered in (run[:2], [*run[:2], run[2] | {"time_ms": 2.0}], [*run, extra], [extra]):
+        write_table(other, "samples", altered)
+        with pytest.raises(StoreError, match="hold run r of table samples") as caught:
+            build_database([one, copied, other], SQL, database)
+        assert str(other) in str(caught.value) and "\n" not in str(caught.value)
+        assert str(one) in str(caught.value) or str(copied) in str(caught.value)
 
 
 def test_files_without_rows_load_beside_others(tmp_path: Path) -> None:
@@ -219,6 +257,85 @@ def test_readers_keep_their_database_while_it_is_replaced(tmp_path: Path) -> Non
         write_table(path, "samples", [ROW])
         build_database([path], SQL, database)
         assert reader.sql("from samples").fetchall() == []
+
+
+@contextmanager
+def files_up_to(n_bytes: int) -> Iterator[None]:
+    """A disk of this size, as far as a file notices: what goes past it fails to be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_old_database(tmp_path: Path) -> None:
+    """At one size opening fails, at the others the checkpoint, of which closing says nothing."""
+    folder, views = tmp_path / "folder", tmp_path / "sql"
+    database, path = folder / "results.duckdb", samples(tmp_path)
+    views.mkdir()
+    (views / "slow.sql").write_text("create view slow as from samples where time_ms > 0.5")
+    write_table(path, "samples", [ROW])
+    build_database([path], views, database)
+    needed = database.stat().st_size
+    build_database([], views, database)
+    before = database.read_bytes()
+    for percent in range(2, 100, 12):
+        refused = pytest.raises(StoreError, match=f"cannot write {database} .*free space")
+        with files_up_to(needed * percent // 100), refused:
+            build_database([path], views, database)
+        assert database.read_bytes() == before and os.listdir(folder) == [database.name]
+    build_database([path], views, database)
+    assert query(database, "select count(*) from samples") == [(1,)]
+
+
+def test_a_log_of_another_program_does_not_spoil_the_new_database(tmp_path: Path) -> None:
+    database = tmp_path / "results.duckdb"
+    writer = """
+import duckdb, os, sys
+connection = duckdb.connect(sys.argv[1])
+connection.execute("create table notes as select 1")
+os._exit(0)
+"""
+    build_database([], SQL, database)
+    subprocess.run([sys.executable, "-c", writer, str(database)], check=True)
+    log = Path(f"{database}.wal")
+    assert log.exists()
+    build_database([], SQL, database)
+    assert query(database, "from samples") == [] and not log.exists()
+
+
+def test_flipped_bits_never_give_other_rows(tmp_path: Path) -> None:
+    path = samples(tmp_path)
+    draw = random.Random(0)
+    rows = [ROW | {"sample": i, "time_ms": draw.random()} for i in range(200)]
+    write_table(path, "samples", rows)
+    content, written = path.read_bytes(), read_table(path, "samples")
+    n_refused = 0
+    for bit in draw.sample(range(8 * len(content)), 600):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            assert read_table(path, "samples").equals(written), f"bit {bit} of {path}"
+        except StoreError:
+            n_refused += 1
+    assert n_refused > 200
+
+
+def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
+    path = samples(tmp_path)
+    write_table(path, "samples", [ROW])
+    path.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may read anything
+    try:
+        with pytest.raises(StoreError, match=r"cannot be read \(Permission denied\): make it"):
+            read_table(path, "samples")
+    finally:
+        os.seteuid(user)
 
 
 def test_record_adds_what_is_new_and_changes_no_row(

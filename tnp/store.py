@@ -4,28 +4,28 @@ A file holds rows of one table and lies at `data/{recorded,runs}/<device>/<table
 `recorded` is what was committed, `runs` what this machine measured.
 """
 
-import os
+import hashlib
+import json
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from stat import S_ISREG
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tnp import manifest
+from tnp.files import StoreError, cannot_write, first_line, parquet_files, replacing
 from tnp.schemas import SCHEMA_VERSION, TABLES
 
 VERSION_KEY = b"tnp_schema_version"
+# Of the rows. Parquet's own checksums are of pages, and not of what says which page is whose.
+DIGEST_KEY = b"tnp_sha256"
 
 # The storage format that DuckDB's command line 1.5 reads too.
 DUCKDB_FORMAT = {"storage_compatibility_version": "v1.5.0"}
-
-
-class StoreError(RuntimeError):
-    """A file of the store cannot be used; the message names it and says what to do."""
 
 
 def write_table(path: Path, table: str, rows: list[dict]) -> None:
@@ -49,89 +49,109 @@ def write_table(path: Path, table: str, rows: list[dict]) -> None:
 def read_table(path: Path, table: str) -> pa.Table:
     """The rows of `path` with exactly the columns of `table`; those an older file lacks are null.
 
-    Raises StoreError for a file that is missing, cut short, or of another schema.
+    Raises StoreError for a file that is missing, damaged, not as recorded, or of another schema.
     """
     schema = _schema(table)
+    encoded = _bytes(Path(path))
+    manifest.check(Path(path), encoded)
     try:
-        content = pq.ParquetFile(path).read()
-    except FileNotFoundError:
-        raise StoreError(f"{path} does not exist: run the workflow to measure it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise StoreError(
-            f"{path} is not a whole Parquet file ({_first_line(error)}): restore it from git, or "
-            "delete it and run the workflow again"
-        ) from None
+        file = pq.ParquetFile(pa.BufferReader(encoded), page_checksum_verification=True)
+        content = file.read()
+        names = content.column_names  # may be no text
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, first_line(error)) from None
     _check_version(path, content.schema)
-    for field in content.schema:
-        if field.name not in schema.names:
+    for name, field in zip(names, content.schema, strict=True):
+        if name not in schema.names:
             raise StoreError(
-                f"{path} has a column {field.name!r} that table {table} lacks: update this "
+                f"{path} has a column {name!r} that table {table} lacks: update this "
                 "checkout if the file is of a newer one, or delete the file"
             )
-        if field.type != schema.field(field.name).type:
+        if field.type != schema.field(name).type:
             raise StoreError(
-                f"{path} has {field.name} as {field.type}, table {table} as "
-                f"{schema.field(field.name).type}: delete the file and measure again"
+                f"{path} has {name} as {field.type}, table {table} as "
+                f"{schema.field(name).type}: delete the file and measure again"
             )
+    if content.schema.metadata.get(DIGEST_KEY) not in (None, _digest(content)):
+        raise _damaged(path, "its rows are not those that were written")
     complete = pa.concat_tables([schema.empty_table(), content], promote_options="default")
     return complete.replace_schema_metadata(schema.metadata)
 
 
-def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None:
-    """Build `database` from `files`: every table with a column `origin`, every view of `sql_dir`.
+def all_files() -> list[Path]:
+    """Every file of rows below the working directory: recorded ones, and those of its runs."""
+    return parquet_files(Path("data/recorded")) + parquet_files(Path("data/runs"))
 
-    `database` is replaced at the end, so that readers keep the old one until then and errors leave
-    it alone. Raises StoreError for a file that cannot be used, before anything is written.
+
+def read_tables(files: Iterable[Path]) -> dict[str, pa.Table]:
+    """Table → the rows of all its `files`, with columns `origin` and `file`.
+
+    Raises StoreError for a file that cannot be used, and for two that hold the same run of a table
+    with different rows.
     """
-    views = sorted(Path(sql_dir).glob("*.sql"))
-    if not views:
-        raise StoreError(f"{sql_dir} holds no .sql file: it should be workflow/sql")
-    contents: dict[str, list[pa.Table]] = {table: [] for table in TABLES}
+    parts = {name: [_with_source(schema.empty_table(), "", "")] for name, schema in TABLES.items()}
     for path in map(Path, files):
         table = path.parent.name
         if table not in TABLES:
             raise StoreError(
                 f"{path} lies in a folder {table!r}: it must be one of {', '.join(TABLES)}"
             )
-        rows = read_table(path, table)
-        origin = pa.repeat(_origin(path), len(rows))
-        contents[table].append(rows.append_column("origin", origin))
-    with (
-        _replacing(Path(database)) as temporary,
-        duckdb.connect(str(temporary), config=DUCKDB_FORMAT) as connection,
-    ):
-        for table, schema in TABLES.items():
-            empty = schema.append(pa.field("origin", pa.string())).empty_table()
-            connection.register("loaded", pa.concat_tables([empty, *contents[table]]))
-            connection.execute(f"create table {table} as from loaded")
-            connection.unregister("loaded")
-        _create_views(connection, views)
+        parts[table].append(_with_source(read_table(path, table), _origin(path), str(path)))
+    tables = {table: pa.concat_tables(content) for table, content in parts.items()}
+    for table, loaded in tables.items():
+        if "run_id" in loaded.column_names:
+            _check_runs(table, loaded)
+    return tables
+
+
+def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None:
+    """Build `database` from `files`: every table with a column `origin`, every view of `sql_dir`.
+
+    Equal rows count once, however many files hold them; what is recorded says so. `database` is
+    replaced at the end, by one that was read back, so that readers keep the old one until then and
+    errors leave it alone. Raises StoreError for a file that cannot be used, before anything is
+    written, and where there is no room for the new one.
+    """
+    views = sorted(Path(sql_dir).glob("*.sql"))
+    if not views:
+        raise StoreError(f"{sql_dir} holds no .sql file: it should be workflow/sql")
+    tables = read_tables(files)
+    database = Path(database)
+    with replacing(database) as temporary:
+        try:
+            _fill(temporary, tables, views)
+        except duckdb.Error as error:
+            raise cannot_write(database, error) from error
+        # A log that another program left would be played into the new file, and spoil it.
+        Path(f"{database}.wal").unlink(missing_ok=True)
 
 
 def record(runs: Path, recorded: Path) -> None:
     """Copy the rows under `runs` that `recorded` lacks to `<device>/<table>/<now>.parquet` there.
 
-    Rows stay as they were measured; without new rows nothing is written. Raises StoreError where
-    `runs` is no folder or one of the files cannot be used.
+    Rows stay as they were measured, and every file of `recorded` is listed in its manifest. Raises
+    StoreError where `runs` is no folder or one of the files cannot be used.
     """
-    if not Path(runs).is_dir():
+    runs, recorded = Path(runs), Path(recorded)
+    if not runs.is_dir():
         raise StoreError(f"{runs} is no folder: run the workflow to measure something first")
+    read_tables(parquet_files(recorded) + parquet_files(runs))
     # To the microsecond: two calls never write the same file.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
     n_rows = 0
-    for folder in sorted(path for path in Path(runs).glob("*/*") if path.name in TABLES):
+    for folder in sorted({file.parent for file in parquet_files(runs)}):
         table = folder.name
-        target = Path(recorded) / folder.parent.name / table
+        target = recorded / folder.parent.name / table
         measured, known = (_all_rows(source, table) for source in (folder, target))
-        query = "from measured except all from known order by recorded_at"
         with duckdb.connect() as connection:
             connection.register("measured", measured)
             connection.register("known", known)
-            rows = connection.sql(query).to_arrow_table()
+            rows = connection.sql("from measured except from known order by all").to_arrow_table()
         if len(rows):
             _write(target / f"{stamp}.parquet", rows.cast(_schema(table)))
             print(f"{target}: {len(rows)} rows")
             n_rows += len(rows)
+    manifest.extend(recorded)
     if not n_rows:
         print(f"{runs} holds no row that {recorded} lacks")
 
@@ -143,7 +163,10 @@ def _schema(table: str) -> pa.Schema:
 
 
 def _check_version(path: Path, schema: pa.Schema) -> None:
-    version = int((schema.metadata or {}).get(VERSION_KEY, 0))
+    text = (schema.metadata or {}).get(VERSION_KEY, b"0").decode(errors="replace")
+    if not text.isdecimal():
+        raise StoreError(f"{path} has schema version {text!r}, which is no number: delete it")
+    version = int(text)
     if version > SCHEMA_VERSION:
         raise StoreError(
             f"{path} has schema version {version}, this checkout reads up to {SCHEMA_VERSION}: "
@@ -153,8 +176,24 @@ def _check_version(path: Path, schema: pa.Schema) -> None:
         raise StoreError(f"{path} was not written by tnp.store (no schema version): delete it")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".")
+def _bytes(path: Path) -> bytes:
+    try:
+        if S_ISREG(path.stat().st_mode):  # reading a pipe would wait for a writer
+            return path.read_bytes()
+        problem = "is no regular file: remove it"
+    except FileNotFoundError:
+        problem = "does not exist: run the workflow to measure it"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}): make it readable"
+    raise StoreError(f"{path} {problem}")
+
+
+def _digest(rows: pa.Table) -> bytes:
+    """SHA-256 of column names and values, as text that depends on no library's version."""
+    for index, field in enumerate(rows.schema):
+        if pa.types.is_timestamp(field.type):
+            rows = rows.set_column(index, field.name, rows.column(index).cast(pa.int64()))
+    return hashlib.sha256(json.dumps(rows.to_pydict()).encode()).hexdigest().encode()
 
 
 def _origin(path: Path) -> str:
@@ -163,34 +202,87 @@ def _origin(path: Path) -> str:
 
 
 def _all_rows(folder: Path, table: str) -> pa.Table:
-    files = sorted(file for file in folder.glob("*.parquet") if not file.name.startswith("."))
+    files = [file for file in parquet_files(folder.parents[1]) if file.parent == folder]
     return pa.concat_tables(
         [_schema(table).empty_table(), *(read_table(file, table) for file in files)]
     )
 
 
-def _write(path: Path, content: pa.Table) -> None:
-    with _replacing(path) as temporary:
-        pq.write_table(content, temporary, compression="zstd")
+def _damaged(path: Path, why: str) -> StoreError:
+    return StoreError(
+        f"{path} is not a whole Parquet file ({why}): restore it from git, or delete it and run "
+        "the workflow again"
+    )
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `path` where the block ends without error.
+def _with_source(rows: pa.Table, origin: str, file: str) -> pa.Table:
+    for name, value in (("origin", origin), ("file", file)):
+        rows = rows.append_column(name, pa.repeat(value, len(rows)))
+    return rows
 
-    It lies in a folder of its own beside `path`, which DuckDB's write-ahead log shares.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            temporary = Path(folder, "new")
-            yield temporary
-            os.replace(temporary, path)
-    except (OSError, duckdb.IOException) as error:
+
+def _check_runs(table: str, loaded: pa.Table) -> None:
+    """StoreError where two files hold one run of `table` with different rows."""
+    with duckdb.connect() as connection:
+        connection.register("loaded", loaded)
+        # All rows of a run must lie in the same files.
+        altered = connection.sql(
+            """
+            with run_rows as (
+                select * exclude (origin, file), list_sort(list(distinct file)) as files
+                from loaded where run_id is not null group by all
+            )
+
+            select run_id, min(files), max(files)
+            from run_rows group by run_id having count(distinct files) > 1 order by run_id
+            """
+        ).fetchall()
+    for run, first, last in altered:
+        one = min(set(first) ^ set(last))
+        other = (last if one in first else first)[0]
         raise StoreError(
-            f"cannot write {path} ({_first_line(error)}): {path.parent}/ must be a writable "
-            "folder with free space"
-        ) from error
+            f"{one} and {other} hold run {run} of table {table} with different rows: a run is "
+            "never changed, so restore both from git, or remove the one that is not as measured"
+        )
+
+
+def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path]) -> None:
+    """Write `tables` and `views` to the new file `database` and hold it against what was meant.
+
+    Closing a database swallows that its checkpoint failed, for want of space; `checkpoint` raises.
+    """
+    with duckdb.connect(str(database), config=DUCKDB_FORMAT) as connection:
+        for table, rows in tables.items():
+            connection.register("loaded", rows)
+            connection.execute(
+                f"create table {table} as select * exclude (origin, file), min(origin) as origin "
+                "from loaded group by all order by all"
+            )
+            connection.unregister("loaded")
+        _create_views(connection, views)
+        meant = _contents(connection)
+        connection.execute("checkpoint")
+    with duckdb.connect(str(database), read_only=True) as connection:
+        if _contents(connection) != meant:
+            raise duckdb.IOException("it reads back otherwise than it was written")
+
+
+def _contents(connection: duckdb.DuckDBPyConnection) -> dict[str, object]:
+    """The names of the views, and the number and a digest of the rows of every table."""
+    views = connection.execute("select view_name from duckdb_views() where not internal")
+    found: dict[str, object] = {"views": sorted(views.fetchall())}
+    for table in TABLES:
+        digest = f"select count(*), bit_xor(hash(stored)) from {table} as stored"
+        found[table] = connection.execute(digest).fetchall()
+    return found
+
+
+def _write(path: Path, content: pa.Table) -> None:
+    content = content.replace_schema_metadata(
+        content.schema.metadata | {DIGEST_KEY: _digest(content)}
+    )
+    with replacing(path) as temporary:
+        pq.write_table(content, temporary, compression="zstd", write_page_checksum=True)
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) -> None:
@@ -202,7 +294,7 @@ def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) ->
                 connection.execute(path.read_text())
             except duckdb.CatalogException as error:
                 waiting.append(path)
-                problem = f"{path}: {_first_line(error)}"
+                problem = f"{path}: {first_line(error)}"
             except duckdb.Error as error:
                 raise StoreError(f"{path} cannot be run: {error}") from error
         if waiting == pending:

@@ -76,14 +76,6 @@ def hashes(files: Iterable[str]) -> dict[str, str]:
     return {_module(path): _hash(path) for path in paths}
 
 
-def of_store() -> list[str]:
-    return _relative(closure(["tnp.store", "tnp.schemas"]))
-
-
-def of_figure(figure: str) -> list[str]:
-    return _relative(closure(["tnp.figures", f"tnp.figures.{figure}"]))
-
-
 def views() -> list[str]:
     return _relative(sorted(ROOT.joinpath("workflow/sql").glob("*.sql")))
 

@@ -37,6 +37,14 @@ def take_lock(path: Path) -> int:
     return descriptor
 
 
+def check_no_file_for_folder(folders: Iterable[str]) -> None:
+    """ValueError naming what is in the way of one of `folders`: Snakemake's own says nothing."""
+    for folder in map(Path, folders):
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                raise ValueError(f"cannot write to {folder}/: {place} is no folder, move it away")
+
+
 def check_folders(folders: Iterable[str]) -> None:
     """ValueError naming the first of `folders` that cannot be created or written to."""
     for folder in folders:
@@ -50,12 +58,12 @@ def check_folders(folders: Iterable[str]) -> None:
             ) from None
 
 
-def check_tables(files: Iterable[str]) -> None:
+def check_tables() -> None:
     """ValueError naming the first Parquet file the store could not load."""
-    from tnp.store import StoreError, read_table  # slow to import, and only a real run needs it
+    # Slow to import, and only a real run needs it.
+    from tnp.store import StoreError, all_files, read_tables
 
-    for file in files:
-        try:
-            read_table(Path(file), Path(file).parent.name)
-        except StoreError as error:
-            raise ValueError(str(error)) from None
+    try:
+        read_tables(all_files())
+    except StoreError as error:
+        raise ValueError(str(error)) from None

@@ -25,10 +25,10 @@ def red_gates(files: Iterable[str]) -> list[str]:
     return sentences
 
 
-def success(figures: Iterable[str]) -> str:
+def success() -> str:
     """Where to look, and one query to try."""
-    drawn = "  ".join(figure for figure in figures if Path(figure).exists())
-    lines = [f"Figures: {drawn}"] if drawn else []
+    figures = "  ".join(map(str, sorted(Path("figures").glob("*.html"))))
+    lines = [f"Figures: {figures}"] if figures else []
     if Path(DATABASE).exists():
         lines.append(f"Ask the results: {QUERY}")
     return "\n".join(lines)

@@ -41,7 +41,14 @@ def run(gate, device, slug, modules, timeout_s):
     return {"environments": [], "gates": [row], "kernels": [], "code": []}
 """
 FAKE_FIGURES = """
+import os
+from pathlib import Path
+
+FIGURES = ("speedup", "memory", "matrix")
+
 def render(name, database, html_path, image_path):
+    if name in os.environ.get("FAKE_BROKEN", ""):
+        raise ValueError("nothing to draw")
     for path in (html_path, image_path):
         path.write_text(name)
 """
@@ -68,7 +75,7 @@ class Checkout:
         self.config["gates"] += ["attention_backward", "kernels"]
         self.append("tnp/bench/isolate.py", FAKE_BENCHMARK)
         self.append("workflow/gate_process.py", FAKE_GATE)
-        (folder / "tnp/figures/__init__.py").write_text("from pathlib import Path\n" + FAKE_FIGURES)
+        (folder / "tnp/figures/__init__.py").write_text(FAKE_FIGURES)
         (folder / "tnp/train.py").write_text(FAKE_TRAINING)
 
     def append(self, file: str, text: str) -> None:
@@ -117,6 +124,13 @@ class Checkout:
 
         files = sorted(self.folder.glob(f"data/runs/cpu/{table}/*.parquet"))
         return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
+
+    def store(self, sql: str) -> list[tuple]:
+        """What a query of the built store returns."""
+        import duckdb
+
+        with duckdb.connect(str(self.folder / "data/results.duckdb"), read_only=True) as store:
+            return store.execute(sql).fetchall()
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+MATRIX = "figures/matrix.html"
+
 
 def wait_for(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
@@ -151,7 +153,6 @@ def test_touched_source_reruns_nothing(finished):
 
 
 def test_recorded_rows_are_inputs_of_the_store(finished):
-    duckdb = pytest.importorskip("duckdb")
     recorded = finished.folder / "data/recorded/cpu/steps"
     recorded.mkdir(parents=True)
     source = finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet"
@@ -159,9 +160,8 @@ def test_recorded_rows_are_inputs_of_the_store(finished):
     status, output = finished.run("all")
     assert status == 0, output
     assert not finished.calls()
-    with duckdb.connect(str(finished.folder / "data/results.duckdb"), read_only=True) as store:
-        origins = store.sql("select distinct origin from steps order by 1").fetchall()
-    assert origins == [("recorded",), ("runs",)]
+    origins = finished.store("select origin, count(*) from steps group by all order by all")
+    assert origins == [("recorded", 1), ("runs", 7)]
 
 
 def test_truncated_recorded_file_ends_before_any_work(checkout):
@@ -174,11 +174,12 @@ def test_truncated_recorded_file_ends_before_any_work(checkout):
     assert "Traceback" not in output and not checkout.calls()
 
 
-def test_unwritable_folder_is_named(checkout):
-    (checkout.folder / "data").write_text("a file where the folder should be")
+@pytest.mark.parametrize("folder", ["data", "figures"])
+def test_unwritable_folder_is_named(checkout, folder):
+    (checkout.folder / folder).write_text("a file where the folder should be")
     status, output = checkout.run("all")
     assert status != 0
-    assert "cannot write to data" in output
+    assert f"cannot write to {folder}" in output
     assert "Traceback" not in output and not checkout.calls()
 
 
@@ -189,8 +190,59 @@ def test_read_only_folder_is_named(checkout):
     assert status != 0 and "cannot write to figures/ (Permission denied)" in output
 
 
-def test_figure_names_agree_with_the_package():
-    from tnp.figures import FIGURES
+def test_what_is_missing_or_damaged_is_made_again(finished):
+    step = finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet"
+    store, figure = (finished.folder / file for file in ("data/results.duckdb", MATRIX))
+    step.unlink()
+    figure.unlink()
+    store.write_bytes(store.read_bytes()[:5000])
+    Path(f"{store}.wal").write_bytes(b"of another program")
+    status, output = finished.run("all")
+    assert status == 0, output
+    assert finished.measured() == ["cpu--tiny--separate 1"]
+    assert step.exists() and figure.exists()
+    assert finished.store("select count(*) from steps") == [(8,)]
+    store.unlink()
+    status, output = finished.run("all")
+    assert status == 0, output
+    assert finished.store("select count(*) from steps") == [(8,)]
 
-    common = Path(__file__).parents[2] / "workflow/rules/common.smk"
-    assert f"FIGURES = {FIGURES!r}".replace("'", '"') in common.read_text()
+
+def test_figures_are_drawn_from_what_there_is(finished):
+    """As after an interrupted run, and with sources that would void every measurement."""
+    shutil.rmtree(finished.folder / "figures")
+    (finished.folder / "data/results.duckdb").unlink()
+    (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
+    finished.append("tnp/model.py", "\n# edited\n")
+    status, output = finished.run("figures", FAKE_RED="mlp")
+    assert status == 0, output
+    assert not finished.calls()
+    assert (finished.folder / MATRIX).exists()
+    assert finished.store("select count(*) from steps") == [(7,)]
+
+
+def test_figures_of_a_fresh_checkout_need_no_measurement(checkout):
+    status, output = checkout.run("figures")
+    assert status == 0, output
+    assert not checkout.calls() and (checkout.folder / MATRIX).exists()
+    assert "figures/matrix.html" in output
+
+
+def test_a_figure_that_cannot_be_drawn_stays_as_it_was(finished):
+    (finished.folder / "figures/memory.html").write_text("as it was")
+    (finished.folder / MATRIX).unlink()
+    status, output = finished.run("figures", FAKE_BROKEN="memory")
+    assert status != 0
+    assert "not drawn: figures/memory.html (ValueError: nothing to draw)" in output
+    assert (finished.folder / "figures/memory.html").read_text() == "as it was"
+    assert (finished.folder / MATRIX).exists()
+
+
+def test_a_pipe_among_the_tables_is_named(checkout):
+    pipe = checkout.folder / "data/recorded/cpu/steps/pipe.parquet"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    status, output = checkout.run("all")
+    assert status != 0
+    assert "data/recorded/cpu/steps/pipe.parquet is no regular file: remove it" in output
+    assert not checkout.calls()

@@ -1,12 +1,13 @@
 """The figures: each module draws the view it is named after, `render` writes one to disk."""
 
 import importlib
-import os
 from pathlib import Path
 
 import altair as alt
 import duckdb
 import vl_convert
+
+from tnp.files import replacing
 
 FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix", "ablation")
 
@@ -32,16 +33,11 @@ def render(name: str, database: Path, html_path: Path, image_path: Path | None =
     svg = vl_convert.vegalite_to_svg(specification)
     page = vl_convert.vegalite_to_html(specification, bundle=True, renderer="svg")
     page = page.replace("<head>", f"<head>\n    <title>tnp: {name}</title>", 1)
-    _write(Path(html_path), page.encode())
+    outputs = [(Path(html_path), page.encode())]
     if image_path is not None:
-        image_path = Path(image_path)
-        png = image_path.suffix == ".png"
-        _write(image_path, vl_convert.svg_to_png(svg, scale=PNG_SCALE) if png else svg.encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All of `content` or nothing: readers never see half a page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+        png = Path(image_path).suffix == ".png"
+        image = vl_convert.svg_to_png(svg, scale=PNG_SCALE) if png else svg.encode()
+        outputs.append((Path(image_path), image))
+    for path, content in outputs:
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
