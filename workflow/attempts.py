@@ -52,6 +52,8 @@ class Attempts:
         if not self._planning or not 0 < last < ATTEMPTS or "status" not in TABLES[table].names:
             return False
         file = self._runs / table / f"{stem}{f'--a{last}' if last > 1 else ''}.parquet"
+        if not file.is_file():  # a pipe would be waited for
+            return False
         try:
             statuses = pq.ParquetFile(file).read(["status"])["status"].to_pylist()
         except (ArrowException, OSError):  # said before the first job starts

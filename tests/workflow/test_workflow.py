@@ -238,11 +238,12 @@ def test_a_figure_that_cannot_be_drawn_stays_as_it_was(finished):
     assert (finished.folder / MATRIX).exists()
 
 
-def test_a_pipe_among_the_tables_is_named(checkout):
-    pipe = checkout.folder / "data/recorded/cpu/steps/pipe.parquet"
+@pytest.mark.parametrize("file", ["recorded/cpu/steps/pipe", "runs/cpu/gates/mlp"])
+def test_a_pipe_among_the_tables_is_named(checkout, file):
+    pipe = checkout.folder / f"data/{file}.parquet"
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
     status, output = checkout.run("all")
     assert status != 0
-    assert "data/recorded/cpu/steps/pipe.parquet is no regular file: remove it" in output
+    assert f"data/{file}.parquet is no regular file: remove it" in output
     assert not checkout.calls()
