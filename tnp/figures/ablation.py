@@ -55,8 +55,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     subtitle = [
         f"Added: median training step of {base} less that of the same with the component. Taken: "
         f"that of {full} without the component less that of {full}.",
-        "Whiskers: 95% bootstrap interval over replicates and samples. Numbers: the ratio of the "
-        "two steps. The two bars differ where components share what they save.",
+        "Whiskers: 95% interval within sittings. Numbers: the ratio of the two steps. The two bars "
+        "differ where components share what they save.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -70,20 +70,19 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
         timed = [row for row in rows if row["device"] == slug and row["speedup_last"] is not None]
         if timed:
             best = max(timed, key=lambda row: row["speedup_last"])
-            low = best["gain_last_low_ms"]
-            if low is None or low <= 0:
+            if best["verdict_last"] not in ("faster", None):
                 return f"No component measurably shortens our step on {device['name']}"
+            hollow = "" if best["verdict_last"] else " (recorded before evidence was kept)"
             return (
-                f"Of our components {best['component']} gains most on {device['name']}: without it "
-                f"a step at {best['shape']} takes {theme.times(best['speedup_last'])} the time"
+                f"Of our components {best['component']} gains most on {device['name']}{hollow}: "
+                f"without it a step at {best['shape']} takes {theme.times(best['speedup_last'])} "
+                "the time"
             )
     return "No component could be timed yet"
 
 
 def _measured(rows: list[Row], device: Row) -> str:
-    dtypes = ", ".join(_names(rows, "dtype"))
-    red = "" if all(row["gates_passed"] is not False for row in rows) else " · some gates are red"
-    return f"{data.origin(device)} · {dtypes}{red}"
+    return f"{data.origin(device)} · {', '.join(_names(rows, 'dtype'))}"
 
 
 def _names(rows: list[Row], column: str) -> list[str]:
@@ -97,7 +96,6 @@ def _bars(rows: list[Row]) -> list[Row]:
         steps = {"alone": ("base_ms", "only_ms"), "last": ("without_ms", "full_ms")}
         for end, (slower, faster) in steps.items():
             if row[f"gain_{end}_ms"] is not None:
-                red = " (gate red)" if row["gates_passed"] is False else ""
                 bars.append(
                     {
                         "component": row["component"],
@@ -107,7 +105,7 @@ def _bars(rows: list[Row]) -> list[Row]:
                         "high_ms": row[f"gain_{end}_high_ms"],
                         "slower_ms": row[slower],
                         "faster_ms": row[faster],
-                        "label": f"{theme.times(row[f'speedup_{end}'])}{red}",
+                        "label": theme.times(row[f"speedup_{end}"]),
                     }
                 )
     return bars
@@ -153,14 +151,20 @@ def _panel(rows: list[Row], labels: list[str], labelled: bool) -> alt.TopLevelMi
     )
 
 
+def _outcome(row: Row) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    return "not_counted" if row["counts"] is False else "not run"
+
+
 def _failures(rows: list[Row], lines: dict[str, alt.Y | alt.YOffset]) -> list[alt.Chart]:
     """Why a component has no bar, in its place."""
     texts = [
         {
             "component": row["component"],
             "end": ENDS[end][0],
-            "text": theme.status_text(row["status"] if row["status"] != "ok" else "not run"),
-            "reason": row["reason"],
+            "text": theme.status_text(_outcome(row)),
+            "reason": row["reason"] or row["why_not"],
         }
         for row in rows
         for end in ENDS

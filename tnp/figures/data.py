@@ -8,13 +8,15 @@ import pyarrow as pa
 
 Row = dict[str, Any]
 
-BASELINE, BASELINE_COLOR = "sdpa_flash", "#6e7781"
+BASELINE_COLOR = "#6e7781"
 # One for each of PyTorch's variants and implementations: two in a panel are never the same.
 PYTORCH_COLORS = [
     "#0072B2", "#56B4E9", "#332288", "#44AA99", "#117733", "#88CCEE",
     "#7B6FD0", "#003F5C", "#8FBC5A", "#4B0082", "#00A6A6", "#A7B8E8",
 ]  # fmt: skip
 OWN_COLORS = ["#D55E00", "#E69F00", "#882255", "#CC79A7", "#AA4499", "#DDCC77"]
+# By role. There are two plain forms: a step's and attention's, and the other operators'.
+COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLORS}
 
 
 def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object) -> list[Row]:
@@ -30,12 +32,6 @@ def drawing(rows: list[Row]) -> alt.Chart:
     Arrow, because Altair copies lists of dictionaries each time charts are put together.
     """
     return alt.Chart(pa.Table.from_pylist(rows))
-
-
-def is_pytorch(variant: str) -> bool:
-    """Whether a variant, by its name, or an operator's implementation is not ours."""
-    peers = ("sdpa_", "flex", "fa3", "fa4", "torch", "compiled", "loop", "bmm", "grouped_mm")
-    return variant.startswith(peers)
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
@@ -63,41 +59,54 @@ def origin(device: Row) -> str:
     return f"{'recorded' if device['recorded'] else 'this machine,'} {device['day']}"
 
 
-def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    """Variants and implementations with rows: the baseline, PyTorch's others, the project's."""
+def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """Variant or implementation with rows → role: "baseline" first, then "peer", then "own".
+
+    A variant that was only trained has no role in its rows: it counts as our own.
+    """
     found = query(
         connection,
         """
-        select variant from memory
-        union select variant from stage_share
-        union select variant from training_curves
-        union select implementation from roofline where op not in ('matmul', 'copy')
+        with named as (
+            select variant as name, role from memory
+            union select implementation, role from roofline where op not in ('matmul', 'copy')
+            union select variant, null from stage_share
+            union select variant, null from training_curves
+        )
+
+        select name, coalesce(min(role), 'own') as role from named
+        where name is not null
+        group by name
+        order by list_position(['baseline', 'peer', 'own'], role), name
         """,
     )
-    names = {row["variant"] for row in found if row["variant"]}
-    return sorted(names, key=lambda name: (name != BASELINE, not is_pytorch(name), name))
+    return {row["name"]: row["role"] for row in found}
+
+
+def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    """Variants and implementations with rows, in the order of their roles."""
+    return list(roles(connection))
 
 
 def variant_colors(connection: duckdb.DuckDBPyConnection) -> alt.Scale:
     """One colour per variant, the same in every figure drawn from the same database."""
-    order = variants(connection)
-    pytorch = [name for name in order if is_pytorch(name) and name != BASELINE]
-    own = [name for name in order if not is_pytorch(name)]
-    colors = {BASELINE: BASELINE_COLOR}
-    colors |= {name: PYTORCH_COLORS[i % len(PYTORCH_COLORS)] for i, name in enumerate(pytorch)}
-    colors |= {name: OWN_COLORS[i % len(OWN_COLORS)] for i, name in enumerate(own)}
-    return alt.Scale(domain=order, range=[colors[name] for name in order])
+    names = roles(connection)
+    colors = {}
+    for role, of_role in COLORS.items():
+        of_this = [name for name in names if names[name] == role]
+        colors |= {name: of_role[i % len(of_role)] for i, name in enumerate(of_this)}
+    return alt.Scale(domain=list(names), range=[colors[name] for name in names])
 
 
 def steps_measured(connection: duckdb.DuckDBPyConnection, device: Row) -> str:
-    """Origin, dtypes and replicates of the steps timed on `device`, for the line under its name."""
+    """Origin, dtypes and runs of the steps timed on `device`, for the line under its name."""
     (row,) = query(
         connection,
         """
         select
             list(distinct dtype order by dtype) as dtypes,
-            min(n_replicates) as fewest,
-            max(n_replicates) as most
+            min(n_runs) as fewest,
+            max(n_runs) as most
         from step_summary where status = 'ok' and device = $device
         """,
         device=device["device"],
@@ -105,6 +114,6 @@ def steps_measured(connection: duckdb.DuckDBPyConnection, device: Row) -> str:
     if not row["dtypes"]:
         return f"{origin(device)} · nothing could be timed"
     fewest, most = row["fewest"], row["most"]
-    replicates = f"{most}" if fewest == most else f"{fewest} to {most}"
-    noun = "replicate" if most == 1 else "replicates"
-    return f"{origin(device)} · {', '.join(row['dtypes'])} · {replicates} {noun} a configuration"
+    runs = f"{most}" if fewest == most else f"{fewest} to {most}"
+    noun = "run" if most == 1 else "runs"
+    return f"{origin(device)} · {', '.join(row['dtypes'])} · {runs} {noun} a configuration"

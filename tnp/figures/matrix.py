@@ -54,7 +54,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
     """The variant with the shortest step at each shape, on the first device that timed anything."""
     for slug, device in devices.items():
-        timed = [cell for cell in cells if cell["device"] == slug and cell["step_ms"] is not None]
+        timed = [cell for cell in cells if cell["device"] == slug and _fastest([cell])]
         if timed:
             shapes: dict[str, list[str]] = {}
             for shape in dict.fromkeys(cell["shape"] for cell in timed):
@@ -67,7 +67,7 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
 
 def _fastest(cells: list[Row]) -> list[Row]:
     """The cell with the shortest step, if any was timed."""
-    timed = [cell for cell in cells if cell["step_ms"] is not None]
+    timed = [cell for cell in cells if cell["step_ms"] is not None and cell["counts"] is not False]
     return [min(timed, key=lambda cell: cell["step_ms"])] if timed else []
 
 
@@ -76,7 +76,7 @@ def _cells(row: Row) -> list[Row]:
     keys = ("device", "shape", "variant", "batch", "n_context", "n_target")
     cells = []
     for prefix, name in COMBINATIONS.items():
-        values = {key: row[f"{prefix}_{key}"] for key in ("step_ms", "speedup", "status")}
+        values = {key: row[f"{prefix}_{key}"] for key in ("step_ms", "speedup", "status", "counts")}
         speedup, memory = values["speedup"], row[f"{prefix}_peak_memory_gib"]
         cells.append(
             {key: row[key] for key in keys}
@@ -93,6 +93,8 @@ def _cells(row: Row) -> list[Row]:
 
 def _small(values: Row, memory: float | None) -> str:
     """The second line of a cell: time and memory, or why there are none."""
+    if values["counts"] is False and values["status"] == "ok":
+        return theme.status_text("not_counted")
     if values["step_ms"] is not None:
         time = theme.duration(values["step_ms"])
         return f"{time} · {theme.number(memory)} GiB" if memory else time

@@ -49,7 +49,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     subtitle = [
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
         "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
-        "No error bars: replicates allocate alike. Each shape has its own scale.",
+        "No error bars: runs allocate alike. Each shape has its own scale.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -80,7 +80,7 @@ def _device_finding(measured: list[Row], device: str) -> str:
             f"A step takes up to {theme.number(most['peak_memory_gib'])} GiB on {device}: "
             f"{switches.configuration(most)} at {most['shape']}"
         )
-    before, after = max(savings, key=lambda pair: (pair[0], pair[1]["variant"] == data.BASELINE))
+    before, after = max(savings, key=lambda pair: (pair[0], pair[1]["role"] == "baseline"))
     ratio = before / after["peak_memory_gib"]
     where = f"for {after['variant']} at {after['shape']} on {device}"
     sizes = f"{theme.number(before)} to {theme.number(after['peak_memory_gib'])} GiB"

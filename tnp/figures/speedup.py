@@ -49,11 +49,13 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        "Speedup: median training-step time of sdpa_flash (no checkpointing, no CUDA graph) ÷ that "
-        "of the configuration, on the same device, shape and dtype.",
-        "Bars: 95% hierarchical bootstrap interval over replicates and samples. Dashed line: "
-        "PyTorch's fastest configuration at that shape. Bold: the fastest of all.",
-        "Called faster or slower: where the bar clears 1× by more than equal replicates differ.",
+        "Speedup: training-step time of sdpa_flash (no checkpointing, no CUDA graph) ÷ that of the "
+        "configuration, on the same device, shape and dtype.",
+        "Bars: 95% interval of the ratio within sittings. Dashed line: PyTorch's fastest "
+        "configuration at that shape. Bold: the fastest of all. Hollow: recorded before evidence "
+        "was kept, and so without a verdict.",
+        "Called faster or slower: where the bar clears 1× by more than 1%, allowing for how many "
+        "are compared.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -68,22 +70,23 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _device_finding(timed: list[Row], device: str) -> str:
-    own = [row for row in timed if not data.is_pytorch(row["variant"])]
+    own = [row for row in timed if row["role"] == "own"]
     if own:
         best = max(own, key=lambda row: row["speedup_best"] or row["speedup"])
         sentence = (
-            f"{switches.configuration(best)} trains {theme.verdict(best, 'speedup')} sdpa_flash "
+            f"{switches.configuration(best)} trains "
+            f"{theme.verdict(best['speedup'], best['verdict'])} sdpa_flash "
             f"at {best['shape']} on {device}"
         )
         if best["speedup_best"] is None:
             return sentence
-        against_best = theme.verdict(best, "speedup_best")
+        against_best = theme.verdict(best["speedup_best"], best["verdict_best"])
         return f"{sentence}; it is {against_best} PyTorch's fastest configuration there"
     best = max(timed, key=lambda row: row["speedup"])
-    against_baseline = theme.verdict(best, "speedup")
-    if against_baseline.endswith("faster than"):
+    if best["verdict"] == "faster":
         return (
-            f"{switches.configuration(best)} trains {against_baseline} sdpa_flash at "
+            f"{switches.configuration(best)} trains {theme.times(best['speedup'])} faster than "
+            f"sdpa_flash at "
             f"{best['shape']} on {device}; this project's kernels are not timed there"
         )
     return f"No configuration timed on {device} is measurably faster than sdpa_flash"
@@ -120,7 +123,9 @@ def _panel(
         if row["speedup"] is not None
     ]
     without_speedup = [
-        row | {"status": "no_baseline"} if row["status"] == "ok" and row["speedup"] is None else row
+        row | {"status": "not_counted" if row["counts"] is False else "no_baseline"}
+        if row["status"] == "ok" and row["speedup"] is None
+        else row
         for row in rows
     ]
     y = lines.encodings(labelled)
@@ -140,8 +145,11 @@ def _panel(
         _vertical([{"speedup": 1.0}], x, strokeWidth=1.5),
         _vertical(fastest_pytorch, x, strokeDash=[4, 3]),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="speedup_high:Q"),
-        base.mark_point(filled=True, size=75, opacity=1).encode(
-            x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP
+        *(
+            base.transform_filter(f"{negation}datum.counts")
+            .mark_point(filled=filled, size=75, opacity=1)
+            .encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP)
+            for negation, filled in (("", True), ("!", False))
         ),
         *theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
         *theme.text(

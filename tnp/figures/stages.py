@@ -60,7 +60,11 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     """The largest stage, and that of the forward pass, in the longest plain baseline step."""
     slug, device = next(iter(devices.items()))
     of_device = [row for row in rows if row["device"] == slug]
-    plain = [row for row in of_device if switches.configuration(row) == data.BASELINE]
+    plain = [
+        row
+        for row in of_device
+        if row["role"] == "baseline" and not row["checkpoint"] and not row["cuda_graph"]
+    ]
     baseline = plain or of_device
     longest = max(baseline, key=lambda row: row["time_ms"] / row["share"])["config_id"]
     step = sorted(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from tnp.figures.data import Row, drawing
+from tnp.figures.data import drawing
 
 INK, MUTED, RULE = "#1f2328", "#59636e", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -62,6 +62,7 @@ STATUS_TEXT = {
     "gate_failed": "gate failed",
     "timeout": "timed out",
     "no_baseline": "timed, without a baseline",
+    "not_counted": "timed, but does not count",
 }
 
 
@@ -87,18 +88,18 @@ def duration(milliseconds: float) -> str:
     return f"{number(milliseconds / 1000)} s"
 
 
-def verdict(row: Row, ratio: str) -> str:
-    """What the column `ratio` allows to be said: faster, slower or neither.
-
-    Its interval must lie beyond 1 by more than `aa_spread`, what equal steps differ by on the
-    device; without an interval nothing is decided.
-    """
-    low, high, spread = row[f"{ratio}_low"], row[f"{ratio}_high"], row["aa_spread"] or 0.0
-    if low is not None and low > 1 + spread:
-        return f"{times(row[ratio])} faster than"
-    if high is not None and high < 1 - spread:
-        return f"{times(1 / row[ratio])} slower than"
-    return "neither measurably faster nor slower than"
+def verdict(ratio: float, decided: str | None) -> str:
+    """What may be said of a ratio of speeds: view `contrasts` has decided, or None could be."""
+    match decided:
+        case "faster":
+            return f"{times(ratio)} faster than"
+        case "slower":
+            return f"{times(1 / ratio)} slower than"
+        case "same":
+            return "as fast, within 1%, as"
+        case "ambiguous":
+            return "neither measurably faster nor slower than"
+    return f"{times(ratio)} as fast (recorded before evidence was kept) as"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,9 +1,10 @@
--- Grain: device × shape × component: what one component of our full variant gains in a step.
+-- Grain: device × shape × component: what one component of our whole variant gains in a step.
 --
 -- Four steps of study `ablation`: `base`, PyTorch's; `only`, base with the component; `full`, all
 -- components; `without`, full but for the component. `alone` is what it gains added to base, `last`
--- what is lost when it is taken from full; intervals are 95 % bootstrap. Null where one of the two
--- steps failed (`status`, `reason`) or was not run.
+-- what is lost when it is taken from full. Ratios, 95 % intervals and verdicts are of view
+-- `contrasts`; the gain in ms is the ratio's at the median of the faster step. Null where one of
+-- the two steps failed (`status`, `reason`) or was not run.
 create or replace view ablation as
 with steps as (
     select
@@ -11,18 +12,20 @@ with steps as (
         regexp_extract(variant, '^(only|without)_(.+)$', ['end', 'component']) as parts,
         case
             when parts['end'] != '' then parts['end']
-            when starts_with(variant, 'sdpa_') then 'base'
-            else 'full'
+            when role = 'own' then 'full'
+            else 'base'
         end as part,
         nullif(parts['component'], '') as component
     from step_summary
-    where study = 'ablation'
+    where list_contains(studies, 'ablation')
 ),
 
 components as (
     select distinct
         device,
         shape,
+        checkpoint,
+        cuda_graph,
         component
     from steps
     where component is not null
@@ -32,12 +35,14 @@ components as (
 parts as (
     select
         components.*,
-        steps.* exclude (device, shape, component)
+        steps.* exclude (device, shape, checkpoint, cuda_graph, component)
     from components
     inner join steps
         on
             components.device = steps.device
             and components.shape = steps.shape
+            and components.checkpoint = steps.checkpoint
+            and components.cuda_graph = steps.cuda_graph
             and (steps.component is null or components.component = steps.component)
 ),
 
@@ -45,13 +50,13 @@ wide as (
     select
         device,
         shape,
+        cuda_graph,
         component,
         any_value(batch) as batch,
         any_value(n_context) as n_context,
         any_value(n_target) as n_target,
         any_value(dtype) as dtype,
-        bool_or(cuda_graph) as cuda_graph,
-        min(n_replicates) as n_replicates,
+        min(n_runs) as n_runs,
         any_value(variant) filter (where part = 'base') as base_variant,
         any_value(variant) filter (where part = 'full') as full_variant,
         coalesce(arg_min(status, config_id) filter (where status != 'ok'), 'ok') as status,
@@ -60,66 +65,43 @@ wide as (
         any_value(step_ms) filter (where part = 'only') as only_ms,
         any_value(step_ms) filter (where part = 'full') as full_ms,
         any_value(step_ms) filter (where part = 'without') as without_ms,
-        bool_and(gate_passed) as gates_passed,
+        any_value(generation) filter (where part = 'base') as base_generation,
+        any_value(generation) filter (where part = 'only') as only_generation,
+        any_value(generation) filter (where part = 'full') as full_generation,
+        any_value(generation) filter (where part = 'without') as without_generation,
+        case when not bool_and(counts) then false when count(counts) = count(*) then true end
+            as counts,
+        arg_min(why_not, config_id) filter (where why_not is not null) as why_not,
         bool_or(throttled) as throttled
     from parts
-    group by device, shape, component
+    group by device, shape, checkpoint, cuda_graph, component
 ),
 
-resampled as (
-    select
-        device,
-        shape,
-        component,
-        resample,
-        any_value(time_ms) filter (where part = 'base') as base_ms,
-        any_value(time_ms) filter (where part = 'only') as only_ms,
-        any_value(time_ms) filter (where part = 'full') as full_ms,
-        any_value(time_ms) filter (where part = 'without') as without_ms
-    from parts
-    inner join resamples using (device, config_id)
-    where pass = 'step' and status = 'ok'
-    group by device, shape, component, resample
-),
-
-intervals as (
-    select
-        device,
-        shape,
-        component,
-        quantile_cont(base_ms - only_ms, [0.025, 0.975]) as alone,
-        quantile_cont(without_ms - full_ms, [0.025, 0.975]) as last
-    from resampled
-    group by device, shape, component
+compared as (
+    select * from contrasts
+    where figure = 'ablation'
 )
 
 select
-    device,
-    shape,
-    component,
-    batch,
-    n_context,
-    n_target,
-    dtype,
-    cuda_graph,
-    n_replicates,
-    base_variant,
-    full_variant,
-    status,
-    reason,
-    base_ms,
-    only_ms,
-    full_ms,
-    without_ms,
-    base_ms - only_ms as gain_alone_ms,
-    alone[1] as gain_alone_low_ms,
-    alone[2] as gain_alone_high_ms,
-    base_ms / only_ms as speedup_alone,
-    without_ms - full_ms as gain_last_ms,
-    last[1] as gain_last_low_ms,
-    last[2] as gain_last_high_ms,
-    without_ms / full_ms as speedup_last,
-    gates_passed,
-    throttled
+    wide.* exclude (base_generation, only_generation, full_generation, without_generation),
+    alone.ratio as speedup_alone,
+    alone.low as speedup_alone_low,
+    alone.high as speedup_alone_high,
+    alone.q as q_alone,
+    alone.verdict as verdict_alone,
+    only_ms * (alone.ratio - 1) as gain_alone_ms,
+    only_ms * (alone.low - 1) as gain_alone_low_ms,
+    only_ms * (alone.high - 1) as gain_alone_high_ms,
+    last.ratio as speedup_last,
+    last.low as speedup_last_low,
+    last.high as speedup_last_high,
+    last.q as q_last,
+    last.verdict as verdict_last,
+    full_ms * (last.ratio - 1) as gain_last_ms,
+    full_ms * (last.low - 1) as gain_last_low_ms,
+    full_ms * (last.high - 1) as gain_last_high_ms
 from wide
-left join intervals using (device, shape, component);
+left join compared as alone
+    on wide.only_generation = alone.own and wide.base_generation = alone.base
+left join compared as last
+    on wide.full_generation = last.own and wide.without_generation = last.base;

@@ -1,15 +1,19 @@
--- Grain: device: what it reached in a large matmul and in a memory copy, median over replicates.
+-- Grain: device: what it reached in a large matmul and in a memory copy, median over the runs.
 create or replace view ceilings as
 with medians as (
     select
         device,
-        config_id,
+        question,
         any_value(op) as op,
         any_value(flops) / (median(time_ms_p50) * 1e9) as tflops,
         any_value(bytes) / (median(time_ms_p50) * 1e6) as gb_per_s
     from current_ops
-    where op in ('matmul', 'copy') and status = 'ok'
-    group by device, config_id
+    where
+        op in ('matmul', 'copy')
+        and status = 'ok'
+        and counts is distinct from false
+        and not coalesce(twin, false)
+    group by device, question
 )
 
 select

@@ -1,5 +1,5 @@
 -- Grain: device × shape × variant: every combination of switches side by side. A failed one has
--- its status, one that was not run is null; of several studies with the same cell the fastest.
+-- its status, one that was not run is null.
 create or replace view matrix as
 with cells as (
     select
@@ -12,21 +12,7 @@ with cells as (
             else 'plain'
         end as cell
     from speedup
-    inner join memory using (device, config_id)
-    qualify
-        row_number()
-            over (
-                partition by
-                    device,
-                    speedup.shape,
-                    speedup.batch,
-                    speedup.n_context,
-                    speedup.n_target,
-                    speedup.variant,
-                    cell
-                order by step_ms nulls last, speedup.study
-            )
-        = 1
+    inner join memory using (device, question)
 )
 
 pivot cells
@@ -35,5 +21,8 @@ using
 any_value(step_ms) as step_ms,
 any_value(peak_memory_gib) as peak_memory_gib,
 any_value(speedup) as speedup,
+any_value(verdict) as verdict,
+any_value(counts) as counts,
+any_value(why_not) as why_not,
 any_value(status) as status
-group by device, shape, batch, n_context, n_target, dtype, variant;
+group by device, shape, batch, n_context, n_target, dtype, variant, role;

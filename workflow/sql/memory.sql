@@ -1,10 +1,9 @@
--- Grain: device × config_id: peak memory of a step; the baseline is plain sdpa_flash.
--- The ablation's steps are left out.
+-- Grain: device × question: peak memory of a step; the baseline is the specification's step without
+-- switches. The ablation's steps are left out.
 create or replace view memory as
 with baselines as (
     select
         device,
-        shape,
         batch,
         n_context,
         n_target,
@@ -12,16 +11,18 @@ with baselines as (
         optimizer,
         max(peak_memory_bytes) as baseline_peak_memory_bytes
     from step_summary
-    where variant = 'sdpa_flash' and not checkpoint and not cuda_graph
+    where role = 'baseline' and not checkpoint and not cuda_graph
     group by all
 )
 
 select
     device,
+    question,
     config_id,
     study,
     shape,
     variant,
+    role,
     batch,
     n_context,
     n_target,
@@ -31,10 +32,12 @@ select
     optimizer,
     status,
     reason,
+    counts,
+    why_not,
     peak_memory_bytes,
     peak_memory_bytes / pow(2, 30) as peak_memory_gib,
     baseline_peak_memory_bytes / pow(2, 30) as baseline_peak_memory_gib,
     peak_memory_bytes / baseline_peak_memory_bytes as relative_to_baseline
 from step_summary
-left join baselines using (device, shape, batch, n_context, n_target, dtype, optimizer)
+left join baselines using (device, batch, n_context, n_target, dtype, optimizer)
 where study != 'ablation';

@@ -1,27 +1,23 @@
 -- Grain: device × op × shape × dtype × implementation: forward and backward together, of medians
--- over the replicates; null where one of them failed.
+-- over the runs of the current generations; null where one of them was not timed.
 --
--- The backward pass of mixture_nll is timed with its forward, so it is all of it.
+-- Of an operator's runs those with `auto` in them, where there are any: what it chose is compared
+-- with what was timed beside it. The backward pass of mixture_nll is timed with its forward, so it
+-- is all of it.
 create or replace view operator_training as
 with runs as (
     select
         *,
-        bool_or(implementation = 'auto') over (partition by device, op, shape, dtype, run)
+        bool_or(implementation = 'auto')
+            over (partition by device, op, shape, dtype, run)
             as has_auto
     from current_ops
-    where not coalesce(twin, false)
+    where op not in ('matmul', 'copy') and not coalesce(twin, false)
 ),
 
--- The runs with `auto` in them, or all where none has it; of each replicate the newest.
-latest as (
+used as (
     select * from runs
-    qualify
-        rank()
-            over (
-                partition by device, op, shape, dtype, replicate
-                order by has_auto desc, recorded_at desc
-            )
-        = 1
+    qualify has_auto = max(has_auto) over (partition by device, op, shape, dtype)
 ),
 
 passes as (
@@ -40,12 +36,12 @@ passes as (
         any_value(d_model) as d_model,
         any_value(d_ff_storage) as d_ff_storage,
         any_value(n_components) as n_components,
-        any_value(environment_id) as environment_id,
-        any_value(launch_config) as launch_config,
+        arg_max(environment_id, recorded_at) as environment_id,
+        arg_max(launch_config, recorded_at) as launch_config,
         max(recorded_at) as recorded_at,
-        case when bool_and(status = 'ok') then median(time_ms_p50) end as pass_ms
-    from latest
-    where op not in ('matmul', 'copy')
+        median(time_ms_p50) filter (where status = 'ok' and counts is distinct from false)
+            as pass_ms
+    from used
     group by device, op, shape, dtype, implementation, pass
 ),
 

@@ -1,18 +1,37 @@
--- Grain: device × op × pass × implementation × shape: medians over the replicates against what the
--- device itself reached in a large matmul and a memory copy (view `ceilings`); null where a
--- replicate failed. `own` are this project's implementations, all others are its peers. Where only
--- bytes are counted (`flops` is null) the memory copy is the roofline. Not `auto`, which is one of
--- the others: view `auto_regret` has it.
+-- Grain: device × question, of one pass of an operator: medians over the runs of the current
+-- generation against what the device itself reached in a large matmul and a memory copy (view
+-- `ceilings`).
+--
+-- Which runs are used is as in view `step_summary`. `own` are this project's implementations. Where
+-- only bytes are counted (`flops` is null) the memory copy is the roofline. `share_low` and `_high`
+-- are of the longest and the shortest run; there is no share of what is known not to count. Not
+-- `auto`, which is one of the others: view `auto_regret` has it.
 create or replace view roofline as
-with operators as (
+with runs as (
+    select
+        *,
+        status = 'ok' as timed,
+        coalesce(
+            standing(status, counts)
+            = max(standing(status, counts)) over (partition by device, question),
+            false
+        ) as is_used
+    from current_ops
+    where implementation != 'auto' and not coalesce(twin, false)
+),
+
+operators as (
     select
         device,
-        config_id,
-        op,
-        pass,
-        implementation,
+        question,
+        any_value(generation) as generation,
+        min(config_id) as config_id,
+        any_value(op) as op,
+        any_value(pass) as pass,
+        any_value(implementation) as implementation,
+        any_value(role) as role,
         any_value(role) = 'own' as own,
-        shape,
+        any_value(shape) as shape,
         any_value(batch) as batch,
         any_value(n_q) as n_q,
         any_value(n_k) as n_k,
@@ -23,22 +42,29 @@ with operators as (
         any_value(d_ff_storage) as d_ff_storage,
         any_value(n_components) as n_components,
         any_value(dtype) as dtype,
-        count(*) as n_replicates,
-        case when bool_or(status = 'ok') then 'ok' else arg_max(status, recorded_at) end as status,
-        arg_max(reason, recorded_at) filter (where reason != '') as reason,
+        if(bool_or(timed), 'ok', arg_max(status, recorded_at)) as status,
+        coalesce(
+            arg_max(reason, recorded_at) filter (where is_used and reason != ''),
+            arg_max(reason, recorded_at) filter (where reason != '')
+        ) as reason,
+        any_value(counts) filter (where is_used) as counts,
+        any_value(proven) filter (where is_used) as proven,
+        arg_max(why_not, recorded_at) filter (where is_used or not timed) as why_not,
+        count(*) filter (where is_used) as n_runs,
+        count(*) filter (where not timed) as n_failed,
         any_value(flops) as flops,
         any_value(bytes) as bytes,
-        median(time_ms_p50) as median_ms,
-        bool_or(throttled) as throttled
-    from current_ops
-    where implementation != 'auto' and not coalesce(twin, false)
-    group by device, config_id, op, pass, implementation, shape
+        median(time_ms_p50) filter (where is_used) as time_ms,
+        min(time_ms_p50) filter (where is_used) as time_ms_low,
+        max(time_ms_p50) filter (where is_used) as time_ms_high,
+        bool_or(throttled) filter (where is_used) as throttled
+    from runs
+    group by device, question
 ),
 
 timed as (
     select
-        * exclude (median_ms),
-        case when status = 'ok' then median_ms end as time_ms,
+        *,
         coalesce(flops, 0) / bytes as intensity,
         flops / (time_ms * 1e9) as tflops,
         bytes / (time_ms * 1e6) as gb_per_s
@@ -57,27 +83,13 @@ bounds as (
         end as shortest_ms
     from timed
     left join ceilings using (device)
-),
-
-intervals as (
-    select
-        device,
-        config_id,
-        pass,
-        quantile_cont(time_ms, 0.025) as time_ms_low,
-        quantile_cont(time_ms, 0.975) as time_ms_high
-    from resamples
-    group by all
 )
 
 select
-    bounds.* exclude (ridge, shortest_ms),
-    time_ms_low,
-    time_ms_high,
+    * exclude (ridge, shortest_ms),
     case when bound is not null then least(ceiling_tflops, intensity * ceiling_gb_per_s / 1000) end
         as roofline_tflops,
-    shortest_ms / time_ms as share_of_roofline,
-    shortest_ms / time_ms_high as share_low,
-    shortest_ms / time_ms_low as share_high
-from bounds
-left join intervals using (device, config_id, pass);
+    case when coalesce(counts, true) then shortest_ms / time_ms end as share_of_roofline,
+    share_of_roofline * time_ms / time_ms_high as share_low,
+    share_of_roofline * time_ms / time_ms_low as share_high
+from bounds;

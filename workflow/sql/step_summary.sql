@@ -1,61 +1,62 @@
--- Grain: device × config_id: medians over the replicates; null where one of them failed.
--- `reason` of a failure says why, of a timing what was odd. `mfu` is of the matmul ceiling.
+-- Grain: device × question: medians over the runs of the current generation.
+--
+-- Over the runs that count; where none does, over those without evidence; where all are known not
+-- to count, over these. `counts` and `why_not` say which it was. `status` and `reason` are those of
+-- a failure where no run was timed; `n_failed` counts the others. `step_ms_low` and `_high` are the
+-- shortest and the longest run. `mfu` is of the matmul ceiling.
 create or replace view step_summary as
-with intervals as (
+with runs as (
     select
-        device,
-        config_id,
-        quantile_cont(time_ms, 0.025) as step_ms_low,
-        quantile_cont(time_ms, 0.975) as step_ms_high
-    from resamples
-    where pass = 'step'
-    group by all
-),
-
-configurations as (
-    select
-        device,
-        config_id,
-        any_value(study) as study,
-        any_value(shape) as shape,
-        any_value(variant) as variant,
-        any_value(batch) as batch,
-        any_value(n_context) as n_context,
-        any_value(n_target) as n_target,
-        any_value(dtype) as dtype,
-        any_value(checkpoint) as checkpoint,
-        any_value(cuda_graph) as cuda_graph,
-        any_value(optimizer) as optimizer,
-        count(*) as n_replicates,
-        case when bool_or(status = 'ok') then 'ok' else arg_max(status, recorded_at) end as status,
+        current_steps.*,
+        current_steps.status = 'ok' as timed,
         coalesce(
-            arg_max(reason, recorded_at) filter (where status = 'ok' and reason != ''),
-            case when not bool_or(status = 'ok') then arg_max(reason, recorded_at) end
-        ) as reason,
-        median(step_ms_p50) as step_ms,
-        median(tokens_per_s) as tokens_per_s,
-        max(peak_memory_bytes) as peak_memory_bytes,
-        median(tflops) as tflops,
-        median(tflops) / any_value(ceiling_tflops) as mfu,
-        bool_or(throttled) as throttled,
-        bool_and(proven) as gate_passed,
-        arg_max(environment_id, recorded_at) as environment_id,
-        arg_max(operators, recorded_at) as operators,
-        arg_max(gates, recorded_at) as gates
+            standing(current_steps.status, current_steps.counts)
+            = max(standing(current_steps.status, current_steps.counts))
+                over (partition by current_steps.device, current_steps.question),
+            false
+        ) as is_used
     from current_steps
-    left join ceilings using (device)
-    group by device, config_id
 )
 
 select
-    configurations.* replace (
-        case when status = 'ok' then step_ms end as step_ms,
-        case when status = 'ok' then tokens_per_s end as tokens_per_s,
-        case when status = 'ok' then peak_memory_bytes end as peak_memory_bytes,
-        case when status = 'ok' then tflops end as tflops,
-        case when status = 'ok' then mfu end as mfu
-    ),
-    case when status = 'ok' then step_ms_low end as step_ms_low,
-    case when status = 'ok' then step_ms_high end as step_ms_high
-from configurations
-left join intervals using (device, config_id);
+    device,
+    question,
+    any_value(generation) as generation,
+    min(config_id) as config_id,
+    list(distinct study order by study) as studies,
+    coalesce(min(study) filter (where study != 'ablation'), 'ablation') as study,
+    any_value(shape) as shape,
+    any_value(variant) as variant,
+    any_value(role) as role,
+    any_value(batch) as batch,
+    any_value(n_context) as n_context,
+    any_value(n_target) as n_target,
+    any_value(dtype) as dtype,
+    any_value(checkpoint) as checkpoint,
+    any_value(cuda_graph) as cuda_graph,
+    any_value(optimizer) as optimizer,
+    if(bool_or(timed), 'ok', arg_max(status, recorded_at)) as status,
+    coalesce(
+        arg_max(reason, recorded_at) filter (where is_used and reason != ''),
+        arg_max(reason, recorded_at) filter (where reason != '')
+    ) as reason,
+    any_value(counts) filter (where is_used) as counts,
+    any_value(proven) filter (where is_used) as proven,
+    arg_max(why_not, recorded_at) filter (where is_used or not timed) as why_not,
+    count(*) filter (where is_used) as n_runs,
+    count(*) filter (where not timed) as n_failed,
+    median(step_ms_p50) filter (where is_used) as step_ms,
+    min(step_ms_p50) filter (where is_used) as step_ms_low,
+    max(step_ms_p50) filter (where is_used) as step_ms_high,
+    median(tokens_per_s) filter (where is_used) as tokens_per_s,
+    max(peak_memory_bytes) filter (where timed) as peak_memory_bytes,
+    median(energy_j) filter (where is_used) as energy_j,
+    median(tflops) filter (where is_used) as tflops,
+    median(tflops) filter (where is_used) / any_value(ceiling_tflops) as mfu,
+    bool_or(throttled) filter (where is_used) as throttled,
+    arg_max(environment_id, recorded_at) as environment_id,
+    arg_max(operators, recorded_at) as operators,
+    arg_max(gates, recorded_at) as gates
+from runs
+left join ceilings using (device)
+group by device, question;

@@ -1,0 +1,112 @@
+-- Grain: figure × device × own × base: what each figure compares, with the estimate of it.
+--
+-- Figures `speedup` and `operator_speedup` compare with the baseline and with the fastest of
+-- PyTorch and other packages, first of those with evidence. `ablation` compares steps with and
+-- without one component, `noise` equal things, `regressions` successive generations by their ratios
+-- to a third that did not change, the control. What is compared with itself, and steps without
+-- evidence that share no sitting, of which the medians are compared, have no error.
+create or replace view comparisons as
+with candidates as (
+    select
+        own.device,
+        own.kind,
+        own.generation as own,
+        base.generation as base,
+        base.role = 'baseline' and base.switches = '' as against_baseline,
+        own.shown and base.shown and base.role != 'own' as for_speedup,
+        own.switches = base.switches
+        and (
+            (own.ablation_part = 'only' and base.ablation_part = 'whole' and base.role != 'own')
+            or (own.ablation_part = 'whole' and own.role = 'own' and base.ablation_part = 'without')
+        ) as for_ablation,
+        coalesce(
+            estimates.has_evidence, own.generation = base.generation and own.has_evidence
+        ) as has_evidence,
+        coalesce(estimates.log_ratio, base.log_ms - own.log_ms) as log_ratio,
+        estimates.log_error,
+        estimates.degrees,
+        estimates.n_pairs,
+        estimates.n_sittings
+    from contenders as own
+    inner join contenders as base
+        on own.device = base.device and own.family = base.family
+    left join estimates
+        on own.generation = estimates.own and base.generation = estimates.base
+    where
+        own.is_current
+        and base.is_current
+        and (
+            estimates.own is not null
+            or own.generation = base.generation
+            or (own.kind = 'step' and not (own.has_evidence and base.has_evidence))
+        )
+),
+
+speedups as (
+    select
+        * exclude (for_speedup, for_ablation),
+        if(kind = 'step', 'speedup', 'operator_speedup') as figure,
+        row_number()
+            over (partition by own order by has_evidence desc, log_ratio asc, base asc)
+        = 1 as against_best
+    from candidates
+    where for_speedup
+    qualify against_baseline or against_best
+),
+
+ablations as (
+    select
+        * exclude (for_speedup, for_ablation, against_baseline),
+        'ablation' as figure
+    from candidates
+    where for_ablation
+),
+
+equals as (
+    select
+        * exclude (equal, part, variance, equal_variance),
+        'noise' as figure
+    from estimates
+    where equal
+),
+
+-- Of several controls the one with most pairs, PyTorch's plain form first.
+regressions as (
+    select
+        'regressions' as figure,
+        later.device,
+        later.kind,
+        contenders.generation as own,
+        contenders.previous_generation as base,
+        later.base as control,
+        later.has_evidence and earlier.has_evidence as has_evidence,
+        later.log_ratio - earlier.log_ratio as log_ratio,
+        sqrt(later.log_error ** 2 + earlier.log_error ** 2) as log_error,
+        least(later.degrees, earlier.degrees) as degrees,
+        least(later.n_pairs, earlier.n_pairs) as n_pairs,
+        least(later.n_sittings, earlier.n_sittings) as n_sittings
+    from contenders
+    inner join estimates as later on contenders.generation = later.own
+    inner join estimates as earlier
+        on contenders.previous_generation = earlier.own and later.base = earlier.base
+    inner join contenders as control on later.base = control.generation
+    qualify
+        row_number()
+            over (
+                partition by contenders.generation
+                order by
+                    least(later.has_evidence, earlier.has_evidence) desc,
+                    control.role = 'baseline' desc,
+                    least(later.n_pairs, earlier.n_pairs) desc,
+                    later.base asc
+            )
+        = 1
+)
+
+from speedups
+union all by name
+from ablations
+union all by name
+from equals
+union all by name
+from regressions;

@@ -1,0 +1,38 @@
+-- Grain: figure × device × own × base: ratios that are neither known to be 1 % from 1 nor known to
+-- be nearer, and how many more runs would decide them.
+--
+-- `n_more_runs` are pairs of runs in one further sitting, with the ratio and the variance as they
+-- are now; null where even 100 would not do.
+create or replace view undecided as
+with ambiguous as (
+    select
+        *,
+        (log_error ** 2 - sitting_deviation() ** 2 / n_sittings) * n_pairs as variance
+    from contrasts
+    where verdict = 'ambiguous'
+)
+
+select
+    ambiguous.figure,
+    ambiguous.device,
+    own.question,
+    base.question as base_question,
+    ambiguous.own,
+    ambiguous.base,
+    ambiguous.n_pairs,
+    ambiguous.n_sittings,
+    ambiguous.ratio,
+    ambiguous.low,
+    ambiguous.high,
+    ambiguous.q,
+    list_min([
+        n for n in range(1, 101)
+        if abs(abs(ambiguous.log_ratio) - margin())
+        > student_quantile(ambiguous.degrees + n) * sqrt(
+            ambiguous.variance / (ambiguous.n_pairs + n)
+            + sitting_deviation() ** 2 / (ambiguous.n_sittings + 1)
+        )
+    ]) as n_more_runs
+from ambiguous
+inner join contenders as own on ambiguous.own = own.generation
+inner join contenders as base on ambiguous.base = base.generation;
