@@ -19,14 +19,15 @@ CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
 VIEWS = {
     "environments": "device text, device_name text, memory_bytes bigint, origin text,"
     " recorded_at timestamptz",
-    "step_summary": f"device text, {SWITCHES}, dtype text, n_replicates bigint, status text",
-    "speedup": f"device text, {SHAPE}, {SWITCHES}, {OUTCOME}, step_ms double,"
+    "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
+    "speedup": f"device text, {SHAPE}, {SWITCHES}, role text, {OUTCOME}, counts boolean,"
+    " step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, aa_spread double",
-    "memory": f"device text, {SHAPE}, {SWITCHES}, optimizer boolean, {OUTCOME},"
+    " speedup_best_high double",
+    "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
     " peak_memory_gib double",
-    "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, stage text,"
+    "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, role text, stage text,"
     " time_ms double, share double",
     "training_curves": "device text, run text, variant text, source text, batch integer,"
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
@@ -38,7 +39,8 @@ VIEWS = {
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
     " difference_low double, difference_high double, is_null_pair boolean, margin double,"
     " equivalent boolean",
-    "roofline": f"device text, op text, pass text, implementation text, own boolean, shape text,"
+    "roofline": f"device text, op text, pass text, implementation text, role text, own boolean,"
+    " counts boolean, shape text,"
     " dtype text, time_ms double, tflops double, gb_per_s double, intensity double,"
     " ceiling_tflops double, ceiling_gb_per_s double, bound text, roofline_tflops double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}",
@@ -46,11 +48,12 @@ VIEWS = {
     " full_variant text, base_ms double, only_ms double, full_ms double, without_ms double,"
     " gain_alone_ms double, gain_alone_low_ms double, gain_alone_high_ms double,"
     " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
-    " gain_last_high_ms double, speedup_last double, gates_passed boolean",
+    " gain_last_high_ms double, speedup_last double, verdict_last text,"
+    " counts boolean, why_not text",
     "matrix": f"device text, {SHAPE}, variant text, "
     + ", ".join(
         f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
-        f" {cell}_status text"
+        f" {cell}_status text, {cell}_counts boolean"
         for cell in CELLS
     ),
 }
@@ -89,11 +92,12 @@ def steps(
     device: str = GPU,
     checkpoint: bool = False,
     cuda_graph: bool = False,
-    aa_spread: float = 0.0,
+    counts: bool | None = True,
 ) -> dict[str, list[Row]]:
     """Rows of every view over steps from {(shape, variant): milliseconds or status}.
 
-    Intervals are ±1 %; peak memory is 8 GiB, a quarter of it with checkpointing.
+    Intervals are ±1 %, and there is a verdict where they are beyond 1; peak memory is 8 GiB, a
+    quarter of it with checkpointing. Without evidence (`counts` is None) there are no intervals.
     """
     tables: dict[str, list[Row]] = {"step_summary": [], "speedup": [], "memory": [], "matrix": []}
     cell = CELLS[checkpoint + 2 * cuda_graph]
@@ -102,7 +106,7 @@ def steps(
         key = {"device": device, "variant": variant}
         switches = {"checkpoint": checkpoint, "cuda_graph": cuda_graph}
         outcome = {"status": status, "reason": "" if status == "ok" else f"because {status}"}
-        speedup, memory, best = {}, None, {}
+        speedup, memory = {}, None
         if status == "ok":
             peers = [
                 (name, peer)
@@ -111,17 +115,17 @@ def steps(
             ]
             baseline = dict(peers)["sdpa_flash"]
             fastest = min(peer for _, peer in peers)
-            speedup = {"baseline_step_ms": baseline, **interval("speedup", baseline / time)}
-            best = {"best_pytorch_step_ms": fastest, **interval("speedup_best", fastest / time)}
-            speedup |= best | {"step_ms": time, "aa_spread": aa_spread}
+            speedup = {"baseline_step_ms": baseline, "best_pytorch_step_ms": fastest}
+            speedup |= {"step_ms": time, "counts": counts}
+            speedup |= compared("speedup", "verdict", baseline / time, counts)
+            speedup |= compared("speedup_best", "verdict_best", fastest / time, counts)
             memory = 2.0 if checkpoint else 8.0
         tables["step_summary"].append(
-            key | switches | {"dtype": "bfloat16", "n_replicates": 3, "status": status}
+            key | switches | {"dtype": "bfloat16", "n_runs": 3, "status": status}
         )
-        tables["speedup"].append(key | sized(shape) | switches | outcome | speedup)
-        tables["memory"].append(
-            key | sized(shape) | switches | outcome | {"optimizer": True, "peak_memory_gib": memory}
-        )
+        named = key | sized(shape) | switches | outcome | {"role": role(variant)}
+        tables["speedup"].append(named | speedup)
+        tables["memory"].append(named | {"optimizer": True, "peak_memory_gib": memory})
         tables["matrix"].append(
             key
             | sized(shape)
@@ -130,13 +134,24 @@ def steps(
                 f"{cell}_speedup": speedup.get("speedup"),
                 f"{cell}_peak_memory_gib": memory,
                 f"{cell}_status": status,
+                f"{cell}_counts": speedup.get("counts"),
             }
         )
     return tables
 
 
-def interval(name: str, value: float) -> Row:
-    return {name: value, f"{name}_low": value * 0.99, f"{name}_high": value * 1.01}
+def role(name: str) -> str:
+    """Of the names in these tests."""
+    if name in ("sdpa_flash", "torch"):
+        return "baseline"
+    return "peer" if name.startswith(("sdpa_", "fa")) else "own"
+
+
+def compared(name: str, verdict: str, ratio: float, counts: bool | None) -> Row:
+    if not counts:
+        return {name: None if counts is False else ratio}
+    found = "faster" if ratio > 1.02 else "slower" if ratio < 0.98 else "ambiguous"
+    return {name: ratio, f"{name}_low": ratio * 0.99, f"{name}_high": ratio * 1.01, verdict: found}
 
 
 def stage_rows(seconds: dict[str, float], device: str = GPU, variant: str = "sdpa_flash") -> dict:
@@ -144,7 +159,7 @@ def stage_rows(seconds: dict[str, float], device: str = GPU, variant: str = "sdp
     key = {"device": device, "config_id": f"mid--{variant}", "variant": variant} | sized("mid")
     rows = [
         key
-        | {"checkpoint": False, "cuda_graph": False}
+        | {"checkpoint": False, "cuda_graph": False, "role": role(variant)}
         | {"stage": stage, "time_ms": time, "share": time / total}
         for stage, time in seconds.items()
     ]
@@ -152,7 +167,7 @@ def stage_rows(seconds: dict[str, float], device: str = GPU, variant: str = "sdp
 
 
 def step_summary(device: str, variant: str) -> dict[str, list[Row]]:
-    row = {"device": device, "variant": variant, "dtype": "bfloat16", "n_replicates": 1}
+    row = {"device": device, "variant": variant, "dtype": "bfloat16", "n_runs": 1}
     return {"step_summary": [row | {"status": "ok"}]}
 
 
@@ -219,7 +234,9 @@ def roofline_rows(
             "op": "attention",
             "pass": "forward",
             "implementation": implementation,
-            "own": implementation in ("separate", "fused"),
+            "role": role(implementation),
+            "own": role(implementation) == "own",
+            "counts": True if status == "ok" else None,
             "shape": shape,
             "dtype": "bfloat16",
             "intensity": 50.0 if shape == "small" else 5000.0,
@@ -238,7 +255,7 @@ def roofline_rows(
 
 
 def ablation_rows(
-    gains: dict[tuple[str, str], float | str], device: str = GPU, gates_passed: bool = True
+    gains: dict[tuple[str, str], float | str], device: str = GPU, counts: bool | None = True
 ) -> dict[str, list[Row]]:
     """From {(component, shape): ms gained either way or status}: 10 ms of PyTorch's, 5 of ours."""
     rows = []
@@ -246,8 +263,12 @@ def ablation_rows(
         status = gain if isinstance(gain, str) else "ok"
         row = {"device": device, "component": component, "dtype": "bfloat16", "status": status}
         row |= sized(shape) | {"base_variant": "sdpa_cudnn", "full_variant": "fused"}
-        row |= {"gates_passed": gates_passed, "base_ms": 10.0, "full_ms": 5.0}
-        if not isinstance(gain, str):
+        row |= {"counts": counts, "base_ms": 10.0, "full_ms": 5.0}
+        if counts is False:
+            row |= {"why_not": "the samples had not settled"}
+        elif not isinstance(gain, str):
+            verdict = "faster" if gain > 0.1 else "ambiguous"
+            row |= {"verdict_last": verdict if counts else None}
             row |= {"only_ms": 10 - gain, "without_ms": 5 + gain}
             row |= {"speedup_alone": 10 / (10 - gain), "speedup_last": (5 + gain) / 5}
             for end in ("alone", "last"):

@@ -157,3 +157,21 @@ def gate(run_id: str, passed: bool | None = True, **columns: object) -> Tables:
     """A run of gate "proof": green, red, or with nothing that it could check."""
     outcome = {"status": "unsupported"} if passed is None else {"passed": passed}
     return run(run_id, check("proof", "far", 0.5 if passed else 3.0, 1.0, **outcome), **columns)
+
+
+def runs(
+    variant: str, medians_ms: list[float], minutes: float = 0, name: str = "", **columns: object
+) -> list[Tables]:
+    """Runs of a step, one for each median, a minute apart, with evidence if gate "proof" is green.
+
+    `columns` are of the step or, as `run` has them, of the runs.
+    """
+    of_runs = {
+        key: columns.pop(key) for key in ("code", "gpu", "torch", "settled") if key in columns
+    }
+    parts = [step(variant, [median], replicate=i, **columns) for i, median in enumerate(medians_ms)]
+    named = parts[0]["steps"][0]["config_id"]
+    return [
+        run(f"{named} {minutes + i} {name}", part, minutes=minutes + i, **of_runs)
+        for i, part in enumerate(parts)
+    ]

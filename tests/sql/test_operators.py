@@ -7,7 +7,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, operator
+from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, gate, operator, run
 from tnp.ops import auto, registry
 
 
@@ -47,9 +47,12 @@ def test_operators_are_compared_with_the_best_peer(store: Callable[..., Query]) 
     )
     rows = {row["implementation"]: row for row in query("from operator_speedup")}
     assert set(rows) == {"sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "separate", "fused"}
-    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 1.5)
+    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (
+        pytest.approx(2),
+        pytest.approx(1.5),
+    )
     assert rows["separate"]["best_peer_implementation"] == "fa4"
-    assert rows["separate"]["speedup_low"] == rows["separate"]["speedup_high"] == 2
+    assert (rows["separate"]["speedup_low"], rows["separate"]["verdict"]) == (None, None)
     assert {name for name, row in rows.items() if row["own"]} == {"separate", "fused"}
     assert rows["fa3"]["speedup_best"] is None
 
@@ -108,8 +111,9 @@ def test_other_operators_are_compared_with_pytorchs_plain_form(
     rows = {(row["op"], row["implementation"]): row for row in query("from operator_speedup")}
     assert len(rows) == 5
     norm, mlp = rows["rms_norm", "fused"], rows["mlp", "single"]
-    assert (norm["speedup"], norm["speedup_best"], norm["d_model"]) == (2.4, 2.4, 512)
-    assert (mlp["speedup"], mlp["speedup_best"]) == (2, 1.5)
+    assert norm["d_model"] == 512
+    assert (norm["speedup"], norm["speedup_best"]) == (pytest.approx(2.4), pytest.approx(2.4))
+    assert (mlp["speedup"], mlp["speedup_best"]) == (pytest.approx(2), pytest.approx(1.5))
     assert mlp["best_peer_implementation"] == "compiled"
     (norm,) = query("from roofline where op = 'rms_norm' and own")
     assert (norm["bound"], norm["share_of_roofline"], norm["tflops"]) == ("memory", 0.8, None)
@@ -121,12 +125,73 @@ def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> N
         *(operator("sdpa_flash", time_ms_p50=4.0, replicate=i, **at[i]) for i in (0, 1)),
         *(operator("separate", time_ms_p50=2.0, replicate=i, **at[i]) for i in (0, 1)),
         operator("fa4", time_ms_p50=3.0, replicate=0, **at[0]),
-        operator("fa4", time_ms_p50=3.0, replicate=1, **at[2]),  # on its own, later
+        operator("fa4", time_ms_p50=1.0, replicate=1, **at[2]),  # on its own, later
+        operator("flex", time_ms_p50=1.0, role="peer", **at[2]),
     )
     rows = {row["implementation"]: row for row in query("from operator_speedup")}
-    assert rows["separate"]["best_peer_implementation"] == "sdpa_flash"
-    assert (rows["separate"]["speedup"], rows["separate"]["speedup_best"]) == (2, 2)
-    assert (rows["fa4"]["speedup"], rows["fa4"]["speedup_best"]) == (None, 1)
+    separate, fa4, flex = (rows[name] for name in ("separate", "fa4", "flex"))
+    assert separate["best_peer_implementation"] == "fa4"
+    assert (separate["speedup"], separate["n_pairs"]) == (pytest.approx(2), 2)
+    assert separate["speedup_best"] == pytest.approx(1.5)
+    assert (fa4["speedup"], fa4["speedup_best"]) == (pytest.approx(4 / 3), 1)
+    assert flex["speedup"] is None
+
+
+def in_turn(run_id: str, minutes: float, times: dict[str, float], **columns: object) -> Tables:
+    """One run that timed these implementations of attention in turn; "fused-2" is a twin."""
+    parts = [
+        operator(
+            name.split("-")[0],
+            time_ms_p50=time,
+            twin="-" in name,
+            config_id=f"attention--{name}",
+            max_abs_error=0.0,
+        )
+        for name, time in times.items()
+    ]
+    return run(run_id, *parts, minutes=minutes, **columns)
+
+
+def test_an_operator_is_faster_where_all_its_runs_say_so(store: Callable[..., Query]) -> None:
+    times = {"sdpa_flash": 4.0, "fa4": 3.0, "fused": 2.0, "fused-2": 2.01}
+    query = store(gate("gate"), *(in_turn(f"r{i}", i, times) for i in range(3)))
+    (row,) = query("from operator_speedup where implementation = 'fused'")
+    assert (row["n_pairs"], row["verdict"], row["verdict_best"]) == (3, "faster", "faster")
+    assert row["speedup_best_low"] < row["speedup_best"] < row["speedup_best_high"]
+    assert row["speedup"] == pytest.approx(2)  # the twin is nobody's contender
+    assert row["time_ms"] == 2.0
+    (noise,) = query("from noise where part = 'attention forward'")
+    assert (noise["n_equals"], noise["of_equals"]) == (3, pytest.approx(np.log(2.01 / 2)))
+    (verdicts,) = query("from noise_verdicts")
+    assert (verdicts["n_comparisons"], verdicts["n_called"], verdicts["n_containing"]) == (1, 0, 1)
+
+
+def test_all_copies_of_an_implementation_are_compared_with_one_another(
+    store: Callable[..., Query],
+) -> None:
+    times = {"fused": 2.0, "fused-2": 2.01, "fused-3": 1.99, "fused-4": 3.0}
+    query = store(gate("gate"), *(in_turn(f"r{i}", i, times) for i in range(4)))
+    (verdicts,) = query("from noise_verdicts")
+    assert verdicts["n_comparisons"] == 6
+    (noise,) = query("from noise")
+    assert noise["n_equals"] == 24
+    # One copy takes half as long again: that is called, as it would be of anything else.
+    assert (verdicts["n_called"], verdicts["n_containing"]) == (3, 3)
+
+
+def test_pairs_of_runs_on_two_versions_of_torch_are_two_generations(
+    store: Callable[..., Query],
+) -> None:
+    times = {"sdpa_flash": 4.0, "fused": 2.0}
+    new = {"torch": "2.14.0", "code": {"kernel": {"_kernel": "2"}, "module": {"tnp.model": "1"}}}
+    query = store(
+        gate("gate"),
+        gate("gate-2", minutes=1, **new),
+        in_turn("r1", 2, times),
+        in_turn("r2", 3, times | {"fused": 1.0}, **new),
+    )
+    (row,) = query("from operator_speedup where implementation = 'fused'")
+    assert (row["n_runs"], row["n_pairs"], row["speedup"]) == (1, 1, pytest.approx(4))
 
 
 def test_the_candidates_of_auto_are_the_registrys(store: Callable[..., Query]) -> None:

@@ -275,3 +275,42 @@ def test_two_sittings_of_two_runs_tell_three_percent(judged: Callable[[str], lis
     assert np.median([row["half_width"] for row in large]) <= 0.022
     three = [row for row in small if abs(row["truth"]) == 0.03]
     assert np.mean([row["verdict"] in ("faster", "slower") for row in three]) >= 0.95
+
+
+def test_equal_things_are_judged_as_all_others_are(judge: Judge) -> None:
+    generator = np.random.default_rng(3)
+    equal = simulated(generator, np.zeros((40, 2)), SIGMAS[1], 1, 6)
+    rows = rows_of(judge(steps("gpu", equal)), "from noise_verdicts")
+    n_comparisons = sum(row["n_comparisons"] for row in rows)
+    assert n_comparisons == 40 * 2 * 15
+    assert sum(row["n_called"] for row in rows) <= 0.01 * n_comparisons
+    assert sum(row["n_containing"] for row in rows) >= 0.93 * n_comparisons
+
+
+def test_noise_is_what_was_simulated(judge: Judge) -> None:
+    generator = np.random.default_rng(4)
+    log_ms = 0.01 * generator.normal(size=(1, 30, 4, 5))
+    log_ms[:, 2:] += 0.02 * generator.normal(size=(1, 28, 4, 1))
+    (row,) = rows_of(judge(steps("gpu", log_ms)), "from noise")
+    assert (row["n_runs"], row["n_successive"], row["n_equals"]) == (600, 480, 480)
+    assert row["between_runs"] == pytest.approx(0.01, rel=0.1)
+    assert row["of_equals"] == pytest.approx(np.sqrt(2) * 0.01, rel=0.1)
+    # Of ratios: 2 % of the contender's own and the noise of two times five runs.
+    assert row["between_sittings"] == pytest.approx(np.hypot(0.02, 0.01 * np.sqrt(2 / 5)), rel=0.1)
+
+
+def test_undecided_asks_for_as_many_runs_as_decide_and_no_more(judge: Judge) -> None:
+    generator = np.random.default_rng(5)
+    log_ms = 0.005 * generator.normal(size=(1, 12, 1, 3))
+    log_ms[0, 2:] -= np.linspace(-0.03, 0.03, 10)[:, None, None]
+    rows = rows_of(judge(steps("gpu", log_ms)), "from undecided where figure = 'speedup'")
+    wanted = [row for row in rows if row["n_more_runs"] is not None]
+    assert len(wanted) > 3 and any(row["n_more_runs"] > 1 for row in wanted)
+    for row in wanted:
+        mean, n = np.log(row["ratio"]), row["n_pairs"]
+        error = (np.log(row["high"]) - mean) / stats.t.ppf(0.975, n + 3)
+        more = np.arange(row["n_more_runs"] + 1)
+        later_error = np.sqrt((error**2 - 0.003**2) * n / (n + more) + 0.003**2 / 2)
+        half_width = stats.t.ppf(0.975, n + more + 3) * later_error
+        decided = half_width < abs(abs(mean) - MARGIN)
+        assert decided[-1] and not decided[1:-1].any()

@@ -8,7 +8,18 @@ import duckdb
 import numpy as np
 import pytest
 
-from tests.sql.conftest import NOW, PROVENANCE, SQL, VIEWS, Query, operator, step, steps
+from tests.sql.conftest import (
+    NOW,
+    PROVENANCE,
+    SQL,
+    VIEWS,
+    Query,
+    gate,
+    operator,
+    runs,
+    step,
+    steps,
+)
 from tnp.store import build_database, write_table
 
 
@@ -18,55 +29,74 @@ def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) ->
         assert query(f"from {view}") == []
 
 
-def test_equal_steps_are_no_win_and_twice_as_fast_ones_are(store: Callable[..., Query]) -> None:
-    query = store(*steps("sdpa_flash", 100), *steps("sdpa_cudnn", 100), *steps("separate", 50))
+def test_twice_as_fast_is_faster_and_equal_is_not(store: Callable[..., Query]) -> None:
+    query = store(
+        gate("gate"),
+        *runs("sdpa_flash", [100.0, 101.0, 100.5]),
+        *runs("sdpa_cudnn", [100.4, 100.1, 101.2]),
+        *runs("separate", [50.0, 50.6, 50.2]),
+    )
     rows = {row["variant"]: row for row in query("from speedup")}
-    assert rows["sdpa_flash"]["speedup"] == 1
-    assert not rows["sdpa_flash"]["win"] and not rows["sdpa_cudnn"]["win"]
-    cudnn, separate = rows["sdpa_cudnn"], rows["separate"]
-    assert cudnn["speedup_low"] < 1 < cudnn["speedup_high"]
-    assert separate["win"]
-    assert separate["speedup"] == pytest.approx(2, rel=0.02)
-    assert 1.9 < separate["speedup_low"] < separate["speedup"] < separate["speedup_high"] < 2.1
+    flash, cudnn, separate = (rows[name] for name in ("sdpa_flash", "sdpa_cudnn", "separate"))
+    assert (flash["speedup"], flash["verdict"], flash["speedup_low"]) == (1, None, None)
+    assert cudnn["verdict"] == "ambiguous" and cudnn["speedup_low"] < 1 < cudnn["speedup_high"]
+    assert separate["verdict"] == separate["verdict_best"] == "faster"
+    assert separate["speedup"] == pytest.approx(2, rel=0.01)
+    assert 1.8 < separate["speedup_low"] < separate["speedup"] < separate["speedup_high"] < 2.2
+    assert (separate["n_runs"], separate["n_pairs"], separate["n_sittings"]) == (3, 3, 1)
 
 
-def test_a_gain_within_the_spread_of_equal_steps_is_no_win(store: Callable[..., Query]) -> None:
-    # Replicates differ by 10 %, and each config's timings agree: only the spread stands against 1.
-    flash = [step("sdpa_flash", [100.0 + 10 * (i - 2)], replicate=i) for i in (1, 2, 3)]
-    query = store(*flash, step("separate", [80.0]))
-    rows = {row["variant"]: row for row in query("from speedup")}
-    assert rows["separate"]["aa_spread"] == pytest.approx(0.1)
-    assert rows["separate"]["speedup_low"] > 1.1 and rows["separate"]["win"]
-    query = store(*flash, step("separate", [85.0]))
+def test_the_kth_runs_of_a_sitting_are_pairs(store: Callable[..., Query]) -> None:
+    """A sitting that is slower for all, and a run that nothing stands beside, change no ratio."""
+    query = store(
+        gate("gate"),
+        *runs("sdpa_flash", [100.0, 120.0]),
+        *runs("separate", [50.0, 40.0, 10.0]),
+        *runs("sdpa_flash", [500.0], minutes=90),
+        *runs("separate", [250.0], minutes=95),
+        *runs("separate", [1.0], minutes=300),
+    )
     (row,) = query("from speedup where variant = 'separate'")
-    assert 1 < row["speedup_low"] < 1.1 and not row["win"]
-
-
-def test_nothing_wins_where_the_spread_of_equal_steps_is_unknown(
-    store: Callable[..., Query],
-) -> None:
-    query = store(step("sdpa_flash", [100.0, 101.0]), step("separate", [50.0, 51.0]))
-    (row,) = query("from speedup where variant = 'separate'")
-    assert row["speedup_low"] > 1.9 and row["aa_spread"] is None and not row["win"]
+    assert (row["n_runs"], row["n_pairs"], row["n_sittings"]) == (5, 3, 2)
+    assert row["speedup"] == pytest.approx(np.exp(np.mean(np.log([2, 3, 2]))))
 
 
 def test_best_pytorch_is_the_fastest_with_any_switch(store: Callable[..., Query]) -> None:
     query = store(
-        step("sdpa_flash", [100.0]),
-        step("sdpa_cudnn", [80.0], cuda_graph=True),
-        step("sdpa_cudnn", [90.0]),
-        step("separate", [40.0]),
+        gate("gate"),
+        *runs("sdpa_flash", [100.0]),
+        *runs("sdpa_cudnn", [80.0], cuda_graph=True),
+        *runs("sdpa_cudnn", [90.0]),
+        *runs("separate", [40.0]),
+        *runs("fused", [20.0]),
+    )
+    rows = {(row["variant"], row["cuda_graph"]): row for row in query("from speedup")}
+    row = rows["separate", False]
+    assert (row["best_pytorch_variant"], row["best_pytorch_step_ms"]) == ("sdpa_cudnn", 80)
+    assert row["best_pytorch_cuda_graph"]
+    assert (row["speedup"], row["speedup_best"]) == (pytest.approx(2.5), pytest.approx(2))
+    assert rows["sdpa_cudnn", True]["speedup_best"] == 1
+
+
+def test_the_best_is_chosen_among_steps_that_count(store: Callable[..., Query]) -> None:
+    query = store(
+        gate("gate"),
+        *runs("sdpa_flash", [100.0]),
+        *runs("sdpa_cudnn", [80.0]),
+        *runs("separate", [40.0]),
+        *runs("sdpa_cudnn", [50.0], cuda_graph=True, throttled=True),
+        step("sdpa_padded", [60.0], role="peer"),  # before evidence was kept
     )
     (row,) = query("from speedup where variant = 'separate'")
     assert (row["best_pytorch_variant"], row["best_pytorch_step_ms"]) == ("sdpa_cudnn", 80)
-    assert (row["speedup"], row["speedup_best"]) == (2.5, 2.0)
+    assert row["verdict_best"] == "faster"
 
 
 def test_other_devices_shapes_and_dtypes_are_not_compared(store: Callable[..., Query]) -> None:
     for column, value in (("device", "cpu"), ("n_context", 7), ("dtype", "float32")):
         query = store(step("sdpa_flash", [100.0]), step("separate", [50.0], **{column: value}))
         (row,) = query("from speedup where variant = 'separate'")
-        assert row["speedup"] is None and not row["win"]
+        assert (row["step_ms"], row["speedup"], row["verdict"]) == (50, None, None)
 
 
 def test_a_failed_run_beside_good_ones_hides_nothing(store: Callable[..., Query]) -> None:
@@ -76,9 +106,60 @@ def test_a_failed_run_beside_good_ones_hides_nothing(store: Callable[..., Query]
         step("separate", "oom", replicate=2),
     )
     (row,) = query("from step_summary where variant = 'separate'")
-    assert (row["status"], row["step_ms"], row["n_replicates"]) == ("ok", 50, 2)
+    assert (row["status"], row["step_ms"], row["n_runs"], row["n_failed"]) == ("ok", 50, 1, 1)
     (row,) = query("from speedup where variant = 'separate'")
     assert row["status"] == "ok" and row["speedup"] == pytest.approx(2, rel=0.02)
+
+
+def test_what_failed_alone_is_listed_with_its_reason(store: Callable[..., Query]) -> None:
+    query = store(*steps("sdpa_flash", 100), step("separate", "oom"))
+    for view in ("speedup", "memory"):
+        (row,) = query(f"from {view} where variant = 'separate'")
+        assert (row["status"], row["reason"]) == ("oom", "because oom")
+    (row,) = query("from speedup where variant = 'separate'")
+    assert (row["step_ms"], row["speedup"], row["n_runs"]) == (None, None, 0)
+
+
+def test_steps_from_before_evidence_have_a_ratio_and_no_verdict(
+    store: Callable[..., Query],
+) -> None:
+    later = {"recorded_at": NOW + timedelta(hours=5)}
+    query = store(
+        *steps("sdpa_flash", 100),
+        step("sdpa_cudnn", [80.0]),
+        step("separate", [50.0], **later),  # in another sitting
+    )
+    (row,) = query("from speedup where variant = 'separate'")
+    (flash,) = query("from speedup where variant = 'sdpa_flash'")
+    assert row["speedup"] == pytest.approx(flash["step_ms"] / 50)
+    assert (row["best_pytorch_variant"], row["speedup_best"]) == ("sdpa_cudnn", pytest.approx(1.6))
+    names = ("speedup_low", "speedup_high", "q", "verdict", "n_pairs", "counts")
+    assert [row[name] for name in names] == [None] * 6
+    assert row["why_not"] == "recorded before evidence was kept"
+
+
+def test_steps_of_different_sittings_are_not_compared(store: Callable[..., Query]) -> None:
+    query = store(gate("gate"), *runs("sdpa_flash", [100.0]), *runs("separate", [50.0], minutes=40))
+    (row,) = query("from speedup where variant = 'separate'")
+    assert (row["counts"], row["step_ms"], row["speedup"], row["verdict"]) == (True, 50, None, None)
+
+
+def test_what_does_not_count_is_listed_and_not_compared(store: Callable[..., Query]) -> None:
+    query = store(
+        gate("gate"), *runs("sdpa_flash", [100.0]), *runs("separate", [50.0], settled=False)
+    )
+    (row,) = query("from speedup where variant = 'separate'")
+    assert (row["counts"], row["step_ms"], row["speedup"]) == (False, 50, None)
+    assert row["why_not"] == "the samples had not settled"
+    query = store(
+        gate("gate"),
+        *runs("sdpa_flash", [100.0, 100.0]),
+        *runs("separate", [50.0], settled=False),
+        *runs("separate", [25.0], minutes=3),
+    )
+    (row,) = query("from speedup where variant = 'separate'")
+    assert (row["counts"], row["step_ms"], row["n_runs"]) == (True, 25, 1)
+    assert row["speedup"] == pytest.approx(4)
 
 
 def test_a_note_in_reason_is_kept_and_makes_no_failure(store: Callable[..., Query]) -> None:
@@ -101,10 +182,14 @@ def test_mfu_is_of_the_matmul_ceiling_of_the_device(store: Callable[..., Query])
 
 def test_the_newest_generation_counts(store: Callable[..., Query]) -> None:
     later = {"recorded_at": NOW + timedelta(hours=1), "kernels_hash": "new"}
-    query = store(step("sdpa_flash", [100.0]), step("sdpa_flash", [50.0, 60.0, 70.0], **later))
+    query = store(
+        step("sdpa_flash", [100.0]),
+        step("sdpa_flash", [50.0, 60.0, 70.0], **later),
+        step("sdpa_flash", [64.0], **later | {"recorded_at": NOW + timedelta(hours=2)}),
+    )
     (row,) = query("from step_summary")
-    assert (row["n_replicates"], row["step_ms"]) == (1, 60)
-    assert 50 <= row["step_ms_low"] <= row["step_ms_high"] <= 70
+    assert (row["n_runs"], row["step_ms"]) == (2, 62)
+    assert (row["step_ms_low"], row["step_ms_high"]) == (60, 64)
     query = store(step("sdpa_flash", [100.0]), step("sdpa_flash", "oom", **later))
     assert query("from step_summary")[0]["status"] == "oom"
 
@@ -116,27 +201,6 @@ def test_recorded_rows_that_are_also_in_runs_count_once(tmp_path: Path) -> None:
     build_database(files, SQL, tmp_path / "results.duckdb")
     with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
         assert connection.sql("select origin from current_steps").fetchall() == [("recorded",)]
-
-
-def test_the_bootstrap_agrees_with_numpys(store: Callable[..., Query]) -> None:
-    generator = np.random.default_rng(0)
-    samples = [list(generator.normal(100, 5, 51)) for _ in range(4)]
-    query = store(*(step("sdpa_flash", times, replicate=i) for i, times in enumerate(samples)))
-    expected = [
-        np.median(
-            [
-                np.median(generator.choice(samples[replicate], 51))
-                for replicate in generator.integers(4, size=4)
-            ]
-        )
-        for _ in range(4000)
-    ]
-    low, high = np.quantile(expected, [0.025, 0.975])
-    (row,) = query("from step_summary")
-    assert row["step_ms_low"] == pytest.approx(low, abs=0.3)
-    assert row["step_ms_high"] == pytest.approx(high, abs=0.3)
-    again = store(*(step("sdpa_flash", times, replicate=i) for i, times in enumerate(samples)))
-    assert again("from step_summary") == [row]
 
 
 def test_memory_is_relative_to_the_plain_baseline(store: Callable[..., Query]) -> None:

@@ -6,6 +6,8 @@ import altair as alt
 import duckdb
 import pyarrow as pa
 
+from tnp.schemas import ROLES
+
 Row = dict[str, Any]
 
 BASELINE_COLOR = "#6e7781"
@@ -77,9 +79,9 @@ def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
         select name, coalesce(min(role), 'own') as role from named
         where name is not null
         group by name
-        order by list_position(['baseline', 'peer', 'own'], role), name
         """,
     )
+    found.sort(key=lambda row: (ROLES.index(row["role"]), row["name"]))
     return {row["name"]: row["role"] for row in found}
 
 

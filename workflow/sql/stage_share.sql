@@ -6,7 +6,8 @@ with current_stages as (
     select
         stages.*,
         question,
-        counts
+        counts,
+        role
     from stages
     inner join current_steps
         on
@@ -28,6 +29,7 @@ medians as (
         any_value(study) as study,
         any_value(shape) as shape,
         any_value(variant) as variant,
+        any_value(role) as role,
         any_value(batch) as batch,
         any_value(n_context) as n_context,
         any_value(n_target) as n_target,
