@@ -54,8 +54,10 @@ def test_steps_without_evidence_are_hollow_and_claim_nothing(build: Build) -> No
         chart = draw("speedup", build(**tables))
         assert ("2.00× faster than" in title(chart)) is faster
         assert ("recorded before evidence was kept" in title(chart)) is not faster
-        marks = re.findall(r'<path[^>]*fill="transparent"[^>]*stroke="#', _svg(chart))
-        assert bool(marks) is not faster
+        filled = {
+            "fill=" in mark for mark in re.findall(r'<path [^>]*="point"[^>]*/>', _svg(chart))
+        }
+        assert filled == {faster}
 
 
 @pytest.mark.parametrize("figure", ["speedup", "matrix", "ablation"])

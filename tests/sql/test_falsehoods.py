@@ -7,7 +7,19 @@ from datetime import timedelta
 
 import pytest
 
-from tests.sql.conftest import CODE, NOW, Query, Row, Tables, check, gate, operator, run, step
+from tests.sql.conftest import (
+    CODE,
+    NOW,
+    Query,
+    Row,
+    Tables,
+    check,
+    gate,
+    operator,
+    run,
+    runs,
+    step,
+)
 
 Store = Callable[..., Query]
 JUDGED = "select variant, run_id, proven, counts, why_not from current_steps order by run"
@@ -336,3 +348,61 @@ def test_what_was_recorded_before_evidence_is_neither_proven_nor_disproven(store
 
 
 # Of 4, 8 and 13: what the views that compare make of it.
+COMPARED = ("speedup", "speedup_low", "verdict", "speedup_best", "verdict_best")
+NOTHING = [None] * len(COMPARED)
+
+
+# 4
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_red_gate_compares_nothing(store: Store, passed: bool) -> None:
+    times = {"sdpa_flash": 2.0, "fused": 1.0}
+    query = store(
+        gate("green"),
+        *(part for name in times for part in runs(name, [times[name]], gates="proof")),
+        run("op", *(operator(name, time_ms_p50=time) for name, time in times.items())),
+        gate("newer", passed, minutes=5),
+    )
+    row = one(query, "from operator_speedup where implementation = 'fused'")
+    assert ([row[name] for name in COMPARED] == NOTHING) is not passed
+    row = one(query, "from speedup where variant = 'fused'")
+    assert ([row[name] for name in COMPARED] == NOTHING) is not passed
+    assert query("select verdict from contrasts where verdict = 'faster'") != [] or not passed
+
+
+# 8
+def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
+    for other in ({"gpu": "GPU-2"}, {"torch": "2.11.0"}):
+        query = store(
+            gate("g"),
+            gate("g2", **other),
+            *runs("sdpa_flash", [2.0]),
+            *runs("fused", [1.0], **other),
+        )
+        row = one(query, "from speedup where variant = 'fused'")
+        assert (row["counts"], row["step_ms"]) == (True, 1.0)
+        assert [row[name] for name in COMPARED] == NOTHING, other
+
+
+def test_each_pair_is_on_one_gpu(store: Store) -> None:
+    """The second GPU is half as fast: what it does to both contenders changes no ratio."""
+    query = store(
+        gate("g"),
+        *runs("sdpa_flash", [2.0]),
+        *runs("fused", [1.0]),
+        *runs("sdpa_flash", [4.0], gpu="GPU-2", name="2"),
+        *runs("fused", [2.0], gpu="GPU-2", name="2"),
+    )
+    row = one(query, "from speedup where variant = 'fused'")
+    assert (row["n_pairs"], row["n_sittings"], row["speedup"]) == (2, 2, pytest.approx(2))
+    assert one(query, "from contrasts where figure = 'speedup' and verdict = 'faster'")
+
+
+# 13
+def test_a_throttled_baseline_makes_no_win(store: Store) -> None:
+    for throttled in (False, True):
+        query = store(
+            gate("g"), *runs("sdpa_flash", [9.0], throttled=throttled), *runs("fused", [1.0])
+        )
+        row = one(query, "from speedup where variant = 'fused'")
+        assert ([row[name] for name in COMPARED] == NOTHING) is throttled
+        assert (row["verdict"] == "faster") is not throttled

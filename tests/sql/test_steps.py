@@ -261,3 +261,60 @@ def test_environment_summary_has_the_latest_of_each(store: Callable[..., Query])
     (found,) = store({"environments": [row, later]})("from environment_summary")
     assert (found["n_measurements"], found["git_commit"]) == (2, "b")
     assert (found["first_recorded_at"], found["last_recorded_at"]) == (NOW, later["recorded_at"])
+
+
+NEWER = {"kernel": {"_kernel": "2"}, "module": {"tnp.model": "2"}}
+
+
+def test_a_regression_is_against_what_did_not_change(store: Callable[..., Query]) -> None:
+    """The second sitting is 10 % slower for all; `fused` became 20 % slower besides."""
+    query = store(
+        gate("gate"),
+        gate("newer gate", code=NEWER),
+        *runs("sdpa_flash", [100.0, 100.1, 100.2]),
+        *runs("fused", [50.0, 50.1, 50.2]),
+        *runs("separate", [60.0, 60.2, 60.1]),
+        *runs("sdpa_flash", [110.0, 110.2, 110.1], minutes=90),
+        *runs("fused", [66.0, 66.1, 66.2], minutes=90, code=NEWER),
+        *runs("separate", [66.0, 66.2, 66.1], minutes=90, code=NEWER),
+    )
+    rows = {row["name"]: row for row in query("from regressions")}
+    assert set(rows) == {"fused", "separate"}
+    fused, separate = rows["fused"], rows["separate"]
+    assert (fused["verdict"], fused["ratio"]) == ("slower", pytest.approx(1 / 1.2, rel=0.005))
+    assert (fused["previous_time_ms"], fused["time_ms"]) == pytest.approx((50.1, 66.1))
+    assert "sdpa_flash" in fused["control"]
+    assert separate["ratio"] == pytest.approx(1, rel=0.005)
+    assert separate["verdict"] in ("same", "ambiguous")
+    # Both intervals are as uncertain as two contrasts together.
+    (old,) = query(
+        "from contrasts where own = '{}' and against_baseline".format(fused["generation"])
+    )
+    width = np.log(fused["high"] / fused["low"])
+    assert width == pytest.approx(np.sqrt(2) * np.log(old["high"] / old["low"]), rel=0.02)
+
+
+def test_a_regression_without_a_control_has_no_verdict(store: Callable[..., Query]) -> None:
+    query = store(
+        gate("gate"),
+        gate("newer gate", code=NEWER),
+        *runs("sdpa_flash", [100.0]),
+        *runs("fused", [50.0]),
+        *runs("fused", [66.0], minutes=90, code=NEWER),
+    )
+    (row,) = query("from regressions")
+    assert (row["control"], row["ratio"], row["verdict"]) == (None, None, None)
+    assert (row["previous_time_ms"], row["time_ms"]) == pytest.approx((50, 66))
+
+
+def test_runs_of_two_generations_are_never_pooled(store: Callable[..., Query]) -> None:
+    query = store(
+        gate("gate"),
+        gate("newer gate", code=NEWER),
+        *runs("sdpa_flash", [100.0]),
+        *runs("fused", [50.0]),
+        *runs("sdpa_flash", [100.0], minutes=90),
+        *runs("fused", [25.0], minutes=90, code=NEWER),
+    )
+    (row,) = query("from speedup where variant = 'fused'")
+    assert (row["n_runs"], row["n_pairs"], row["speedup"]) == (1, 1, pytest.approx(4))
