@@ -45,7 +45,7 @@ with candidates as (
 speedups as (
     select
         * exclude (for_speedup, for_ablation),
-        if(kind = 'step', 'speedup', 'operator_speedup') as figure,
+        case kind when 'step' then 'speedup' else 'operator_speedup' end as figure,
         row_number()
             over (partition by own order by has_evidence desc, log_ratio asc, base asc)
         = 1 as against_best

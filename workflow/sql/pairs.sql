@@ -39,8 +39,14 @@ select
     later.device,
     later.kind,
     later.part,
-    concat_ws(' ', later.generation, if(later.kind = 'step', later.run, later.config_id)) as own,
-    concat_ws(' ', earlier.generation, if(later.kind = 'step', earlier.run, earlier.config_id))
+    concat_ws(
+        ' ', later.generation, case later.kind when 'step' then later.run else later.config_id end
+    ) as own,
+    concat_ws(
+        ' ',
+        earlier.generation,
+        case later.kind when 'step' then earlier.run else earlier.config_id end
+    )
         as base,
     later.sitting,
     earlier.log_ms - later.log_ms as difference,

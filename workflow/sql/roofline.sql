@@ -42,7 +42,7 @@ operators as (
         any_value(d_ff_storage) as d_ff_storage,
         any_value(n_components) as n_components,
         any_value(dtype) as dtype,
-        if(bool_or(timed), 'ok', arg_max(status, recorded_at)) as status,
+        case when bool_or(timed) then 'ok' else arg_max(status, recorded_at) end as status,
         coalesce(
             arg_max(reason, recorded_at) filter (where is_used and reason != ''),
             arg_max(reason, recorded_at) filter (where reason != '')

@@ -35,7 +35,7 @@ select
     any_value(checkpoint) as checkpoint,
     any_value(cuda_graph) as cuda_graph,
     any_value(optimizer) as optimizer,
-    if(bool_or(timed), 'ok', arg_max(status, recorded_at)) as status,
+    case when bool_or(timed) then 'ok' else arg_max(status, recorded_at) end as status,
     coalesce(
         arg_max(reason, recorded_at) filter (where is_used and reason != ''),
         arg_max(reason, recorded_at) filter (where reason != '')

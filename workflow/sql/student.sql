@@ -32,16 +32,18 @@ create or replace macro student_quantile(degrees) as
 -- k < degrees / 2, cₖ = Γ(k + ½) / (√π k!). For odd ones A = 2/π · (θ + sin θ · Σ cₖ cos²ᵏ⁺¹ θ)
 -- over k < (degrees − 1) / 2, cₖ = √π k! / (2 Γ(k + 3/2)).
 create or replace macro student_tail(x, degrees) as
-0.5 - if(
-    degrees % 2 = 0,
-    sin(atan(x / sqrt(degrees))) * list_sum([
-        exp(lgamma(k + 0.5) - lgamma(k + 1)) * cos(atan(x / sqrt(degrees))) ** (2 * k)
-        for k in range(degrees // 2)
-    ]) / sqrt(pi()),
-    (
-        atan(x / sqrt(degrees)) * 2 + sin(atan(x / sqrt(degrees))) * list_sum([
-            exp(lgamma(k + 1) - lgamma(k + 1.5)) * cos(atan(x / sqrt(degrees))) ** (2 * k + 1)
-            for k in range((degrees - 1) // 2)
-        ]) * sqrt(pi())
-    ) / pi()
-) / 2;
+0.5 - case
+    when degrees % 2 = 0
+        then
+            sin(atan(x / sqrt(degrees))) * list_sum([
+                exp(lgamma(k + 0.5) - lgamma(k + 1)) * cos(atan(x / sqrt(degrees))) ** (2 * k)
+                for k in range(degrees // 2)
+            ]) / sqrt(pi())
+    else
+        (
+            atan(x / sqrt(degrees)) * 2 + sin(atan(x / sqrt(degrees))) * list_sum([
+                exp(lgamma(k + 1) - lgamma(k + 1.5)) * cos(atan(x / sqrt(degrees))) ** (2 * k + 1)
+                for k in range((degrees - 1) // 2)
+            ]) * sqrt(pi())
+        ) / pi()
+end / 2;

@@ -17,8 +17,11 @@ with measured as (
         shape as part,
         concat_ws(' ', dtype, batch, n_context, n_target, optimizer) as family,
         variant as name,
-        concat_ws(' ', if(checkpoint, 'checkpoint', null), if(cuda_graph, 'cuda_graph', null))
-            as switches,
+        concat_ws(
+            ' ',
+            case when checkpoint then 'checkpoint' end,
+            case when cuda_graph then 'cuda_graph' end
+        ) as switches,
         case
             when starts_with(variant, 'only_') then 'only'
             when starts_with(variant, 'without_') then 'without'
