@@ -71,8 +71,9 @@ def measured() -> dict[str, list[Row]]:
         ]
     for variant, time in (("sdpa_flash", 9), ("only_mlp", 8), ("without_mlp", 6), ("fused", 4)):
         step = tables["steps"][0] | {"variant": variant, "study": "ablation", "step_ms_p50": time}
-        tables["steps"].append(step | {"config_id": f"ablation--mid--{variant}"})
-        tables["samples"] += samples(f"ablation--mid--{variant}", 0, "step", time)
+        step |= {"shape": "small", "n_context": 64, "config_id": f"ablation--small--{variant}"}
+        tables["steps"].append(step)
+        tables["samples"] += samples(step["config_id"], 0, "step", time)
     run = {"config_id": "gp", "run": "gp", "variant": "sdpa_flash", "source": "gaussian_process"}
     run |= {"batch": 64, "n_context": 64, "n_target": 500, "dtype": "bfloat16", "seed": 0}
     for step_number in (100, 200):
