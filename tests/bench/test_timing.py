@@ -10,7 +10,7 @@ import torch
 
 from tnp.bench import timing
 from tnp.bench.policy import Policy
-from tnp.bench.timing import Measurement, first_call, half_width, measure, measure_interleaved
+from tnp.bench.timing import first_call, half_width, measure, measure_interleaved, settled
 
 CPU = torch.device("cpu")
 POLICY = Policy(
@@ -157,11 +157,20 @@ def test_a_long_round_is_timed_as_often_for_all(clock: Clock) -> None:
     assert slow.n_warmup == fast.n_warmup == 1
 
 
-def test_only_who_did_not_settle_says_so() -> None:
-    steady = Measurement([10.0] * 30, [], 1, 1, 0.0, 0.0)
-    drifting = Measurement([10.0 + i / 100 for i in range(30)], [], 1, 1, 0.0, 0.0)
-    assert steady.settled and steady.note is None
-    assert not drifting.settled and "1%" in drifting.note
+def test_contenders_settle_together(clock: Clock) -> None:
+    """One contender's samples vary by more than a device drifts: whole rounds are judged."""
+    generator = np.random.default_rng(3)
+    noisy = [[clock.call(iter(generator.normal(10, 0.4, 10_000)))] for _ in range(9)]
+    policy = Policy(warmup_s=0.01, min_samples=60, max_sampling_s=0.1)
+    measurements = measure_interleaved(noisy, CPU, policy)
+    assert all(measurement.settled and measurement.note is None for measurement in measurements)
+    alone = [settled(measurement.samples_ms) for measurement in measurements]
+    assert not all(alone)
+
+    slowing = (10.0 * 1.0005**i for i in range(10_000))
+    drifting = measure_interleaved([[clock.call(slowing)]] * 3, CPU, policy)
+    assert not any(measurement.settled for measurement in drifting)
+    assert "1%" in drifting[0].note
 
 
 def test_nobody_to_time_is_no_measurement() -> None:

@@ -80,7 +80,7 @@ unproven as (
 
 judged as (
     select
-        coded.*,
+        coded.* replace (coalesce(settling.settled, coded.settled) as settled),
         unproven_part,
         case
             when run_id is null or code_set is null then null
@@ -90,6 +90,7 @@ judged as (
         end as proven
     from coded
     left join unproven using (code_set, deciding_sets)
+    left join settling using (run_id, pass)
 )
 
 select

@@ -6,8 +6,9 @@
 -- names with another hash. The newest match decides. It has passed where a check about what the
 -- measurement uses, or about all implementations, is green and no such check is red or an error.
 -- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
--- about. A run that was killed or took too long decides nothing, unless a check was red by then.
--- Runs from before evidence was kept wait for nothing and decide nothing.
+-- about, and of gate `baseline`, which every step waits for, where the step has attention of ours:
+-- its checks are about PyTorch's. A run that was killed or took too long decides nothing, unless a
+-- check was red by then. Runs from before evidence was kept wait for nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
@@ -133,8 +134,10 @@ decided as (
         bool_or(has_passed) as has_passed,
         any_value(why_red) as why_red,
         count(about) > 0
-        or not bool_or(len(list_filter(uses, lambda used: ends_with(used, '/auto'))) > 0)
-            as concerned
+        or not (
+            bool_or(deciding.gate = 'baseline')
+            or bool_or(len(list_filter(uses, lambda used: ends_with(used, '/auto'))) > 0)
+        ) as concerned
     from deciding
     left join checks
         on
@@ -163,7 +166,7 @@ select
                     'gate ', gate, ' has not run on this code with these versions on this device'
                 )
         when decided.is_red then concat('gate ', gate, ' ', decided.why_red)
-        when not concerned then concat('gate ', gate, ' is not about what was chosen')
+        when not concerned then concat('gate ', gate, ' is not about what ran')
         when passed is null then concat('gate ', gate, ' could run no check of this')
     end as reason
 from awaited
