@@ -111,3 +111,19 @@ def test_a_check_the_gate_no_longer_makes_is_gone(store: Callable[..., Query]) -
     (gate,) = query("from gate_status")
     assert gate["passed"] is True
     assert gate["worst_value_over_bound"] == 0.5  # of the cosine 0.1: it misses 1 by 1e-4
+
+
+def test_the_baselines_gate_is_not_about_attention_of_ours(store: Callable[..., Query]) -> None:
+    """A step of ours waits for it too; what proves its attention is attention's own gate."""
+    uses = {"gates": "baseline|attention_fused", "operators": json.dumps({"attention": "fused"})}
+    parts = [
+        run("baseline gate", check("baseline", "loss", 0.1, 1.0, passed=True,
+                                   implementation="sdpa_flash")),
+        run("ours", step("ours", [1.0], **uses)),
+    ]  # fmt: skip
+    own_gate = run(
+        "own gate",
+        check("attention_fused", "dq", 0.1, 1.0, passed=True, implementation="fused"),
+    )
+    assert store(*parts, own_gate)("from current_steps")[0]["proven"] is True
+    assert store(*parts)("from current_steps")[0]["proven"] is None

@@ -6,9 +6,10 @@
 -- names with another hash. The newest match decides. It has passed where a check about what the
 -- measurement uses, or about all implementations, is green and no such check is red or an error.
 -- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
--- about, and of gate `baseline`, which every step waits for, where the step has attention of ours:
--- its checks are about PyTorch's. A run that was killed or took too long decides nothing, unless a
--- check was red by then. Runs from before evidence was kept wait for nothing and decide nothing.
+-- about, and of gate `baseline`, which every step waits for, where its checks are about other
+-- attention than the step's and another gate's are about that. A run that was killed or took too
+-- long decides nothing, unless a check was red by then. Runs from before evidence was kept wait for
+-- nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
@@ -133,11 +134,9 @@ decided as (
         bool_or(is_red) as is_red,
         bool_or(has_passed) as has_passed,
         any_value(why_red) as why_red,
-        count(about) > 0
-        or not (
-            bool_or(deciding.gate = 'baseline')
-            or bool_or(len(list_filter(uses, lambda used: ends_with(used, '/auto'))) > 0)
-        ) as concerned
+        count(about) > 0 as has_checks,
+        bool_or(starts_with(about, 'attention/')) as has_checked_attention,
+        bool_or(len(list_filter(uses, lambda used: ends_with(used, '/auto'))) > 0) as is_auto
     from deciding
     left join checks
         on
@@ -145,6 +144,24 @@ decided as (
             and deciding.gate = checks.gate
             and (checks.about = '' or list_contains(deciding.uses, checks.about))
     group by all
+),
+
+judged as (
+    select
+        *,
+        has_checks
+        or not (
+            is_auto
+            or (
+                gate = 'baseline'
+                and coalesce(
+                    bool_or(has_checked_attention)
+                        over (partition by device, implementation, uses, code_set, torch, triton),
+                    false
+                )
+            )
+        ) as concerned
+    from decided
 )
 
 select
@@ -152,22 +169,22 @@ select
     awaited.run,
     awaited.implementation,
     awaited.gate,
-    decided.deciding_run,
-    decided.deciding_set,
-    decided.deciding_run is null or decided.concerned as concerned,
+    judged.deciding_run,
+    judged.deciding_set,
+    judged.deciding_run is null or judged.concerned as concerned,
     case
-        when decided.is_red then false
-        when decided.has_passed then true
+        when judged.is_red then false
+        when judged.has_passed then true
     end as passed,
     case
-        when decided.deciding_run is null
+        when judged.deciding_run is null
             then
                 concat(
                     'gate ', gate, ' has not run on this code with these versions on this device'
                 )
-        when decided.is_red then concat('gate ', gate, ' ', decided.why_red)
+        when judged.is_red then concat('gate ', gate, ' ', judged.why_red)
         when not concerned then concat('gate ', gate, ' is not about what ran')
         when passed is null then concat('gate ', gate, ' could run no check of this')
     end as reason
 from awaited
-left join decided using (device, implementation, gate, uses, code_set, torch, triton);
+left join judged using (device, implementation, gate, uses, code_set, torch, triton);
