@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tnp.files import cannot_write, replacing
+
 KEYS = frozenset({"parameters", "code", "step", "rows", "elapsed_s", "model", "optimizer"})
 
 _DIGEST_BYTES = 64  # SHA-256 in hexadecimal
@@ -18,20 +20,24 @@ _NO_COMMENT = (0).to_bytes(2, "little")  # what an archive ends in: the length o
 
 
 def save(path: Path, state: dict) -> None:
-    """Replace `path` by `state`, which has `KEYS`; a kill leaves what was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    with open(temporary, "r+b") as file:
-        file.seek(-len(_NO_COMMENT), os.SEEK_END)
-        if file.read() != _NO_COMMENT:
-            raise RuntimeError("torch.save no longer writes a zip archive without a comment")
-        file.seek(-len(_NO_COMMENT), os.SEEK_END)
-        file.write(_DIGEST_BYTES.to_bytes(len(_NO_COMMENT), "little"))
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.write(digest.encode())
-    os.replace(temporary, path)
+    """Replace `path` by `state`, which has `KEYS`; a kill leaves what was there before.
+
+    Raises StoreError where the folder is not writable or full.
+    """
+    with replacing(path) as temporary:
+        try:
+            torch.save(state, temporary)
+        except RuntimeError as error:  # PyTorch's for a full disk, which names no file
+            raise cannot_write(path, error) from error
+        with open(temporary, "r+b") as file:
+            file.seek(-len(_NO_COMMENT), os.SEEK_END)
+            if file.read() != _NO_COMMENT:
+                raise RuntimeError("torch.save no longer writes a zip archive without a comment")
+            file.seek(-len(_NO_COMMENT), os.SEEK_END)
+            file.write(_DIGEST_BYTES.to_bytes(len(_NO_COMMENT), "little"))
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.write(digest.encode())
 
 
 def load(path: Path, device: torch.device) -> dict:

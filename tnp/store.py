@@ -67,6 +67,8 @@ def read_table(path: Path, table: str) -> pa.Table:
                 f"{path} has a column {name!r} that table {table} lacks: update this "
                 "checkout if the file is of a newer one, or delete the file"
             )
+        if names.count(name) > 1:
+            raise StoreError(f"{path} has two columns {name!r}: delete the file and measure again")
         if field.type != schema.field(name).type:
             raise StoreError(
                 f"{path} has {name} as {field.type}, table {table} as "

@@ -61,6 +61,7 @@ def valid() -> dict:
     ]
     config["ablation"] = {
         "devices": ["cpu"],
+        "priority": 1,
         "base": base,
         "full": full,
         "components": differing,
