@@ -150,8 +150,15 @@ class Workflow:
             for file in self.folder.joinpath(name).rglob("*")
             if file.name.startswith(".") or file.suffix in (".tmp", ".wal")
         ]
-        # Torch keeps compiled code there for its next process; the rest has one owner.
-        temporary = [*self.temporary.glob("tnp-*[!.lock]"), *self.temporary.glob("snakemake*")]
+        # Torch keeps compiled code there for its next process. Snakemake makes an empty folder,
+        # which stays where it is killed while it starts.
+        temporary = [
+            file
+            for file in self.temporary.iterdir()
+            if file.name.startswith(("tnp-", "snakemake"))
+            and file.suffix != ".lock"
+            and (file.is_file() or any(file.iterdir()))
+        ]
         return [str(file.relative_to(self.folder)) for file in [*hidden, *temporary]]
 
 
