@@ -17,11 +17,12 @@ import torch
 import yaml
 
 from tnp import checkpoint
+from tnp.files import StoreError, parquet_files
 from tnp.schemas import TABLES
-from tnp.store import StoreError, read_table
+from tnp.store import build_database, read_table
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("all",)
+SQL = ROOT / "workflow/sql"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 KILLS_A_RUN = 8
 TIME_LIMIT_S = 3600  # of a whole run, and of each job, on a busy machine
@@ -35,27 +36,27 @@ IDENTITY = (
 
 
 def configuration() -> dict:
-    """The tests' tiny workflow with one gate, one step twice, and a training of some seconds."""
+    """The tests' tiny workflow with one gate, one step, and a training of some seconds."""
     config = yaml.safe_load((ROOT / "tests/workflow/config.yaml").read_text())
     config["gates"] = ["baseline"]
-    config["steps"]["cpu"] |= {"variants": ["sdpa_flash"], "checkpoint": [False]}
+    config["steps"]["cpu"] |= {"variants": ["sdpa_flash"], "checkpoint": [False], "replicates": 1}
     config["ops"] = {}
     config["timing"]["timeout_s"] = TIME_LIMIT_S
-    config["training"]["gp_tiny"] |= {"steps": 200, "eval_every": 5}
+    config["training"]["gp_tiny"] |= {"steps": 100, "eval_every": 5}
     return config
 
 
 class Workflow:
     """The workflow in a folder of its own, with whatever processes it started."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, f"{uuid.uuid4()}"
+    def __init__(self, folder: Path, target: str) -> None:
+        self.folder, self.target, self.mark = folder, target, f"{uuid.uuid4()}"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(configuration()))
 
     def start(self) -> subprocess.Popen:
-        command = [sys.executable, "-m", "snakemake", *TARGETS, "--cores", "1"]
+        command = [sys.executable, "-m", "snakemake", self.target, "--cores", "1"]
         with (self.folder / "output").open("w") as output:
             return subprocess.Popen(
                 [*command, "--snakefile", str(ROOT / "Snakefile"), "--directory", str(self.folder)],
@@ -111,7 +112,7 @@ class Workflow:
         database = self.folder / "data/results.duckdb"
         try:
             if database.exists():
-                self.identities()
+                identities(database)
         except duckdb.Error as error:
             found.append(f"{database}: {error}")
         for page in self.folder.glob("figures/*.html"):
@@ -119,24 +120,11 @@ class Workflow:
                 found.append(f"{page} is not a whole page")
         return found
 
-    def identities(self) -> dict[str, list[tuple]]:
-        """Which rows each table of the store has, and how often; how many samples is time's."""
-        with duckdb.connect(str(self.folder / "data/results.duckdb"), read_only=True) as store:
-            found = {}
-            for table, schema in TABLES.items():
-                columns = [f'"{name}"' for name in IDENTITY if name in schema.names]
-                distinct = "distinct" if table in ("samples", "environments") else ""
-                query = f"select {distinct} {', '.join(columns) or 'device'} from {table}"
-                found[table] = store.sql(f"{query} order by all").fetchall()
-            return found
-
-    def training(self) -> list[dict]:
-        """Training's rows but for when they were measured, and where."""
-        likelihoods = (name for name in TABLES["training"].names if "log_likelihood" in name)
-        columns = ", ".join(("step", "learning_rate", "loss", *likelihoods))
-        with duckdb.connect(str(self.folder / "data/results.duckdb"), read_only=True) as store:
-            query = f"select {columns} from training order by step"
-            return store.sql(query).to_arrow_table().to_pylist()
+    def store(self) -> Path:
+        """A database of all rows that were measured."""
+        database = self.folder / "measured.duckdb"
+        build_database(parquet_files(self.folder / "data/runs"), SQL, database)
+        return database
 
     def weights(self) -> dict[str, torch.Tensor]:
         path = self.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
@@ -160,6 +148,26 @@ class Workflow:
             and (file.is_file() or any(file.iterdir()))
         ]
         return [str(file.relative_to(self.folder)) for file in [*hidden, *temporary]]
+
+
+def identities(database: Path) -> dict[str, list[tuple]]:
+    """Which rows each table has, and how often; how many samples it took is a matter of time."""
+    with duckdb.connect(str(database), read_only=True) as store:
+        found = {}
+        for table, schema in TABLES.items():
+            columns = [f'"{name}"' for name in IDENTITY if name in schema.names]
+            distinct = "distinct" if table in ("samples", "environments") else ""
+            query = f"select {distinct} {', '.join(columns) or 'device'} from {table}"
+            found[table] = store.sql(f"{query} order by all").fetchall()
+        return found
+
+
+def training(database: Path) -> list[tuple]:
+    """Training's rows but for when they were measured, and where."""
+    likelihoods = (name for name in TABLES["training"].names if "log_likelihood" in name)
+    columns = ", ".join(("step", "learning_rate", "loss", *likelihoods))
+    with duckdb.connect(str(database), read_only=True) as store:
+        return store.sql(f"select {columns} from training order by step").fetchall()
 
 
 def killed(workflow: Workflow, after_s: float, how: signal.Signals) -> tuple[bool, list[str]]:
@@ -188,7 +196,8 @@ def killed(workflow: Workflow, after_s: float, how: signal.Signals) -> tuple[boo
 def differences(workflow: Workflow, unbroken: Workflow) -> list[str]:
     """What a run that was killed has otherwise than one that was not."""
     found = []
-    mine, theirs = workflow.identities(), unbroken.identities()
+    store, other = workflow.store(), unbroken.store()
+    mine, theirs = identities(store), identities(other)
     for table in TABLES:
         if mine[table] != theirs[table]:
             lost = [row for row in theirs[table] if row not in mine[table]]
@@ -197,7 +206,10 @@ def differences(workflow: Workflow, unbroken: Workflow) -> list[str]:
                 f"{table}: {len(mine[table])} rows, {len(theirs[table])} unbroken; "
                 f"lost {lost[:3]}, added {added[:3]}"
             )
-    if workflow.training() != unbroken.training():
+    results = workflow.folder / "data/results.duckdb"
+    if results.exists() and identities(results) != mine:
+        found.append("the database has other rows than were measured")
+    if training(store) != training(other):
         found.append("the rows of the training differ")
     mine, theirs = workflow.weights(), unbroken.weights()
     if mine.keys() != theirs.keys() or not all(torch.equal(mine[k], theirs[k]) for k in mine):
@@ -205,9 +217,9 @@ def differences(workflow: Workflow, unbroken: Workflow) -> list[str]:
     return found + [f"{file} was left over" for file in workflow.left_over()]
 
 
-def run(n: int, folder: Path, random: Random) -> list[str]:
+def run(n: int, folder: Path, random: Random, target: str = "all") -> list[str]:
     """Kills `n` times, at most `KILLS_A_RUN` times in one run; what was lost, false or left."""
-    unbroken = Workflow(folder / "unbroken")
+    unbroken = Workflow(folder / "unbroken", target)
     start = time.monotonic()
     if found := unbroken.finish():
         return found
@@ -215,7 +227,7 @@ def run(n: int, folder: Path, random: Random) -> list[str]:
     n_killed = n_runs = 0
     while n_killed < n:
         n_runs += 1
-        workflow = Workflow(folder / f"run{n_runs}")
+        workflow = Workflow(folder / f"run{n_runs}", target)
         for _ in range(min(KILLS_A_RUN, n - n_killed)):
             # At most half a run: most kills then fall into another job than the one before.
             after_s, how = random.uniform(0.1, duration_s / 2), random.choice(SIGNALS)
