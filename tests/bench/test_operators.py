@@ -7,6 +7,7 @@ import torch
 from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import operators, workloads
 from tnp.bench.operators import Inaccurate, checked_error, measure_op
+from tnp.bench.outcome import twins
 from tnp.ops import auto
 from tnp.schemas import PROVENANCE, RUN, TABLES
 
@@ -358,3 +359,40 @@ def test_auto_says_how_what_it_chose_was_launched(monkeypatch):
         "source": "nearest",
         "launch": {"kernel": "few_keys"},
     }
+
+
+def test_a_twin_is_another_contender_of_the_same_implementation():
+    names = ["sdpa_flash", *twins("sdpa_flash", 2)]
+    contenders = {name: f"attention--tiny--{name}" for name in names}
+    tables = measure_op(op_parameters(implementations=contenders), time.perf_counter())
+    assert [row["twin"] for row in tables["ops"]] == [False, True, True] * 2
+    assert {row["implementation"] for row in tables["ops"]} == {"sdpa_flash"}
+    assert {row["config_id"] for row in tables["samples"]} == set(contenders.values())
+    assert {row["implementation"] for row in tables["code"]} == {"sdpa_flash"}
+
+
+def test_a_row_says_what_it_ran_on():
+    """Kernels, packages and modules, of each implementation its own; hashes digest them."""
+    modules = {"torch": {"tnp.ops.mlp": "1"}, "fused": {"tnp.ops.mlp": "1", "tnp.ops.matmul": "2"}}
+    names = {name: f"mlp--tiny--{name}" for name in modules}
+    parameters = op_parameters(
+        op="mlp", **ROW_OPERATORS["mlp"], n_k=None, implementations=names, modules=modules
+    )
+    tables = measure_op(parameters, time.perf_counter())
+    code = {
+        (name, part): {row["name"] for row in tables["code"]
+                       if (row["implementation"], row["part"]) == (name, part)}
+        for name in modules for part in ("kernel", "package", "module")
+    }  # fmt: skip
+    assert code["torch", "kernel"] == set()
+    assert code["fused", "kernel"]
+    assert all(name.startswith("tnp.ops.") for name in code["fused", "kernel"])
+    assert code["torch", "package"] >= {"torch", "triton"}
+    assert {name: code[name, "module"] for name in modules} == {
+        name: set(own) for name, own in modules.items()
+    }
+    hashes = {row["implementation"]: (row["kernels_hash"], row["source_hash"], row["role"])
+              for row in tables["ops"]}  # fmt: skip
+    assert all(all(own) for own in hashes.values())
+    assert not set(hashes["torch"]) & set(hashes["fused"])
+    assert {row["gates"] for row in tables["ops"]} == {"", "mlp|kernels"}

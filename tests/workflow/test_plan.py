@@ -3,13 +3,14 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tnp.bench.outcome import implementation_of
-from tnp.gates import gates_for
+from tnp.gates import gates_for, gates_of
 from tnp.ops import registry
 from workflow import plan, sources, tuning_plan
 
@@ -291,3 +292,33 @@ def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
     assert tuning_plan.operator_jobs(CONFIG, plan.ops(CONFIG, "cpu", "cpu")) == []
     without = {name: section for name, section in CONFIG.items() if name != "tuning"}
     assert tuning_plan.operator_jobs(without, ops) == []
+
+
+def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
+    """Otherwise no row of it could ever be proven, whatever was measured."""
+    model = re.compile(r"tnp\.(ops|model|step)(\.|$)")
+
+    def unproven(files: list[str], gates: list[str]) -> set[str]:
+        ran = {name for name in sources.hashes(files) if model.match(name)}
+        named = {name for gate in gates for name in sources.hashes(sources.of_gate(gate))}
+        return ran - named - {"tnp.ops.auto"}  # it chooses: what it chose is proven in its place
+
+    for step in plan.steps(CONFIG, "cuda", "nvidia-h200").values():
+        assert not unproven(sources.of_step(step), step["gates"].split("|")), step["config_id"]
+    for config_id, job in plan.ops(CONFIG, "cuda", "nvidia-h200").items():
+        for name in set(map(implementation_of, job["implementations"])):
+            if gates := gates_of(job["op"], name):
+                files = sources.of_op(job | {"implementation": name})
+                assert not unproven(files, gates), (config_id, name)
+
+
+def test_a_hash_of_a_module_does_not_see_comments(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    texts = ["x = 1\n", '"""Words."""\n\n# More words.\nx = 1\n', "x = 2\n"]
+    found = []
+    for i, text in enumerate(texts):
+        file = tmp_path / str(i) / "tnp" / "module.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        found += sources.hashes([str(file), str(file.with_suffix(".json"))]).values()
+    assert found[0] == found[1] != found[2] and len(found) == 3
