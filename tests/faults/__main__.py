@@ -29,7 +29,9 @@ def main() -> None:
             start = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="tnp-faults-") as folder:
                 found = run(n, Path(folder), Random(arguments.seed))
-            print(f"{n} {what}: {len(found)} did harm, {time.monotonic() - start:.0f} s")
+            print(
+                f"{n} {what}: {len(found)} did harm, {time.monotonic() - start:.0f} s", flush=True
+            )
             for sentence in found:
                 print(f"  {sentence}")
             harm += len(found)
