@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def run(parameters, device, checkpoint_dir, on_row, code):
 """
 
 
+STARTED: list[subprocess.Popen] = []  # by the test that runs
+
+
 class Checkout:
     """A working copy of the workflow to run, break and edit."""
 
@@ -91,7 +95,7 @@ class Checkout:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "snakemake", *arguments],
             cwd=self.folder,
             env=os.environ | {"TMPDIR": str(self.temporary)} | environment,
@@ -99,6 +103,8 @@ class Checkout:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        STARTED.append(process)
+        return process
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
         """Exit status and everything printed."""
@@ -131,6 +137,13 @@ class Checkout:
 
         with duckdb.connect(str(self.folder / "data/results.duckdb"), read_only=True) as store:
             return store.execute(sql).fetchall()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_its_test() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 @pytest.fixture
