@@ -85,6 +85,24 @@ def test_ablation_has_verdicts_from_all_runs_of_its_steps(store: Callable[..., Q
     assert (full["n_runs"], full["studies"], full["study"]) == (4, ["ablation", "matrix"], "matrix")
 
 
+def test_a_newer_whole_leaves_the_ablation_with_what_it_was_timed_beside(
+    store: Callable[..., Query],
+) -> None:
+    before = {"sdpa_cudnn": 10.0, "only_mlp": 8.0, "without_mlp": 6.0, "fused": 5.0}
+    later = {"minutes": 300, "study": "matrix", "config_id": "matrix--fused"}
+    query = store(
+        gate("gate", minutes=290),
+        *(ablated(name, [time]) for name, time in before.items()),
+        # Of other studies, beside them: no part of an ablation.
+        *(step(name, [1.0]) for name in ("fused_attention", "sdpa_cudnn_padded")),
+        *runs("fused", [1.0], **later),
+    )
+    (row,) = query("from ablation")
+    names = ("full_variant", "full_ms", "without_ms", "gain_last_ms", "speedup_last")
+    assert [row[name] for name in names] == ["fused", *map(pytest.approx, (5, 6, 1, 1.2))]
+    assert (row["verdict_last"], row["speedup_alone"]) == (None, pytest.approx(1.25))
+
+
 def test_the_ablations_steps_are_in_no_other_comparison(store: Callable[..., Query]) -> None:
     part = ablated("only_mlp", [1.0])
     part["stages"] = [

@@ -3,7 +3,8 @@
 -- Four steps of study `ablation`: `base`, PyTorch's; `only`, base with the component; `full`, all
 -- components; `without`, full but for the component. `alone` is what it gains added to base, `last`
 -- what is lost when it is taken from full. Ratios, 95 % intervals and verdicts are of view
--- `contrasts`; the gain in ms is the ratio's at the median of the faster step. Null where one of
+-- `contrasts`; the gain in ms is the ratio's at the median of the faster step. Of base and full
+-- that generation is used which was timed beside the component's step. Null where one of
 -- the two steps failed (`status`, `reason`) or was not run.
 create or replace view ablation as
 with steps as (
@@ -65,9 +66,7 @@ wide as (
         any_value(step_ms) filter (where part = 'only') as only_ms,
         any_value(step_ms) filter (where part = 'full') as full_ms,
         any_value(step_ms) filter (where part = 'without') as without_ms,
-        any_value(generation) filter (where part = 'base') as base_generation,
         any_value(generation) filter (where part = 'only') as only_generation,
-        any_value(generation) filter (where part = 'full') as full_generation,
         any_value(generation) filter (where part = 'without') as without_generation,
         case when not bool_and(counts) then false when count(counts) = count(*) then true end
             as counts,
@@ -83,7 +82,12 @@ compared as (
 )
 
 select
-    wide.* exclude (base_generation, only_generation, full_generation, without_generation),
+    wide.* exclude (only_generation, without_generation) replace (
+        coalesce(base.name, base_variant) as base_variant,
+        coalesce(whole.name, full_variant) as full_variant,
+        coalesce(exp(base.log_ms), base_ms) as base_ms,
+        coalesce(exp(whole.log_ms), full_ms) as full_ms
+    ),
     alone.ratio as speedup_alone,
     alone.low as speedup_alone_low,
     alone.high as speedup_alone_high,
@@ -97,11 +101,11 @@ select
     last.high as speedup_last_high,
     last.q as q_last,
     last.verdict as verdict_last,
-    full_ms * (last.ratio - 1) as gain_last_ms,
-    full_ms * (last.low - 1) as gain_last_low_ms,
-    full_ms * (last.high - 1) as gain_last_high_ms
+    exp(whole.log_ms) * (last.ratio - 1) as gain_last_ms,
+    exp(whole.log_ms) * (last.low - 1) as gain_last_low_ms,
+    exp(whole.log_ms) * (last.high - 1) as gain_last_high_ms
 from wide
-left join compared as alone
-    on wide.only_generation = alone.own and wide.base_generation = alone.base
-left join compared as last
-    on wide.full_generation = last.own and wide.without_generation = last.base;
+left join compared as alone on wide.only_generation = alone.own
+left join contenders as base on alone.base = base.generation
+left join compared as last on wide.without_generation = last.base
+left join contenders as whole on last.own = whole.generation;

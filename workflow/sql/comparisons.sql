@@ -2,9 +2,10 @@
 --
 -- Figures `speedup` and `operator_speedup` compare with the baseline and with the fastest of
 -- PyTorch and other packages, first of those with evidence. `ablation` compares steps with and
--- without one component, `noise` equal things, `regressions` successive generations by their ratios
--- to a third that did not change, the control. What is compared with itself, and steps without
--- evidence that share no sitting, of which the medians are compared, have no error.
+-- without one component: of the whole variant that generation which was timed beside the
+-- component's step. `noise` compares equal things, `regressions` successive generations by their
+-- ratios to a third that did not change, the control. What is compared with itself, and steps
+-- without evidence that share no sitting, of which the medians are compared, have no error.
 create or replace view comparisons as
 with candidates as (
     select
@@ -13,12 +14,18 @@ with candidates as (
         own.generation as own,
         base.generation as base,
         base.role = 'baseline' and base.switches = '' as against_baseline,
-        own.shown and base.shown and base.role != 'own' as for_speedup,
-        own.switches = base.switches
-        and (
-            (own.ablation_part = 'only' and base.ablation_part = 'whole' and base.role != 'own')
-            or (own.ablation_part = 'whole' and own.role = 'own' and base.ablation_part = 'without')
-        ) as for_ablation,
+        own.is_current and base.is_current and own.shown and base.shown and base.role != 'own'
+            as for_speedup,
+        case
+            when own.switches != base.switches
+                then null
+            when own.ablation_part = 'only' and base.ablation_part = 'whole'
+                then case when own.is_current and base.role != 'own' then own.generation end
+            when own.ablation_part = 'whole' and base.ablation_part = 'without'
+                then case when base.is_current and own.role = 'own' then base.generation end
+        end as ablated,
+        own.is_current and base.is_current as are_current,
+        estimates.own is not null as is_paired,
         coalesce(
             estimates.has_evidence, own.generation = base.generation and own.has_evidence
         ) as has_evidence,
@@ -33,10 +40,9 @@ with candidates as (
     left join estimates
         on own.generation = estimates.own and base.generation = estimates.base
     where
-        own.is_current
-        and base.is_current
+        (for_speedup or ablated is not null)
         and (
-            estimates.own is not null
+            is_paired
             or own.generation = base.generation
             or (own.kind = 'step' and not (own.has_evidence and base.has_evidence))
         )
@@ -44,7 +50,7 @@ with candidates as (
 
 speedups as (
     select
-        * exclude (for_speedup, for_ablation),
+        * exclude (for_speedup, ablated, are_current, is_paired),
         case kind when 'step' then 'speedup' else 'operator_speedup' end as figure,
         row_number()
             over (partition by own order by has_evidence desc, log_ratio asc, base asc)
@@ -56,10 +62,17 @@ speedups as (
 
 ablations as (
     select
-        * exclude (for_speedup, for_ablation, against_baseline),
+        * exclude (for_speedup, ablated, are_current, is_paired, against_baseline),
         'ablation' as figure
     from candidates
-    where for_ablation
+    where ablated is not null
+    qualify
+        row_number()
+            over (
+                partition by ablated
+                order by is_paired desc, has_evidence desc, are_current desc, own asc, base asc
+            )
+        = 1
 ),
 
 equals as (
