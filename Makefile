@@ -2,6 +2,7 @@
 # make figures draw every figure from the rows that are there; measures nothing
 # make test    set up .venv, then run the tests
 # make lint    style of Python, SQL and workflow
+# make report  write RESULTS.md and the tables of README.md from data/recorded
 # make record  copy what this machine measured into data/recorded
 # make bundle  wheels for a GPU host without network (see workflow/bundle.sh)
 
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: all figures test lint record bundle
+.PHONY: all figures test lint record report bundle
 
 all: $(VENV)/installed
 	snakemake --cores 1 all
@@ -25,11 +26,14 @@ lint: $(VENV)/installed-dev
 	ruff check .
 	ruff format --check .
 	snakefmt --check Snakefile workflow/rules
-	sqlfluff lint workflow/sql
+	sqlfluff lint workflow
 	python workflow/lint.py
 
 record: $(VENV)/installed
 	python -m tnp.store record data/runs data/recorded
+
+report: $(VENV)/installed
+	python -m tnp.report
 
 bundle: $(VENV)/installed
 	workflow/bundle.sh wheels

@@ -1,0 +1,39 @@
+-- # Every step
+-- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
+-- is the peak during a step. Times are medians over runs; a run is one process. The best is the
+-- fastest of PyTorch's rows at this shape, those with evidence first.
+with measured as (
+    select
+        device,
+        question,
+        energy_j,
+        peak_memory_bytes
+    from step_summary
+)
+
+select
+    device,
+    shape,
+    case role
+        when 'baseline' then 'PyTorch, plain'
+        when 'peer' then 'PyTorch'
+        else 'tnp'
+    end as who,
+    variant,
+    concat_ws(
+        ', ',
+        case when checkpoint then 'checkpointing' end,
+        case when cuda_graph then 'CUDA graph' end
+    ) as switches,
+    step_ms as "step,_ms",
+    ratio_cell(speedup, speedup_low, speedup_high) as against_plain,
+    verdict,
+    ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_best,
+    verdict_best,
+    energy_j as "energy,_J",
+    peak_memory_bytes / pow(2, 30) as "memory,_GiB",
+    n_runs as runs,
+    evidence_cell(counts, why_not) as evidence
+from speedup
+inner join measured using (device, question)
+order by device asc, min(step_ms) over (partition by device, shape) asc, step_ms desc;

@@ -1,0 +1,22 @@
+-- # Attention
+-- 8 heads of 64, bfloat16; a shape is tasks × (queries × keys). All implementations of a shape are
+-- timed in turn in one process, with cold caches. `fused` and `separate` are ours and run the same
+-- forward kernel; `separate` has gradients that are equal from run to run. `sdpa_flash` and
+-- `sdpa_cudnn` are PyTorch's `scaled_dot_product_attention` with the backend named, `flex` is its
+-- `flex_attention`, `fa3` and `fa4` are the packages FlashAttention-3 (forward only) and
+-- FlashAttention-4. The ratio is the time of the fastest that is not ours over ours. TFLOP/s count
+-- 4 · tasks · heads · queries · keys · 64 operations forward and 2.5 times as many backward.
+select
+    device,
+    pass,
+    format('{}: {} × ({:,} × {:,})', shape, batch, n_q, n_k) as shape,
+    implementation as ours,
+    time_ms as ms,
+    tflops as "TFLOP/s",
+    others as "the_others,_ms",
+    ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_their_best,
+    verdict_best as verdict,
+    evidence_cell(counts, why_not) as evidence
+from own_operators
+where op = 'attention'
+order by device asc, pass desc, batch::bigint * n_q * n_k asc, implementation asc;

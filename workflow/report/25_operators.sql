@@ -1,0 +1,18 @@
+-- # The other operators
+-- The same for what stands around attention. `torch` is PyTorch's plain form, `compiled` the same
+-- under `torch.compile`; `loop`, `bmm` and `grouped_mm` are other ways to write the heads in PyTorch.
+select
+    device,
+    op as operator,
+    pass,
+    shape,
+    implementation as ours,
+    time_ms as ms,
+    tflops as "TFLOP/s",
+    others as "the_others,_ms",
+    ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_their_best,
+    verdict_best as verdict,
+    evidence_cell(counts, why_not) as evidence
+from own_operators
+where op != 'attention'
+order by device asc, op asc, pass desc, shape asc, implementation asc;

@@ -1,0 +1,15 @@
+-- # What each component is worth
+-- "Gains added" is by how many ms a step gets shorter when the component is added to PyTorch's
+-- step, "gains last" by how many when it is added to all others of ours.
+select
+    device,
+    shape,
+    component,
+    gain_alone_ms as "gains_added,_ms",
+    verdict_alone as verdict_added,
+    gain_last_ms as "gains_last,_ms",
+    verdict_last,
+    evidence_cell(counts, why_not) as evidence
+from ablation
+where status = 'ok'
+order by device, shape, greatest(gain_alone_ms, gain_last_ms) desc;

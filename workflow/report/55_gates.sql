@@ -1,0 +1,12 @@
+-- # Gates
+-- A gate is a set of checks that a kernel must pass before its times count. The worst check is
+-- shown as a share of its bound.
+select
+    device,
+    gate,
+    n_checks as checks,
+    n_failed as failed,
+    passed as green,
+    worst_value_over_bound as worst_check
+from gate_status
+order by device, gate;
