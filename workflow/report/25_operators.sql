@@ -1,6 +1,7 @@
 -- # The other operators
 -- The same for what stands around attention. `torch` is PyTorch's plain form, `compiled` the same
--- under `torch.compile`; `loop`, `bmm` and `grouped_mm` are other ways to write the heads in PyTorch.
+-- under `torch.compile`; `loop`, `bmm` and `grouped_mm` are other ways that PyTorch can do the
+-- heads.
 select
     device,
     op as operator,
