@@ -21,7 +21,7 @@ VIEWS = {
     " recorded_at timestamptz",
     "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
     "speedup": f"device text, {SHAPE}, {SWITCHES}, role text, {OUTCOME}, counts boolean,"
-    " step_ms double, verdict text, verdict_best text,"
+    " dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
     " speedup_best_high double",
@@ -43,12 +43,15 @@ VIEWS = {
     " counts boolean, shape text,"
     " dtype text, time_ms double, tflops double, gb_per_s double, intensity double,"
     " ceiling_tflops double, ceiling_gb_per_s double, bound text, roofline_tflops double,"
-    f" share_of_roofline double, share_low double, share_high double, {OUTCOME}",
+    f" flops double, share_of_roofline double, share_low double, share_high double, {OUTCOME}",
+    "equal_things": "device text, kind text, part text, shape text, name text,"
+    " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",
+    "noise": "device text, kind text, part text, of_equals double",
     "ablation": f"device text, {SHAPE}, component text, dtype text, {OUTCOME}, base_variant text,"
     " full_variant text, base_ms double, only_ms double, full_ms double, without_ms double,"
     " gain_alone_ms double, gain_alone_low_ms double, gain_alone_high_ms double,"
     " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
-    " gain_last_high_ms double, speedup_last double, verdict_last text,"
+    " gain_last_high_ms double, speedup_last double, verdict_last text, verdict_alone text,"
     " counts boolean, why_not text",
     "matrix": f"device text, {SHAPE}, variant text, "
     + ", ".join(
@@ -124,7 +127,7 @@ def steps(
             key | switches | {"dtype": "bfloat16", "n_runs": 3, "status": status}
         )
         named = key | sized(shape) | switches | outcome | {"role": role(variant)}
-        tables["speedup"].append(named | speedup)
+        tables["speedup"].append(named | {"dtype": "bfloat16"} | speedup)
         tables["memory"].append(named | {"optimizer": True, "peak_memory_gib": memory})
         tables["matrix"].append(
             key
@@ -276,6 +279,19 @@ def ablation_rows(
                 row |= {f"gain_{end}_low_ms": gain - 0.1, f"gain_{end}_high_ms": gain + 0.1}
         rows.append(row)
     return {"ablation": rows}
+
+
+def equal_rows(ratios: list[float], device: str = GPU) -> dict[str, list[Row]]:
+    """Equal things that seemed `ratios` times as fast as each other, ±3 %: far ones are called."""
+    key = {"device": device, "kind": "operator", "part": "attention forward"}
+    rows = [
+        key
+        | {"shape": "mid", "name": "fused", "n_pairs": 2}
+        | {"ratio": ratio, "low": ratio - 0.03, "high": ratio + 0.03}
+        | {"verdict": "faster" if ratio > 1.04 else "ambiguous", "contains_1": ratio < 1.03}
+        for ratio in ratios
+    ]
+    return {"equal_things": rows, "noise": [key | {"of_equals": 0.005}]}
 
 
 def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:

@@ -3,12 +3,14 @@
 import re
 from typing import Any
 
+import duckdb
 import pytest
 import vl_convert
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import Build, title
 from tnp.figures import draw
+from tnp.figures.headline import draw as draw_headline
 
 H200 = sample.environments((sample.GPU, "NVIDIA H200", "recorded"))
 
@@ -24,26 +26,29 @@ def speedup_title(build: Build, times: dict) -> str:
 def test_speedup_claims_faster_against_both_only_where_both_intervals_do(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert "separate trains 2.00× faster than sdpa_flash at mid on NVIDIA H200" in found
+    assert found.startswith(
+        "Our attention, deterministic trains 2.00× faster than PyTorch as specified"
+    )
+    assert "at mid on NVIDIA H200" in found
     assert "1.50× faster than PyTorch's fastest" in found
 
 
 def test_speedup_says_where_pytorch_is_faster_still(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 80.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert "2.00× faster than sdpa_flash" in found
+    assert "2.00× faster than PyTorch as specified" in found
     assert "1.25× slower than PyTorch's fastest" in found
 
 
 def test_a_slower_variant_is_never_called_faster(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 150.0})
-    assert "1.50× slower than sdpa_flash" in found
+    assert "1.50× slower than PyTorch as specified" in found
     assert "faster than" not in found
 
 
 def test_an_interval_around_one_decides_nothing(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 99.5})
-    assert "neither measurably faster nor slower than sdpa_flash" in found
+    assert "neither measurably faster nor slower than PyTorch as specified" in found
     assert "×" not in found
 
 
@@ -78,9 +83,11 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(build: Build, figure:
 
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "sdpa_cudnn"): 50.0})
-    assert found.startswith("sdpa_cudnn trains 2.00× faster than sdpa_flash at mid")
+    assert found.startswith(
+        "PyTorch, cuDNN attention trains 2.00× faster than PyTorch as specified"
+    )
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0})
-    assert found == "No configuration timed on NVIDIA H200 is measurably faster than sdpa_flash"
+    assert found.startswith("No configuration timed on NVIDIA H200 is measurably faster than")
 
 
 def test_speedup_of_failures_alone_claims_nothing_and_shows_why(build: Build) -> None:
@@ -109,14 +116,14 @@ def test_failed_configurations_stay_visible(build: Build, figure: str) -> None:
     times = {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): "gate_failed"}
     chart = draw(figure, build(**sample.merged(H200, sample.steps(times))))
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
-    assert "separate" in svg and "gate failed" in svg
+    assert "our attention, deterministic" in svg and "gate failed" in svg
 
 
 def test_memory_compares_checkpointing_with_the_same_variant_without(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 100.0}
     plain, saving = sample.steps(times), sample.steps(times, checkpoint=True)
     found = title(draw("memory", build(**sample.merged(H200, plain, saving))))
-    assert "Checkpointing cuts peak memory 4.00× for sdpa_flash at mid" in found
+    assert "Checkpointing cuts peak memory 4.00× for PyTorch as specified at mid" in found
     assert "8.00 to 2.00 GiB" in found
 
     saving["memory"][0]["peak_memory_gib"] = 9.0
@@ -130,7 +137,7 @@ def test_memory_compares_checkpointing_with_the_same_variant_without(build: Buil
 def test_stages_name_the_largest_and_the_largest_forward(build: Build) -> None:
     tables = sample.stage_rows({"attention": 30.0, "mlp": 10.0, "backward": 60.0})
     found = title(draw("stages", build(**sample.merged(H200, tables))))
-    assert found.startswith("Backward takes 60% of a training step of sdpa_flash at mid")
+    assert found.startswith("Backward takes 60% of a training step of PyTorch as specified at mid")
     assert found.endswith("attention takes 75% of the forward pass")
 
 
@@ -155,7 +162,8 @@ def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: boo
     tables = sample.merged(H200, sample.training_rows(0.5, -1.5), sample.paired_rows())
     tables["training_equivalence"][0]["equivalent"] = equivalent
     said = str(draw("training", build(**tables)).to_dict())
-    assert "gp_small_separate (separate): −0.0020 (90% interval −0.0040 to +0.0010)" in said
+    assert "gp_small_separate (our attention, deterministic): −0.0020" in said
+    assert "(90% interval −0.0040 to +0.0010)" in said
     assert ("not equivalent within ±0.0100" in said) is not equivalent
     tables["training_equivalence"][0] |= {"margin": None, "equivalent": None}
     assert "not comparable" in str(draw("training", build(**tables)).to_dict())
@@ -171,7 +179,8 @@ def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
     }
     found = title(draw("roofline", build(**sample.merged(H200, sample.roofline_rows(shares)))))
     assert found == (
-        "separate attention forward reaches 60% of the NVIDIA H200 roofline at mid; fa4 reaches 80%"
+        "Attention forward of our attention, deterministic reaches 60% of the NVIDIA H200 roofline "
+        "at mid; FlashAttention 4 reaches 80%"
     )
 
 
@@ -181,7 +190,8 @@ def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(bui
         row |= {"op": "rms_norm", "tflops": None, "intensity": 0.0, "gb_per_s": 3780.0}
     chart = draw("roofline", build(**sample.merged(H200, tables)))
     assert title(chart) == (
-        "fused rms_norm forward reaches 90% of the NVIDIA H200 roofline at small; torch reaches 40%"
+        "RMSNorm forward of ours reaches 90% of the NVIDIA H200 roofline at small; "
+        "PyTorch reaches 40%"
     )
     assert "90%, 3,780 GB/s" in vl_convert.vegalite_to_svg(chart.to_dict())
 
@@ -215,4 +225,66 @@ def test_matrix_groups_winners_by_variant(build: Build) -> None:
         ("mid", "separate"): 80.0,
     }
     found = title(draw("matrix", build(**sample.merged(H200, sample.steps(times)))))
-    assert found == ("Shortest training step on NVIDIA H200: sdpa_flash at small; separate at mid")
+    assert found == (
+        "Shortest training step on NVIDIA H200: PyTorch as specified at small; "
+        "our attention, deterministic at mid"
+    )
+
+
+def test_matrix_prefers_a_step_with_evidence_to_a_shorter_one_without(build: Build) -> None:
+    times = {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 80.0}
+    counted, hollow = sample.steps(times), sample.steps({**times, ("mid", "fused"): 50.0})
+    counted["matrix"].append(hollow["matrix"][-1] | {"plain_counts": None})
+    found = title(draw("matrix", build(**sample.merged(H200, counted))))
+    assert found.endswith("our attention, deterministic at mid")
+
+
+def test_a_panel_has_no_line_for_what_was_not_run_at_its_shape(build: Build) -> None:
+    times = {("small", "sdpa_flash"): 9.0, ("mid", "sdpa_flash"): 9.0, ("mid", "separate"): 8.0}
+    for figure in ("speedup", "memory", "matrix"):
+        svg = _svg(draw(figure, build(**sample.merged(H200, sample.steps(times)))))
+        assert "not run" not in svg
+        assert len(re.findall(r">our attention, deterministic</text>", svg)) == 1
+        assert len(re.findall(r">PyTorch as specified</text>", svg)) == 2
+
+
+def test_noise_counts_the_equal_things_that_were_called_different(build: Build) -> None:
+    tables = sample.merged(H200, sample.equal_rows([1.0, 1.02, 1.05]))
+    chart = draw("noise", build(**tables))
+    assert title(chart) == (
+        "Equal things compared: 3 comparisons, 33.3% called faster or slower, "
+        "66.7% of the intervals contain 1"
+    )
+    assert "differ by 0.50%" in _svg(chart)
+
+
+def headline(path: Any) -> Any:
+    with duckdb.connect(str(path), read_only=True) as connection:
+        return draw_headline(connection)
+
+
+THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
+
+
+def test_headline_has_three_bars_and_says_how_much_faster_ours_is(build: Build) -> None:
+    chart = headline(build(**sample.merged(H200, sample.steps(THREE))))
+    assert chart.to_dict()["title"]["text"] == (
+        "Training is 1.50 times as fast as PyTorch's best on one NVIDIA H200"
+    )
+    svg = _svg(chart)
+    for text in ("1.00×  (200 ms)", "1.33×  (150 ms)", "2.00×  (100 ms)"):
+        assert text in svg or text.replace("  ", " ") in svg
+    assert "white" not in str(chart.to_dict()["background"])
+
+
+def test_headline_without_evidence_is_hollow_and_claims_nothing(build: Build) -> None:
+    chart = headline(build(**sample.merged(H200, sample.steps(THREE, counts=None))))
+    assert chart.to_dict()["title"]["text"] == "Training speed on one NVIDIA H200"
+    assert "recorded before evidence was kept" in _svg(chart)
+
+
+def test_headline_leaves_out_a_shape_whose_baseline_does_not_count(build: Build) -> None:
+    other = {(shape.replace("mid", "small"), name): time for (shape, name), time in THREE.items()}
+    tables = sample.merged(H200, sample.steps(THREE), sample.steps(other, counts=False))
+    svg = _svg(headline(build(**tables)))
+    assert ">mid<" in svg and ">small<" not in svg

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import vl_convert
+import yaml
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import CPU, GPU, Build
-from tnp.figures import FIGURES, draw, render
+from tnp.figures import FIGURES, draw, render, render_index
+from tnp.figures.words import WORDS, words
 
 STAGES = {"embed": 1.0, "attention": 20.0, "mlp": 9.0, "heads": 5.0, "loss": 1.0, "backward": 60.0}
 
@@ -38,6 +40,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.paired_rows(device),
         sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),
         sample.ablation_rows({("mlp", shape): 1.0 for shape in ("small", "mid")}, device),
+        sample.equal_rows([0.99, 1.0, 1.01], device),
     )
 
 
@@ -92,9 +95,37 @@ def test_pages_load_nothing_from_elsewhere(build: Build, tmp_path: Path) -> None
     elements = Elements()
     elements.feed(html.read_text())
     assert ("script", {"type": "text/javascript"}) in elements.found
-    assert not [tag for tag, attributes in elements.found if {"src", "href"} & set(attributes)]
+    links = {
+        attributes[name]
+        for _, attributes in elements.found
+        for name in {"src", "href"} & set(attributes)
+    }
+    assert links == {"index.html"}
     ElementTree.fromstring(svg.read_text())
     assert sorted(path.name for path in html.parent.iterdir()) == ["speedup.html", "speedup.svg"]
+
+
+def test_a_page_has_one_title_and_fits_a_phone(build: Build, tmp_path: Path) -> None:
+    render("matrix", build(**databases()["gpu"]), tmp_path / "matrix.html")
+    written = (tmp_path / "matrix.html").read_text()
+    head = re.sub(r"<script.*?</script>", "", written, flags=re.DOTALL)
+    assert head.count("<title>") == 1 and "<title>tnp: matrix</title>" in head
+    assert '<meta name="viewport" content="width=device-width' in head
+    assert "<h1>Shortest training step on NVIDIA H200" in head
+
+
+def test_the_index_leads_to_every_figure_with_a_sentence(tmp_path: Path) -> None:
+    render_index(tmp_path / "index.html")
+    written = (tmp_path / "index.html").read_text()
+    for figure in FIGURES:
+        assert re.search(rf'<a href="{figure}.html">{figure}</a>: \w.{{20,}}\.</li>', written)
+
+
+def test_every_configured_name_is_said_in_words_of_its_own() -> None:
+    config = yaml.safe_load(Path("config.yaml").read_text())
+    names = [*config["variants"], *WORDS]
+    assert set(config["variants"]) <= set(WORDS)
+    assert len({words(name) for name in names}) == len(set(names))
 
 
 def test_png_is_an_image(build: Build, tmp_path: Path) -> None:
@@ -103,7 +134,7 @@ def test_png_is_an_image(build: Build, tmp_path: Path) -> None:
 
 
 def test_unknown_figure_names_the_known_ones(build: Build, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'sped': it must be one of speedup, memory"):
+    with pytest.raises(ValueError, match="'sped': it must be one of speedup, ablation"):
         render("sped", build(), tmp_path / "sped.html")
     assert not (tmp_path / "sped.html").exists()
 
@@ -114,7 +145,7 @@ def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
     for figure in ("speedup", "memory", "roofline"):
         specification = str(draw(figure, path).to_dict())
         (scale,) = set(
-            re.findall(r"\{'domain': \['sdpa_flash'[^}]*'range': [^}]*\}", specification)
+            re.findall(r"\{'domain': \['PyTorch as specified'[^}]*'range': [^}]*\}", specification)
         )
         scales.add(scale)
     assert len(scales) == 1

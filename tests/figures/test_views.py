@@ -118,6 +118,9 @@ def test_view_has_the_columns_the_figures_read(database: Path, view: str) -> Non
 @pytest.mark.parametrize("figure", FIGURES)
 def test_figure_over_the_views(database: Path, figure: str) -> None:
     chart = draw(figure, database)
+    if figure == "noise":  # these rows have no evidence, and so are no measure of noise
+        assert "No rows" in title(chart)
+        return
     assert "No rows" not in title(chart)
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     assert "NVIDIA H200" in svg and "recorded 2026-02-01" in svg
@@ -126,5 +129,6 @@ def test_figure_over_the_views(database: Path, figure: str) -> None:
 def test_speedup_over_the_views_is_the_ratio_of_the_medians(database: Path) -> None:
     found = title(draw("speedup", database))
     assert (
-        "separate trains 2.00× as fast (recorded before evidence was kept) as sdpa_flash" in found
+        "Our attention, deterministic trains 2.00× as fast (recorded before evidence was kept) as "
+        "PyTorch as specified" in found
     )

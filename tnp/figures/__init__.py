@@ -7,9 +7,10 @@ import altair as alt
 import duckdb
 import vl_convert
 
+from tnp.figures import pages
 from tnp.files import replacing
 
-FIGURES = ("speedup", "memory", "stages", "training", "roofline", "matrix", "ablation")
+FIGURES = ("speedup", "ablation", "matrix", "roofline", "memory", "stages", "training", "noise")
 
 PNG_SCALE = 2  # pixels per CSS pixel
 
@@ -23,6 +24,19 @@ def draw(name: str, database: Path) -> alt.TopLevelMixin:
         return module.chart(connection)
 
 
+def about(name: str) -> str:
+    """What figure `name` shows, in one sentence: the first line of its module."""
+    documentation = importlib.import_module(f"tnp.figures.{name}").__doc__ or ""
+    return documentation.split("\n", 1)[0]
+
+
+def render_index(path: Path) -> None:
+    """Write the page that leads to all figures; it lies beside their pages."""
+    content = pages.index({name: about(name) for name in FIGURES})
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(content)
+
+
 def render(name: str, database: Path, html_path: Path, image_path: Path | None = None) -> None:
     """Write figure `name` as a page without outside references, and as .svg or .png beside it.
 
@@ -31,9 +45,7 @@ def render(name: str, database: Path, html_path: Path, image_path: Path | None =
     """
     specification = draw(name, database).to_dict()
     svg = vl_convert.vegalite_to_svg(specification)
-    page = vl_convert.vegalite_to_html(specification, bundle=True, renderer="svg")
-    page = page.replace("<head>", f"<head>\n    <title>tnp: {name}</title>", 1)
-    outputs = [(Path(html_path), page.encode())]
+    outputs = [(Path(html_path), pages.page(name, specification).encode())]
     if image_path is not None:
         png = Path(image_path).suffix == ".png"
         image = vl_convert.svg_to_png(svg, scale=PNG_SCALE) if png else svg.encode()

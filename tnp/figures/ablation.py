@@ -10,7 +10,7 @@ from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
 
 PANEL_WIDTH = 300  # px
-COLUMNS = 3  # panels abreast
+COLUMNS = 2  # panels abreast
 SLOT_HEIGHT = 15  # px, per bar
 
 # Prefix of the view's columns → name and colour.
@@ -21,6 +21,7 @@ ENDS = {
 
 TOOLTIP = [
     alt.Tooltip("component:N"),
+    alt.Tooltip("evidence:N"),
     alt.Tooltip("end:N", title="gain when"),
     alt.Tooltip("gain_ms:Q", format=".3~r", title="gain, ms"),
     alt.Tooltip("low_ms:Q", format=".3~r", title="95% low"),
@@ -42,21 +43,21 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             "the ablation has not been timed", "snakemake --cores 1 all    # on a GPU host"
         )
     devices = data.devices(connection, "ablation")
-    labels = sorted({row["component"] for row in rows})
+    labels = _by_gain(rows)
     blocks = []
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
-        panels = [
-            _panel(of_shape, labels, first)
-            for of_shape, first in switches.panels(of_device, COLUMNS)
-        ]
+        panels = [_panel(of_shape, labels, _ends(rows)) for of_shape in switches.panels(of_device)]
         blocks.append(theme.block(panels, device["name"], _measured(of_device, device), COLUMNS))
     base, full = (theme.listed(_names(rows, f"{end}_variant")) for end in ("base", "full"))
+    said = {
+        "alone": f"Added: median training step of {base} less that of the same with the component.",
+        "last": f"Taken: that of {full} without the component less that of {full}.",
+    }
     subtitle = [
-        f"Added: median training step of {base} less that of the same with the component. Taken: "
-        f"that of {full} without the component less that of {full}.",
+        " ".join(said[end] for end in _ends(rows)),
         "Whiskers: 95% interval within sittings. Numbers: the ratio of the two steps. The two bars "
-        "differ where components share what they save.",
+        f"differ where components share what they save. Hollow: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -67,18 +68,43 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     At the shape where it is the largest share of the step.
     """
     for slug, device in devices.items():
-        timed = [row for row in rows if row["device"] == slug and row["speedup_last"] is not None]
+        of_device = [row for row in rows if row["device"] == slug]
+        timed = [row for row in of_device if row["speedup_last"] is not None]
+        added = [row for row in of_device if row["speedup_alone"] is not None]
+        if added and not timed:
+            best = max(added, key=lambda row: row["speedup_alone"])
+            hollow = "" if best["verdict_alone"] else f" ({theme.WITHOUT_EVIDENCE})"
+            return (
+                f"Added to PyTorch's step, {best['component']} gains most on "
+                f"{device['name']}{hollow}: {theme.times(best['speedup_alone'])} at {best['shape']}"
+            )
         if timed:
             best = max(timed, key=lambda row: row["speedup_last"])
             if best["verdict_last"] not in ("faster", None):
                 return f"No component measurably shortens our step on {device['name']}"
-            hollow = "" if best["verdict_last"] else " (recorded before evidence was kept)"
+            hollow = "" if best["verdict_last"] else f" ({theme.WITHOUT_EVIDENCE})"
             return (
                 f"Of our components {best['component']} gains most on {device['name']}{hollow}: "
                 f"without it a step at {best['shape']} takes {theme.times(best['speedup_last'])} "
                 "the time"
             )
     return "No component could be timed yet"
+
+
+def _ends(rows: list[Row]) -> list[str]:
+    """The ends that some row has a gain for; both where none has."""
+    return [end for end in ENDS if any(row[f"gain_{end}_ms"] is not None for row in rows)] or list(
+        ENDS
+    )
+
+
+def _by_gain(rows: list[Row]) -> list[str]:
+    """Components, that which gains the largest share of a step first."""
+    gains: dict[str, float] = {}
+    for row in rows:
+        largest = max(row["speedup_alone"] or 0.0, row["speedup_last"] or 0.0)
+        gains[row["component"]] = max(gains.get(row["component"], 0.0), largest)
+    return sorted(gains, key=lambda component: (-gains[component], component))
 
 
 def _measured(rows: list[Row], device: Row) -> str:
@@ -106,12 +132,14 @@ def _bars(rows: list[Row]) -> list[Row]:
                         "slower_ms": row[slower],
                         "faster_ms": row[faster],
                         "label": theme.times(row[f"speedup_{end}"]),
+                        "counts": row["counts"] is True,
+                        "evidence": theme.evidence(row["counts"]),
                     }
                 )
     return bars
 
 
-def _panel(rows: list[Row], labels: list[str], labelled: bool) -> alt.TopLevelMixin:
+def _panel(rows: list[Row], labels: list[str], ends_shown: list[str]) -> alt.TopLevelMixin:
     bars = _bars(rows)
     ends = [bar[name] for bar in bars for name in ("gain_ms", "low_ms", "high_ms") if bar[name]]
     low, high = min([0.0, *ends]), max([0.0, *ends])
@@ -124,10 +152,12 @@ def _panel(rows: list[Row], labels: list[str], labelled: bool) -> alt.TopLevelMi
         "y": alt.Y(
             "component:N",
             scale=alt.Scale(domain=labels, padding=0.15),
-            axis=theme.line_axis(labels, labelled),
+            axis=theme.line_axis(labels),
             title=None,
         ),
-        "yOffset": alt.YOffset("end:N", scale=alt.Scale(domain=names)),
+        "yOffset": alt.YOffset(
+            "end:N", scale=alt.Scale(domain=[ENDS[end][0] for end in ends_shown])
+        ),
     }
     color = alt.Color("end:N", scale=alt.Scale(domain=names, range=colors), title=None)
     base = data.drawing(bars).encode(**lines)
@@ -136,17 +166,20 @@ def _panel(rows: list[Row], labels: list[str], labelled: bool) -> alt.TopLevelMi
     edges = [bar | {"high_ms": max(0.0, bar["gain_ms"], bar["high_ms"] or 0.0)} for bar in bars]
     return alt.layer(
         data.drawing([{"gain_ms": 0.0}]).mark_rule(color=theme.INK, strokeWidth=1.5).encode(x=x),
-        base.mark_bar(height=SLOT_HEIGHT - 5, opacity=0.85).encode(
-            x=x, color=color, tooltip=TOOLTIP
+        *(
+            base.transform_filter(f"{negation}datum.counts")
+            .mark_bar(height=SLOT_HEIGHT - 5, opacity=0.85, filled=filled)
+            .encode(x=x, color=color, tooltip=TOOLTIP)
+            for negation, filled in (("", True), ("!", False))
         ),
         whiskers.mark_rule(strokeWidth=1.5, color=theme.INK).encode(
             x=alt.X("low_ms:Q", scale=scale), x2="high_ms:Q"
         ),
         *theme.text(data.drawing(edges).encode(x=label_x, text="label:N", **lines), dx=6),
-        *_failures(rows, lines),
+        *_failures(rows, ends_shown, lines),
     ).properties(
         width=PANEL_WIDTH,
-        height=2 * SLOT_HEIGHT * len(labels),
+        height=max(22, SLOT_HEIGHT * len(ends_shown)) * len(labels),
         title=switches.panel_title(rows[0]),
     )
 
@@ -157,7 +190,9 @@ def _outcome(row: Row) -> str:
     return "not_counted" if row["counts"] is False else "not run"
 
 
-def _failures(rows: list[Row], lines: dict[str, alt.Y | alt.YOffset]) -> list[alt.Chart]:
+def _failures(
+    rows: list[Row], ends_shown: list[str], lines: dict[str, alt.Y | alt.YOffset]
+) -> list[alt.Chart]:
     """Why a component has no bar, in its place."""
     texts = [
         {
@@ -167,7 +202,7 @@ def _failures(rows: list[Row], lines: dict[str, alt.Y | alt.YOffset]) -> list[al
             "reason": row["reason"] or row["why_not"],
         }
         for row in rows
-        for end in ENDS
+        for end in ends_shown
         if row[f"gain_{end}_ms"] is None
     ]
     base = data.drawing(texts).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines)

@@ -6,6 +6,7 @@ import altair as alt
 import duckdb
 import pyarrow as pa
 
+from tnp.figures.words import NAMED, words
 from tnp.schemas import ROLES
 
 Row = dict[str, Any]
@@ -22,10 +23,16 @@ COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLOR
 
 
 def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object) -> list[Row]:
-    """The result of `sql` as dictionaries of plain Python values; `$name` is a parameter."""
+    """The result of `sql` as dictionaries of plain Python values; `$name` is a parameter.
+
+    Names of variants, implementations and components are in a reader's words (`tnp.figures.words`).
+    """
     cursor = connection.execute(sql, parameters or None)
     names = [column[0] for column in cursor.description]
-    return [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
+    rows = [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
+    for row in rows:
+        row |= {name: words(row[name]) for name in NAMED & row.keys() if row[name] is not None}
+    return rows
 
 
 def drawing(rows: list[Row]) -> alt.Chart:
@@ -70,19 +77,19 @@ def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
         connection,
         """
         with named as (
-            select variant as name, role from memory
+            select variant, role from memory
             union select implementation, role from roofline where op not in ('matmul', 'copy')
             union select variant, null from stage_share
             union select variant, null from training_curves
         )
 
-        select name, coalesce(min(role), 'own') as role from named
-        where name is not null
-        group by name
+        select variant, coalesce(min(role), 'own') as role from named
+        where variant is not null
+        group by variant
         """,
     )
-    found.sort(key=lambda row: (ROLES.index(row["role"]), row["name"]))
-    return {row["name"]: row["role"] for row in found}
+    found.sort(key=lambda row: (ROLES.index(row["role"]), row["variant"]))
+    return {row["variant"]: row["role"] for row in found}
 
 
 def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:

@@ -11,9 +11,11 @@ import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.words import words
 
-CELL_WIDTH, CELL_HEIGHT = 118, 38  # px
-COLUMNS = 2  # tables abreast
+TOOLTIP = ["variant:N", "switch:N", "evidence:N", "large:N", "small:N"]
+CELL_WIDTH, CELL_HEIGHT = 145, 40  # px
+COLUMNS = 1  # tables abreast
 COLORS = ["#b58cc4", "#f6f5f6", "#5fb76b"]  # slower, as fast, faster: black text reads on all
 EMPTY = "#e4e7eb"
 
@@ -43,10 +45,11 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         panels = _panels(of_device, variants, octaves)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        "Large: speedup of the training step against plain sdpa_flash at the same shape. Small: "
-        "median step time and peak memory. Green is faster, purple slower, grey has no speedup.",
-        "Outlined: the shortest step of the shape. No error bars in a table: the figure speedup "
-        "has the intervals.",
+        f"Large: speedup of the training step against plain {words('sdpa_flash')} at the same "
+        "shape. Small: median step time and peak memory. Green is faster, purple slower, grey has "
+        "no speedup.",
+        f"White with a coloured edge: {theme.WITHOUT_EVIDENCE}. Outlined in black: the shortest "
+        "step with evidence. No error bars in a table: the figure speedup has the intervals.",
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle)
 
@@ -66,9 +69,9 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _fastest(cells: list[Row]) -> list[Row]:
-    """The cell with the shortest step, if any was timed."""
+    """The cell with the shortest step, of those with evidence if there are any."""
     timed = [cell for cell in cells if cell["step_ms"] is not None and cell["counts"] is not False]
-    return [min(timed, key=lambda cell: cell["step_ms"])] if timed else []
+    return [min(timed, key=lambda cell: (not cell["counts"], cell["step_ms"]))] if timed else []
 
 
 def _cells(row: Row) -> list[Row]:
@@ -84,6 +87,7 @@ def _cells(row: Row) -> list[Row]:
             | {
                 "switch": name,
                 "log2_speedup": math.log2(speedup) if speedup else None,
+                "evidence": theme.evidence(values["counts"]),
                 "large": theme.times(speedup) if speedup else "",
                 "small": _small(values, memory),
             }
@@ -102,27 +106,23 @@ def _small(values: Row, memory: float | None) -> str:
 
 
 def _panels(cells: list[Row], variants: list[str], octaves: int) -> list[alt.TopLevelMixin]:
-    present = [name for name in variants if any(cell["variant"] == name for cell in cells)]
-    return [
-        _table(of_shape, present, octaves, theme.line_axis(variants, first))
-        for of_shape, first in switches.panels(cells, COLUMNS)
-    ]
+    return [_table(of_shape, variants, octaves) for of_shape in switches.panels(cells)]
 
 
-def _table(
-    cells: list[Row], variants: list[str], octaves: int, axis: alt.Axis
-) -> alt.TopLevelMixin:
-    absent = [
-        {"variant": variant, "switch": switch, "large": "", "small": "not run"}
-        for variant in variants
-        for switch in switches.NAMES
-        if all(cell["variant"] != variant for cell in cells)
+def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelMixin:
+    """Lines and columns of the shape, without those where nothing was run."""
+    run = [cell for cell in cells if cell["status"]]
+    present = [name for name in variants if any(cell["variant"] == name for cell in run)]
+    combinations = [name for name in switches.NAMES if any(cell["switch"] == name for cell in run)]
+    cells = [
+        cell for cell in cells if cell["variant"] in present and cell["switch"] in combinations
     ]
     timed = [cell for cell in cells if cell["log2_speedup"] is not None]
-    x = alt.X("switch:N", scale=alt.Scale(domain=switches.NAMES), title=None).axis(
+    axis = theme.line_axis(variants)
+    x = alt.X("switch:N", scale=alt.Scale(domain=combinations), title=None).axis(
         orient="top", labelAngle=0, labelColor=theme.MUTED, labelLimit=CELL_WIDTH
     )
-    y = alt.Y("variant:N", scale=alt.Scale(domain=variants), axis=axis, title=None)
+    y = alt.Y("variant:N", scale=alt.Scale(domain=present), axis=axis, title=None)
     color = alt.Color(
         "log2_speedup:Q",
         scale=alt.Scale(domain=[-octaves, 0, octaves], range=COLORS, interpolate="lab"),
@@ -133,12 +133,17 @@ def _table(
             gradientLength=200,
         ),
     )
-    grid = data.drawing(cells + absent).encode(x=x, y=y)
+    base = data.drawing(timed).encode(x=x, y=y)
+    grid = data.drawing(cells).encode(x=x, y=y)
     return alt.layer(
         grid.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(tooltip="small:N"),
-        data.drawing(timed)
+        base.transform_filter("datum.counts")
         .mark_rect(stroke="white", strokeWidth=2)
-        .encode(x=x, y=y, color=color, tooltip=["variant:N", "switch:N", "large:N", "small:N"]),
+        .encode(color=color, tooltip=TOOLTIP),
+        base.transform_filter("!datum.counts").mark_rect(fill="white").encode(tooltip=TOOLTIP),
+        base.transform_filter("!datum.counts")
+        .mark_rect(filled=False, strokeWidth=4, width=CELL_WIDTH - 8, height=CELL_HEIGHT - 8)
+        .encode(color=color, tooltip=TOOLTIP),
         data.drawing(_fastest(cells))
         .mark_rect(filled=False, stroke=theme.INK, strokeWidth=2)
         .encode(x=x, y=y),
@@ -150,7 +155,7 @@ def _table(
         .mark_text(fontSize=11, fontStyle="italic", color=theme.MUTED)
         .encode(text="small:N"),
     ).properties(
-        width=CELL_WIDTH * len(switches.NAMES),
-        height=CELL_HEIGHT * len(variants),
+        width=CELL_WIDTH * len(combinations),
+        height=CELL_HEIGHT * len(present),
         title=switches.panel_title(cells[0]),
     )

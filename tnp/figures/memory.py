@@ -10,8 +10,8 @@ import duckdb
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
 
-PANEL_WIDTH = 235  # px
-COLUMNS = 4  # panels abreast
+PANEL_WIDTH = 345  # px
+COLUMNS = 2  # panels abreast
 LABEL_ROOM = 1.25  # of the longest bar, for the number right of it
 
 TOOLTIP = [
@@ -22,18 +22,20 @@ TOOLTIP = [
 
 # Without its optimizer a step is another configuration: a line of its own.
 NO_OPTIMIZER = " (no optimizer)"
-QUERY = f"""
-    select
-        * replace (if(optimizer, variant, variant || '{NO_OPTIMIZER}') as variant),
-        variant as color
-    from memory
+QUERY = """
+    select * from memory
     order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
 
 def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     """Bars of peak GiB from zero, numbered; configurations that failed say why in their place."""
-    rows = data.query(connection, QUERY)
+    rows = [
+        row
+        | {"color": row["variant"]}
+        | ({} if row["optimizer"] else {"variant": row["variant"] + NO_OPTIMIZER})
+        for row in data.query(connection, QUERY)
+    ]
     if not rows:
         return theme.no_rows("no training step has been measured", "snakemake --cores 1 all")
     devices = data.devices(connection, "memory")
@@ -90,21 +92,19 @@ def _device_finding(measured: list[Row], device: str) -> str:
 
 
 def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
-    lines = switches.Lines.of(rows, variants)
     return [
-        _panel(of_shape, lines, colors, first) for of_shape, first in switches.panels(rows, COLUMNS)
+        _panel(of_shape, switches.Lines.of(of_shape, variants), colors)
+        for of_shape in switches.panels(rows)
     ]
 
 
-def _panel(
-    rows: list[Row], lines: switches.Lines, colors: alt.Scale, labelled: bool
-) -> alt.TopLevelMixin:
+def _panel(rows: list[Row], lines: switches.Lines, colors: alt.Scale) -> alt.TopLevelMixin:
     measured = [
         row | {"switch": switches.name(row), "label": theme.number(row["peak_memory_gib"])}
         for row in rows
         if row["peak_memory_gib"]
     ]
-    y = lines.encodings(labelled)
+    y = lines.encodings()
     longest = max((row["peak_memory_gib"] for row in measured), default=1.0)
     scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
     x = alt.X("peak_memory_gib:Q", scale=scale, title="peak memory, GiB").axis(tickCount=4)

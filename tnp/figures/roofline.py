@@ -22,10 +22,13 @@ QUERY = """
     select *
     from roofline
     where op not in ('matmul', 'copy')
-    order by intensity, op, shape, pass, implementation
+    order by
+        sum(flops) over (partition by op) desc nulls last, op, intensity, shape, pass, role,
+        implementation
 """
 
 TOOLTIP = [
+    alt.Tooltip("evidence:N"),
     alt.Tooltip("implementation:N"),
     alt.Tooltip("shape:N"),
     alt.Tooltip("pass:N"),
@@ -66,10 +69,10 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "(slope). Intensity counts each operand once through memory.",
         "Medians with cold caches; whiskers: the shortest and the longest run. Lower panels: the "
         "same points as a share of the line above them; where only bytes are counted, of the "
-        "copy.",
+        f"copy. Hollow: {theme.WITHOUT_EVIDENCE}.",
     ]
     # Each operator has implementations of its own: lines as many, and a legend of them.
-    panels = theme.stacked(blocks).resolve_scale(color="independent", yOffset="independent")
+    panels = theme.stacked(blocks).resolve_scale(color="independent")
     return theme.page(panels, finding(rows, devices), subtitle)
 
 
@@ -86,7 +89,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
         ]
         own = [row for row in timed if row["own"]]
         if own:
-            best = max(own, key=lambda row: row["share_of_roofline"])
+            best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
             peers = [
                 row
                 for row in timed
@@ -107,8 +110,9 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 def _sentence(row: Row, device: Row) -> str:
     return (
-        f"{row['implementation']} {row['op']} {row['pass']} reaches "
+        f"{theme.sentence(row['op'])} {row['pass']} of {row['implementation']} reaches "
         f"{row['share_of_roofline']:.0%} of the {device['name']} roofline at {row['shape']}"
+        f"{'' if row['counts'] else f' ({theme.WITHOUT_EVIDENCE})'}"
     )
 
 
@@ -123,7 +127,9 @@ def _points(rows: list[Row], pass_: str) -> list[Row]:
         | {
             "low": row["share_low"],
             "high": row["share_high"],
-            "label": f"{row['share_of_roofline']:.0%}, {_rate(row)}",
+            "label": f"{row['share_of_roofline']:.0%}, {_rate(row)}, {row['implementation']}",
+            "counts": row["counts"] is True,
+            "evidence": theme.evidence(row["counts"]),
         }
         for row in rows
         if row["pass"] == pass_ and row["share_of_roofline"]
@@ -163,9 +169,7 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
         names.transform_filter("datum.bound == 'memory'").mark_text(
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
-        marks.mark_point(filled=True, size=80, opacity=0.9).encode(
-            color=_color(rows, colors), tooltip=TOOLTIP
-        ),
+        *_filled_or_hollow(marks, _color(rows, colors), _tooltip(rows), size=80),
     ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=alt.Title(pass_, fontSize=14))
 
 
@@ -189,6 +193,24 @@ def _color(rows: list[Row], colors: alt.Scale) -> alt.Color:
     """The colours of all variants, with a legend of those drawn."""
     legend = alt.Legend(values=_implementations(rows, colors))
     return alt.Color("implementation:N", scale=colors, legend=legend, title=None)
+
+
+def _filled_or_hollow(
+    base: alt.Chart, color: alt.Color, tooltip: list[alt.Tooltip], size: int
+) -> list[alt.Chart]:
+    """Points: filled where the row counts, hollow where it was recorded without evidence."""
+    return [
+        base.transform_filter(f"{negation}datum.counts")
+        .mark_point(filled=filled, size=size, opacity=1)
+        .encode(color=color, tooltip=tooltip)
+        for negation, filled in (("", True), ("!", False))
+    ]
+
+
+def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
+    """Without what none of `rows` has: an operator that only moves bytes has no FLOP/s."""
+    empty = {name for name in rows[0] if all(row[name] is None for row in rows)}
+    return [shown for shown in TOOLTIP if shown.shorthand.split(":")[0] not in empty]
 
 
 def _shape_labels(points: list[Row]) -> list[Row]:
@@ -218,7 +240,7 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     color = _color(rows, colors)
     implementations = _implementations(rows, colors)
-    x_scale = alt.Scale(domain=[0, 1.3], nice=False)
+    x_scale = alt.Scale(domain=[0, 1.9], nice=False)  # room for labels
     axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
     x = alt.X("share_of_roofline:Q", scale=x_scale, axis=axis, title="share of the roofline")
     low, high = (alt.X(f"{end}:Q", scale=x_scale, axis=axis) for end in ("low", "high"))
@@ -233,9 +255,11 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt
         if row["pass"] == pass_ and _outcome(row) != "ok"
     ]
     return alt.layer(
-        base.mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35).encode(x=x, color=color),
+        base.transform_filter("datum.counts")
+        .mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35)
+        .encode(x=x, color=color),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q", color=color),
-        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=color, tooltip=TOOLTIP),
+        *_filled_or_hollow(base.encode(x=x), color, _tooltip(rows), size=60),
         *theme.text(base.encode(x=high, text="label:N"), dx=8),
         *theme.text(
             data.drawing(failed).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines),

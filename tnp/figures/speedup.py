@@ -11,12 +11,16 @@ import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.words import words
 
-PANEL_WIDTH = 235  # px
-COLUMNS = 4  # panels abreast
+PANEL_WIDTH = 345  # px
+COLUMNS = 2  # panels abreast
+
+SPECIFIED = words("sdpa_flash")
 
 TOOLTIP = [
     alt.Tooltip("variant:N"),
+    alt.Tooltip("evidence:N"),
     alt.Tooltip("switch:N"),
     alt.Tooltip("step_ms:Q", format=".4~r", title="median step, ms"),
     alt.Tooltip("speedup:Q", format=".3f"),
@@ -28,7 +32,10 @@ TOOLTIP = [
 QUERY = """
     select
         *,
-        speedup = max(speedup) over (partition by device, shape) as best_of_shape,
+        speedup = coalesce(
+            max(speedup) filter (where counts) over (partition by device, shape),
+            max(speedup) over (partition by device, shape)
+        ) as best_of_shape,
         speedup = max(speedup) over (partition by device, shape, variant) as best_of_variant
     from speedup
     order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
@@ -49,11 +56,11 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        "Speedup: training-step time of sdpa_flash (no checkpointing, no CUDA graph) ÷ that of the "
-        "configuration, on the same device, shape and dtype.",
+        f"Speedup: time of a training step of {SPECIFIED} (no checkpointing, no CUDA graph) ÷ "
+        "that of the configuration, on the same device, shape and dtype.",
         "Bars: 95% interval of the ratio within sittings. Dashed line: PyTorch's fastest "
-        "configuration at that shape. Bold: the fastest of all. Hollow: recorded before evidence "
-        "was kept, and so without a verdict.",
+        "configuration at that shape. Bold: the fastest of those with evidence. Hollow: "
+        f"{theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict.",
         "Called faster or slower: where the bar clears 1× by more than 1%, allowing for how many "
         "are compared.",
     ]
@@ -72,35 +79,36 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 def _device_finding(timed: list[Row], device: str) -> str:
     own = [row for row in timed if row["role"] == "own"]
     if own:
-        best = max(own, key=lambda row: row["speedup_best"] or row["speedup"])
+        best = max(
+            own, key=lambda row: (bool(row["counts"]), row["speedup_best"] or row["speedup"])
+        )
         sentence = (
-            f"{switches.configuration(best)} trains "
-            f"{theme.verdict(best['speedup'], best['verdict'])} sdpa_flash "
+            f"{theme.sentence(switches.configuration(best))} trains "
+            f"{theme.verdict(best['speedup'], best['verdict'])} {SPECIFIED} "
             f"at {best['shape']} on {device}"
         )
         if best["speedup_best"] is None:
             return sentence
         against_best = theme.verdict(best["speedup_best"], best["verdict_best"])
         return f"{sentence}; it is {against_best} PyTorch's fastest configuration there"
-    best = max(timed, key=lambda row: row["speedup"])
+    best = max(timed, key=lambda row: (bool(row["counts"]), row["speedup"]))
     if best["verdict"] == "faster":
         return (
-            f"{switches.configuration(best)} trains {theme.times(best['speedup'])} faster than "
-            f"sdpa_flash at "
+            f"{theme.sentence(switches.configuration(best))} trains "
+            f"{theme.times(best['speedup'])} faster than {SPECIFIED} at "
             f"{best['shape']} on {device}; this project's kernels are not timed there"
         )
-    return f"No configuration timed on {device} is measurably faster than sdpa_flash"
+    return f"No configuration timed on {device} is measurably faster than {SPECIFIED}"
 
 
 def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
-    lines = switches.Lines.of(rows, variants)
     bounds = [row[end] for row in rows for end in ("speedup_low", "speedup_high") if row[end]]
     low, high = min([0.8, *bounds]), max([1.25, *bounds])
     span = high / low
     domain = [low / span**0.06, high * span**0.3]  # room for the label right of the fastest mark
     return [
-        _panel(of_shape, lines, domain, colors, first)
-        for of_shape, first in switches.panels(rows, COLUMNS)
+        _panel(of_shape, switches.Lines.of(of_shape, variants), domain, colors)
+        for of_shape in switches.panels(rows)
     ]
 
 
@@ -109,13 +117,13 @@ def _panel(
     lines: switches.Lines,
     domain: list[float],
     colors: alt.Scale,
-    labelled: bool,
 ) -> alt.TopLevelMixin:
     timed = [
         row
         | {
             "switch": switches.name(row),
             "label": theme.times(row["speedup"]),
+            "evidence": theme.evidence(row["counts"]),
             "speedup_low": row["speedup_low"] or row["speedup"],
             "speedup_high": row["speedup_high"] or row["speedup"],
         }
@@ -128,7 +136,7 @@ def _panel(
         else row
         for row in rows
     ]
-    y = lines.encodings(labelled)
+    y = lines.encodings()
     scale = alt.Scale(type="log", base=2, domain=domain, nice=False)
     axis = alt.Axis(values=_ticks(*domain), labelExpr="datum.value + '×'")
     x = alt.X("speedup:Q", scale=scale, axis=axis, title="speedup, faster →")

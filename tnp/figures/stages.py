@@ -10,7 +10,7 @@ from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
 
 PANEL_WIDTH = 480  # px
-COLUMNS = 2  # panels abreast
+COLUMNS = 1  # panels abreast
 BAR_HEIGHT = 26  # px
 LABEL_WIDTH = 30  # px: a narrower segment has no room for its percentage
 
@@ -82,15 +82,13 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _panels(rows: list[Row], labels: list[str]) -> list[alt.TopLevelMixin]:
+    return [_panel(of_shape, labels) for of_shape in switches.panels(rows)]
+
+
+def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
     found = {switches.configuration(row) for row in rows}
     lines = [label for label in labels if label in found]
-    return [
-        _panel(of_shape, lines, theme.line_axis(labels, first))
-        for of_shape, first in switches.panels(rows, COLUMNS)
-    ]
-
-
-def _panel(rows: list[Row], lines: list[str], axis: alt.Axis) -> alt.TopLevelMixin:
+    axis = theme.line_axis(labels)
     stages = list(STAGES)
     totals: dict[str, float] = {}
     for row in rows:

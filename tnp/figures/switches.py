@@ -26,10 +26,10 @@ def configuration(row: Row) -> str:
     return " with ".join([row["variant"], *([" + ".join(switches)] if switches else [])])
 
 
-def panels(rows: Sequence[Row], columns: int) -> Iterator[tuple[list[Row], bool]]:
-    """The rows of each shape, and whether its panel starts a line of `columns` panels."""
-    for i, shape in enumerate(dict.fromkeys(row["shape"] for row in rows)):
-        yield [row for row in rows if row["shape"] == shape], i % columns == 0
+def panels(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """The rows of each shape."""
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        yield [row for row in rows if row["shape"] == shape]
 
 
 def panel_title(row: Row) -> alt.Title:
@@ -47,9 +47,9 @@ def shape_encoding() -> alt.Shape:
 
 @dataclass(frozen=True)
 class Lines:
-    """What the panels of a device share: a line per variant, a slot in it per switch combination.
+    """The lines of a panel: one per variant that it has, a slot in it per switch combination.
 
-    `labels` are the lines of all devices: their panels leave equal room for them.
+    `labels` are the lines of all panels, which leave equal room for them.
     """
 
     variants: list[str]
@@ -58,7 +58,7 @@ class Lines:
 
     @classmethod
     def of(cls, rows: Sequence[Row], labels: list[str]) -> "Lines":
-        """The lines that `rows` of one device need, in the order of `labels`."""
+        """The lines that `rows` of one panel need, in the order of `labels`."""
         variants, combinations = {row["variant"] for row in rows}, {name(row) for row in rows}
         return cls(
             [label for label in labels if label in variants],
@@ -71,12 +71,12 @@ class Lines:
         """Pixels; a line is never lower than its label."""
         return len(self.variants) * max(SLOT_HEIGHT * len(self.slots), 24)
 
-    def encodings(self, labelled: bool) -> dict[str, alt.Y | alt.YOffset]:
+    def encodings(self) -> dict[str, alt.Y | alt.YOffset]:
         return {
             "y": alt.Y(
                 "variant:N",
                 scale=alt.Scale(domain=self.variants, padding=0.12),
-                axis=theme.line_axis(self.labels, labelled),
+                axis=theme.line_axis(self.labels),
                 title=None,
             ),
             "yOffset": alt.YOffset("switch:N", scale=alt.Scale(domain=self.slots)),

@@ -65,6 +65,8 @@ STATUS_TEXT = {
     "not_counted": "timed, but does not count",
 }
 
+WITHOUT_EVIDENCE = "recorded before evidence was kept"
+
 
 def status_text(status: str) -> str:
     """A status in a reader's words; "killed" and "error" already are."""
@@ -88,6 +90,11 @@ def duration(milliseconds: float) -> str:
     return f"{number(milliseconds / 1000)} s"
 
 
+def evidence(counts: bool | None) -> str:
+    """What a tooltip says of a row that is drawn: filled where it counts, else hollow."""
+    return "kept, and the row counts" if counts else WITHOUT_EVIDENCE
+
+
 def verdict(ratio: float, decided: str | None) -> str:
     """What may be said of a ratio of speeds: view `contrasts` has decided, or None could be."""
     match decided:
@@ -99,7 +106,12 @@ def verdict(ratio: float, decided: str | None) -> str:
             return "as fast, within 1%, as"
         case "ambiguous":
             return "neither measurably faster nor slower than"
-    return f"{times(ratio)} as fast (recorded before evidence was kept) as"
+    return f"{times(ratio)} as fast ({WITHOUT_EVIDENCE}) as"
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital at its start, and nothing else changed."""
+    return text[:1].upper() + text[1:]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -130,18 +142,18 @@ def block(
     heading = alt.Title(
         title, subtitle=subtitle, fontSize=16, subtitleFontSize=12, subtitlePadding=4, offset=14
     )
-    return alt.concat(*panels, columns=columns, title=heading, spacing={"column": 28, "row": 30})
+    panels = alt.concat(*panels, columns=columns, title=heading, spacing={"column": 28, "row": 30})
+    return panels.resolve_scale(yOffset="independent")  # each panel has lines of its own
 
 
 def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
     """Device above device, each starting at the left edge."""
-    return alt.concat(*blocks, columns=1, spacing=40, align="none")
+    stack = alt.concat(*blocks, columns=1, spacing=40, align="none")
+    return stack.resolve_scale(yOffset="independent")
 
 
-def line_axis(labels: Sequence[str], labelled: bool) -> alt.Axis:
-    """An axis of named lines. All blocks of a figure that name `labels` leave them equal room."""
-    if not labelled:
-        return alt.Axis(labels=False, grid=False)
+def line_axis(labels: Sequence[str]) -> alt.Axis:
+    """An axis of named lines. All panels of a figure that name `labels` leave them equal room."""
     room = LABEL_CHARACTER_WIDTH * max(map(len, labels)) + 8
     return alt.Axis(grid=False, minExtent=room, maxExtent=room, labelLimit=room)
 

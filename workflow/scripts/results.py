@@ -3,7 +3,7 @@
 import traceback
 from pathlib import Path
 
-from tnp.figures import FIGURES, render
+from tnp.figures import FIGURES, render, render_index
 from tnp.store import all_files, build_database
 from workflow import sources
 from workflow.jobs import job
@@ -14,6 +14,7 @@ with job("results", snakemake.log[0]) as say:
     files, views = all_files(), sources.views()
     build_database(files, Path(views[0]).parent, Path(DATABASE))
     say(f"{len(files)} files, {len(views)} views in {DATABASE}")
+    render_index(Path("figures", "index.html"))
     for figure in FIGURES:
         page = Path("figures", f"{figure}.html")
         try:

@@ -1,0 +1,153 @@
+"""The README's chart: training speed as specified, of PyTorch's best, and of ours.
+
+Reads the view `speedup`. Three bars a shape, on the first device that has rows with evidence. It
+stands on light pages and on dark ones: no background, text in a grey between the two.
+"""
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, theme
+from tnp.figures.data import Row
+
+WIDTH = 545  # px of the bars; with labels and padding some 800, GitHub's width
+BAR_HEIGHT = 18  # px
+SHAPES = 5  # at most
+GREY = "#757b82"  # 4.2 : 1 on white and 4.5 : 1 on GitHub's dark page
+LABEL_ROOM = 1.35  # of the longest bar, for the text right of it
+
+# Role → what its bar is called, and its colour.
+BARS = {
+    "baseline": ("PyTorch as specified", "#8c959f"),
+    "peer": ("PyTorch's best, compiled, with every saving it can have", "#2f81c7"),
+    "own": ("ours", "#d9661f"),
+}
+
+# The fastest of each role with evidence, or without where none has any. The specification's step
+# has no switches. What is known not to count is left out.
+QUERY = """
+    select *
+    from speedup
+    where
+        device = $device
+        and speedup is not null
+        and counts is distinct from false
+        and (role != 'baseline' or not (checkpoint or cuda_graph))
+    qualify row_number() over (
+        partition by shape, role order by counts desc nulls last, step_ms
+    ) = 1
+    order by n_context, n_target, batch desc, role
+"""
+
+DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and speedup is not null"
+
+
+def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Horizontal bars from zero with their 95 % intervals, 800 px wide, without a background."""
+    devices = data.devices(connection, "speedup")
+    proven = {row["device"] for row in data.query(connection, DEVICES_WITH_EVIDENCE)}
+    for slug in sorted(devices, key=lambda slug: slug not in proven):  # stable
+        shapes = _shapes(data.query(connection, QUERY, device=slug))
+        if shapes:
+            return _chart(shapes, devices[slug])
+    return theme.no_rows("no training step has been timed", "snakemake --cores 1 all")
+
+
+def _shapes(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each shape that has all three bars, those with evidence first in the choice."""
+    by_shape: dict[str, list[Row]] = {}
+    for row in rows:
+        by_shape.setdefault(row["shape"], []).append(row)
+    whole = [of_shape for of_shape in by_shape.values() if len(of_shape) == len(BARS)]
+    chosen = sorted(whole, key=lambda of_shape: not all(row["counts"] for row in of_shape))
+    return [of_shape for of_shape in whole if of_shape in chosen[:SHAPES]]
+
+
+def finding(shapes: list[list[Row]], device: str) -> str:
+    """By how much ours is faster than PyTorch's best, if it is at every shape drawn."""
+    own = [row for of_shape in shapes for row in of_shape if row["role"] == "own"]
+    if all(row["verdict_best"] == "faster" for row in own):
+        ratios = [row["speedup_best"] for row in own]
+        low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+        span = low if low == high else f"{low} to {high}"
+        return f"Training is {span} times as fast as PyTorch's best on one {device}"
+    return f"Training speed on one {device}"
+
+
+def _chart(shapes: list[list[Row]], device: Row) -> alt.TopLevelMixin:
+    bars = [_bar(row) for of_shape in shapes for row in of_shape]
+    longest = max(bar["speedup_high"] for bar in bars)
+    names, colors = zip(*BARS.values(), strict=True)
+    scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
+    x = alt.X("speedup:Q", scale=scale, axis=None)
+    labels = list(dict.fromkeys(bar["label"] for bar in bars))
+    lines = {
+        "y": alt.Y("label:N", scale=alt.Scale(domain=labels, padding=0.14), title=None).axis(
+            labelExpr="split(datum.label, '|')", labelLimit=400, labelLineHeight=19, labelPadding=10
+        ),
+        "yOffset": alt.YOffset("bar:N", scale=alt.Scale(domain=names)),
+    }
+    color = alt.Color("bar:N", scale=alt.Scale(domain=names, range=colors), title=None)
+    base = data.drawing(bars).encode(**lines)
+    measured = base.transform_filter("isValid(datum.low)").encode(
+        x=alt.X("low:Q", scale=scale, axis=None), x2="speedup_high:Q"
+    )
+    text = base.encode(x=alt.X("speedup_high:Q", scale=scale, axis=None), text="text:N")
+    hollow = any(not bar["counts"] for bar in bars)
+    heading = alt.Title(
+        finding(shapes, device["name"]),
+        subtitle=[
+            f"Speed of a training step as a multiple of PyTorch as specified; {_dtypes(bars)}, "
+            f"{data.origin(device)}.",
+            "Whiskers: 95% interval."
+            + (" Hollow: recorded before evidence was kept." if hollow else ""),
+        ],
+    )
+    chart = alt.layer(
+        *(
+            base.transform_filter(f"{negation}datum.counts")
+            .mark_bar(height=BAR_HEIGHT, filled=filled)
+            .encode(x=x, color=color)
+            for negation, filled in (("", True), ("!", False))
+        ),
+        # Dark on light: one of the two is seen on any page.
+        measured.mark_rule(color="white", strokeWidth=9),
+        measured.mark_rule(color=theme.INK, strokeWidth=5),
+        text.mark_text(align="left", dx=8, fontSize=14, fontWeight=600, color=GREY),
+    )
+    return chart.properties(
+        width=WIDTH,
+        height=len(shapes) * (len(BARS) * (BAR_HEIGHT + 3) + 18),
+        title=heading,
+        background="transparent",
+        padding={"left": 4, "right": 4, "top": 8, "bottom": 4},
+    ).configure(**_style())
+
+
+def _bar(row: Row) -> Row:
+    tasks = "1 task" if row["batch"] == 1 else f"{row['batch']} tasks"
+    sizes = f"{tasks} of {row['n_context']:,} + {row['n_target']:,} points"
+    return {
+        "label": f"{row['shape']}|{sizes}",
+        "bar": BARS[row["role"]][0],
+        "speedup": row["speedup"],
+        "low": row["speedup_low"],
+        "speedup_high": row["speedup_high"] or row["speedup"],
+        "counts": row["counts"] is True,
+        "dtype": row["dtype"],
+        "text": f"{theme.times(row['speedup'])}  ({theme.duration(row['step_ms'])})",
+    }
+
+
+def _dtypes(bars: list[Row]) -> str:
+    return theme.listed(sorted({bar["dtype"] for bar in bars}))
+
+
+def _style() -> Row:
+    """The house style without its inks."""
+    title = theme.PAGE_STYLE["title"] | {"color": GREY, "subtitleColor": GREY}
+    title |= {"fontSize": 19, "subtitleFontSize": 14, "subtitleLineHeight": 19, "offset": 12}
+    axis = theme.PAGE_STYLE["axis"] | {"labelColor": GREY, "labelFontSize": 14, "grid": False}
+    legend = theme.PAGE_STYLE["legend"] | {"labelColor": GREY, "labelFontSize": 14}
+    legend |= {"labelLimit": 480, "offset": 8}
+    return theme.PAGE_STYLE | {"title": title, "axis": axis, "legend": legend}

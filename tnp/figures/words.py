@@ -1,0 +1,53 @@
+"""What names of configurations are called in figures: the words of a reader who has no config.yaml.
+
+A name that is not listed, such as a variant of a reader's own, stands for itself.
+"""
+
+WORDS = {
+    # Variants of a training step; the operators' implementations have some of the same names.
+    "sdpa_flash": "PyTorch as specified",
+    "sdpa_cudnn": "PyTorch, cuDNN attention",
+    "sdpa_cudnn_padded": "PyTorch, cuDNN, padded MLP",
+    "sdpa_cudnn_padded_compiled": "PyTorch, cuDNN, padded, compiled",
+    "pytorch_best": "PyTorch's best, compiled",
+    "pytorch_best_autotuned": "PyTorch's best, autotuned",
+    "separate": "our attention, deterministic",
+    "separate_compiled": "our attention, compiled",
+    "fused_attention": "our attention, fused",
+    "fused": "ours",
+    "fused_compiled": "ours, compiled",
+    "auto": "ours, chosen by size",
+    # Implementations of one operator.
+    "torch": "PyTorch",
+    "compiled": "PyTorch, compiled",
+    "bmm": "PyTorch, one batched matmul",
+    "grouped_mm": "PyTorch, grouped matmul",
+    "loop": "PyTorch, a loop",
+    "flex": "PyTorch FlexAttention",
+    "fa3": "FlashAttention 3",
+    "fa4": "FlashAttention 4",
+    "single": "ours, in one kernel",
+    # Operators and components.
+    "rms_norm": "RMSNorm",
+    "mlp": "MLP",
+    "mixture_heads": "mixture heads",
+    "mixture_nll": "mixture loss",
+    "projection": "projections",
+    "skip_unread": "leaving out what is not read",
+}
+
+# Columns that hold such names.
+NAMED = {
+    "op",
+    "component",
+    "implementation",
+    "variant",
+    "base_variant",
+    "baseline_variant",
+    "full_variant",
+}
+
+
+def words(name: str) -> str:
+    """`name` in a reader's words."""
+    return WORDS.get(name, name)
