@@ -1,4 +1,4 @@
-"""RESULTS.md and the tables of README.md, from the recorded rows: `python -m tnp.report`.
+"""RESULTS.md, and README.md's tables and chart, from the recorded rows: `python -m tnp.report`.
 
 Every table is a query, a file of workflow/report. Its first comment lines are the section's title
 and text, and its columns are the table's, with spaces for underscores. RESULTS.md has all sections,
@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 
 import duckdb
+import vl_convert
 
+from tnp.figures import headline
 from tnp.files import parquet_files
 from tnp.store import build_database
 
@@ -21,6 +23,7 @@ QUERIES = Path("workflow/report")
 RECORDED = Path("data/recorded")
 VIEWS = Path("workflow/sql")
 README, RESULTS = Path("README.md"), Path("RESULTS.md")
+CHART = Path("figures/headline.svg")
 
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBERED = re.compile(r"\d+_")
@@ -124,6 +127,9 @@ def main() -> None:
         build_database(parquet_files(RECORDED), VIEWS, database)
         with duckdb.connect(str(database), read_only=True) as connection:
             texts = documents(connection)
+            if not check:  # not compared: where its letters stand depends on a machine's fonts
+                svg = vl_convert.vegalite_to_svg(headline.draw(connection).to_dict())
+                CHART.write_text(svg)
     differing = [
         path for path, text in texts.items() if not path.exists() or path.read_text() != text
     ]
