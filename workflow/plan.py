@@ -229,6 +229,11 @@ def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
     return sorted(jobs, key=lambda job: (configurations[job[0]]["priority"], job[1], drawn[job]))
 
 
+def study_names(config: dict) -> set[str]:
+    """Every study of config.yaml, whatever device it is for."""
+    return {*config["steps"], *config["ops"], *({ABLATION, NOISE} & set(config))}
+
+
 def studies(configurations: dict[str, dict]) -> dict[str, list[tuple[str, int]]]:
     """{study: its jobs, (id, replicate)}."""
     jobs: dict[str, list[tuple[str, int]]] = {}

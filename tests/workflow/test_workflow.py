@@ -51,6 +51,17 @@ def test_replicates_run_in_rounds_after_the_gates(checkout):
     assert "figures/speedup.html" in output and "from speedup" in output
 
 
+def test_a_study_is_a_target_where_its_device_is(checkout):
+    status, output = checkout.run("cpu")
+    assert status == 0, output
+    assert checkout.measured() and all("cpu--" in call for call in checkout.measured())
+    checkout.config["steps"]["cpu"]["devices"] = ["cuda"]
+    status, output = checkout.run("cpu")
+    assert status != 0
+    assert "study 'cpu' measures nothing on 'cpu': config.yaml names its devices" in output
+    assert "Traceback" not in output
+
+
 def test_second_run_does_nothing_again(finished):
     status, output = finished.run("all")
     assert status == 0, output

@@ -165,6 +165,15 @@ def again_tables():
     return files
 
 
+def nothing_here(study):
+    def refuse(wildcards):
+        sys.exit(
+            f"study {study!r} measures nothing on {SLUG!r}: config.yaml names its devices"
+        )
+
+    return refuse
+
+
 def to_measure_again(wildcards):
     if not AGAIN:
         sys.exit("say what: snakemake again --config again=NAME")

@@ -22,3 +22,12 @@ for study, jobs in plan.studies(STEPS | OPS).items():
                     benchmark(config_id), f"{config_id}--r{replicate}"
                 ).values()
             ],
+
+
+for study in plan.study_names(config) - set(plan.studies(STEPS | OPS)):
+
+    rule:
+        name:
+            study
+        input:
+            nothing_here(study),
