@@ -86,8 +86,8 @@ OP_SIZES = [
     ("n_components", pa.int32()),
 ]
 
-# The process that measured the row. It is drawn when that process starts; in rows from before
-# there was one it is null, and those of one device and `recorded_at` are a run.
+# The process that measured the row, a number drawn for each. In rows from before there was one it
+# is null, and those of one device and `recorded_at` are a run.
 RUN = [("run_id", pa.string())]
 
 # What rows of one generation agree in, who is compared with whom, and how the timing ended. Hashes

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from tnp.bench.kernel_code import digest, source_tree
+from tnp.bench.kernel_code import module_hash
 from tnp.bench.outcome import implementation_of
 from tnp.bench.sizes import CEILINGS
 from tnp.gates import GATES, KERNEL_GATES
@@ -137,7 +137,7 @@ def _module(file: Path) -> str:
 
 @cache
 def _hash(file: Path) -> str:
-    return digest(ast.unparse(source_tree(file.read_text())))
+    return module_hash(file.read_text())
 
 
 def _file(module: str) -> Path | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from tnp.bench.kernel_code import kernel_hash, launches
+from tnp.bench.kernel_code import kernel_hash, launches, module_hash
 from tnp.ops.rms_norm import add_rms_norm
 
 KERNEL = '''
@@ -136,6 +136,13 @@ def test_hashes_are_the_same_in_another_process(tmp_path: Path) -> None:
         found.append(json.loads(child.stdout))
     assert found[0] == found[1]
     assert len(found[0]) == len(set(found[0].values())) > 1
+
+
+def test_a_modules_hash_is_the_same_in_every_version_of_python() -> None:
+    """Python 3.12 writes a formatted string out with other quotes than 3.11."""
+    text = "x = f\"{a['b']}: {c!r:>{d}} it's\"\n"
+    assert module_hash(text) == "a73e8d1c8d00"
+    assert module_hash(text.replace("!r", "!s")) != module_hash(text)
 
 
 @pytest.mark.skipif(

@@ -149,12 +149,18 @@ def test_drift_hits_all_alike(clock: Clock) -> None:
     assert max(medians) / min(medians) < 1.002
 
 
-def test_a_long_round_is_timed_as_often_for_all(clock: Clock) -> None:
-    contenders = [[clock.call(forever(ms))] for ms in (400.0, 700.0)]
-    slow, fast = measure_interleaved(contenders, CPU, POLICY)
-    assert slow.samples_ms == pytest.approx([400.0] * 3)
-    assert fast.samples_ms == pytest.approx([700.0] * 3)
+def test_one_long_call_makes_the_rounds_of_all_few(clock: Clock) -> None:
+    contenders = [[clock.call(forever(ms))] for ms in (400.0, 1100.0)]
+    fast, slow = measure_interleaved(contenders, CPU, POLICY)
+    assert fast.samples_ms == pytest.approx([400.0] * 3)
+    assert slow.samples_ms == pytest.approx([1100.0] * 3)
     assert slow.n_warmup == fast.n_warmup == 1
+
+
+def test_many_short_calls_are_no_long_one(clock: Clock) -> None:
+    contenders = [[clock.call(forever(200.0))] for _ in range(9)]
+    measurements = measure_interleaved(contenders, CPU, POLICY)
+    assert {len(measurement.samples_ms) for measurement in measurements} == {30}
 
 
 def test_contenders_settle_together(clock: Clock) -> None:

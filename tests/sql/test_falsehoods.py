@@ -406,3 +406,19 @@ def test_a_throttled_baseline_makes_no_win(store: Store) -> None:
         row = one(query, "from speedup where variant = 'fused'")
         assert ([row[name] for name in COMPARED] == NOTHING) is throttled
         assert (row["verdict"] == "faster") is not throttled
+
+
+def test_an_operator_of_ours_without_a_gate_is_not_proven(store: Store) -> None:
+    """The check after timing proves PyTorch's forms; ours need a gate besides."""
+    evidence = {"time_ms_p50": 1.0, "max_abs_error": 0.0, "gates": "", "settled": True}
+    for role, proven in (("own", None), ("peer", True)):
+        query = store(run("r", operator("fused", role=role, **evidence)))
+        assert one(query, "from current_ops")["proven"] is proven
+
+
+def test_steps_of_two_models_are_not_compared(store: Store) -> None:
+    """A smaller model is faster, and says nothing of the kernels."""
+    query = store(
+        gate("g"), *runs("sdpa_flash", [9.0], flops=8e12), *runs("fused", [1.0], flops=1e12)
+    )
+    assert one(query, "from speedup where variant = 'fused'")["verdict"] is None

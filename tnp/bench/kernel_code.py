@@ -56,7 +56,8 @@ def launches() -> Iterator[dict[str, str]]:
 def kernel_hash(function: types.FunctionType) -> str:
     """Digest of all that a kernel says; `function` is what `triton.jit` or `gluon.jit` decorated.
 
-    The same in every process, folder and version of Python and Triton that can run it.
+    The same in every process and folder, under triton 3.6 and 3.7. Of a kernel with formatted
+    strings it differs between Python 3.11 and 3.12.
     """
     definitions: dict[str, str] = {}
     pending: list[types.FunctionType | type] = [function]
@@ -86,6 +87,29 @@ def source_tree(source: types.FunctionType | type | str) -> ast.Module:
             if is_text and isinstance(first.value.value, str):
                 node.body = node.body[1:] or [ast.Pass()]
     return tree
+
+
+def module_hash(text: str) -> str:
+    """Digest of what a module's text says: the same in Python 3.11 to 3.13.
+
+    They write formatted strings out differently, so each is a tuple of its parts here.
+    """
+    return digest(ast.unparse(ast.fix_missing_locations(_Parts().visit(source_tree(text)))))
+
+
+class _Parts(ast.NodeTransformer):
+    """Puts a tuple of its parts in place of each formatted string."""
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        self.generic_visit(node)
+        # Python 3.12 adds an empty part to some.
+        parts = [part for part in node.values if getattr(part, "value", None) != ""]
+        return ast.Tuple(elts=parts, ctx=ast.Load())
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        self.generic_visit(node)
+        parts = [node.value, ast.Constant(node.conversion), node.format_spec or ast.Constant(None)]
+        return ast.Tuple(elts=parts, ctx=ast.Load())
 
 
 def _read_by(

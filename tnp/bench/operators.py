@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TypeVar
 
@@ -116,9 +116,11 @@ def measure_op(
                 tables["ops"].append(row)
                 tables["samples"] += samples
             started = time.perf_counter()
-    # Of both passes: an implementation's kernels are those of its whole run.
+    # Of both passes: an implementation's kernels are those of its whole run. What a failed one
+    # would have launched is not known.
     for row in tables["ops"]:
-        row["kernels_hash"] = code[row["implementation"]].kernels_hash
+        if row["status"] == "ok":
+            row["kernels_hash"] = code[row["implementation"]].kernels_hash
     return tables | {"code": [row for name, own in code.items() for row in own.rows(name)]}
 
 
@@ -163,10 +165,14 @@ def _measure_pass(
         implementation = implementation_of(name)
         if op not in CEILINGS:
             require_supported(op, implementation, device, getattr(torch, dtype))
-        with launches() as kernels:
-            contender = Contender.prepare(workload.calls(implementation), device)
-        code[implementation].kernels |= kernels
-        return contender
+        kernels: dict[str, str] = {}
+        try:
+            with launches() as kernels:
+                contender = Contender.prepare(workload.calls(implementation), device)
+        finally:
+            code[implementation].kernels |= kernels
+        # Again, without noting launches: it decides how all are timed.
+        return replace(contender, call_ms=call_ms(contender.calls[0], device))
 
     contenders = each(prepare, parameters["implementations"])
     n_launches = launches_per_run(contenders.values(), device)

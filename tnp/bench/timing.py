@@ -112,15 +112,15 @@ def measure_interleaved(
 
     Every call has run before. The order in a round is drawn anew, so that nobody always follows the
     same one. Each call takes the next of its contender's inputs, so that none finds in cache what
-    the one before it read. Warm-up ends when every contender has settled. Where a round is longer
-    than `policy.long_step_s`, the first is the warm-up. Samples are per launch.
+    the one before it read. Warm-up ends when every contender has settled. Where a call is longer
+    than `policy.long_step_s`, one round is the warm-up. Samples are per launch.
     """
     if not contenders:
         return []
     start = time.perf_counter()
     turns, n = _turns(contenders), len(contenders)
-    round_ms = sum(elapsed_ms(*spans[0]) for spans in _rounds(turns, 1, n, device))
-    is_long = round_ms > policy.long_step_s * 1e3
+    calls_ms = [elapsed_ms(*spans[0]) for spans in _rounds(turns, 1, n, device)]
+    round_ms, is_long = sum(calls_ms), max(calls_ms) > policy.long_step_s * 1e3
     n_warmup = 1 if is_long else 1 + _warm_up(turns, n, round_ms, device, policy)
     synchronize(device)
     began, origin = time.perf_counter(), mark(device)
@@ -225,9 +225,9 @@ def _warm_up(
         previous, latest = latest, medians()
         n_rounds += chunk
         elapsed = time.perf_counter() - start
-        settled = all(
+        is_warm = all(
             abs(after / before - 1) <= WARM_WITHIN
             for before, after in zip(previous, latest, strict=True)
         )
-        if elapsed >= policy.warmup_s * (1 if settled else WARMUP_LIMIT):
+        if elapsed >= policy.warmup_s * (1 if is_warm else WARMUP_LIMIT):
             return n_rounds

@@ -85,7 +85,7 @@ judged as (
         case
             when run_id is null or code_set is null then null
             when is_red then false
-            when checked and gates = '' and pass != 'step' then true
+            when checked and gates = '' and pass != 'step' and role != 'own' then true
             when checked and has_passed and unproven_part is null then true
         end as proven
     from coded

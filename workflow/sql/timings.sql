@@ -15,7 +15,8 @@ with measured as (
         origin,
         'step' as kind,
         shape as part,
-        concat_ws(' ', dtype, batch, n_context, n_target, optimizer) as family,
+        -- Operations are counted for the model, whatever a variant leaves out.
+        concat_ws(' ', dtype, batch, n_context, n_target, optimizer, flops) as family,
         variant as name,
         concat_ws(
             ' ',
