@@ -25,3 +25,18 @@ include: "workflow/rules/training.smk"
 include: "workflow/rules/tuning.smk"
 include: "workflow/rules/studies.smk"
 include: "workflow/rules/results.smk"
+
+
+localrules:
+    all,
+
+
+# Here, because an included file cannot name the default target.
+rule all:
+    default_target: True
+    input:
+        rules.measurements.input,
+    log:
+        "data/runs/logs/results.log",
+    script:
+        "workflow/scripts/results.py"

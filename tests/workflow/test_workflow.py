@@ -19,6 +19,12 @@ def wait_for(condition, seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
+def test_without_a_target_all_is_meant(checkout):
+    plans = [checkout.run("-n", *target)[1] for target in ((), ("all",))]
+    counts = [re.findall(r"^(\w+) +(\d+)$", plan, re.MULTILINE) for plan in plans]
+    assert counts[0] == counts[1] and ("step", "8") in counts[0]
+
+
 def test_dry_run_plans_and_changes_nothing(checkout):
     before = {path for path in checkout.folder.rglob("*") if "__pycache__" not in path.parts}
     status, output = checkout.run("-n", "all")

@@ -8,7 +8,6 @@ runs, so that what was deleted or damaged is there again after it. That takes se
 
 
 localrules:
-    all,
     figures,
 
 
@@ -19,17 +18,9 @@ rule measurements:
         again_tables(),
 
 
-rule all:
-    default_target: True
-    input:
-        rules.measurements.input,
+# Measures nothing.
+rule figures:
     log:
         "data/runs/logs/results.log",
     script:
         "../scripts/results.py"
-
-
-# Measures nothing.
-use rule all as figures with:
-    input:
-        [],
