@@ -37,6 +37,20 @@ def test_matmul_operations_by_hand():
     assert step_matmul_flops(model, 1, 1, 1) == 3 * (embed + block + heads)
 
 
+def test_what_nobody_reads_is_not_counted():
+    """By hand, with two layers: keys and values of targets; the last block of contexts."""
+    model = {"d_model": 2, "n_layers": 2, "n_heads": 1, "d_ff": 3, "n_components": 2}
+    batch, n_context, n_target = size = (5, 7, 11)
+    targets_kv = 2 * batch * n_target * (2 * 2 + 2 * 2) * 2
+    contexts_q_o_mlp = 2 * batch * n_context * (2 * 2 + 2 * 2 + 2 * 3 + 3 * 2)
+    skipped = step_matmul_flops(model, *size) - step_matmul_flops(model, *size, skip_unread=True)
+    assert skipped == 3 * (targets_kv + contexts_q_o_mlp)
+    skipped = step_attention_flops(model, *size) - step_attention_flops(
+        model, *size, skip_unread=True
+    )
+    assert skipped == 7 * 2 * batch * n_context * n_context * 2
+
+
 def test_bytes_count_each_operand_once():
     assert attention_bytes(64, 8, 564, 64, 64, 2, "forward") == 64 * 8 * 64 * 2 * (2 * 564 + 2 * 64)
     assert attention_bytes(1, 1, 3, 2, 16, 4, "backward") == 16 * 4 * (4 * 3 + 4 * 2)

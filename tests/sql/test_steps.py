@@ -173,7 +173,8 @@ def test_a_note_in_reason_is_kept_and_makes_no_failure(store: Callable[..., Quer
 
 def test_mfu_is_of_the_matmul_ceiling_of_the_device(store: Callable[..., Query]) -> None:
     parts = [
-        step("sdpa_flash", [2.0], replicate=i, tflops=tflops) for i, tflops in ((1, 30), (2, 50))
+        step("sdpa_flash", [time_ms], replicate=i, flops=80e9)
+        for i, time_ms in ((1, 1.5), (2, 2.5))
     ]
     matmul = operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9)
     assert store(*parts, matmul)("select mfu from step_summary") == [{"mfu": 0.4}]

@@ -9,8 +9,10 @@ d_in = d_x + d_y + 1:
 
 forward; a matmul's backward is twice its forward (one product for each operand's gradient),
 attention's 2.5 times (five products for two, the scores being recomputed). These are the model's
-operations: d_ff is the logical width, and neither padding nor a checkpoint's recomputation nor
-rows an implementation manages to skip change the count. Norms, SiLU and the optimizer are left out.
+operations: d_ff is the logical width, and neither padding nor a checkpoint's recomputation change
+the count. What a variant leaves out by `skip_unread` is not counted: keys and values of targets,
+and in the last block everything of context points but their keys and values. Norms, SiLU and the
+optimizer are left out.
 """
 
 # Dense bf16/fp16 tensor-core FLOP/s and memory bytes/s (NVIDIA datasheets), by part of the name.
@@ -33,23 +35,35 @@ def attention_flops(
     return matmuls * 2.0 * batch * n_heads * n_q * n_k * head_dim
 
 
-def step_matmul_flops(model: dict, batch: int, n_context: int, n_target: int) -> float:
+def step_matmul_flops(
+    model: dict, batch: int, n_context: int, n_target: int, skip_unread: bool = False
+) -> float:
     """Operations outside attention of one training step; `model` as `TNPConfig`'s fields."""
     d_model, d_ff = model["d_model"], model["d_ff"]
     d_x, d_y = model.get("d_x", 1), model.get("d_y", 1)
-    rows = batch * (n_context + n_target)
-    embed = 2 * rows * ((d_x + d_y + 1) * d_model + d_model**2)
-    block = 2 * rows * (4 * d_model**2 + 2 * d_model * d_ff)
-    heads = 2 * batch * n_target * model["n_components"] * d_ff * (d_model + 1 + 2 * d_y)
-    return 3.0 * (embed + model["n_layers"] * block + heads)
+    contexts, targets = batch * n_context, batch * n_target
+    embed = 2 * (contexts + targets) * ((d_x + d_y + 1) * d_model + d_model**2)
+    block = 2 * (contexts + targets) * (4 * d_model**2 + 2 * d_model * d_ff)
+    heads = 2 * targets * model["n_components"] * d_ff * (d_model + 1 + 2 * d_y)
+    unread = 0
+    if skip_unread:
+        unread = 2 * targets * 2 * d_model**2 * model["n_layers"]
+        unread += 2 * contexts * (2 * d_model**2 + 2 * d_model * d_ff)
+    return 3.0 * (embed + model["n_layers"] * block + heads - unread)
 
 
-def step_attention_flops(model: dict, batch: int, n_context: int, n_target: int) -> float:
+def step_attention_flops(
+    model: dict, batch: int, n_context: int, n_target: int, skip_unread: bool = False
+) -> float:
     """Operations of all attention layers of one training step."""
-    n_heads = model["n_heads"]
-    size = (batch, n_heads, n_context + n_target, n_context, model["d_model"] // n_heads)
-    layer = attention_flops(*size, "forward") + attention_flops(*size, "backward")
-    return float(model["n_layers"] * layer)
+    n_heads, n_layers = model["n_heads"], model["n_layers"]
+
+    def layer(n_q: int) -> float:
+        size = (batch, n_heads, n_q, n_context, model["d_model"] // n_heads)
+        return attention_flops(*size, "forward") + attention_flops(*size, "backward")
+
+    everyone = n_context + n_target
+    return (n_layers - 1) * layer(everyone) + layer(n_target if skip_unread else everyone)
 
 
 def attention_bytes(

@@ -88,7 +88,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     row = (
         key("step", parameters)
         | {"status": "ok", "reason": measurement.note, "peak_memory_bytes": peak_memory_bytes}
-        | _rates(parameters, measurement)
+        | _rates(parameters, variant, measurement)
         | measured_columns(measurement, conditions)
         | {"setup_s": setup_s, "compile_s": compile_s, "energy_j": _energy(measurement, conditions)}
         | {"choices": _choices(variant), "kernels_hash": code.kernels_hash}
@@ -141,12 +141,12 @@ def _choices(variant: Variant) -> str | None:
     return json.dumps(auto.choices()) if automatic else None
 
 
-def _rates(parameters: dict, measurement: Measurement) -> dict[str, float | None]:
+def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict[str, float | None]:
     """Statistics of the step and what follows from the median; `mfu` is left to the store."""
     size = [parameters[name] for name in ("batch", "n_context", "n_target")]
     batch, n_context, n_target = size
-    flops = step_matmul_flops(parameters["model"], *size)
-    flops += step_attention_flops(parameters["model"], *size)
+    flops = step_matmul_flops(parameters["model"], *size, variant.skip_unread)
+    flops += step_attention_flops(parameters["model"], *size, variant.skip_unread)
     statistics = summarize(measurement.samples_ms, "step_ms")
     median_s = statistics["step_ms_p50"] / 1e3
     return statistics | {
