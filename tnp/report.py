@@ -35,11 +35,16 @@ Written by `make report` from the rows in `data/recorded`: no number here was ty
 a query in [`workflow/report`](workflow/report).
 
 A row has **evidence** where it says which code ran on which GPU, the gates of that very code were
-green there, its times had settled, and the GPU was not too hot. Only such rows are compared: their
-ratio has a 95 % interval and a verdict. *Faster* and *slower* mean by more than 1 %, with all
-comparisons of a table taken into account; *same* means within 1 %; *ambiguous* means that more runs
-are needed. A ratio without an interval is of two plain medians, and proves nothing. An empty
-verdict means that nothing was compared. A dash is a value that does not exist.
+green there, its times had settled, and the GPU was not too hot. A gate is a set of checks that a
+kernel must pass. Times have settled where the first and the last third of them differ by less than
+1 %. Of operators, whole rounds are judged: all implementations of an operator are timed in turn in
+one job, and a round is one turn of each.
+
+Only rows with evidence are compared: their ratio has a 95 % interval and a verdict. *Faster* and
+*slower* mean by more than 1 %, with all comparisons of a table taken into account; *same* means
+within 1 %; *ambiguous* means that more runs are needed. A ratio without an interval is of two
+plain medians, and proves nothing. A dash in place of a verdict means that nothing was compared;
+elsewhere it is a value that does not exist.
 """
 
 

@@ -17,11 +17,12 @@ CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
 
 # View → its columns; `test_views.py` holds workflow/sql to them.
 VIEWS = {
-    "environments": "device text, device_name text, memory_bytes bigint, origin text,"
-    " recorded_at timestamptz",
+    "environments": "device text, device_name text, memory_bytes bigint, recorded_at timestamptz",
+    "recording_days": "view_name text, device text, question text, origin text, first_day date,"
+    " last_day date",
     "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
-    "speedup": f"device text, {SHAPE}, {SWITCHES}, role text, {OUTCOME}, counts boolean,"
-    " dtype text, step_ms double, verdict text, verdict_best text,"
+    "speedup": f"device text, question text, {SHAPE}, {SWITCHES}, role text, {OUTCOME},"
+    " counts boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
     " speedup_best_high double",
@@ -39,11 +40,11 @@ VIEWS = {
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
     " difference_low double, difference_high double, is_null_pair boolean, margin double,"
     " equivalent boolean",
-    "roofline": f"device text, op text, pass text, implementation text, role text, own boolean,"
-    " counts boolean, shape text,"
-    " dtype text, time_ms double, tflops double, gb_per_s double, intensity double,"
-    " ceiling_tflops double, ceiling_gb_per_s double, bound text, roofline_tflops double,"
-    f" flops double, share_of_roofline double, share_low double, share_high double, {OUTCOME}",
+    "roofline": f"device text, question text, op text, pass text, implementation text,"
+    " role text, own boolean, counts boolean, shape text, dtype text, time_ms double,"
+    " tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
+    " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
+    f" share_of_roofline double, share_low double, share_high double, {OUTCOME}",
     "equal_things": "device text, kind text, part text, shape text, name text,"
     " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",
     "noise": "device text, kind text, part text, of_equals double",
@@ -303,18 +304,23 @@ def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:
 
 
 def environments(*devices: tuple[str, str, str]) -> dict[str, list[Row]]:
-    """From (slug, name, origin)."""
+    """From (slug, name, origin); what the figures of steps draw was measured on one day."""
     return {
         "environments": [
             {
                 "device": slug,
                 "device_name": name,
                 "memory_bytes": 8 << 30,
-                "origin": origin,
                 "recorded_at": "2026-02-01 10:00:00+00",
             }
-            for slug, name, origin in devices
-        ]
+            for slug, name, _ in devices
+        ],
+        "recording_days": [
+            {"device": slug, "view_name": view, "origin": origin}
+            | {"first_day": "2026-02-01", "last_day": "2026-02-01"}
+            for slug, _, origin in devices
+            for view in ("speedup", "memory", "matrix")
+        ],
     }
 
 

@@ -26,9 +26,7 @@ def speedup_title(build: Build, times: dict) -> str:
 def test_speedup_claims_faster_against_both_only_where_both_intervals_do(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert found.startswith(
-        "Our attention, deterministic trains 2.00× faster than PyTorch as specified"
-    )
+    assert found.startswith("Our attention, deterministic trains 2.00× faster than plain PyTorch")
     assert "at mid on NVIDIA H200" in found
     assert "1.50× faster than PyTorch's fastest" in found
 
@@ -36,19 +34,19 @@ def test_speedup_claims_faster_against_both_only_where_both_intervals_do(build: 
 def test_speedup_says_where_pytorch_is_faster_still(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 80.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert "2.00× faster than PyTorch as specified" in found
+    assert "2.00× faster than plain PyTorch" in found
     assert "1.25× slower than PyTorch's fastest" in found
 
 
 def test_a_slower_variant_is_never_called_faster(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 150.0})
-    assert "1.50× slower than PyTorch as specified" in found
+    assert "1.50× slower than plain PyTorch" in found
     assert "faster than" not in found
 
 
 def test_an_interval_around_one_decides_nothing(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 99.5})
-    assert "neither measurably faster nor slower than PyTorch as specified" in found
+    assert "neither measurably faster nor slower than plain PyTorch" in found
     assert "×" not in found
 
 
@@ -81,11 +79,21 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(build: Build, figure:
     )
 
 
+def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: Build) -> None:
+    tables = sample.merged(H200, sample.steps(THREE))
+    plain, *others = tables["speedup"]
+    plain |= {"counts": False, "why_not": "the samples had not settled", "speedup_best": None}
+    for row in (plain, *others):
+        row |= {"speedup": None, "speedup_low": None, "speedup_high": None, "verdict": None}
+    svg = _svg(draw("speedup", build(**tables)))
+    assert "plain PyTorch cannot be compared: the samples had not settled" in svg
+    assert "speedup over PyTorch's fastest" in svg
+    assert ">1.50×<" in svg and "without a baseline" not in svg
+
+
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "sdpa_cudnn"): 50.0})
-    assert found.startswith(
-        "PyTorch, cuDNN attention trains 2.00× faster than PyTorch as specified"
-    )
+    assert found.startswith("PyTorch, cuDNN attention trains 2.00× faster than plain PyTorch")
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0})
     assert found.startswith("No configuration timed on NVIDIA H200 is measurably faster than")
 
@@ -123,7 +131,7 @@ def test_memory_compares_checkpointing_with_the_same_variant_without(build: Buil
     times = {("mid", "sdpa_flash"): 100.0}
     plain, saving = sample.steps(times), sample.steps(times, checkpoint=True)
     found = title(draw("memory", build(**sample.merged(H200, plain, saving))))
-    assert "Checkpointing cuts peak memory 4.00× for PyTorch as specified at mid" in found
+    assert "Checkpointing cuts peak memory 4.00× for plain PyTorch at mid" in found
     assert "8.00 to 2.00 GiB" in found
 
     saving["memory"][0]["peak_memory_gib"] = 9.0
@@ -134,10 +142,21 @@ def test_memory_compares_checkpointing_with_the_same_variant_without(build: Buil
     assert "up to 8.00 GiB on NVIDIA H200" in found and "heckpointing" not in found
 
 
+def test_memory_compares_ours_with_plain_pytorch_without_checkpointing(build: Build) -> None:
+    times = {("mid", "sdpa_flash"): 100.0, ("mid", "fused"): 80.0}
+    plain, saving = sample.steps(times), sample.steps(times, checkpoint=True)
+    plain["memory"][1]["peak_memory_gib"] = 3.0
+    found = title(draw("memory", build(**sample.merged(H200, plain, saving))))
+    assert found == (
+        "A training step at mid on NVIDIA H200 needs 3.00 GiB with ours, and 8.00 GiB with "
+        "plain PyTorch"
+    )
+
+
 def test_stages_name_the_largest_and_the_largest_forward(build: Build) -> None:
     tables = sample.stage_rows({"attention": 30.0, "mlp": 10.0, "backward": 60.0})
     found = title(draw("stages", build(**sample.merged(H200, tables))))
-    assert found.startswith("Backward takes 60% of a training step of PyTorch as specified at mid")
+    assert found.startswith("Backward takes 60% of a training step of plain PyTorch at mid")
     assert found.endswith("attention takes 75% of the forward pass")
 
 
@@ -145,8 +164,9 @@ def test_training_claims_learning_only_above_the_shuffled_control(build: Build) 
     found = title(draw("training", build(**sample.merged(H200, sample.training_rows(0.5, -1.5)))))
     assert "learns from its context on NVIDIA H200 after 1,000 steps: 75% of the way" in found
 
-    found = title(draw("training", build(**sample.merged(H200, sample.training_rows(0.5, 0.45)))))
-    assert "has not learned from its context" in found
+    chart = draw("training", build(**sample.merged(H200, sample.training_rows(0.5, 0.45))))
+    assert "has not learned from its context" in title(chart)
+    assert "does not use its context" in _svg(chart)
 
     worse_than_prior = sample.training_rows(-1.2, -2.0)
     found = title(draw("training", build(**sample.merged(H200, worse_than_prior))))
@@ -207,6 +227,13 @@ def test_ablation_names_what_our_step_needs_most(build: Build) -> None:
     assert "1.33×" in svg and "red" not in svg
 
 
+def test_ablation_says_what_its_components_are_added_to(build: Build) -> None:
+    tables = sample.merged(H200, sample.ablation_rows({("mlp", "mid"): 1.0}))
+    tables["ablation"][0]["base_variant"] = "sdpa_cudnn_padded"
+    said = " ".join(draw("ablation", build(**tables)).to_dict()["title"]["subtitle"])
+    assert "PyTorch with cuDNN's attention and a padded hidden width, uncompiled" in said
+
+
 def test_ablation_claims_no_gain_without_a_verdict(build: Build) -> None:
     rows = sample.ablation_rows({("mlp", "mid"): 0.05, ("attention", "mid"): "oom"})
     chart = draw("ablation", build(**sample.merged(H200, rows)))
@@ -226,7 +253,7 @@ def test_matrix_groups_winners_by_variant(build: Build) -> None:
     }
     found = title(draw("matrix", build(**sample.merged(H200, sample.steps(times)))))
     assert found == (
-        "Shortest training step on NVIDIA H200: PyTorch as specified at small; "
+        "Shortest training step on NVIDIA H200: plain PyTorch at small; "
         "our attention, deterministic at mid"
     )
 
@@ -245,7 +272,7 @@ def test_a_panel_has_no_line_for_what_was_not_run_at_its_shape(build: Build) -> 
         svg = _svg(draw(figure, build(**sample.merged(H200, sample.steps(times)))))
         assert "not run" not in svg
         assert len(re.findall(r">our attention, deterministic</text>", svg)) == 1
-        assert len(re.findall(r">PyTorch as specified</text>", svg)) == 2
+        assert len(re.findall(r">plain PyTorch</text>", svg)) == 2
 
 
 def test_noise_counts_the_equal_things_that_were_called_different(build: Build) -> None:
@@ -287,4 +314,22 @@ def test_headline_leaves_out_a_shape_whose_baseline_does_not_count(build: Build)
     other = {(shape.replace("mid", "small"), name): time for (shape, name), time in THREE.items()}
     tables = sample.merged(H200, sample.steps(THREE), sample.steps(other, counts=False))
     svg = _svg(headline(build(**tables)))
-    assert ">mid<" in svg and ">small<" not in svg
+    assert ">mid<" in svg and ">small<" not in svg and "Not drawn" not in svg
+
+    for row in tables["speedup"][3:]:
+        row |= {"why_not": "the samples had not settled", "counts": row["role"] != "baseline"}
+    svg = _svg(headline(build(**tables)))
+    assert "Not drawn: small, because its plain step cannot be compared" in svg
+    assert "(the samples had not settled)" in svg
+
+
+def test_headline_dates_the_rows_it_draws(build: Build) -> None:
+    tables = sample.merged(H200, sample.steps(THREE))
+    day = {"device": sample.GPU, "view_name": "speedup", "origin": "recorded"}
+    for row, question in zip(tables["speedup"], ("a", "b", "c"), strict=True):
+        row["question"] = question
+    tables["recording_days"] = [
+        day | {"question": question, "first_day": date, "last_day": date}
+        for question, date in (("a", "2026-02-01"), ("c", "2026-02-03"), ("other", "2026-05-01"))
+    ]
+    assert "recorded 2026-02-01 to 2026-02-03." in _svg(headline(build(**tables)))

@@ -145,7 +145,7 @@ def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
     for figure in ("speedup", "memory", "roofline"):
         specification = str(draw(figure, path).to_dict())
         (scale,) = set(
-            re.findall(r"\{'domain': \['PyTorch as specified'[^}]*'range': [^}]*\}", specification)
+            re.findall(r"\{'domain': \['plain PyTorch'[^}]*'range': [^}]*\}", specification)
         )
         scales.add(scale)
     assert len(scales) == 1

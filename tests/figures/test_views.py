@@ -19,6 +19,7 @@ PROVENANCE = {
     "environment_id": "e",
     "recorded_at": datetime(2026, 2, 1, 10, tzinfo=UTC),
 }
+LATER = datetime(2026, 4, 1, 10, tzinfo=UTC)
 OK = {"status": "ok", "reason": ""}
 
 
@@ -28,7 +29,8 @@ def measured() -> dict[str, list[Row]]:
     A step of sdpa_flash takes 200 ms, one of separate 100 ms.
     """
     tables: dict[str, list[Row]] = defaultdict(list)
-    tables["environments"] = [{"device_name": "NVIDIA H200", "memory_bytes": 150 << 30}]
+    gpu = {"device_name": "NVIDIA H200", "memory_bytes": 150 << 30}
+    tables["environments"] = [gpu, gpu | {"recorded_at": LATER}]
     sizes = {"shape": "mid", "batch": 4, "dtype": "bfloat16"}
     for replicate in (0, 1):
         for variant, time in (("sdpa_flash", 200.0), ("separate", 100.0)):
@@ -103,6 +105,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for table, rows in measured().items():
         files.append(root / "recorded" / GPU / table / "rows.parquet")
         write_table(files[-1], table, [PROVENANCE | row for row in rows])
+    later = measured()["training"][0] | {"run": "gp_later", "recorded_at": LATER}
+    files.append(root / "runs" / GPU / "training" / "rows.parquet")
+    write_table(files[-1], "training", [PROVENANCE | later])
     build_database(files, SQL, root / "results.duckdb")
     return root / "results.duckdb"
 
@@ -124,11 +129,14 @@ def test_figure_over_the_views(database: Path, figure: str) -> None:
     assert "No rows" not in title(chart)
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     assert "NVIDIA H200" in svg and "recorded 2026-02-01" in svg
+    # Rows that a figure does not draw have no part in its dates.
+    assert ("this machine, 2026-04-01" in svg) is (figure == "training")
+    assert ("2026-04-01" in svg) is (figure == "training")
 
 
 def test_speedup_over_the_views_is_the_ratio_of_the_medians(database: Path) -> None:
     found = title(draw("speedup", database))
     assert (
         "Our attention, deterministic trains 2.00× as fast (recorded before evidence was kept) as "
-        "PyTorch as specified" in found
+        "plain PyTorch" in found
     )

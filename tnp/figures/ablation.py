@@ -1,6 +1,8 @@
-"""What each of our components gains: added alone to PyTorch's best step, and taken from ours.
+"""What each of our components gains, added alone to uncompiled PyTorch and taken from ours.
 
 Reads the view `ablation`. One panel per device and shape, one line per component, two bars in it.
+PyTorch's step is the configured one, not the fastest: components show what they gain where nothing
+else has been gained yet.
 """
 
 import altair as alt
@@ -8,6 +10,7 @@ import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.words import explained
 
 PANEL_WIDTH = 300  # px
 COLUMNS = 2  # panels abreast
@@ -48,16 +51,23 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
         panels = [_panel(of_shape, labels, _ends(rows)) for of_shape in switches.panels(of_device)]
-        blocks.append(theme.block(panels, device["name"], _measured(of_device, device), COLUMNS))
-    base, full = (theme.listed(_names(rows, f"{end}_variant")) for end in ("base", "full"))
+        blocks.append(
+            theme.block(panels, device["name"], _measured(connection, of_device, device), COLUMNS)
+        )
+    base, full = (
+        theme.listed([explained(name) for name in _names(rows, f"{end}_variant")])
+        for end in ("base", "full")
+    )
     said = {
-        "alone": f"Added: median training step of {base} less that of the same with the component.",
-        "last": f"Taken: that of {full} without the component less that of {full}.",
+        "alone": "Added to PyTorch's: how much shorter a training step gets by this component "
+        f"alone, in {base}.",
+        "last": f"Taken from ours: how much longer it gets without this component, in {full}.",
     }
     subtitle = [
         " ".join(said[end] for end in _ends(rows)),
-        "Whiskers: 95% interval within sittings. Numbers: the ratio of the two steps. The two bars "
-        f"differ where components share what they save. Hollow: {theme.WITHOUT_EVIDENCE}.",
+        "Whiskers: 95% interval. Numbers: how many times as long the step without the component "
+        "takes. The two bars of a component differ where components share what they save. Hollow: "
+        f"{theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -107,8 +117,9 @@ def _by_gain(rows: list[Row]) -> list[str]:
     return sorted(gains, key=lambda component: (-gains[component], component))
 
 
-def _measured(rows: list[Row], device: Row) -> str:
-    return f"{data.origin(device)} · {', '.join(_names(rows, 'dtype'))}"
+def _measured(connection: duckdb.DuckDBPyConnection, rows: list[Row], device: Row) -> str:
+    when = data.recorded(connection, "ablation", device)
+    return data.joined([when, ", ".join(_names(rows, "dtype"))])
 
 
 def _names(rows: list[Row], column: str) -> list[str]:

@@ -1,5 +1,6 @@
 """What every figure asks the database: rows, which devices they come from, which variants exist."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -44,15 +45,11 @@ def drawing(rows: list[Row]) -> alt.Chart:
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
-    """Slug → name, origin and day of each device with rows in `view`; GPUs first, largest first."""
+    """Slug → slug and name of each device with rows in `view`; GPUs first, largest first."""
     found = query(
         connection,
         f"""
-        select
-            device,
-            coalesce(arg_max(device_name, recorded_at), device) as name,
-            bool_and(origin = 'recorded') as recorded,
-            cast(cast(max(recorded_at) as timestamp) as date) as day
+        select device, coalesce(arg_max(device_name, recorded_at), device) as name
         from (select distinct device from {view}) left join environments using (device)
         group by device
         order by device = 'cpu', max(memory_bytes) desc, device
@@ -61,11 +58,43 @@ def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
     return {row["device"]: row for row in found}
 
 
-def origin(device: Row) -> str:
-    """ "recorded 2026-02-01" or "this machine, 2026-02-01"; "" without an environment row."""
-    if device["day"] is None:
-        return ""
-    return f"{'recorded' if device['recorded'] else 'this machine,'} {device['day']}"
+def recorded(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    device: Row,
+    questions: Sequence[str] | None = None,
+) -> str:
+    """When the rows behind `view` were measured on `device`, those of `questions` or all.
+
+    "recorded 2026-02-01", "recorded 2026-02-01 to 2026-03-01", "this machine, 2026-02-01", or both
+    kinds; "" where nobody knows.
+    """
+    rows = query(
+        connection,
+        """
+        select origin, min(first_day) as first_day, max(last_day) as last_day
+        from recording_days
+        where
+            view_name = $view
+            and device = $device
+            and ($questions is null or list_contains($questions, question))
+        group by origin
+        order by origin
+        """,
+        view=view,
+        device=device["device"],
+        questions=questions,
+    )
+    return "; ".join(
+        ("recorded " if row["origin"] == "recorded" else "this machine, ")
+        + " to ".join(dict.fromkeys(str(row[end]) for end in ("first_day", "last_day")))
+        for row in rows
+    )
+
+
+def joined(said: Sequence[str]) -> str:
+    """What is known about how something was measured, in one line."""
+    return " · ".join(filter(None, said))
 
 
 def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
@@ -107,8 +136,8 @@ def variant_colors(connection: duckdb.DuckDBPyConnection) -> alt.Scale:
     return alt.Scale(domain=list(names), range=[colors[name] for name in names])
 
 
-def steps_measured(connection: duckdb.DuckDBPyConnection, device: Row) -> str:
-    """Origin, dtypes and runs of the steps timed on `device`, for the line under its name."""
+def steps_measured(connection: duckdb.DuckDBPyConnection, view: str, device: Row) -> str:
+    """When, in which dtypes and how often the steps of `view` were timed on `device`."""
     (row,) = query(
         connection,
         """
@@ -120,9 +149,10 @@ def steps_measured(connection: duckdb.DuckDBPyConnection, device: Row) -> str:
         """,
         device=device["device"],
     )
+    when = recorded(connection, view, device)
     if not row["dtypes"]:
-        return f"{origin(device)} · nothing could be timed"
+        return joined([when, "nothing could be timed"])
     fewest, most = row["fewest"], row["most"]
     runs = f"{most}" if fewest == most else f"{fewest} to {most}"
     noun = "run" if most == 1 else "runs"
-    return f"{origin(device)} · {', '.join(row['dtypes'])} · {runs} {noun} a configuration"
+    return joined([when, ", ".join(row["dtypes"]), f"{runs} {noun} a configuration"])

@@ -1,4 +1,4 @@
-"""The README's chart: training speed as specified, of PyTorch's best, and of ours.
+"""The README's chart: training speed of plain PyTorch, of PyTorch at its best, and of ours.
 
 Reads the view `speedup`. Three bars a shape, on the first device that has rows with evidence. It
 stands on light pages and on dark ones: no background, text in a grey between the two.
@@ -9,6 +9,7 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.words import words
 
 WIDTH = 545  # px of the bars; with labels and padding some 800, GitHub's width
 BAR_HEIGHT = 18  # px
@@ -18,9 +19,9 @@ LABEL_ROOM = 1.35  # of the longest bar, for the text right of it
 
 # Role → what its bar is called, and its colour.
 BARS = {
-    "baseline": ("PyTorch as specified", "#8c959f"),
-    "peer": ("PyTorch's best, compiled, with every saving it can have", "#2f81c7"),
-    "own": ("ours", "#d9661f"),
+    "baseline": (words("sdpa_flash"), "#8c959f"),
+    "peer": (words("pytorch_best"), "#2f81c7"),
+    "own": (words("fused"), "#d9661f"),
 }
 
 # The fastest of each role with evidence, or without where none has any. The specification's step
@@ -39,6 +40,20 @@ QUERY = """
     order by n_context, n_target, batch desc, role
 """
 
+# A step of ours that counts has no bar where the plain step beside it does not.
+LEFT_OUT = """
+    select distinct own.shape, plain.why_not
+    from speedup as own
+    left join speedup as plain
+        on
+            own.device = plain.device
+            and own.shape = plain.shape
+            and plain.role = 'baseline'
+            and not (plain.checkpoint or plain.cuda_graph)
+    where own.device = $device and own.role = 'own' and own.counts and own.speedup is null
+    order by own.shape
+"""
+
 DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and speedup is not null"
 
 
@@ -49,7 +64,10 @@ def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug in sorted(devices, key=lambda slug: slug not in proven):  # stable
         shapes = _shapes(data.query(connection, QUERY, device=slug))
         if shapes:
-            return _chart(shapes, devices[slug])
+            questions = [row["question"] for of_shape in shapes for row in of_shape]
+            when = data.recorded(connection, "speedup", devices[slug], questions)
+            left_out = data.query(connection, LEFT_OUT, device=slug)
+            return _chart(shapes, devices[slug]["name"], when, left_out)
     return theme.no_rows("no training step has been timed", "snakemake --cores 1 all")
 
 
@@ -74,7 +92,9 @@ def finding(shapes: list[list[Row]], device: str) -> str:
     return f"Training speed on one {device}"
 
 
-def _chart(shapes: list[list[Row]], device: Row) -> alt.TopLevelMixin:
+def _chart(
+    shapes: list[list[Row]], device: str, when: str, left_out: list[Row]
+) -> alt.TopLevelMixin:
     bars = [_bar(row) for of_shape in shapes for row in of_shape]
     longest = max(bar["speedup_high"] for bar in bars)
     names, colors = zip(*BARS.values(), strict=True)
@@ -95,12 +115,17 @@ def _chart(shapes: list[list[Row]], device: Row) -> alt.TopLevelMixin:
     text = base.encode(x=alt.X("speedup_high:Q", scale=scale, axis=None), text="text:N")
     hollow = any(not bar["counts"] for bar in bars)
     heading = alt.Title(
-        finding(shapes, device["name"]),
+        finding(shapes, device),
         subtitle=[
-            f"Speed of a training step as a multiple of PyTorch as specified; {_dtypes(bars)}, "
-            f"{data.origin(device)}.",
-            "Whiskers: 95% interval."
-            + (" Hollow: recorded before evidence was kept." if hollow else ""),
+            f"Speed of a training step as a multiple of plain PyTorch's; "
+            f"{', '.join(filter(None, [_dtypes(bars), when]))}.",
+            "PyTorch's best: compiled, with every saving that PyTorch can have. Ours: our kernels.",
+            "Whiskers: 95% interval." + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
+            *(
+                f"Not drawn: {row['shape']}, because its plain step cannot be compared "
+                f"({row['why_not'] or 'it was not timed'})."
+                for row in left_out
+            ),
         ],
     )
     chart = alt.layer(

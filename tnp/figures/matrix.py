@@ -40,12 +40,12 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     octaves = max([1, *(math.ceil(abs(cell["log2_speedup"] or 0)) for cell in cells)])
     blocks = []
     for slug, device in devices.items():
-        measured = data.steps_measured(connection, device)
+        measured = data.steps_measured(connection, "matrix", device)
         of_device = [cell for cell in cells if cell["device"] == slug]
         panels = _panels(of_device, variants, octaves)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        f"Large: speedup of the training step against plain {words('sdpa_flash')} at the same "
+        f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time and peak memory. Green is faster, purple slower, grey has "
         "no speedup.",
         f"White with a coloured edge: {theme.WITHOUT_EVIDENCE}. Outlined in black: the shortest "

@@ -45,7 +45,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     colors = data.variant_colors(connection)
     blocks = []
     for slug, device in devices.items():
-        measured = data.steps_measured(connection, device)
+        measured = data.steps_measured(connection, "memory", device)
         panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
@@ -57,7 +57,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What checkpointing saves where most memory is needed, or else what is needed there."""
+    """What ours needs where most memory is needed, or else what checkpointing saves there."""
     for slug, device in devices.items():
         measured = [row for row in rows if row["device"] == slug and row["peak_memory_gib"]]
         if measured:
@@ -66,10 +66,26 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _device_finding(measured: list[Row], device: str) -> str:
+    """What needs least of ours without checkpointing, beside plain PyTorch, at the largest step."""
+    alike = [row for row in measured if row["optimizer"] and not row["checkpoint"]]
+    baseline = [row for row in alike if row["role"] == "baseline" and not row["cuda_graph"]]
+    most = max(baseline, key=lambda row: row["peak_memory_gib"], default=None)
+    own = [row for row in alike if most and row["role"] == "own" and row["shape"] == most["shape"]]
+    if own:
+        least = min(own, key=lambda row: row["peak_memory_gib"])
+        needs = [theme.number(row["peak_memory_gib"]) for row in (least, most)]
+        return (
+            f"A training step at {most['shape']} on {device} needs {needs[0]} GiB with "
+            f"{switches.configuration(least)}, and {needs[1]} GiB with {most['variant']}"
+        )
+    return _checkpointing_finding(measured, device)
+
+
+def _checkpointing_finding(measured: list[Row], device: str) -> str:
     plain = {
         (row["shape"], row["variant"]): row["peak_memory_gib"]
         for row in measured
-        if switches.name(row) == "plain"
+        if switches.name(row) == "neither"
     }
     savings = [
         (plain[row["shape"], row["variant"]], row)

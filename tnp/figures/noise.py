@@ -71,7 +71,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             )
             for part in parts
         ]
-        said = f"{data.origin(device)} · {counted(of_device)}"
+        when = data.recorded(connection, "equal_things", device)
+        said = data.joined([when, counted(of_device)])
         blocks.append(theme.block(panels, device["name"], said, COLUMNS))
     subtitle = [
         "Each mark compares two equal things: two copies of one implementation in a job, or two "

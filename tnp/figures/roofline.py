@@ -62,7 +62,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             panels += [_shares(of_op, name, colors, titled=not counted) for name in passes]
             title = f"{op} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
-            measured = f"{data.origin(device)} · {dtypes}"
+            questions = [row["question"] for row in of_op]
+            when = data.recorded(connection, "roofline", device, questions)
+            measured = data.joined([when, dtypes])
             blocks.append(theme.block(panels, title, measured, len(passes)))
     subtitle = [
         "Lines: ceilings measured on the same device by a large matmul (flat) and a memory copy "

@@ -1,4 +1,4 @@
-"""How much faster each variant trains than the specification's baseline, and than PyTorch's best.
+"""How much faster each variant trains than plain PyTorch, and than PyTorch at its best.
 
 Reads the view `speedup`. One panel per device and shape, one line per variant, one mark per
 combination of checkpointing and CUDA graph.
@@ -16,7 +16,9 @@ from tnp.figures.words import words
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
 
-SPECIFIED = words("sdpa_flash")
+PLAIN = words("sdpa_flash")
+
+DASHED = {"strokeDash": [4, 3]}  # the line of PyTorch's fastest
 
 TOOLTIP = [
     alt.Tooltip("variant:N"),
@@ -33,11 +35,17 @@ QUERY = """
     select
         *,
         speedup = coalesce(
-            max(speedup) filter (where counts) over (partition by device, shape),
-            max(speedup) over (partition by device, shape)
+            max(speedup) filter (where counts) over of_shape, max(speedup) over of_shape
         ) as best_of_shape,
-        speedup = max(speedup) over (partition by device, shape, variant) as best_of_variant
+        speedup = max(speedup) over of_variant as best_of_variant,
+        speedup_best = coalesce(
+            max(speedup_best) filter (where counts) over of_shape, max(speedup_best) over of_shape
+        ) as best_of_shape_over_best,
+        speedup_best = max(speedup_best) over of_variant as best_of_variant_over_best
     from speedup
+    window
+        of_shape as (partition by device, shape),
+        of_variant as (partition by device, shape, variant)
     order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
@@ -52,14 +60,14 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     colors = data.variant_colors(connection)
     blocks = []
     for slug, device in devices.items():
-        measured = data.steps_measured(connection, device)
+        measured = data.steps_measured(connection, "speedup", device)
         panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        f"Speedup: time of a training step of {SPECIFIED} (no checkpointing, no CUDA graph) ÷ "
-        "that of the configuration, on the same device, shape and dtype.",
-        "Bars: 95% interval of the ratio within sittings. Dashed line: PyTorch's fastest "
-        "configuration at that shape. Bold: the fastest of those with evidence. Hollow: "
+        f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
+        "that of the configuration, on the same device, shape and dtype. "
+        "Bars: 95% interval. Dashed line: PyTorch's fastest configuration at that shape. "
+        "Bold: the fastest of those with evidence. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict.",
         "Called faster or slower: where the bar clears 1× by more than 1%, allowing for how many "
         "are compared.",
@@ -84,7 +92,7 @@ def _device_finding(timed: list[Row], device: str) -> str:
         )
         sentence = (
             f"{theme.sentence(switches.configuration(best))} trains "
-            f"{theme.verdict(best['speedup'], best['verdict'])} {SPECIFIED} "
+            f"{theme.verdict(best['speedup'], best['verdict'])} {PLAIN} "
             f"at {best['shape']} on {device}"
         )
         if best["speedup_best"] is None:
@@ -95,10 +103,10 @@ def _device_finding(timed: list[Row], device: str) -> str:
     if best["verdict"] == "faster":
         return (
             f"{theme.sentence(switches.configuration(best))} trains "
-            f"{theme.times(best['speedup'])} faster than {SPECIFIED} at "
+            f"{theme.times(best['speedup'])} faster than {PLAIN} at "
             f"{best['shape']} on {device}; this project's kernels are not timed there"
         )
-    return f"No configuration timed on {device} is measurably faster than {SPECIFIED}"
+    return f"No configuration timed on {device} is measurably faster than {PLAIN}"
 
 
 def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
@@ -118,6 +126,11 @@ def _panel(
     domain: list[float],
     colors: alt.Scale,
 ) -> alt.TopLevelMixin:
+    title = switches.panel_title(rows[0])
+    over_plain = any(row["speedup"] is not None for row in rows)
+    if not over_plain:
+        rows = [_over_best(row) for row in rows]
+        title.subtitle = [title.subtitle, _why_over_best(rows)]
     timed = [
         row
         | {
@@ -139,7 +152,8 @@ def _panel(
     y = lines.encodings()
     scale = alt.Scale(type="log", base=2, domain=domain, nice=False)
     axis = alt.Axis(values=_ticks(*domain), labelExpr="datum.value + '×'")
-    x = alt.X("speedup:Q", scale=scale, axis=axis, title="speedup, faster →")
+    over = "" if over_plain else " over PyTorch's fastest"
+    x = alt.X("speedup:Q", scale=scale, axis=axis, title=f"speedup{over}, faster →")
     low, high = (alt.X(f"speedup_{end}:Q", scale=scale, axis=axis) for end in ("low", "high"))
     color = alt.Color("variant:N", scale=colors, legend=None)
     base = data.drawing(timed).encode(color=color, **y)
@@ -147,11 +161,12 @@ def _panel(
     fastest_pytorch = [
         {"speedup": row["baseline_step_ms"] / row["best_pytorch_step_ms"]}
         for row in timed[:1]
-        if row["best_pytorch_step_ms"] not in (None, row["baseline_step_ms"])
+        if over_plain and row["best_pytorch_step_ms"] not in (None, row["baseline_step_ms"])
     ]
+    one = {"strokeWidth": 1.5} if over_plain else DASHED
     layers = [
-        _vertical([{"speedup": 1.0}], x, strokeWidth=1.5),
-        _vertical(fastest_pytorch, x, strokeDash=[4, 3]),
+        _vertical([{"speedup": 1.0}], x, **one),
+        _vertical(fastest_pytorch, x, **DASHED),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="speedup_high:Q"),
         *(
             base.transform_filter(f"{negation}datum.counts")
@@ -168,8 +183,24 @@ def _panel(
     return alt.layer(*layers).properties(
         width=PANEL_WIDTH,
         height=lines.height,
-        title=switches.panel_title(rows[0]),
+        title=title,
     )
+
+
+def _over_best(row: Row) -> Row:
+    """The row with its speedup over PyTorch's fastest in place of that over plain PyTorch."""
+    ends = {f"speedup{end}": row[f"speedup_best{end}"] for end in ("", "_low", "_high")}
+    best = {f"best_of_{group}": row[f"best_of_{group}_over_best"] for group in ("shape", "variant")}
+    return row | ends | best
+
+
+def _why_over_best(rows: list[Row]) -> str:
+    """Why a shape's steps are not compared with plain PyTorch's, and what is shown in place."""
+    plain = [row for row in rows if row["role"] == "baseline" and switches.name(row) == "neither"]
+    why = plain[0]["why_not"] or plain[0]["status"] if plain else "it was not timed"
+    shown = any(row["speedup"] is not None for row in rows)
+    instead = "; compared with PyTorch's fastest" if shown else ""
+    return f"{PLAIN} cannot be compared: {why}{instead}"
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -43,7 +43,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     lines = list(dict.fromkeys(switches.configuration(row) for row in by_variant))
     blocks = []
     for slug, device in devices.items():
-        measured = data.steps_measured(connection, device)
+        measured = data.steps_measured(connection, "stage_share", device)
         panels = _panels([row for row in rows if row["device"] == slug], lines)
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [

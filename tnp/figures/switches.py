@@ -9,7 +9,7 @@ from tnp.figures import data, theme
 from tnp.figures.data import Row
 
 # A step's two switches as one mark: order, name and shape.
-NAMES = ["plain", "checkpointing", "CUDA graph", "both"]
+NAMES = ["neither", "checkpointing", "CUDA graph", "both"]
 SHAPES = ["circle", "square", "triangle-right", "diamond"]
 
 SLOT_HEIGHT = 13  # px

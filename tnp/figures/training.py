@@ -1,9 +1,9 @@
 """Whether the model learns, and learns from its context rather than from the targets' average.
 
-Reads the view `training_curves`. One panel per device and run: held-out log-likelihood, the same
-with the context's y permuted (the control), and what an exact or an ignorant predictor would get.
 Where view `training_equivalence` compares runs, their losses and differences
-(`training_differences`) follow.
+(`training_differences`) come first. Then view `training_curves`, one panel per device and run:
+held-out log-likelihood, the same with the context's y permuted (the control), and what an exact or
+an ignorant predictor would get.
 """
 
 import altair as alt
@@ -14,7 +14,8 @@ from tnp.figures.data import Row
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 300  # px
 COLUMNS = 2  # panels abreast
-PAIRED = "Runs on the same tasks from the same weights"
+PAIRED = "Loss of runs on the same tasks from the same weights"
+EVALUATED = "Log-likelihood on held-out tasks"
 
 # Column of the view → name, colour and dash.
 SERIES = {
@@ -56,22 +57,23 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     devices = data.devices(connection, "training_curves")
     blocks = []
     for slug, device in devices.items():
+        when = data.recorded(connection, "training_curves", device)
+        pairs = data.query(connection, PAIRS, device=slug)
+        if pairs:
+            panels = _paired_panels(connection, slug, pairs)
+            blocks.append(theme.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
         runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
         panels = [
             _panel([row for row in rows if row["device"] == slug and row["run"] == run])
             for run in runs
         ]
         if panels:
-            blocks.append(theme.block(panels, device["name"], data.origin(device), COLUMNS))
-        pairs = data.query(connection, PAIRS, device=slug)
-        if pairs:
-            panels = _paired_panels(connection, slug, pairs)
-            blocks.append(theme.block(panels, PAIRED, device["name"], COLUMNS))
+            blocks.append(theme.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
     subtitle = [
-        "Mean log-likelihood of held-out target values, in nats per value; higher is better. "
-        "Shuffled: the same tasks, with the context's y values permuted.",
-        "Far below everything else its line is cut off. Band: 95% interval over held-out tasks. "
-        "One seed each.",
+        "Log-likelihood: mean over target values of tasks that were not trained on, in nats; "
+        "higher is better. Shuffled: the same tasks with the context's y permuted, which must be "
+        "worse where the model uses its context; its line is cut off far below the others.",
+        "Band: 95% interval over held-out tasks. One seed each.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
     return theme.page(page, finding(rows, devices), subtitle)
@@ -153,7 +155,11 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
     )
     area = data.drawing(band).mark_area(color=colors[0], opacity=0.2)
     title = alt.Title(
-        rows[0]["run"], subtitle=_description(rows[-1]), fontSize=14, subtitleFontSize=11, offset=8
+        rows[0]["run"],
+        subtitle=[_description(rows[-1]), _lesson(rows[-1])],
+        fontSize=14,
+        subtitleFontSize=11,
+        offset=8,
     )
     return alt.layer(
         area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
@@ -165,6 +171,16 @@ def _description(last: Row) -> str:
     source = last["source"].replace("_", " ")
     sizes = f"{last['batch']} × ({last['n_context']:,} context + {last['n_target']:,} target)"
     return f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"
+
+
+def _lesson(last: Row) -> str:
+    """What the panel shows at its last step."""
+    if last["heldout_log_likelihood_shuffled"] is None:
+        return ""
+    gain = _nats_from_context(last)
+    if gain is None:
+        return "does not use its context: shuffling it costs nothing that can be measured"
+    return f"uses its context: shuffling it costs {theme.number(gain)} nats per value"
 
 
 def _paired_panels(

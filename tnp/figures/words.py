@@ -5,11 +5,11 @@ A name that is not listed, such as a variant of a reader's own, stands for itsel
 
 WORDS = {
     # Variants of a training step; the operators' implementations have some of the same names.
-    "sdpa_flash": "PyTorch as specified",
+    "sdpa_flash": "plain PyTorch",
     "sdpa_cudnn": "PyTorch, cuDNN attention",
-    "sdpa_cudnn_padded": "PyTorch, cuDNN, padded MLP",
+    "sdpa_cudnn_padded": "PyTorch, cuDNN, padded",
     "sdpa_cudnn_padded_compiled": "PyTorch, cuDNN, padded, compiled",
-    "pytorch_best": "PyTorch's best, compiled",
+    "pytorch_best": "PyTorch's best",
     "pytorch_best_autotuned": "PyTorch's best, autotuned",
     "separate": "our attention, deterministic",
     "separate_compiled": "our attention, compiled",
@@ -36,18 +36,27 @@ WORDS = {
     "skip_unread": "leaving out what is not read",
 }
 
+# The same where there is room for it.
+EXPLAINED = {
+    "sdpa_cudnn_padded": "PyTorch with cuDNN's attention and a padded hidden width, uncompiled",
+    "fused": "our step with all components",
+}
+
 # Columns that hold such names.
 NAMED = {
     "op",
     "component",
     "implementation",
     "variant",
-    "base_variant",
     "baseline_variant",
-    "full_variant",
 }
 
 
 def words(name: str) -> str:
     """`name` in a reader's words."""
     return WORDS.get(name, name)
+
+
+def explained(name: str) -> str:
+    """`name` in as many words as it needs."""
+    return EXPLAINED.get(name, words(name))

@@ -1,7 +1,7 @@
 -- # Every step
 -- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
--- is the peak during a step. Times are medians over runs; a run is one process. The best is the
--- fastest of PyTorch's rows at this shape, those with evidence first.
+-- is the peak during a step. Times are medians over runs; a run is one process. "Against best" is
+-- against the fastest of PyTorch's rows at this shape, of those with evidence if there are any.
 with measured as (
     select
         device,
@@ -15,9 +15,9 @@ select
     device,
     shape,
     case role
-        when 'baseline' then 'PyTorch, plain'
+        when 'baseline' then 'plain PyTorch'
         when 'peer' then 'PyTorch'
-        else 'tnp'
+        else 'ours'
     end as who,
     variant,
     concat_ws(

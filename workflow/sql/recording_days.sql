@@ -1,0 +1,141 @@
+-- Grain: view that a figure draws × device × question × origin: between which days the rows behind
+-- it were measured, in UTC.
+--
+-- They are the runs that a median is over, or where nothing was timed those that failed. `question`
+-- is a run's name in `training_curves`. Of view `ablation` they include the generations that its
+-- components were compared with, which need not be current.
+create or replace view recording_days as
+with origins as (
+    select
+        device,
+        run_of(run_id, device, recorded_at) as run,
+        config_id,
+        'step' as pass,
+        origin
+    from steps
+    union
+    select
+        device,
+        run_of(run_id, device, recorded_at) as run,
+        config_id,
+        pass,
+        origin
+    from ops
+),
+
+used as (
+    select
+        device,
+        question,
+        generation,
+        is_current,
+        run,
+        config_id,
+        counts,
+        recorded_at,
+        origin
+    from evidence
+    inner join origins using (device, run, config_id, pass)
+    qualify
+        coalesce(
+            standing(status, counts)
+            = max(standing(status, counts)) over (partition by device, generation),
+            max(standing(status, counts)) over (partition by device, generation) is null
+        )
+),
+
+drawn as (
+    select
+        'speedup' as view_name,
+        device,
+        question
+    from speedup
+    union
+    select
+        'matrix' as view_name,
+        device,
+        question
+    from speedup
+    union
+    select
+        'memory' as view_name,
+        device,
+        question
+    from memory
+    union
+    select
+        'roofline' as view_name,
+        device,
+        question
+    from roofline
+    where op not in ('matmul', 'copy')
+    union
+    select
+        'ablation' as view_name,
+        device,
+        question
+    from current_steps
+    where study = 'ablation' and regexp_matches(variant, '^(only|without)_')
+),
+
+compared as (
+    select
+        case figure when 'ablation' then figure else 'equal_things' end as view_name,
+        device,
+        unnest([split_part(own, ' ', 1), split_part(base, ' ', 1)]) as generation
+    from contrasts
+    where figure = 'ablation' or (figure = 'noise' and has_evidence)
+),
+
+measured as (
+    select
+        view_name,
+        device,
+        question,
+        origin,
+        recorded_at
+    from drawn
+    inner join used using (device, question)
+    where is_current
+    union all
+    select
+        view_name,
+        device,
+        question,
+        origin,
+        recorded_at
+    from compared
+    inner join used using (device, generation)
+    union all
+    select
+        'stage_share' as view_name,
+        used.device,
+        used.question,
+        used.origin,
+        used.recorded_at
+    from used
+    where
+        used.is_current
+        and (used.device, used.question) in (select (device, question) from stage_share)
+        and (used.device, used.run, used.config_id) in (
+            select (device, run_of(run_id, device, recorded_at), config_id) from stages
+        )
+    union all
+    select
+        'training_curves' as view_name,
+        device,
+        run as question,
+        origin,
+        recorded_at
+    from current_training
+)
+
+select
+    view_name,
+    device,
+    question,
+    origin,
+    cast(min(recorded_at) at time zone 'UTC' as date) as first_day,
+    cast(max(recorded_at) at time zone 'UTC' as date) as last_day
+from measured
+group by view_name, device, question, origin;
