@@ -27,7 +27,7 @@ VIEWS = {
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
     " speedup_best_high double",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
-    " peak_memory_gib double",
+    " why_not text, peak_memory_gib double",
     "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, role text, stage text,"
     " time_ms double, share double",
     "training_curves": "device text, run text, variant text, source text, batch integer,"
@@ -44,7 +44,7 @@ VIEWS = {
     " role text, own boolean, counts boolean, shape text, dtype text, time_ms double,"
     " tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
-    f" share_of_roofline double, share_low double, share_high double, {OUTCOME}",
+    f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
     "equal_things": "device text, kind text, part text, shape text, name text,"
     " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",
     "noise": "device text, kind text, part text, of_equals double",

@@ -87,6 +87,7 @@ def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: 
         row |= {"speedup": None, "speedup_low": None, "speedup_high": None, "verdict": None}
     svg = _svg(draw("speedup", build(**tables)))
     assert "plain PyTorch cannot be compared: the samples had not settled" in svg
+    assert "reason: the samples had not settled" in svg  # in the tooltip of its empty line
     assert "speedup over PyTorch's fastest" in svg
     assert ">1.50×<" in svg and "without a baseline" not in svg
 

@@ -1,4 +1,4 @@
-"""The matrix: every variant with and without checkpointing and CUDA graph, at every shape.
+"""Every configuration in tables: speedup, time and memory, by checkpointing and CUDA graph.
 
 Reads the view `matrix`. One table per device and shape: a line per variant, a column per
 combination of switches, a cell of speedup over step time and peak memory.
@@ -48,7 +48,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time and peak memory. Green is faster, purple slower, grey has "
         "no speedup.",
-        f"White with a coloured edge: {theme.WITHOUT_EVIDENCE}. Outlined in black: the shortest "
+        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. With a thin outline: the shortest "
         "step with evidence. No error bars in a table: the figure speedup has the intervals.",
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle)

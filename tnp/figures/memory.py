@@ -1,4 +1,4 @@
-"""Peak device memory of a training step, per variant and switches.
+"""How much memory a training step needs at its peak, in each configuration.
 
 Reads the view `memory`. One panel per device and shape, one line per variant, one bar per
 combination of checkpointing and CUDA graph.

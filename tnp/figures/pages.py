@@ -7,7 +7,7 @@ import vl_convert
 
 # Charts are drawn for light pages. In the dark they are inverted and their hues turned back.
 STYLE = """
-body { margin: 0; padding: 16px; background: white; color: #1f2328; max-width: 1200px;
+body { margin: 0; padding: 16px; background: white; color: #1f2328; max-width: 1248px;
        font-family: Helvetica, Arial, "Liberation Sans", sans-serif; line-height: 1.4 }
 h1 { font-size: 21px; margin: 8px 0 } p { font-size: 14px; margin: 4px 0; color: #59636e }
 nav, a { font-size: 14px; color: #0969da } li { margin: 8px 0 }

@@ -67,8 +67,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             measured = data.joined([when, dtypes])
             blocks.append(theme.block(panels, title, measured, len(passes)))
     subtitle = [
-        "Lines: ceilings measured on the same device by a large matmul (flat) and a memory copy "
-        "(slope). Intensity counts each operand once through memory.",
+        "The roofline is the most that the device can do: the rate of a large matmul (flat line) "
+        "or of a memory copy (slope), both measured on it. Intensity: operations per byte, where "
+        "each operand passes through memory once.",
         "Medians with cold caches; whiskers: the shortest and the longest run. Lower panels: the "
         "same points as a share of the line above them; where only bytes are counted, of the "
         f"copy. Hollow: {theme.WITHOUT_EVIDENCE}.",
@@ -252,7 +253,11 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt
     }
     base = data.drawing(points).encode(**lines)
     failed = [
-        row | {"text": f"{row['implementation']}: {theme.status_text(_outcome(row))}"}
+        row
+        | {
+            "text": f"{row['implementation']}: {theme.status_text(_outcome(row))}",
+            "reason": row["reason"] or row["why_not"],
+        }
         for row in rows
         if row["pass"] == pass_ and _outcome(row) != "ok"
     ]

@@ -1,4 +1,4 @@
-"""How much faster each variant trains than plain PyTorch, and than PyTorch at its best.
+"""How much faster each configuration trains than plain PyTorch, and than PyTorch at its best.
 
 Reads the view `speedup`. One panel per device and shape, one line per variant, one mark per
 combination of checkpointing and CUDA graph.

@@ -99,7 +99,7 @@ def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> 
                 "variant": variant,
                 "switch": name(failed[len(failed) // 2 if every else 0]),
                 "text": f"{theme.status_text(status)}{which}",
-                "reason": failed[0]["reason"],
+                "reason": failed[0]["reason"] or failed[0]["why_not"],
             }
         )
     base = data.drawing(texts).encode(

@@ -1,4 +1,4 @@
-"""Whether the model learns, and learns from its context rather than from the targets' average.
+"""Whether the model learns from its context, and whether it learns alike through our kernels.
 
 Where view `training_equivalence` compares runs, their losses and differences
 (`training_differences`) come first. Then view `training_curves`, one panel per device and run:
