@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tests.dtypes import DTYPES
 from tnp.gates import attention_cases as cases
 from tnp.gates.attention_cases import BUDGETS, Case
 from tnp.gates.checks import error_ratio, max_abs_error
@@ -32,15 +33,13 @@ def assert_within_budgets(case: Case, implementation: str) -> None:
         assert ratio <= BUDGETS[name], name
 
 
-@pytest.mark.blas
 @ours
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_q, n_k", [(1, 65), (64, 64), (65, 129), (63, 2)])
 def test_within_budgets(implementation, n_q, n_k, dtype):
     assert_within_budgets(Case(1, 2, n_q, n_k, dtype=dtype), implementation)
 
 
-@pytest.mark.blas
 @ours
 def test_a_sample_has_its_own_keys(implementation):
     assert_within_budgets(COUNTED, implementation)

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.dtypes import DTYPES, FLOAT32
 from tnp.gates import attention_cases as cases
 from tnp.gates import rounding
-from tnp.gates.attention_cases import BUDGETS, DTYPES, Case
+from tnp.gates.attention_cases import BUDGETS, Case
 from tnp.gates.checks import OUTPUT_BUDGET, distance, error_ratio, max_abs_error
 from tnp.ops.attention import (
     few_keys,
@@ -99,7 +100,6 @@ def ratios(outs, inputs, n_context=None) -> dict[str, float]:
     return {name: error_ratio(*tensors, floors[name]) for name, *tensors in results}
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_q, n_k", [(1, 65), (63, 2), (64, 127), (65, 64), (127, 63)])
 def test_within_budgets(kernels, n_q, n_k, dtype):
@@ -117,7 +117,6 @@ def test_one_key_is_its_value_and_has_no_gradient_to_q_and_k(kernels, n_context)
         assert max_abs_error(out, expected) <= 1e-5
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_k, n_context", [(2, [1, 2]), (64, [64, 63]), (127, [1, 65])])
 def test_a_sample_has_its_own_keys(kernels, n_k, n_context, dtype):
@@ -130,8 +129,7 @@ def test_a_sample_has_its_own_keys(kernels, n_k, n_context, dtype):
             assert (gradient[b, :, n_keys:] == 0).all()
 
 
-@pytest.mark.blas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 32, 128])
 def test_head_dims(kernels, head_dim, dtype):
     inputs = draw(Case(2, 1, 70, 40, head_dim, dtype))
@@ -209,7 +207,6 @@ def test_from_all_equal_to_one_dominating_score(kernels, magnitude):
         assert ratio <= BUDGETS[name], name
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_k, magnitude", [(11, 12.0), (3, 30.0), (1, 1.0)])
 def test_few_keys_of_which_one_has_all_the_weight(kernels, n_k, magnitude, dtype):

@@ -20,11 +20,6 @@ def ratios(case: Case, results: dict, inputs: dict) -> dict[str, float]:
     return {name: error_ratio(x, own[name], exact[name]) for name, x in results.items()}
 
 
-def test_gate():
-    red = [check for check in gate.checks(DEVICE) if not check.passed]
-    assert not red, "\n".join(map(str, red))
-
-
 # On both sides of a tile's rows (8 forward, 2 backward), and more tiles than programs.
 @pytest.mark.parametrize("n_context, n_target", [(1, 0), (3, 4), (7, 1), (5, 4), (40, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

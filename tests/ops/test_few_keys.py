@@ -47,7 +47,6 @@ def backward(inputs, config: LaunchConfig, n_context=None) -> tuple[torch.Tensor
     return o, *few_keys.backward(do, q, k, v, o, lse, n_context, SCALE, config)
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("n_q", [1, 63, 64, 65, 127])
 @pytest.mark.parametrize("n_k", [64, 128])
 def test_sizes(n_q, n_k):
@@ -57,7 +56,6 @@ def test_sizes(n_q, n_k):
         assert ratio <= BUDGETS[name], name
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("config", FORWARD, ids=str)
 def test_forward_configurations_are_within_budgets(config: ForwardConfig):
     q, k, v, do = draw(Case(2, 1, 333, config.block_n - 3))
@@ -72,7 +70,6 @@ def test_forward_configurations_are_within_budgets(config: ForwardConfig):
     assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= OUTPUT_BUDGET * floors["lse"]
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("config", BACKWARD, ids=str)
 def test_backward_configurations_are_within_budgets(config: LaunchConfig):
     inputs, n_context = draw(Case(2, 1, 150, config.block_n - 3)), counts(50, 7)

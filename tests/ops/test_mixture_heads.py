@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.dtypes import DTYPES
 from tnp.gates import mixture_heads as gate
 from tnp.gates.checks import error_ratio, max_abs_error
 from tnp.gates.mixture_heads import BUDGETS, Case, draw, floors, reference, run
@@ -23,8 +24,7 @@ def ratios(outs, inputs, dout) -> dict[str, float]:
     return {name: error_ratio(*tensors, allowed.get(name, 0.0)) for name, *tensors in results}
 
 
-@pytest.mark.blas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "n_rows, d, d_ff, n_heads, n_out",
     [(1, 16, 40, 4, 1), (63, 64, 130, 2, 3), (129, 32, 48, 3, 5), (65, 42, 33, 2, 16)],

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.dtypes import DTYPES
 from tnp.gates import mlp as gate
 from tnp.gates.checks import error_ratio, max_abs_error
 from tnp.gates.mlp import BUDGETS, IMPLEMENTATIONS, Case, draw, floors, reference, run
@@ -24,9 +25,8 @@ def ratios(outs, inputs, dy) -> dict[str, float]:
     return {name: error_ratio(*tensors, allowed.get(name, 0.0)) for name, *tensors in results}
 
 
-@pytest.mark.blas
 @ours
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "n_rows, d, d_ff", [(1, 16, 40), (63, 64, 130), (65, 32, 48), (129, 128, 33)]
 )

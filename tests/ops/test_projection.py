@@ -23,12 +23,6 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
 
 
-@pytest.mark.blas
-def test_gate():
-    red = [check for check in gate.checks(DEVICE) if not check.passed]
-    assert not red, "\n".join(map(str, red))
-
-
 # Keys and queries of all rows, of one, of rows that overlap, meet and leave a gap.
 @pytest.mark.parametrize(
     "n_keys, first", [(7, 0), (1, 0), (7, 6), (1, 6), (5, 2), (4, 4), (2, 5), (None, 0)]

@@ -25,11 +25,6 @@ def ratios(case: Case, results: dict, inputs: dict) -> dict[str, float]:
     return {name: error_ratio(x, own[name], exact[name]) for name, x in results.items()}
 
 
-def test_gate():
-    red = [check for check in gate.checks(DEVICE) if not check.passed]
-    assert not red, "\n".join(map(str, red))
-
-
 # On both sides of a tile's rows at this width (forward 32 in 32 bits and 64 in 16, backward half as
 # many), and more tiles than programs.
 @pytest.mark.parametrize("n_rows", [1, 31, 33, 64, 300])

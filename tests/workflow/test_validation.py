@@ -228,7 +228,7 @@ def written_at(path: Path, *others: Path, **overrides) -> dict[str, str]:
             "shapes.tiny.batch: 0 must",
         ),
         ("  cpu:", "  CPU:", "steps: 'CPU' must be a name"),
-        ("  - embedding", "  - embeding", "gates: unknown gate 'embeding'"),
+        ("  - projection", "  - projektion", "gates: unknown gate 'projektion'"),
         ("    seed:", "    sed: 0", "training.gp_tiny: unknown key 'sed': did you mean 'seed'"),
         ("    shape:", "    shape: tny", "training.gp_tiny.shape: unknown shape 'tny'"),
         ("    variants:", "    variants: [sdpa_flash, own]", "steps.cpu.variants: unknown variant"),

@@ -1,0 +1,28 @@
+"""Every gate as a whole on this device, but for those that are run elsewhere."""
+
+import pytest
+import torch
+
+from tnp.gates import GATES, run_gate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Compiled by tests/ops/test_compilation.py, and run by the workflow that .ci/run starts.
+ELSEWHERE = {"kernels", "checkpointing"}
+# Multiplied through one library by the kernel and through another by PyTorch (tests/dtypes.py).
+BLAS = {"attention_forward", "attention_backward", "attention_fused"}
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        pytest.param(gate, marks=[pytest.mark.blas] * (gate in BLAS))
+        for gate in GATES
+        if gate not in ELSEWHERE
+    ],
+)
+def test_gate(gate):
+    rows = run_gate(gate, DEVICE)["gates"]
+    if rows[0]["status"] == "unsupported":
+        pytest.skip(rows[0]["reason"])
+    red = [row for row in rows if not row["passed"]]
+    assert rows and not red, "\n".join(map(str, red))
