@@ -2,10 +2,15 @@
 
 `STEM.parquet` is a job's first attempt, `STEM--a2.parquet` its second. What was ended from outside
 is tried again by the next run of the workflow; what a user names (`again`) is measured once more.
+A job that Snakemake runs anew, after an edit for example, writes the same files again: what they
+held stays as `STEM--of-<when it was written>.parquet`.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -73,6 +78,28 @@ class Attempts:
             stem, number = re.fullmatch(r"(.*?)(?:--a(\d+))?", file.stem).groups()
             last[stem] = max(last.get(stem, 0), int(number or 1))
         return last
+
+
+def keep(files: Iterable[str]) -> None:
+    """Give those of `files` that are there a second name, under which the store reads them too.
+
+    Snakemake deletes a job's outputs before it runs it. Until then both names are of one file, of
+    which the store counts each row once, so that a kill at any moment changes nothing.
+
+    Raises:
+        ValueError: a file cannot have a second name.
+    """
+    for file in filter(Path.is_file, map(Path, files)):
+        written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        name = f"{file.stem}--of-{written:%Y%m%dT%H%M%S%fZ}{file.suffix}"
+        try:
+            with suppress(FileExistsError):  # of a run that was killed before it deleted the first
+                os.link(file, file.with_name(name))
+        except OSError as error:
+            raise ValueError(
+                f"{file} is to be measured anew and cannot be kept as {name} ({error.strerror}): "
+                "move it to a folder of this file system that allows it, or to data/recorded"
+            ) from None
 
 
 def named(names: str | Iterable[str], jobs: Mapping[str, Job]) -> set[Job]:

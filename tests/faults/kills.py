@@ -151,13 +151,14 @@ class Workflow:
 
 
 def identities(database: Path) -> dict[str, list[tuple]]:
-    """Which rows each table has, and how often; how many samples it took is a matter of time."""
+    """Which rows each table has, once each: what a kill met after it had measured is kept, and
+    measured again.
+    """
     with duckdb.connect(str(database), read_only=True) as store:
         found = {}
         for table, schema in TABLES.items():
             columns = [f'"{name}"' for name in IDENTITY if name in schema.names]
-            distinct = "distinct" if table in ("samples", "environments") else ""
-            query = f"select {distinct} {', '.join(columns) or 'device'} from {table}"
+            query = f"select distinct {', '.join(columns) or 'device'} from {table}"
             found[table] = store.sql(f"{query} order by all").fetchall()
         return found
 
@@ -167,7 +168,7 @@ def training(database: Path) -> list[tuple]:
     likelihoods = (name for name in TABLES["training"].names if "log_likelihood" in name)
     columns = ", ".join(("step", "learning_rate", "loss", *likelihoods))
     with duckdb.connect(str(database), read_only=True) as store:
-        return store.sql(f"select {columns} from training order by step").fetchall()
+        return store.sql(f"select distinct {columns} from training order by step").fetchall()
 
 
 def killed(workflow: Workflow, after_s: float, how: signal.Signals) -> tuple[bool, list[str]]:

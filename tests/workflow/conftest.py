@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,13 @@ def run(parameters, device, checkpoint_dir, on_row, code):
 
 
 STARTED: list[subprocess.Popen] = []  # by the test that runs
+
+
+def wait_for(condition, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 class Checkout:

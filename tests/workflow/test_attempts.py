@@ -9,10 +9,11 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from tests.workflow.conftest import wait_for
 from tnp.bench.outcome import TRANSIENT
-from tnp.schemas import STATUSES
+from tnp.schemas import STATUSES, TABLES
 from tnp.store import write_table
-from workflow.attempts import ATTEMPTS, Attempts, named
+from workflow.attempts import ATTEMPTS, Attempts, keep, named
 
 ROOT = Path(__file__).parents[2]
 SEPARATE = "cpu--tiny--separate"
@@ -104,6 +105,63 @@ def test_again_measures_what_is_named_beside_what_is_there(finished, names, meas
     status, output = finished.run("all")
     assert status == 0 and not finished.calls(), output
     assert outcomes(finished) == after
+
+
+def run_ids(checkout) -> dict[str, set[str]]:
+    """Table → the runs that the store has rows of."""
+    tables = [name for name, schema in TABLES.items() if "run_id" in schema.names]
+    query = "select distinct run_id from {} where run_id is not null"
+    return {table: {run for (run,) in checkout.store(query.format(table))} for table in tables}
+
+
+def test_what_an_edit_voids_is_measured_beside_what_is_there(finished):
+    before, rows = run_ids(finished), outcomes(finished)
+    finished.append("tnp/ops/attention/triton_forward.py", "\nEDITED = True\n")
+    status, output = finished.run("all")
+    assert status == 0, output
+    again = finished.measured()
+    assert f"{SEPARATE} 1" in again
+    after = run_ids(finished)
+    assert all(before[table] < after[table] for table in ("steps", "gates")), output
+    assert all(before[table] <= after[table] for table in before)
+    twice = [row for row in rows if f"{row[0]} {row[1]}" in again]
+    assert outcomes(finished) == sorted(rows + twice)
+    # Also where nothing but the user's word voids it, and where nothing has changed since.
+    finished.run("-R", "step", "--until", "step")
+    assert outcomes(finished) == sorted(2 * rows + twice)
+    finished.forget_calls()
+    assert finished.run("all")[0] == 0 and not finished.calls()
+
+
+def test_a_kill_amid_what_is_measured_anew_loses_nothing(finished):
+    before, rows = run_ids(finished), outcomes(finished)
+    text = (finished.folder / "tnp/model.py").read_text()
+    finished.append("tnp/model.py", "\nEDITED = True\n")
+    workflow = finished.start("all", FAKE_SECONDS="60")
+    wait_for(lambda: any(call.startswith("start") for call in finished.calls()))
+    workflow.kill()
+    workflow.communicate()
+    (finished.folder / "tnp/model.py").write_text(text)
+    finished.forget_calls()
+    status, output = finished.run("all")
+    assert status == 0, output
+    # Gates were run anew and all that waits for them, so that there is a new row beside each.
+    after = run_ids(finished)
+    assert all(before[table] <= after[table] for table in before)
+    assert outcomes(finished) == sorted(2 * rows)
+
+
+def test_what_cannot_be_kept_is_not_measured_anew(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"measured")
+
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    keep([str(tmp_path / "never measured.parquet")])
+    with pytest.raises(ValueError, match=r"a.parquet is to be measured anew .*Operation not perm"):
+        keep([str(file)])
 
 
 def test_again_is_tried_again_where_it_was_killed(finished):

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.workflow.conftest import wait_for
+
 MATRIX = "figures/matrix.html"
-
-
-def wait_for(condition, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_without_a_target_all_is_meant(checkout):

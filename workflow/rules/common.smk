@@ -12,7 +12,7 @@ from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import CEILINGS
 from tnp.gates import GATES, gates_of
 from workflow import plan, sources, start, summary
-from workflow.attempts import PATTERN, Attempts, named
+from workflow.attempts import PATTERN, Attempts, keep, named
 from workflow.progress import Progress
 from workflow.validation import validate
 
@@ -200,6 +200,7 @@ onstart:
         start.check_folders(FOLDERS)
         start.check_tables()
         check_device()
+        keep(file for job in workflow.dag.needrun_jobs() for file in job.output)
     except ValueError as error:
         sys.exit(str(error))
     # Empty, but for jobs that share no file system: a kill would leave it behind.
