@@ -1,7 +1,7 @@
 """Which source files a job depends on, read from the imports without importing anything.
 
-Jobs name them as inputs, so that editing one kernel voids its own gate and benchmarks and nothing
-else.
+Jobs carry a fingerprint of them as a parameter, so that editing one kernel voids its own gate and
+benchmarks and nothing else, and a comment nothing at all.
 """
 
 import ast
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from tnp.bench.kernel_code import module_hash
+from tnp.bench.kernel_code import digest, module_hash
 from tnp.bench.outcome import implementation_of
 from tnp.bench.sizes import CEILINGS
 from tnp.gates import GATES, KERNEL_GATES
@@ -74,6 +74,19 @@ def hashes(files: Iterable[str]) -> dict[str, str]:
     """
     paths = [Path(file).resolve() for file in files if file.endswith(".py")]
     return {_module(path): _hash(path) for path in paths}
+
+
+def fingerprint(script: str, files: Iterable[str]) -> str:
+    """Digest of what a job of workflow/scripts/`script`.py runs, which sees the script and `files`.
+
+    Of Python it sees no comment and no docstring, of anything else all.
+    """
+    paths = [ROOT / f"workflow/scripts/{script}.py", *(Path(file).resolve() for file in files)]
+    of_modules = hashes(map(str, paths))
+    tables = {
+        str(path.relative_to(ROOT)): path.read_text() for path in paths if path.suffix != ".py"
+    }
+    return digest(sorted((of_modules | tables).items()))
 
 
 def views() -> list[str]:

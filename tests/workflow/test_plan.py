@@ -322,3 +322,13 @@ def test_a_hash_of_a_module_does_not_see_comments(tmp_path, monkeypatch):
         file.write_text(text)
         found += sources.hashes([str(file), str(file.with_suffix(".json"))]).values()
     assert found[0] == found[1] != found[2] and len(found) == 3
+
+
+def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
+    files = sources.of_gate("attention_forward")
+    assert "tnp/ops/tuned/attention.json" in files
+    found = [sources.fingerprint(*of) for of in (
+        ("gate", files), ("gate", files[::-1]), ("benchmark", files),
+        ("gate", [file for file in files if not file.endswith(".json")]),
+    )]  # fmt: skip
+    assert found[0] == found[1] and len(set(found)) == 3

@@ -7,7 +7,6 @@ An operator's configuration is one size with all its implementations, timed in t
 rule step:
     input:
         gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
-        sources=lambda wildcards: sources.of_step(STEPS[wildcards.config_id]),
     output:
         **outputs("step", "{config_id}--r{replicate}{attempt}"),
     log:
@@ -21,6 +20,9 @@ rule step:
         gpu=GPUS,
     params:
         kind="step",
+        code=lambda wildcards: sources.fingerprint(
+            "benchmark", sources.of_step(STEPS[wildcards.config_id])
+        ),
         gates=lambda wildcards, input: list(input.gates),
         parameters=lambda wildcards: plan.job(
             STEPS, wildcards.config_id, wildcards.replicate
@@ -32,7 +34,6 @@ rule step:
 rule op:
     input:
         gates=lambda wildcards: union(op_gates(OPS[wildcards.config_id]).values()),
-        sources=lambda wildcards: op_sources(OPS[wildcards.config_id]),
     output:
         **outputs("op", "{config_id}--r{replicate}{attempt}"),
     log:
@@ -46,6 +47,9 @@ rule op:
         gpu=GPUS,
     params:
         kind="op",
+        code=lambda wildcards: sources.fingerprint(
+            "benchmark", op_sources(OPS[wildcards.config_id])
+        ),
         gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
         parameters=lambda wildcards: plan.job(
             OPS, wildcards.config_id, wildcards.replicate

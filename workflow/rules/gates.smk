@@ -2,8 +2,6 @@
 
 
 rule gate:
-    input:
-        lambda wildcards: sources.of_gate(wildcards.gate),
     output:
         **outputs("gate", "{gate}{attempt}"),
     log:
@@ -15,6 +13,9 @@ rule gate:
     resources:
         gpu=GPUS,
     params:
+        code=lambda wildcards: sources.fingerprint(
+            "gate", sources.of_gate(wildcards.gate)
+        ),
         device=DEVICE,
         slug=SLUG,
         timeout_s=config["timing"]["timeout_s"],

@@ -4,7 +4,6 @@
 rule train:
     input:
         gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
-        sources=lambda wildcards: sources.of_training(TRAINING[wildcards.run]),
     output:
         **outputs("train", "{run}{attempt}"),
     log:
@@ -15,6 +14,9 @@ rule train:
     resources:
         gpu=GPUS,
     params:
+        code=lambda wildcards: sources.fingerprint(
+            "train", sources.of_training(TRAINING[wildcards.run])
+        ),
         parameters=lambda wildcards: TRAINING[wildcards.run],
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
         checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}{wildcards.attempt}",

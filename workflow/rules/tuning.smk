@@ -9,8 +9,6 @@ PROBLEMS = tuning_plan.problems(config, DEVICE, SLUG)
 
 
 rule trials:
-    input:
-        tuning_plan.source_files(),
     output:
         trials=f"{RUNS}/trials/{{problem}}.parquet",
         environments=f"{RUNS}/environments/tuning--{{problem}}.parquet",
@@ -22,6 +20,7 @@ rule trials:
     resources:
         gpu=GPUS,
     params:
+        code=lambda wildcards: sources.fingerprint("trials", tuning_plan.source_files()),
         parameters=lambda wildcards: PROBLEMS[wildcards.problem],
     script:
         "../scripts/trials.py"

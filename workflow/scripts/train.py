@@ -1,6 +1,5 @@
 """Trains one run, from its last checkpoint if there is one, and records what it logged."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +23,10 @@ def run(say: Callable[[str], None]) -> list[dict]:
     rows: list[dict] = []
     require_device(slug)
     with device_lock(slug, say=say):
-        train.run(own, device, Path(snakemake.params.checkpoints), rows.append, code())
+        train.run(
+            own, device, Path(snakemake.params.checkpoints), rows.append, snakemake.params.code
+        )
     return rows
-
-
-def code() -> str:
-    """A digest of all that the run depends on, beside its parameters."""
-    digest = hashlib.sha256()
-    for file in map(Path, snakemake.input):
-        digest.update(f"{file}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
