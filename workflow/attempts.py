@@ -102,12 +102,15 @@ def keep(files: Iterable[str]) -> None:
             ) from None
 
 
-def named(names: str | Iterable[str], jobs: Mapping[str, Job]) -> set[Job]:
+def named(
+    names: str | Iterable[str], jobs: Mapping[str, Job], elsewhere: Mapping[str, str]
+) -> set[Job]:
     """The jobs of all ids that are named, in full or by how they begin: a study, an operator, …
 
     Args:
         names: a list, or text with commas between.
         jobs: id → job; the parts of an id are joined by "--".
+        elsewhere: what an id begins with that has jobs on other devices → a sentence that says so.
 
     Raises:
         ValueError: a name that no id begins with.
@@ -115,6 +118,8 @@ def named(names: str | Iterable[str], jobs: Mapping[str, Job]) -> set[Job]:
     chosen = set()
     for name in str(names).split(",") if not isinstance(names, list) else map(str, names):
         of_name = {job for id_, job in jobs.items() if f"{id_}--".startswith(f"{name}--")}
+        if not of_name and (study := name.split("--")[0]) in elsewhere:
+            raise ValueError(f"again: {elsewhere[study]}")
         if not of_name:
             parts = [id_.split("--") for id_ in jobs]
             known = {"--".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}

@@ -229,9 +229,20 @@ def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
     return sorted(jobs, key=lambda job: (configurations[job[0]]["priority"], job[1], drawn[job]))
 
 
-def study_names(config: dict) -> set[str]:
-    """Every study of config.yaml, whatever device it is for."""
-    return {*config["steps"], *config["ops"], *({ABLATION, NOISE} & set(config))}
+def elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:
+    """{study or training run: a sentence that says so} of those that are for other devices."""
+    studies = config["steps"] | config["ops"]
+    studies |= {name: config[name] for name in (ABLATION, NOISE) if name in config}
+    here = ", ".join([*_on(device, studies), "gates"])
+    found = f"the device is {slug!r}"
+    if device == "cpu" and config["device"] == "auto":
+        found = "no NVIDIA GPU is visible"
+    return {
+        name: f"{name!r} is for {' and '.join(spec['devices'])} alone, and {found}: what can be "
+        f"run here is {here} and all"
+        for name, spec in (studies | config["training"]).items()
+        if device not in spec["devices"]
+    }
 
 
 def studies(configurations: dict[str, dict]) -> dict[str, list[tuple[str, int]]]:

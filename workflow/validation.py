@@ -69,7 +69,7 @@ def _schema_fault(config: dict) -> Fault | None:
         case "additionalProperties":
             known = error.schema["properties"]
             key = next(key for key in value if key not in known)
-            return Fault(place, _unknown("key", key, known), (key,))
+            return Fault(place, unknown("key", key, known), (key,))
         case "required":
             key = next(key for key in limit if key not in value)
             return Fault(place, f"key {key!r} is missing")
@@ -132,7 +132,7 @@ def _faults(config: dict) -> Iterator[Fault]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
     for place, op, study in _operators(config):
         if op not in OPERATOR_SIZES:
-            yield Fault(place[:-1], _unknown("operator", op, OPERATOR_SIZES), (op,))
+            yield Fault(place[:-1], unknown("operator", op, OPERATOR_SIZES), (op,))
         yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
         names = study["implementations"]
         known = registry.names(op)
@@ -173,7 +173,7 @@ def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
     for op in (op for op in OPERATORS if op in spec):
         known = registry.names(op)
         if spec[op] not in known:
-            yield Fault((*place, op), _unknown("implementation", spec[op], known))
+            yield Fault((*place, op), unknown("implementation", spec[op], known))
             continue
         reason = registry.not_in_models(op, spec[op])
         if reason is not None:
@@ -194,7 +194,7 @@ def _of_ablation(place: Place, spec: dict, shapes: dict, variants: dict) -> Iter
     yield from _not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
     for end in ENDS:
         if spec[end] not in variants:
-            yield Fault((*place, end), _unknown("variant", spec[end], variants))
+            yield Fault((*place, end), unknown("variant", spec[end], variants))
     base, full = variants[spec["base"]], variants[spec["full"]]
     differing = [key for key in base | full if base.get(key) != full.get(key)]
     components = (*place, "components")
@@ -212,7 +212,7 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
     shapes, variants = config["shapes"], config["variants"]
     for key, known in (("shape", shapes), ("variant", variants), ("source", MAX_POINTS)):
         if run[key] not in known:
-            yield Fault((*place, key), _unknown(key, run[key], known))
+            yield Fault((*place, key), unknown(key, run[key], known))
     if place[-1] in GATES:
         yield Fault(place, "a gate has the same name: rename the run")
     model = run.get("model", config["model"])
@@ -304,10 +304,11 @@ def _not_among(
     for index, name in enumerate(names):
         if name not in known:
             inside = name if isinstance(names, Mapping) else index
-            yield Fault(place, _unknown(kind, name, known), (inside,))
+            yield Fault(place, unknown(kind, name, known), (inside,))
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """A sentence that says what `name` may have meant, or what is `known`."""
     close = get_close_matches(str(name), list(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {_listed(known)}"
     return f"unknown {kind} {_shown(name)}: {hint}"

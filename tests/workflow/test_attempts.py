@@ -286,11 +286,11 @@ def test_a_file_that_cannot_be_read_is_not_tried_again(tmp_path):
 
 def test_names_are_whole_parts_of_ids():
     jobs = {"mlp--small": 1, "mlp--small_b1": 2, "mlp--mid": 3}
-    assert named("mlp", jobs) == {1, 2, 3}
-    assert named("mlp--small", jobs) == {1}
-    assert named(["mlp--mid", "mlp--small_b1"], jobs) == {2, 3}
+    assert named("mlp", jobs, {}) == {1, 2, 3}
+    assert named("mlp--small", jobs, {}) == {1}
+    assert named(["mlp--mid", "mlp--small_b1"], jobs, {}) == {2, 3}
     with pytest.raises(ValueError, match="named 'mlp--smal': did you mean 'mlp--small'"):
-        named("mlp--smal", jobs)
+        named("mlp--smal", jobs, {})
 
 
 def test_a_kill_after_a_training_said_that_it_was_done_trains_nothing_again(checkout):

@@ -166,6 +166,20 @@ def test_device(wanted, found, slug):
     assert plan.device(wanted, found) == slug
 
 
+def test_what_is_for_a_gpu_says_that_none_is_visible_and_what_runs_here():
+    config = CONFIG | {"device": "auto"}
+    sentences = plan.elsewhere(config, "cpu", "cpu")
+    assert "cpu" not in sentences and {"headline", "mlp", "ablation", "gp_small"} <= set(sentences)
+    assert sentences["headline"] == (
+        "'headline' is for cuda alone, and no NVIDIA GPU is visible: what can be run here is cpu, "
+        "gates and all"
+    )
+    assert "headline" not in (there := plan.elsewhere(config, "cuda", "nvidia-h200"))
+    assert (
+        "and the device is 'nvidia-h200': what can be run here is specification, " in there["cpu"]
+    )
+
+
 def test_cuda_without_gpu_is_refused():
     with pytest.raises(ValueError, match="no NVIDIA GPU is visible"):
         plan.device("cuda", "cpu")

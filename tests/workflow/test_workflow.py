@@ -25,6 +25,7 @@ def test_dry_run_plans_and_changes_nothing(checkout):
     status, output = checkout.run("-n", "all")
     assert status == 0, output
     assert re.search(r"^step +8$", output, re.MULTILINE), output
+    assert len(output.splitlines()) < 40  # not a block for each job
     after = {path for path in checkout.folder.rglob("*") if "__pycache__" not in path.parts}
     new = {path for path in after - before if ".snakemake" not in path.parts}
     assert new <= {checkout.folder / "config.yaml"}
@@ -59,8 +60,25 @@ def test_a_study_is_a_target_where_its_device_is(checkout):
     checkout.config["steps"]["cpu"]["devices"] = ["cuda"]
     status, output = checkout.run("cpu")
     assert status != 0
-    assert "study 'cpu' measures nothing on 'cpu': config.yaml names its devices" in output
+    assert "'cpu' is for cuda alone, and the device is 'cpu': what can be run here is " in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["cqu"], "unknown target 'cqu': did you mean 'cpu'?"),
+        (["everything"], "unknown target 'everything': choose from again, all, attention, cpu, "),
+        (["again", "--config", "again=mlp"], "again: 'mlp' is for cuda alone, and the device is"),
+    ],
+)
+def test_a_target_that_is_not_there_is_one_sentence(checkout, arguments, sentence):
+    checkout.config["ops"]["mlp"] = checkout.config["ops"]["attention"] | {
+        "devices": ["cuda"], "implementations": ["torch"],
+    }  # fmt: skip
+    status, output = checkout.run(*arguments)
+    assert status != 0 and output.splitlines()[-1].startswith(sentence), output
+    assert "Exception" not in output and not checkout.calls()
 
 
 def test_second_run_does_nothing_again(finished):

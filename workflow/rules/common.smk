@@ -14,7 +14,7 @@ from tnp.gates import GATES, gates_of
 from workflow import plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, keep, named
 from workflow.progress import Progress
-from workflow.validation import validate
+from workflow.validation import unknown, validate
 
 # What is to be measured again, beside what is there. The rest of `config` is the experiment.
 again = config.pop("again", None)
@@ -59,8 +59,9 @@ NAMES = (
     | {name: ("train", name) for name in TRAINING}
     | {f"gates--{name}": ("gate", name) for name in config["gates"]}
 )
+ELSEWHERE = plan.elsewhere(config, DEVICE, SLUG)
 try:
-    AGAIN = named(again, NAMES) if PLANNING and again is not None else set()
+    AGAIN = named(again, NAMES, ELSEWHERE) if PLANNING and again is not None else set()
 except ValueError as error:
     sys.exit(str(error))
 
@@ -166,12 +167,12 @@ def again_tables():
 
 
 def nothing_here(study):
-    def refuse(wildcards):
-        sys.exit(
-            f"study {study!r} measures nothing on {SLUG!r}: config.yaml names its devices"
-        )
+    return lambda wildcards: sys.exit(ELSEWHERE[study])
 
-    return refuse
+
+def unknown_target(wildcards):
+    targets = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
+    sys.exit(unknown("target", wildcards.target, sorted(targets)))
 
 
 def to_measure_again(wildcards):

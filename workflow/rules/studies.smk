@@ -24,10 +24,20 @@ for study, jobs in plan.studies(STEPS | OPS).items():
             ],
 
 
-for study in plan.study_names(config) - set(plan.studies(STEPS | OPS)):
+for study in ELSEWHERE.keys() - config["training"]:
 
     rule:
         name:
             study
         input:
             nothing_here(study),
+
+
+# What is no rule and no path, Snakemake takes for a file to be made.
+rule unknown_target:
+    input:
+        unknown_target,
+    output:
+        "{target}",
+    wildcard_constraints:
+        target="[^/]+",
