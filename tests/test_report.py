@@ -67,6 +67,9 @@ def test_every_row_without_evidence_is_marked(recorded):
 
 def test_a_time_is_backed_by_the_gates_of_its_own_implementation(recorded):
     answer = recorded.sql(Path("workflow/questions/evidence_of_a_time.sql").read_text())
-    configurations = {row[answer.columns.index("config_id")] for row in answer.fetchall()}
-    others = recorded.sql("select config_id from ops where role != 'own'").fetchall()
-    assert configurations and not configurations & {config_id for (config_id,) in others}
+    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.fetchall()]
+    own = recorded.sql("select distinct config_id from ops where role = 'own'").fetchall()
+    own = {config_id for (config_id,) in own}
+    assert {row["config_id"] in own for row in rows} == {True, False}
+    assert all(bool(row["gates"]) == (row["config_id"] in own) for row in rows)
+    assert all({code.split()[0] for code in row["code"]} >= {"module", "package"} for row in rows)

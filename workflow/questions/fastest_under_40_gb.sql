@@ -1,6 +1,6 @@
 -- What is fastest at each shape on a card of 40 GB? Those with evidence first.
-select device, shape, variant, checkpoint, cuda_graph, step_ms,
-    peak_memory_bytes / pow(2, 30) as memory_gib, counts
+select device, shape, variant, checkpoint, cuda_graph, round(step_ms, 2) as time_ms,
+    round(peak_memory_bytes / pow(2, 30), 1) as memory_gib, counts
 from step_summary
 where memory_gib < 38 and status = 'ok' and optimizer and counts is distinct from false
 qualify row_number() over (

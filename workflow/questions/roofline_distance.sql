@@ -1,6 +1,7 @@
--- How far is each operator of ours from what this device can do?
-select device, op, pass, shape, implementation, time_ms, bound,
-    share_of_roofline, share_low, share_high, counts
+-- How far is each operator of ours from what this device can do? Those with evidence first.
+select device, op, pass, shape, implementation, round(1000 * time_ms, 1) as time_us, bound,
+    round(100 * share_of_roofline) as percent_of_roofline,
+    round(100 * share_low) as low, round(100 * share_high) as high, counts
 from roofline
 where own and share_of_roofline is not null
-order by device, share_of_roofline;
+order by device asc, counts desc nulls last, share_of_roofline asc;

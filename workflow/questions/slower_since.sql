@@ -1,6 +1,9 @@
 -- Did anything get slower since a date? Earlier and later code, each against what did not change.
-select device, question, previous_started_at, first_started_at,
-    previous_time_ms, time_ms, ratio, low, high, verdict
+-- Write a date in place of the newest row's month. No verdict: nothing else was timed with both.
+select question, previous_started_at::date as earlier, first_started_at::date as later,
+    round(previous_time_ms, 4) as earlier_ms, round(time_ms, 4) as later_ms,
+    round(ratio, 3) as times_as_fast, round(low, 3) as low, round(high, 3) as high, verdict
 from regressions
-where first_started_at >= timestamptz '2026-01-01'
-order by verdict = 'slower' desc nulls last, time_ms / previous_time_ms desc;
+where first_started_at >= (select max(started_at) - interval 30 days from sittings)
+order by
+    verdict = 'slower' desc nulls last, verdict is null asc, time_ms / previous_time_ms desc;

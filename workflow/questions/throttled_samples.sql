@@ -1,9 +1,11 @@
--- Which timings had their clock lowered, why, and how far? `throttled` is by heat or hardware.
-select device, config_id, 'step' as pass, throttle_reasons, throttled, sm_clock_mhz_min
-from current_steps
-where throttle_reasons != ''
-union all
-select device, config_id, pass, throttle_reasons, throttled, sm_clock_mhz_min
-from current_ops
-where throttle_reasons != ''
-order by all;
+-- Which samples had their clock lowered, how far, and why? `throttled` is by heat or hardware.
+select s.device, s.config_id, s.run_id, s.pass, coalesce(o.throttled, t.throttled) as throttled,
+    coalesce(o.throttle_reasons, t.throttle_reasons) as reasons, min(s.sm_clock_mhz) as lowest_mhz,
+    max(s.top_mhz) as highest_mhz, max(coalesce(o.n_samples, t.n_samples)) as n_samples,
+    count(*) as n_lowered, list(s.sample order by s.sample) as lowered_samples
+from (select *, max(sm_clock_mhz) over (partition by device) as top_mhz from samples) as s
+left join ops as o using (run_id, config_id, pass)
+left join steps as t on s.run_id = t.run_id and s.config_id = t.config_id
+where reasons != '' and s.sm_clock_mhz < s.top_mhz
+group by all
+order by throttled desc, n_lowered desc;

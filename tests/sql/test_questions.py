@@ -1,0 +1,66 @@
+"""What the ten questions leave out and what they do not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.sql.conftest import Query, check, gate, operator, run, step
+
+QUESTIONS = Path(__file__).parents[2] / "workflow" / "questions"
+
+
+def asked(query: Query, question: str) -> list[dict]:
+    return query((QUESTIONS / f"{question}.sql").read_text())
+
+
+def test_two_devices_are_compared_where_both_have_evidence(store: Callable[..., Query]) -> None:
+    def steps_of(device: str, factor: float) -> list[dict]:
+        proof = check("proof", "far", 0.5, 1.0, passed=True, device=device)
+        parts = [run(f"gate {device}", proof)]
+        for variant, settled in (("good", True), ("unsettled", device != "nvidia-h100")):
+            timed = step(variant, [factor * 10.0], device=device)
+            parts.append(run(f"{variant} {device}", timed, settled=settled))
+        return parts
+
+    query = store(*steps_of("nvidia-h100", 1.5), *steps_of("nvidia-h200", 1.0))
+    (row,) = asked(query, "h100_against_h200")
+    assert (row["variant"], row["h200_is_times_as_fast"]) == ("good", 1.5)
+
+
+def test_throttled_samples_are_those_below_the_highest_clock(store: Callable[..., Query]) -> None:
+    capped = {"throttle_reasons": "sw_power_cap", "throttled": False, "n_samples": 4}
+    parts = [
+        run("capped", step("capped", [1.0] * 4, **capped)),
+        run("idle", step("idle", [1.0] * 4, throttle_reasons="", throttled=False)),
+    ]
+    for part in parts:
+        for row, clock in zip(part["samples"], (1980.0, 1500.0, 1980.0, 1700.0), strict=True):
+            row["sm_clock_mhz"] = clock
+    (row,) = asked(store(*parts), "throttled_samples")
+    assert row["config_id"] == "mid--capped" and row["reasons"] == "sw_power_cap"
+    assert (row["n_samples"], row["n_lowered"], row["lowered_samples"]) == (4, 2, [1, 3])
+    assert (row["lowest_mhz"], row["highest_mhz"]) == (1500, 1980)
+
+
+def test_pytorchs_time_has_code_and_no_gate(store: Callable[..., Query]) -> None:
+    timed = [operator(name, time_ms_p50=1.0) for name in ("sdpa_flash", "fused")]
+    for part, name in zip(timed, ("sdpa_flash", "fused"), strict=True):
+        for rows in part.values():
+            rows[0]["config_id"] = f"attention--small--{name}"
+    theirs, ours = asked(
+        store(gate("proof"), run("theirs", timed[0]), run("ours", timed[1])), "evidence_of_a_time"
+    )[::-1]
+    assert theirs["config_id"] == "attention--small--sdpa_flash" and theirs["counts"]
+    assert (theirs["gates"], ours["gates"]) == (None, ["proof true proof"])
+    for row in (theirs, ours):
+        assert {"kernel _kernel 1", "module tnp.model 1", "package torch 2.13.0"} == set(
+            row["code"]
+        )
+
+
+def test_energy_of_what_does_not_count_is_left_out(store: Callable[..., Query]) -> None:
+    parts = [
+        run(name, step(name, [10.0], energy_j=5.0), settled=name == "settled")
+        for name in ("settled", "unsettled")
+    ]
+    (row,) = asked(store(gate("proof"), *parts), "energy")
+    assert (row["variant"], row["mean_power_w"], row["counts"]) == ("settled", 500, True)
