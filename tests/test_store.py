@@ -306,6 +306,61 @@ os._exit(0)
     assert query(database, "from samples") == [] and not log.exists()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_as_a_database_is_replaced_leaves_one_that_opens(tmp_path: Path, when: str) -> None:
+    """With the log of another program beside the old one, just before and just after the rename."""
+    database = tmp_path / "results.duckdb"
+    killed = """
+import os, signal, sys
+from pathlib import Path
+import duckdb
+from tnp.store import build_database
+
+database, sql, when = map(Path, sys.argv[1:])
+if not os.fork():
+    connection = duckdb.connect(str(database))
+    connection.execute("create table notes as select 1")
+    os._exit(0)
+os.wait()
+assert Path(f"{database}.wal").exists()
+rename = os.replace
+
+def replace(new, old):
+    if str(when) == "after":
+        rename(new, old)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+os.replace = replace
+build_database([], sql, database)
+"""
+    build_database([], SQL, database)
+    command = [sys.executable, "-c", killed, str(database), str(SQL), when]
+    assert subprocess.run(command, cwd=SQL.parents[1]).returncode == -signal.SIGKILL
+    assert query(database, "from samples") == []
+
+
+@pytest.mark.parametrize("table", ["samples", "contrasts"])
+def test_a_database_that_reads_back_otherwise_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    """A table of rows, and one that a file of SQL creates."""
+    database = tmp_path / "results.duckdb"
+    build_database([], SQL, database)
+    before = database.read_bytes()
+    connect = duckdb.connect
+
+    def forgetful(path: str = ":memory:", **options: object) -> duckdb.DuckDBPyConnection:
+        if options.get("read_only"):
+            with connect(path) as damaged:
+                damaged.execute(f"insert into {table} (device) values ('gpu')")
+        return connect(path, **options)
+
+    monkeypatch.setattr(duckdb, "connect", forgetful)
+    with pytest.raises(StoreError, match="it reads back otherwise than it was written"):
+        build_database([], SQL, database)
+    assert database.read_bytes() == before
+
+
 def test_flipped_bits_never_give_other_rows(tmp_path: Path) -> None:
     path = samples(tmp_path)
     draw = random.Random(0)

@@ -124,7 +124,8 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
             _fill(temporary, tables, views)
         except duckdb.Error as error:
             raise cannot_write(database, error) from error
-        # A log that another program left would be played into the new file, and spoil it.
+        # A log that another program left would be played into the new file, and spoil it. It goes
+        # before the new file comes, so that a kill in between cannot bring the two together.
         Path(f"{database}.wal").unlink(missing_ok=True)
 
 
@@ -270,10 +271,13 @@ def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path]) -> Non
 
 
 def _contents(connection: duckdb.DuckDBPyConnection) -> dict[str, object]:
-    """The names of the views, and the number and a digest of the rows of every table."""
+    """The names of the views, and the number and a digest of the rows of every table.
+
+    Tables are those of rows and those that a file of SQL creates; views follow from them.
+    """
     views = connection.execute("select view_name from duckdb_views() where not internal")
     found: dict[str, object] = {"views": sorted(views.fetchall())}
-    for table in TABLES:
+    for (table,) in connection.execute("select table_name from duckdb_tables()").fetchall():
         digest = f"select count(*), bit_xor(hash(stored)) from {table} as stored"
         found[table] = connection.execute(digest).fetchall()
     return found
