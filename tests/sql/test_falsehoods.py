@@ -139,11 +139,15 @@ def test_a_module_of_the_model_that_no_gate_names_is_not_proven(store: Store) ->
 
 
 def test_what_auto_chose_is_proven_as_what_it_chose(store: Store) -> None:
-    def automatic(chosen: str) -> Tables:
-        launch = json.dumps({"implementation": chosen, "source": "tuned"})
+    def automatic(**chosen: str) -> Tables:
+        """A run of `auto`, from what it chose in each pass."""
+        jobs = []
+        for of_pass, name in chosen.items():
+            launch = json.dumps({"implementation": name, "source": "tuned"})
+            columns = {"time_ms_p50": 1.0, "launch_config": launch, "pass": of_pass}
+            jobs.append(operator("auto", "mlp", **columns))
         modules = {"module": CODE["module"] | {"tnp.ops.auto": "1"}}
-        job = operator("auto", "mlp", time_ms_p50=1.0, launch_config=launch)
-        return run("r", job, gates="single|fused", code=modules)
+        return run("r", *jobs, gates="single|fused", code=modules)
 
     def of(name: str, passed: bool) -> Tables:
         about = {"op": "mlp", "implementation": name, "passed": passed}
@@ -151,12 +155,18 @@ def test_what_auto_chose_is_proven_as_what_it_chose(store: Store) -> None:
 
     gates = [of("single", True), of("fused", False)]
     proven = {
-        name: one(store(*gates, automatic(name)), "from current_ops")["proven"]
+        name: one(store(*gates, automatic(forward=name)), "from current_ops")["proven"]
         for name in ("single", "fused", "torch")
     }
     assert proven == {"single": True, "fused": False, "torch": True}
-    missing = one(store(gates[0], automatic("single")), "from current_ops")
+    missing = one(store(gates[0], automatic(forward="single")), "from current_ops")
     assert missing["proven"] is None and missing["why_not"].startswith("gate fused has not run")
+    for passes in (("forward", "backward"), ("backward", "forward")):
+        chosen = dict(zip(passes, ("single", "fused"), strict=True))
+        rows = store(*gates, automatic(**chosen))("from current_ops")
+        assert {row["pass"]: row["proven"] for row in rows} == {
+            of_pass: name == "single" for of_pass, name in chosen.items()
+        }
 
 
 # 6

@@ -3,8 +3,8 @@ select m.config_id, m.pass, m.run, e.counts, e.why_not,
     list_sort(list(distinct concat_ws(' ', gate, passed, deciding_run)) filter (concerned))
         as gates,
     list_sort(list(distinct concat_ws(' ', part, name, hash))) as code
-from measurements as m inner join evidence as e using (device, run, config_id, pass)
-left join gate_evidence as g on m.run = g.run and m.code_of = g.implementation
+from measurements as m inner join evidence as e using (device, run, config_id, pass, uses)
+left join gate_evidence using (device, run, uses)
 left join code on m.run_id = code.run_id and m.code_of = code.implementation
 where m.is_current and m.config_id like 'attention--small--%'
 group by all

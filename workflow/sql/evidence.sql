@@ -12,6 +12,7 @@ with gates_of_runs as (
         device,
         run,
         implementation as code_of,
+        uses,
         bool_or(not passed) as is_red,
         bool_and(passed is not null or not concerned) as has_passed,
         list_sort(list(distinct deciding_set)) as deciding_sets,
@@ -35,7 +36,7 @@ coded as (
         on
             measurements.run_id = code_sets.run_id
             and measurements.code_of = code_sets.implementation
-    left join gates_of_runs using (device, run, code_of)
+    left join gates_of_runs using (device, run, code_of, uses)
 ),
 
 -- Of each state of the code: what was measured and no deciding run of a gate ran.

@@ -1,23 +1,24 @@
--- Grain: device × run × implementation × gate that a measurement waited for: the gate's run that
--- decides about it.
+-- Grain: device × run × implementation × uses × gate that a measurement waited for: the gate's run
+-- that decides about it.
 --
--- `implementation` is as in table `code`, "" for a step. A run of the gate matches where it was on
--- the same device model with the same torch and triton, and names no module that the measurement
--- names with another hash. The newest match decides. It has passed where a check about what the
--- measurement uses, or about all implementations, is green and no such check is red or an error.
--- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
--- about, and of gate `baseline`, which every step waits for, where its checks are about other
--- attention than the step's and another gate's are about that. A run that was killed or took too
--- long decides nothing, unless a check was red by then. Runs from before evidence was kept wait for
--- nothing and decide nothing.
+-- `implementation` is as in table `code`, "" for a step. `uses` is as in `measurements`: what
+-- `auto` chose forward and backward may differ, and each pass is judged by its own. A run of the
+-- gate matches where it was on the same device model with the same torch and triton, and names no
+-- module that the measurement names with another hash. The newest match decides. It has passed
+-- where a check about what the measurement uses, or about all implementations, is green and no
+-- such check is red or an error. `concerned` is false where `auto` waited for the gate and chose
+-- something that no check of it is about, and of gate `baseline`, which every step waits for,
+-- where its checks are about other attention than the step's and another gate's are about that. A
+-- run that was killed or took too long decides nothing, unless a check was red by then. Runs from
+-- before evidence was kept wait for nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
         device,
         run,
         code_of as implementation,
+        uses,
         any_value(gates) as gates,
-        any_value(uses) as uses,
         any_value(code_set) as code_set,
         any_value(torch) as torch,
         any_value(triton) as triton
@@ -168,6 +169,7 @@ select
     awaited.device,
     awaited.run,
     awaited.implementation,
+    awaited.uses,
     awaited.gate,
     judged.deciding_run,
     judged.deciding_set,
