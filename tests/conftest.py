@@ -5,6 +5,7 @@ Triton's interpreter.
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -40,4 +41,27 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _builtins_are_listed_once() -> Iterator[None]:
+    """Triton's interpreter lists the members of its language at every call of a helper.
+
+    That took 40 % of the time of a kernel of attention, and finds the same names every time.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    @cache
+    def names(package: object) -> list[str]:
+        return [name for name in dir(package) if core.is_builtin(getattr(package, name))]
+
+    def patch_builtin(package: object, *rest: object) -> None:
+        for name in names(package):
+            if core.is_builtin(member := getattr(package, name)):  # not patched already
+                interpreter._patch_attr(package, name, member, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
