@@ -121,7 +121,7 @@ def by_hand(differences: np.ndarray, equal_variance: float) -> tuple[float, floa
     return mean, error, sum(stats.t.sf(end, n + 3) for end in ends)
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (1, 3, 2, 2), (5, 8, 2, 3)])
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (1, 3, 2, 2), (5, 8, 2, 3), (3, 10, 1, 2)])
 def test_a_contrast_is_as_computed_by_hand(judge: Judge, shape: tuple[int, ...]) -> None:
     log_ms = np.random.default_rng(1).normal(scale=0.01, size=shape)
     log_ms[:, 2] -= 0.04
