@@ -6,6 +6,7 @@ A file holds rows of one table and lies at `data/{recorded,runs}/<device>/<table
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -26,6 +27,8 @@ DIGEST_KEY = b"tnp_sha256"
 
 # The storage format that DuckDB's command line 1.5 reads too.
 DUCKDB_FORMAT = {"storage_compatibility_version": "v1.5.0"}
+
+WORD = re.compile(r"\w+")
 
 
 def write_table(path: Path, table: str, rows: list[dict]) -> None:
@@ -100,9 +103,10 @@ def read_tables(files: Iterable[Path]) -> dict[str, pa.Table]:
             )
         parts[table].append(_with_source(read_table(path, table), _origin(path), str(path)))
     tables = {table: pa.concat_tables(content) for table, content in parts.items()}
-    for table, loaded in tables.items():
-        if "run_id" in loaded.column_names:
-            _check_runs(table, loaded)
+    with duckdb.connect() as connection:
+        for table, loaded in tables.items():
+            if "run_id" in loaded.column_names:
+                _check_runs(connection, table, loaded)
     return tables
 
 
@@ -224,22 +228,22 @@ def _with_source(rows: pa.Table, origin: str, file: str) -> pa.Table:
     return rows
 
 
-def _check_runs(table: str, loaded: pa.Table) -> None:
+def _check_runs(connection: duckdb.DuckDBPyConnection, table: str, loaded: pa.Table) -> None:
     """StoreError where two files hold one run of `table` with different rows."""
-    with duckdb.connect() as connection:
-        connection.register("loaded", loaded)
-        # All rows of a run must lie in the same files.
-        altered = connection.sql(
-            """
-            with run_rows as (
-                select * exclude (origin, file), list_sort(list(distinct file)) as files
-                from loaded where run_id is not null group by all
-            )
+    connection.register("loaded", loaded)
+    # All rows of a run must lie in the same files.
+    altered = connection.sql(
+        """
+        with run_rows as (
+            select * exclude (origin, file), list_sort(list(distinct file)) as files
+            from loaded where run_id is not null group by all
+        )
 
-            select run_id, min(files), max(files)
-            from run_rows group by run_id having count(distinct files) > 1 order by run_id
-            """
-        ).fetchall()
+        select run_id, min(files), max(files)
+        from run_rows group by run_id having count(distinct files) > 1 order by run_id
+        """
+    ).fetchall()
+    connection.unregister("loaded")
     for run, first, last in altered:
         one = min(set(first) ^ set(last))
         other = (last if one in first else first)[0]
@@ -292,7 +296,12 @@ def _write(path: Path, content: pa.Table) -> None:
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) -> None:
-    """Run every .sql file; one that reads a view not there yet waits for the others."""
+    """Run every .sql file; one that reads a view not there yet waits for the others.
+
+    Those that name few others come first: half as many wait.
+    """
+    names = {path.stem for path in pending}
+    pending = sorted(pending, key=lambda path: len(names & set(WORD.findall(path.read_text()))))
     while pending:
         waiting, problem = [], ""
         for path in pending:
