@@ -89,7 +89,14 @@ def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: 
     assert "plain PyTorch cannot be compared: the samples had not settled" in svg
     assert "reason: the samples had not settled" in svg  # in the tooltip of its empty line
     assert "speedup over PyTorch's fastest" in svg
-    assert ">1.50×<" in svg and "without a baseline" not in svg
+    assert ">1.50×<" in svg and "no plain step beside it" not in svg
+
+
+def test_speedup_of_a_step_without_a_plain_one_in_its_sittings_is_said(build: Build) -> None:
+    tables = sample.merged(H200, sample.steps(THREE))
+    tables["speedup"][-1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
+    svg = _svg(draw("speedup", build(**tables)))
+    assert "1.50× PyTorch's fastest; no plain step beside it" in svg
 
 
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
@@ -116,7 +123,11 @@ def test_a_failed_baseline_hides_nothing_that_was_timed(build: Build, figure: st
     tables["speedup"][0] |= {"status": "oom", "step_ms": None}
     chart = draw(figure, build(**tables))
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
-    expected = {"speedup": "timed, without a baseline", "memory": "8.00", "matrix": "6.00 ms"}
+    expected = {
+        "speedup": "timed, with no plain step beside it",
+        "memory": "8.00",
+        "matrix": "6.00 ms",
+    }
     assert expected[figure] in svg
 
 
@@ -284,6 +295,14 @@ def test_noise_counts_the_equal_things_that_were_called_different(build: Build) 
         "66.7% of the intervals contain 1"
     )
     assert "differ by 0.50%" in _svg(chart)
+
+
+def test_noise_of_many_comparisons_is_no_taller_than_of_some(build: Build) -> None:
+    def height(n: int) -> float:
+        tables = sample.merged(H200, sample.equal_rows([1 + i / 10000 for i in range(n)]))
+        return float(re.search(r'height="([\d.]+)"', _svg(draw("noise", build(**tables))))[1])
+
+    assert height(1) < height(5) < height(50) == height(100)
 
 
 def headline(path: Any) -> Any:

@@ -10,9 +10,10 @@ import duckdb
 from tnp.figures import data, theme
 from tnp.figures.data import Row
 
-PANEL_WIDTH = 330  # px
+PANEL_WIDTH = 310  # px
 COLUMNS = 2  # panels abreast
-SLOT_HEIGHT = 10  # px, per comparison
+SLOT_HEIGHT = 10  # px, per comparison, where there are few …
+LINE_HEIGHT = 56  # … and of a line with many
 MARGIN = 0.01  # what is within 1 % counts as the same
 RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faster or slower
 
@@ -22,11 +23,11 @@ QUERY = """
         name as variant,
         split_part(part, ' ', 1) as op,
         split_part(part, ' ', 2) as pass,
-        row_number() over (
-            partition by device, kind, part, shape, name order by ratio
-        ) as nth,
+        row_number() over (line order by ratio) as nth,
+        count(*) over (line) as n_of_line,
         coalesce(verdict in ('faster', 'slower'), false) as wrong
     from equal_things
+    window line as (partition by device, kind, part, shape, name)
     order by kind desc, part, shape, name, ratio
 """
 
@@ -117,7 +118,11 @@ def _panel(
     if of_equals:
         said.append(f"equal things differ by {of_equals:.2%} (root mean square)")
     lines = list(dict.fromkeys(row["line"] for row in rows))
-    slots = max(row["nth"] for row in rows)
+    slots = max(row["n_of_line"] for row in rows)
+    # A line with fewer comparisons than others has them at its middle, beside its label.
+    rows = [row | {"slot": row["nth"] + (slots - row["n_of_line"]) // 2} for row in rows]
+    slot_height = min(SLOT_HEIGHT, LINE_HEIGHT / slots)
+    many = f"datum.n_of_line * {SLOT_HEIGHT} > {LINE_HEIGHT}"
     axis = alt.Axis(format=".0%", labelExpr="format(datum.value, '.2f') + '×'", tickCount=5)
     x = alt.X("ratio:Q", scale=scale, axis=axis, title="seemed as fast by")
     base = data.drawing(rows).encode(
@@ -127,19 +132,25 @@ def _panel(
             axis=theme.line_axis(labels),
             title=None,
         ),
-        yOffset=alt.YOffset("nth:O", scale=alt.Scale(domain=list(range(1, slots + 1)))),
+        yOffset=alt.YOffset("slot:O", scale=alt.Scale(domain=list(range(1, slots + 1)))),
         color=alt.condition("datum.wrong", alt.value(WRONG), alt.value(RIGHT)),
     )
     band = data.drawing([{"from": 1 - MARGIN, "to": 1 + MARGIN}]).mark_rect(color=theme.RULE)
     return alt.layer(
         band.encode(x=alt.X("from:Q", scale=scale, axis=axis), x2="to:Q"),
         data.drawing([{"ratio": 1.0}]).mark_rule(color=theme.INK).encode(x=x),
-        base.mark_rule(strokeWidth=1.5).encode(
-            x=alt.X("low:Q", scale=scale, axis=axis), x2="high:Q"
+        base.mark_rule().encode(
+            x=alt.X("low:Q", scale=scale, axis=axis),
+            x2="high:Q",
+            strokeWidth=alt.condition(many, alt.value(slot_height / 6), alt.value(1.5)),
         ),
-        base.mark_point(filled=True, size=45, opacity=1).encode(x=x, tooltip=TOOLTIP),
+        base.mark_point(filled=True, opacity=1).encode(
+            x=x,
+            size=alt.condition(many, alt.value(4.5 * slot_height), alt.value(45)),
+            tooltip=TOOLTIP,
+        ),
     ).properties(
         width=PANEL_WIDTH,
-        height=len(lines) * max(24, slots * SLOT_HEIGHT),
+        height=len(lines) * max(24, slots * slot_height),
         title=alt.Title(name, subtitle=said, fontSize=14, subtitleFontSize=12, offset=8),
     )

@@ -110,12 +110,20 @@ def _device_finding(timed: list[Row], device: str) -> str:
 
 
 def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
+    compared = {row["shape"] for row in rows if row["speedup"] is not None}  # with plain PyTorch
+    rows = [row if row["shape"] in compared else _over_best(row) for row in rows]
     bounds = [row[end] for row in rows for end in ("speedup_low", "speedup_high") if row[end]]
     low, high = min([0.8, *bounds]), max([1.25, *bounds])
     span = high / low
     domain = [low / span**0.06, high * span**0.3]  # room for the label right of the fastest mark
     return [
-        _panel(of_shape, switches.Lines.of(of_shape, variants), domain, colors)
+        _panel(
+            of_shape,
+            switches.Lines.of(of_shape, variants),
+            domain,
+            colors,
+            over_plain=of_shape[0]["shape"] in compared,
+        )
         for of_shape in switches.panels(rows)
     ]
 
@@ -125,11 +133,10 @@ def _panel(
     lines: switches.Lines,
     domain: list[float],
     colors: alt.Scale,
+    over_plain: bool,
 ) -> alt.TopLevelMixin:
     title = switches.panel_title(rows[0])
-    over_plain = any(row["speedup"] is not None for row in rows)
     if not over_plain:
-        rows = [_over_best(row) for row in rows]
         title.subtitle = [title.subtitle, _why_over_best(rows)]
     timed = [
         row
@@ -144,7 +151,7 @@ def _panel(
         if row["speedup"] is not None
     ]
     without_speedup = [
-        row | {"status": "not_counted" if row["counts"] is False else "no_baseline"}
+        row | {"status": _why_not_drawn(row)}
         if row["status"] == "ok" and row["speedup"] is None
         else row
         for row in rows
@@ -187,6 +194,15 @@ def _panel(
     )
 
 
+def _why_not_drawn(row: Row) -> str:
+    """In place of the mark of a step that was timed."""
+    if row["counts"] is False:
+        return "not_counted"
+    if row["speedup_best_low"] is None:  # of the fastest itself too
+        return "no_baseline"
+    return f"{theme.times(row['speedup_best'])} PyTorch's fastest; no plain step beside it"
+
+
 def _over_best(row: Row) -> Row:
     """The row with its speedup over PyTorch's fastest in place of that over plain PyTorch."""
     ends = {f"speedup{end}": row[f"speedup_best{end}"] for end in ("", "_low", "_high")}
@@ -204,7 +220,9 @@ def _why_over_best(rows: list[Row]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Powers of two, and half as much again where that leaves room."""
+    """Powers of two, and half as much again or tenths where that leaves room."""
+    if high / low < 2:
+        return [n / 10 for n in range(math.ceil(10 * low), math.floor(10 * high) + 1)]
     powers = [2.0**n for n in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
     steps = [1.0, 1.5] if high / low < 2**3.5 else [1.0]
     return [power * step for power in powers for step in steps if low < power * step < high]
