@@ -86,7 +86,7 @@ def test_what_a_child_started_ends_with_it(child, tmp_path, end):
         "started = subprocess.Popen(['sleep', '600'])",
         f"open({str(pid_file)!r}, 'w').write(str(started.pid))",
         end,
-        timeout_s=20,
+        timeout_s=10,
     )
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
@@ -105,8 +105,8 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         "sys.modules['tnp.gates'] = gates\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (row,) = gate_process.run("baseline", "cpu", "cpu", {}, 15)["gates"]
-    assert (row["status"], row["reason"]) == ("timeout", "not finished after 15 s")
+    (row,) = gate_process.run("baseline", "cpu", "cpu", {}, 10)["gates"]
+    assert (row["status"], row["reason"]) == ("timeout", "not finished after 10 s")
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
 

@@ -54,6 +54,7 @@ def test_replicates_run_in_rounds_after_the_gates(checkout):
 
 
 def test_a_study_is_a_target_where_its_device_is(checkout):
+    checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
     status, output = checkout.run("cpu")
     assert status == 0, output
     assert checkout.measured() and all("cpu--" in call for call in checkout.measured())
@@ -120,6 +121,7 @@ def test_killed_run_continues_where_it_was(checkout):
 
 
 def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
+    checkout.config["steps"]["cpu"]["replicates"] = 1
     status, output = checkout.run("all", FAKE_RED="checkpointing")
     assert status != 0
     assert "Gate checkpointing is red: fake: error 2, bound 1." in output
@@ -136,6 +138,7 @@ def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
 
 
 def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
+    checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
     checkout.config["ops"]["attention"]["implementations"] = ["sdpa_flash", "separate"]
     status, output = checkout.run("all", FAKE_RED="attention_forward")
     assert status != 0
