@@ -46,8 +46,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
-        "shape. Small: median step time and peak memory. Green is faster, purple slower, grey has "
-        "no speedup.",
+        "shape. Small: median step time and peak memory. Green is faster, purple "
+        "slower. Grey was not run, does not count, or has no plain step to be compared with.",
         f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. With a thin outline: the shortest "
         "step with evidence. No error bars in a table: the figure speedup has the intervals.",
     ]
