@@ -47,7 +47,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time and peak memory. Green is faster, purple "
-        "slower. Grey was not run, does not count, or has no plain step to be compared with.",
+        "slower. Grey has no speedup: never timed, does not count, or no plain step to compare "
+        "with.",
         f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. With a thin outline: the shortest "
         "step with evidence. No error bars in a table: the figure speedup has the intervals.",
     ]
