@@ -148,8 +148,8 @@ TABLES: dict[str, pa.Schema] = {
             *_statistics("step_ms"),
             ("tokens_per_s", pa.float64()),
             ("peak_memory_bytes", pa.int64()),
-            ("flops", pa.float64()),
-            ("tflops", pa.float64()),  # TFLOP/s at the median
+            ("flops", pa.float64()),  # of the model, whatever a variant leaves out
+            ("tflops", pa.float64()),  # TFLOP/s at the median, of what the variant computes
             ("mfu", pa.float64()),  # tflops over the device's measured matmul ceiling; null if none
             *CONDITIONS,
             *VARIANT,

@@ -432,3 +432,17 @@ def test_steps_of_two_models_are_not_compared(store: Store) -> None:
         gate("g"), *runs("sdpa_flash", [9.0], flops=8e12), *runs("fused", [1.0], flops=1e12)
     )
     assert one(query, "from speedup where variant = 'fused'")["verdict"] is None
+
+
+def test_operations_that_one_commit_counted_otherwise_part_no_step_from_its_baseline(
+    store: Store,
+) -> None:
+    """Rows of the second sitting leave out what `skip_unread` does; their model is the same."""
+    query = store(
+        gate("g"),
+        *runs("sdpa_flash", [9.0], flops=8e12),
+        *runs("fused", [3.0], flops=8e12),
+        *runs("fused", [3.0], flops=6e12, gpu="GPU-2", name="2"),
+    )
+    row = one(query, "from speedup where variant = 'fused'")
+    assert (row["verdict"], row["n_pairs"]) == ("faster", 1)

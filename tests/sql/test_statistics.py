@@ -49,7 +49,14 @@ def steps(name: str, log_ms: np.ndarray, counts: bool | None = True) -> pa.Table
     devices = [f"{name} {i}" for i in axes[0]]
     contenders = [f"{device} {i}" for device, i in zip(devices, axes[1], strict=True)]
     sittings = [f"{device} {i}" for device, i in zip(devices, axes[2], strict=True)]
-    constant = {"kind": "step", "part": "mid", "family": "mid", "switches": "", "versions": ""}
+    constant = {
+        "kind": "step",
+        "part": "mid",
+        "family": "mid",
+        "flops": 1.0,
+        "switches": "",
+        "versions": "",
+    }
     constant |= {"pass": "step", "shown": True, "twin": False, "is_current": True}
     columns = {column: [value] * log_ms.size for column, value in constant.items()} | {
         "device": devices,

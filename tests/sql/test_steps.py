@@ -173,7 +173,7 @@ def test_a_note_in_reason_is_kept_and_makes_no_failure(store: Callable[..., Quer
 
 def test_mfu_is_of_the_matmul_ceiling_of_the_device(store: Callable[..., Query]) -> None:
     parts = [
-        step("sdpa_flash", [time_ms], replicate=i, flops=80e9)
+        step("sdpa_flash", [time_ms], replicate=i, tflops=0.08 / time_ms * 1e3)
         for i, time_ms in ((1, 1.5), (2, 2.5))
     ]
     matmul = operator("torch", "matmul", time_ms_p50=10.0, flops=1e12, bytes=1e9)

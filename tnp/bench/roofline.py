@@ -9,10 +9,9 @@ d_in = d_x + d_y + 1:
 
 forward; a matmul's backward is twice its forward (one product for each operand's gradient),
 attention's 2.5 times (five products for two, the scores being recomputed). These are the model's
-operations: d_ff is the logical width, and neither padding nor a checkpoint's recomputation change
-the count. What a variant leaves out by `skip_unread` is not counted: keys and values of targets,
-and in the last block everything of context points but their keys and values. Norms, SiLU and the
-optimizer are left out.
+operations: d_ff is the logical width, and neither padding nor a checkpoint's recomputation changes
+the count. `skip_unread` leaves out keys and values of targets, and in the last block everything of
+context points but their keys and values. Norms, SiLU and the optimizer are left out.
 """
 
 # Dense bf16/fp16 tensor-core FLOP/s and memory bytes/s (NVIDIA datasheets), by part of the name.

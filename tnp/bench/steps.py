@@ -145,12 +145,15 @@ def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict
     """Statistics of the step and what follows from the median; `mfu` is left to the store."""
     size = [parameters[name] for name in ("batch", "n_context", "n_target")]
     batch, n_context, n_target = size
-    flops = step_matmul_flops(parameters["model"], *size, variant.skip_unread)
-    flops += step_attention_flops(parameters["model"], *size, variant.skip_unread)
+    flops, computed = (
+        step_matmul_flops(parameters["model"], *size, skip_unread)
+        + step_attention_flops(parameters["model"], *size, skip_unread)
+        for skip_unread in (False, variant.skip_unread)
+    )
     statistics = summarize(measurement.samples_ms, "step_ms")
     median_s = statistics["step_ms_p50"] / 1e3
     return statistics | {
         "tokens_per_s": batch * (n_context + n_target) / median_s,
         "flops": flops,
-        "tflops": flops / median_s / 1e12,
+        "tflops": computed / median_s / 1e12,
     }

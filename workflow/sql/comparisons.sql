@@ -44,7 +44,11 @@ with candidates as (
         and (
             is_paired
             or own.generation = base.generation
-            or (own.kind = 'step' and not (own.has_evidence and base.has_evidence))
+            or (
+                own.kind = 'step'
+                and own.flops is not distinct from base.flops
+                and not (own.has_evidence and base.has_evidence)
+            )
         )
 ),
 

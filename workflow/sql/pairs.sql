@@ -24,6 +24,7 @@ inner join timings as base
     on
         own.device = base.device
         and own.family = base.family
+        and own.flops is not distinct from base.flops
         and own.versions = base.versions
         and own.sitting = base.sitting
         and case when own.kind = 'step' then own.ordinal = base.ordinal else own.run = base.run end

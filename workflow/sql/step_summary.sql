@@ -4,7 +4,7 @@
 -- to count, over these. `counts` and `why_not` say which it was. `status` and `reason` are those of
 -- a failure where no run was timed; `n_failed` counts the others. `step_ms_low` and `_high` are the
 -- shortest and the longest run. `mfu` is of the matmul ceiling. Operations are as the newest row
--- counts them: rows from before evidence was kept count work that `skip_unread` leaves out.
+-- counts them: rows of the first sittings count work that `skip_unread` leaves out.
 create or replace view step_summary as
 with runs as (
     select
@@ -52,10 +52,10 @@ select
     median(tokens_per_s) filter (where is_used) as tokens_per_s,
     max(peak_memory_bytes) filter (where timed) as peak_memory_bytes,
     median(energy_j) filter (where is_used) as energy_j,
-    arg_max(flops, recorded_at) filter (where is_used)
-    / (median(step_ms_p50) filter (where is_used) * 1e9) as tflops,
-    arg_max(flops, recorded_at) filter (where is_used)
-    / (median(step_ms_p50) filter (where is_used) * 1e9) / any_value(ceiling_tflops) as mfu,
+    arg_max(tflops * step_ms_p50, recorded_at) filter (where is_used)
+    / median(step_ms_p50) filter (where is_used) as tflops,
+    arg_max(tflops * step_ms_p50, recorded_at) filter (where is_used)
+    / median(step_ms_p50) filter (where is_used) / any_value(ceiling_tflops) as mfu,
     bool_or(throttled) filter (where is_used) as throttled,
     arg_max(environment_id, recorded_at) as environment_id,
     arg_max(operators, recorded_at) as operators,

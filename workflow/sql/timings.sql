@@ -1,10 +1,11 @@
 -- Grain: device × run × config_id × pass: the timings of every generation that may be compared, as
 -- the statistics read them. `counts` is null where no evidence was kept.
 --
--- What is in one `family` has equal sizes and dtype. `part` is what noise is known of: the shape of
--- a step, an operator's name and pass. `ordinal` numbers the runs of a generation in a sitting.
--- `shown`: the figures of speed show it; the ablation's steps, forward and backward alone, `auto`
--- and the ceilings have figures of their own or none.
+-- What is in one `family` has equal sizes and dtype. A step's model is known by its operations,
+-- `flops`. `part` is what noise is known of: the shape of a step, an operator's name and pass.
+-- `ordinal` numbers the runs of a generation in a sitting. `shown`: the figures of speed show it;
+-- the ablation's steps, forward and backward alone, `auto` and the ceilings have figures of their
+-- own or none.
 create or replace table timings as
 with measured as (
     select
@@ -15,8 +16,8 @@ with measured as (
         origin,
         'step' as kind,
         shape as part,
-        -- Operations are counted for the model, whatever a variant leaves out.
-        concat_ws(' ', dtype, batch, n_context, n_target, optimizer, flops) as family,
+        concat_ws(' ', dtype, batch, n_context, n_target, optimizer) as family,
+        flops,
         variant as name,
         concat_ws(
             ' ',
@@ -57,6 +58,7 @@ with measured as (
             d_ff_storage,
             n_components
         ) as family,
+        null as flops,
         implementation as name,
         '' as switches,
         null as ablation_part,
