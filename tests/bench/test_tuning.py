@@ -20,7 +20,7 @@ from tnp.bench import tuning
 from tnp.gates import GATES
 from tnp.ops.attention import kernels
 from tnp.schemas import TABLES
-from tnp.store import build_database, write_table
+from tnp.store import build_database, read_table, write_table
 from workflow import tuning_plan
 
 ROOT = Path(__file__).parents[2]
@@ -246,6 +246,8 @@ def device_slug():
 """
 FAKE_TUNE = """
 def tune(parameters, timeout_s):
+    import os
+
     with open("calls", "a") as calls:
         print(parameters["operation"], parameters["shape"], file=calls)
     common = {name: parameters[name] for name in PROBLEM} | {"status": "ok", "capability": 90}
@@ -254,6 +256,8 @@ def tune(parameters, timeout_s):
     trials = [common | narrow | {"is_default": True}, common | wide | {"is_default": False}]
     if parameters["shape"] == "larger":
         trials[1]["time_ms_p50"] = 1.99
+    if os.environ.get("FAKE_KILLED") == f"{parameters['operation']} {parameters['shape']}":
+        trials[1] |= {"status": "killed", "time_ms_p50": None}
     return with_provenance({"trials": trials, "environments": []}, "nvidia-h200", None)
 """
 
@@ -286,7 +290,7 @@ def test_the_rule_enters_the_winners_in_the_table(tmp_path):
 
     checkout.append("tnp/bench/provenance.py", FAKE_GPU)
     checkout.config["device"] = "auto"
-    status, output = checkout.run("tune")
+    status, output = checkout.run("tune", FAKE_KILLED="fused tiny")
     assert status == 0, output
     assert sorted(checkout.calls()) == [
         "forward larger",
@@ -294,6 +298,16 @@ def test_the_rule_enters_the_winners_in_the_table(tmp_path):
         "fused larger",
         "fused tiny",
     ]
+    assert "1 of 4 problems have something better than the default" in output
+    # What was killed is timed again, beside the rows that are there.
+    checkout.forget_calls()
+    status, output = checkout.run("tune")
+    assert status == 0, output
+    assert checkout.calls() == ["fused tiny"]
+    files = sorted(checkout.folder.glob("data/runs/nvidia-h200/trials/fused--tiny*.parquet"))
+    statuses = [read_table(file, "trials")["status"].to_pylist() for file in files]
+    assert statuses == [["ok", "ok"], ["ok", "killed"]]
+    assert [file.stem for file in files] == ["fused--tiny--a2", "fused--tiny"]
     assert "2 of 4 problems have something better than the default" in output
     kept, *entries = json.loads(table.read_text())
     assert kept == other

@@ -10,10 +10,10 @@ PROBLEMS = tuning_plan.problems(config, DEVICE, SLUG)
 
 rule trials:
     output:
-        trials=f"{RUNS}/trials/{{problem}}.parquet",
-        environments=f"{RUNS}/environments/tuning--{{problem}}.parquet",
+        trials=f"{RUNS}/trials/{{problem}}{{attempt}}.parquet",
+        environments=f"{RUNS}/environments/tuning--{{problem}}{{attempt}}.parquet",
     log:
-        f"{LOGS}/tuning--{{problem}}.log",
+        f"{LOGS}/tuning--{{problem}}{{attempt}}.log",
     wildcard_constraints:
         problem=one_of(PROBLEMS),
     threads: workflow.cores
@@ -29,7 +29,10 @@ rule trials:
 # Without an output it always runs, and always from the trials that are there.
 rule tune:
     input:
-        trials=expand(f"{RUNS}/trials/{{problem}}.parquet", problem=PROBLEMS),
+        trials=[
+            f"{RUNS}/trials/{problem}{ATTEMPTS.planned('trials', problem)}.parquet"
+            for problem in PROBLEMS
+        ],
         ops=[
             planned("op", f"{config_id}--r{replicate}")[table]
             for config_id, replicate in tuning_plan.operator_jobs(config, OPS)
