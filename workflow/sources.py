@@ -81,12 +81,7 @@ def fingerprint(script: str, files: Iterable[str]) -> str:
 
     Of Python it sees no comment and no docstring, of anything else all.
     """
-    paths = [ROOT / f"workflow/scripts/{script}.py", *(Path(file).resolve() for file in files)]
-    of_modules = hashes(map(str, paths))
-    tables = {
-        str(path.relative_to(ROOT)): path.read_text() for path in paths if path.suffix != ".py"
-    }
-    return digest(sorted((of_modules | tables).items()))
+    return _fingerprint(os.path.relpath(ROOT / f"workflow/scripts/{script}.py"), *files)
 
 
 def views() -> list[str]:
@@ -148,11 +143,19 @@ def _module(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache  # most jobs run the same files as another
+def _fingerprint(*files: str) -> str:
+    tables = [Path(file).resolve() for file in files if not file.endswith(".py")]
+    contents = {str(table.relative_to(ROOT)): table.read_text() for table in tables}
+    return digest(sorted((hashes(files) | contents).items()))
+
+
 @cache
 def _hash(file: Path) -> str:
     return module_hash(file.read_text())
 
 
+@cache
 def _file(module: str) -> Path | None:
     path = ROOT.joinpath(*module.split("."))
     candidates = (path.with_suffix(".py"), path / "__init__.py")
