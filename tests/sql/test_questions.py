@@ -13,17 +13,30 @@ def asked(query: Query, question: str) -> list[dict]:
 
 
 def test_two_devices_are_compared_where_both_have_evidence(store: Callable[..., Query]) -> None:
-    def steps_of(device: str, factor: float) -> list[dict]:
-        proof = check("proof", "far", 0.5, 1.0, passed=True, device=device)
-        parts = [run(f"gate {device}", proof)]
-        for variant, settled in (("good", True), ("unsettled", device != "nvidia-h100")):
-            timed = step(variant, [factor * 10.0], device=device)
-            parts.append(run(f"{variant} {device}", timed, settled=settled))
-        return parts
+    elsewhere = {  # what the H100's run of a variant has otherwise than the H200's
+        "good": {},
+        "unsettled": {"settled": False},
+        "older": {"torch": "2.11.0"},
+        "larger": {"spec_hash": "of another model"},
+    }
 
-    query = store(*steps_of("nvidia-h100", 1.5), *steps_of("nvidia-h200", 1.0))
+    def steps_of(device: str, factor: float, others: dict[str, dict]) -> list[dict]:
+        proof = check("proof", "far", 0.5, 1.0, passed=True, device=device)
+        versions = {columns.get("torch", "2.13.0") for columns in others.values()}
+        return [run(f"gate {device} {torch}", proof, torch=torch) for torch in versions] + [
+            run(f"{variant} {device}", step(variant, [factor * 10.0], device=device), **columns)
+            for variant, columns in others.items()
+        ]
+
+    query = store(
+        *steps_of("nvidia-h100", 1.5, elsewhere),
+        *steps_of("nvidia-h200", 1.0, dict.fromkeys(elsewhere, {})),
+    )
+    counting = query("from step_summary where counts")
+    assert len(counting) == 7  # all but the one that had not settled
     (row,) = asked(query, "h100_against_h200")
-    assert (row["variant"], row["h200_is_times_as_fast"]) == ("good", 1.5)
+    assert (row["variant"], row["torch"]) == ("good", "2.13.0")
+    assert (row["h100_ms"], row["h200_ms"], row["h200_is_times_as_fast"]) == (15.0, 10.0, 1.5)
 
 
 def test_throttled_samples_are_those_below_the_highest_clock(store: Callable[..., Query]) -> None:
