@@ -9,7 +9,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Compiled by tests/ops/test_compilation.py, and run by the workflow that .ci/run starts.
 ELSEWHERE = {"kernels", "checkpointing"}
 # Multiplied through one library by the kernel and through another by PyTorch (tests/dtypes.py).
-BLAS = {"attention_forward", "attention_backward", "attention_fused"}
+BLAS = {
+    "attention_forward", "attention_backward", "attention_fused",
+    "projection", "mlp", "mixture_heads",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
