@@ -9,10 +9,10 @@ held stays as `STEM--of-<when it was written>.parquet`.
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,15 +91,22 @@ def keep(files: Iterable[str]) -> None:
     """
     for file in filter(Path.is_file, map(Path, files)):
         written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
-        name = f"{file.stem}--of-{written:%Y%m%dT%H%M%S%fZ}{file.suffix}"
-        try:
-            with suppress(FileExistsError):  # of a run that was killed before it deleted the first
-                os.link(file, file.with_name(name))
-        except OSError as error:
-            raise ValueError(
-                f"{file} is to be measured anew and cannot be kept as {name} ({error.strerror}): "
-                "move it to a folder of this file system that allows it, or to data/recorded"
-            ) from None
+        for further in count(1):
+            of = f"--of-{written:%Y%m%dT%H%M%S%fZ}" + (f"-{further}" if further > 1 else "")
+            second = file.with_stem(file.stem + of)
+            try:
+                os.link(file, second)
+            except FileExistsError:
+                # Its own is there where a run was killed before it deleted the first name.
+                if not second.samefile(file):
+                    continue
+            except OSError as error:
+                raise ValueError(
+                    f"{file} is to be measured anew and cannot be kept as {second.name} "
+                    f"({error.strerror}): move it to a folder of this file system that allows it, "
+                    "or to data/recorded"
+                ) from None
+            break
 
 
 def named(

@@ -162,6 +162,18 @@ def test_what_cannot_be_kept_is_not_measured_anew(tmp_path, monkeypatch):
         keep([str(file)])
 
 
+def test_two_files_written_at_one_moment_keep_a_second_name_each(tmp_path):
+    file = tmp_path / "a.parquet"
+    for content in (b"first", b"second", b"third"):
+        file.unlink(missing_ok=True)
+        file.write_bytes(content)
+        os.utime(file, (1e9, 1e9))
+        for _ in range(2):  # a run that was killed before it deleted the first name
+            keep([str(file)])
+    kept = sorted(other.read_bytes() for other in tmp_path.glob("a--of-*.parquet"))
+    assert kept == [b"first", b"second", b"third"]
+
+
 def test_again_is_tried_again_where_it_was_killed(finished):
     finished.run("again", "--config", f"again={SEPARATE}--ckpt", FAKE_KILLED=f"{SEPARATE}--ckpt")
     finished.forget_calls()
