@@ -316,7 +316,7 @@ THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fu
 def test_headline_has_three_bars_and_says_how_much_faster_ours_is(build: Build) -> None:
     chart = headline(build(**sample.merged(H200, sample.steps(THREE))))
     assert chart.to_dict()["title"]["text"] == (
-        "Training is 1.50 times as fast as PyTorch's best on one NVIDIA H200"
+        "Training is 1.50 times as fast as PyTorch's best on an NVIDIA H200"
     )
     svg = _svg(chart)
     for text in ("1.00×  (200 ms)", "1.33×  (150 ms)", "2.00×  (100 ms)"):
@@ -326,7 +326,7 @@ def test_headline_has_three_bars_and_says_how_much_faster_ours_is(build: Build) 
 
 def test_headline_without_evidence_is_hollow_and_claims_nothing(build: Build) -> None:
     chart = headline(build(**sample.merged(H200, sample.steps(THREE, counts=None))))
-    assert chart.to_dict()["title"]["text"] == "Training speed on one NVIDIA H200"
+    assert chart.to_dict()["title"]["text"] == "Training speed on an NVIDIA H200"
     assert "recorded before evidence was kept" in _svg(chart)
 
 

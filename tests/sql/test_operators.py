@@ -137,7 +137,13 @@ def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> N
     assert flex["speedup"] is None
 
 
-def in_turn(run_id: str, minutes: float, times: dict[str, float], **columns: object) -> Tables:
+def in_turn(
+    run_id: str,
+    minutes: float,
+    times: dict[str, float],
+    sizes: dict[str, object] | None = None,
+    **columns: object,
+) -> Tables:
     """One run that timed these implementations of attention in turn; "fused-2" is a twin."""
     parts = [
         operator(
@@ -146,6 +152,7 @@ def in_turn(run_id: str, minutes: float, times: dict[str, float], **columns: obj
             twin="-" in name,
             config_id=f"attention--{name}",
             max_abs_error=0.0,
+            **sizes or {},
         )
         for name, time in times.items()
     ]
@@ -164,6 +171,29 @@ def test_an_operator_is_faster_where_all_its_runs_say_so(store: Callable[..., Qu
     assert (noise["n_equals"], noise["of_equals"]) == (3, pytest.approx(np.log(2.01 / 2)))
     (verdicts,) = query("from noise_verdicts")
     assert (verdicts["n_comparisons"], verdicts["n_called"], verdicts["n_containing"]) == (1, 0, 1)
+
+
+def test_sizes_whose_equals_differ_more_have_wider_intervals(store: Callable[..., Query]) -> None:
+    """Long calls meet the power limit: many pairs of short ones say nothing of them."""
+    short = {"sdpa_flash": 4.0, "fused": 2.0, "fused-2": 2.002}
+    long = {"sdpa_flash": 4.0, "fused": 2.0, "fused-2": 2.08}
+    sizes = {"shape": "long", "n_q": 50_000}
+    query = store(
+        gate("gate"),
+        *(in_turn(f"short{i}", i, short) for i in range(8)),
+        *(in_turn(f"long{i}", i, long, sizes) for i in range(2)),
+    )
+    errors = {
+        row["shape"]: row["equal_variance"] ** 0.5
+        for row in query(
+            "select distinct shape, equal_variance from estimates"
+            " inner join current_ops on generation = own where not equal"
+        )
+    }
+    assert errors == {
+        "mid": pytest.approx(0.001, rel=0.01),
+        "long": pytest.approx(0.0392, rel=0.01),
+    }
 
 
 def test_all_copies_of_an_implementation_are_compared_with_one_another(
@@ -268,6 +298,38 @@ def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Que
     rows = store(*parts)("from operator_choice")
     assert {row["shape"]: row["implementation"] for row in rows} == expected
     assert len(set(expected.values())) > 1
+
+
+def test_what_was_timed_alone_since_takes_no_candidate_from_auto(
+    store: Callable[..., Query],
+) -> None:
+    """As a study of noise does: eight copies of one implementation and nothing else."""
+    chose = {"launch_config": json.dumps({"implementation": "fused", "source": "tuned"})}
+    alone = {"recorded_at": NOW + timedelta(hours=1), "kernels_hash": "new", "config_id": "alone"}
+    query = store(
+        both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
+        both_passes("single", "mlp", 3.0, 9.0, **SIZES_OF_MLP),
+        both_passes("fused", "mlp", 1.0, 2.0, **SIZES_OF_MLP),
+        both_passes("auto", "mlp", 1.0, 2.0, **SIZES_OF_MLP | chose),
+        both_passes("fused", "mlp", 1.5, 3.0, **SIZES_OF_MLP | alone),
+    )
+    (regret,) = query("from auto_regret")
+    assert (regret["best_implementation"], regret["regret_of_choice"]) == ("fused", 0)
+    assert regret["has_evidence"] is False
+    (choice,) = query("from operator_choice")
+    assert (choice["implementation"], choice["n_candidates"]) == ("fused", 3)
+
+
+def test_the_others_of_an_operator_without_keys_are_listed(store: Callable[..., Query]) -> None:
+    query = store(
+        both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
+        both_passes("fused", "mlp", 1.0, 2.0, **SIZES_OF_MLP),
+    )
+    rows = query("select pass, others from own_operators order by pass")
+    assert rows == [
+        {"pass": "backward", "others": "torch 4"},
+        {"pass": "forward", "others": "torch 2"},
+    ]
 
 
 def test_regret_is_against_the_best_that_auto_could_choose(store: Callable[..., Query]) -> None:

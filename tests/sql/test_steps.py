@@ -181,6 +181,13 @@ def test_mfu_is_of_the_matmul_ceiling_of_the_device(store: Callable[..., Query])
     assert store(*parts)("select mfu from step_summary") == [{"mfu": None}]
 
 
+def test_work_that_was_skipped_and_counted_has_no_rate(store: Callable[..., Query]) -> None:
+    for share, expected in ((1.0, None), (0.8, 0.8)):
+        columns = {"flops": 2e9, "tflops": share, "gates": "baseline|skip_unread"}
+        (row,) = store(step("fused", [2.0], **columns))("select tflops from step_summary")
+        assert row["tflops"] == expected
+
+
 def test_the_newest_generation_counts(store: Callable[..., Query]) -> None:
     later = {"recorded_at": NOW + timedelta(hours=1), "kernels_hash": "new"}
     query = store(

@@ -88,8 +88,8 @@ def finding(shapes: list[list[Row]], device: str) -> str:
         ratios = [row["speedup_best"] for row in own]
         low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
         span = low if low == high else f"{low} to {high}"
-        return f"Training is {span} times as fast as PyTorch's best on one {device}"
-    return f"Training speed on one {device}"
+        return f"Training is {span} times as fast as PyTorch's best on an {device}"
+    return f"Training speed on an {device}"
 
 
 def _chart(

@@ -3,8 +3,8 @@
 --
 -- `regret` compares auto as it was timed: where it chose the best, what is left is what two timings
 -- of one implementation differ by. `regret_of_choice` compares the chosen implementation's own
--- timing. `tuned_on`: the table has an entry of this very shape. Peers that `auto` does not choose
--- from do not count, however fast.
+-- timing. `has_evidence`: all of these times count. `tuned_on`: the table has an entry of this very
+-- shape. Peers that `auto` does not choose from do not count, however fast.
 create or replace view auto_regret as
 with automatic as (
     select
@@ -17,6 +17,7 @@ with automatic as (
         n_k,
         launch_config ->> 'implementation' as chosen,
         launch_config ->> 'source' as source,
+        has_evidence,
         time_ms
     from operator_training
     where implementation = 'auto'
@@ -30,7 +31,8 @@ candidates as (
         dtype,
         map(list(implementation), list(time_ms)) as times_ms,
         arg_min(implementation, time_ms) as best_implementation,
-        min(time_ms) as best_time_ms
+        min(time_ms) as best_time_ms,
+        bool_and(has_evidence) as have_evidence
     from operator_training
     inner join auto_candidates using (op, implementation)
     where time_ms is not null
@@ -52,6 +54,7 @@ select
     best_implementation,
     best_time_ms,
     time_ms / best_time_ms - 1 as regret,
-    times_ms[chosen] / best_time_ms - 1 as regret_of_choice
+    times_ms[chosen] / best_time_ms - 1 as regret_of_choice,
+    coalesce(has_evidence and have_evidence, false) as has_evidence
 from automatic
 left join candidates using (device, op, shape, dtype);

@@ -1,36 +1,4 @@
--- Grain: question × run of its current generation × contender, failed runs included. A question is
--- of one pass, and a twin is a second contender of its implementation.
---
--- `counts`: the row may be compared. `why_not` says why not. A time that is no finite number is an
--- error here.
-create or replace table current_ops as
-select
-    ops.* replace (
-        evidence.status as status,
-        evidence.reason as reason,
-        evidence.role as role
-    ),
-    evidence.run,
-    sittings.gpu,
-    sittings.sitting,
-    evidence.question,
-    evidence.generation,
-    machines.torch,
-    machines.triton,
-    evidence.proven,
-    evidence.counts,
-    evidence.why_not
-from ops
-inner join evidence
-    on
-        ops.device = evidence.device
-        and run_of(ops.run_id, ops.device, ops.recorded_at) = evidence.run
-        and ops.config_id = evidence.config_id
-        and ops.pass = evidence.pass
-inner join sittings on evidence.device = sittings.device and evidence.run = sittings.run
-left join machines on ops.environment_id = machines.environment_id
-where evidence.is_current
-qualify
-    row_number()
-        over (partition by ops.device, evidence.run, ops.config_id, ops.pass order by ops.origin)
-    = 1;
+-- Grain: as `judged_ops`, of each question's current generation.
+create or replace view current_ops as
+select * exclude (is_current) from judged_ops
+where is_current;

@@ -2,11 +2,25 @@
 -- degrees of freedom. Null errors where a row of either has no evidence; such pairs are left out
 -- where there are others.
 --
--- `equal_variance` is the mean square of what equal things differ by: those of the same `part` (an
--- operator's pass, or a step's shape), with fewer than 8 pairs all operators or all steps of the
--- device, and with fewer than 8 again what is assumed.
+-- `equal_variance` is the mean square of what equal things differ by: those of the same sizes. With
+-- fewer than 8 such pairs it is that of the same `part` (an operator's pass, or a step's shape),
+-- with fewer again that of all operators or all steps of the device. Both are no less than what the
+-- few of these sizes show: long calls meet the power limit, short ones do not. With fewer than 8
+-- pairs on the device it is what is assumed.
 create or replace table estimates as
-with equal_parts as (
+with equal_sizes as (
+    select
+        device,
+        kind,
+        family,
+        avg(difference ** 2) as size_variance,
+        count(*) as n_size
+    from pairs
+    where successive and counts
+    group by device, kind, family
+),
+
+equal_parts as (
     select
         device,
         kind,
@@ -40,6 +54,7 @@ differences as (
         device,
         kind,
         part,
+        family,
         equal,
         own,
         base,
@@ -50,19 +65,21 @@ differences as (
         coalesce(var_samp(difference), 0) as variance
     from best_evidence
     where coalesce(counts, false) = has_evidence
-    group by device, kind, part, equal, own, base, has_evidence
+    group by device, kind, part, family, equal, own, base, has_evidence
 )
 
 select
-    differences.*,
+    differences.* exclude (family),
     case
-        when n_part >= 8 then part_variance
-        when n_kind >= 8 then kind_variance
+        when n_size >= 8 then size_variance
+        when n_part >= 8 then greatest(part_variance, size_variance)
+        when n_kind >= 8 then greatest(kind_variance, size_variance)
         else assumed_difference() ** 2
     end as equal_variance,
     case when has_evidence then standard_error(n_pairs, n_sittings, variance, equal_variance) end
         as log_error,
     n_pairs + 3 as degrees
 from differences
+left join equal_sizes using (device, kind, family)
 left join equal_parts using (device, kind, part)
 left join equal_kinds using (device, kind);

@@ -1,23 +1,27 @@
 -- Grain: device × op × shape × dtype × implementation: forward and backward together, of medians
 -- over the runs of the current generations; null where one of them was not timed.
 --
--- Of an operator's runs those with `auto` in them, where there are any: what it chose is compared
--- with what was timed beside it. The backward pass of mixture_nll is timed with its forward, so it
--- is all of it.
+-- Where the operator was timed with `auto`, of the runs of `auto`'s current generation alone: what
+-- it chose is compared with what was timed beside it, whatever was timed elsewhere since. The
+-- backward pass of mixture_nll is timed with its forward, so it is all of it.
 create or replace view operator_training as
 with runs as (
     select
         *,
-        bool_or(implementation = 'auto')
+        bool_or(implementation = 'auto' and is_current)
             over (partition by device, op, shape, dtype, run)
             as has_auto
-    from current_ops
+    from judged_ops
     where op not in ('matmul', 'copy') and not coalesce(twin, false)
 ),
 
 used as (
     select * from runs
-    qualify has_auto = max(has_auto) over (partition by device, op, shape, dtype)
+    qualify
+        case
+            when bool_or(has_auto) over (partition by device, op, shape, dtype) then has_auto
+            else is_current
+        end
 ),
 
 passes as (
@@ -40,7 +44,10 @@ passes as (
         arg_max(launch_config, recorded_at) as launch_config,
         max(recorded_at) as recorded_at,
         median(time_ms_p50) filter (where status = 'ok' and counts is distinct from false)
-            as pass_ms
+            as pass_ms,
+        bool_and(coalesce(counts, false))
+        filter (where status = 'ok' and counts is distinct from false)
+            as has_evidence
     from used
     group by device, op, shape, dtype, implementation, pass
 ),
@@ -65,6 +72,7 @@ whole as (
         ])),
         any_value(launch_config) as launch_config,
         max(recorded_at) as recorded_at,
+        bool_and(has_evidence) as has_evidence,
         any_value(pass_ms) filter (where pass = 'forward') as forward_ms,
         any_value(pass_ms) filter (where pass = 'backward') as backward_ms
     from passes

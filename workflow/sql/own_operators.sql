@@ -1,4 +1,4 @@
--- Grain: device × question of an operator of ours that was timed, beside all others of its job.
+-- Grain: device × question of an operator of ours that was timed, beside all others of its sizes.
 --
 -- `others` lists what is not ours with its time in ms, fastest first. `auto` is left out: it is one
 -- of the rest, and view `auto_regret` says which.
@@ -21,7 +21,18 @@ with others as (
     group by all
 )
 
-select *
-from operator_speedup
-left join others using (device, op, pass, shape, batch, n_q, n_k, dtype)
-where role = 'own' and status = 'ok' and implementation != 'auto';
+select
+    own.*,
+    others.others
+from operator_speedup as own
+left join others
+    on
+        own.device = others.device
+        and own.op = others.op
+        and own.pass = others.pass
+        and own.shape = others.shape
+        and own.batch = others.batch
+        and own.n_q = others.n_q
+        and own.n_k is not distinct from others.n_k -- only attention has keys
+        and own.dtype = others.dtype
+where own.role = 'own' and own.status = 'ok' and own.implementation != 'auto';

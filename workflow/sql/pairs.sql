@@ -3,15 +3,16 @@
 --
 -- Two operators are a pair within one run, where they took turns. Two steps are a pair within one
 -- sitting: the k-th run of the one with the k-th of the other. Versions of torch and triton are the
--- same. `own` and `base` are generations;
--- `base` is PyTorch's or another package's, or has a component of ours less. `equal` pairs are of
--- one generation, two copies in a run or two runs of a sitting; `successive` ones say how far equal
+-- same, and so is a step's model, known by its operations. `own` and `base` are generations; `base`
+-- is PyTorch's or another package's, or has a component of ours less. `equal` pairs are of one
+-- generation, two copies in a run or two runs of a sitting; `successive` ones say how far equal
 -- things differ. `counts` is null where one of the two has no evidence.
 create or replace table pairs as
 select
     own.device,
     own.kind,
     own.part,
+    own.family,
     own.generation as own,
     base.generation as base,
     own.sitting,
@@ -40,6 +41,7 @@ select
     later.device,
     later.kind,
     later.part,
+    later.family,
     concat_ws(
         ' ', later.generation, case later.kind when 'step' then later.run else later.config_id end
     ) as own,

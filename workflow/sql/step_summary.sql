@@ -3,13 +3,20 @@
 -- Over the runs that count; where none does, over those without evidence; where all are known not
 -- to count, over these. `counts` and `why_not` say which it was. `status` and `reason` are those of
 -- a failure where no run was timed; `n_failed` counts the others. `step_ms_low` and `_high` are the
--- shortest and the longest run. `mfu` is of the matmul ceiling. Operations are as the newest row
--- counts them: rows of the first sittings count work that `skip_unread` leaves out.
+-- shortest and the longest run. `mfu` is of the matmul ceiling. It and `tflops` are null where
+-- `skip_unread` left out work that the rows count nevertheless, as the first ones did.
 create or replace view step_summary as
 with runs as (
     select
         current_steps.*,
         current_steps.status = 'ok' as timed,
+        case
+            when
+                coalesce(current_steps.gates, '') not like '%skip_unread%'
+                or current_steps.tflops * current_steps.step_ms_p50
+                < 0.999 * current_steps.flops / 1e9
+                then current_steps.tflops * current_steps.step_ms_p50
+        end as work,
         coalesce(
             standing(current_steps.status, current_steps.counts)
             = max(standing(current_steps.status, current_steps.counts))
@@ -52,9 +59,9 @@ select
     median(tokens_per_s) filter (where is_used) as tokens_per_s,
     max(peak_memory_bytes) filter (where timed) as peak_memory_bytes,
     median(energy_j) filter (where is_used) as energy_j,
-    arg_max(tflops * step_ms_p50, recorded_at) filter (where is_used)
+    arg_max(work, recorded_at) filter (where is_used)
     / median(step_ms_p50) filter (where is_used) as tflops,
-    arg_max(tflops * step_ms_p50, recorded_at) filter (where is_used)
+    arg_max(work, recorded_at) filter (where is_used)
     / median(step_ms_p50) filter (where is_used) / any_value(ceiling_tflops) as mfu,
     bool_or(throttled) filter (where is_used) as throttled,
     arg_max(environment_id, recorded_at) as environment_id,

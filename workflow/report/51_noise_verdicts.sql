@@ -1,0 +1,26 @@
+-- # What equal things are called
+-- Each pair of equal things is judged by the rules that judge all others. To call one of them
+-- faster or slower is wrong: at most 1 % may be. An interval should contain 1: at least 93 % must.
+-- The shapes are those where pairs were timed, with the number of comparisons of each.
+with of_shapes as (
+    select
+        device,
+        kind,
+        shape,
+        count(*) as n_of_shape
+    from equal_things
+    group by device, kind, shape
+)
+
+select
+    device,
+    kind,
+    any_value(n_comparisons) as comparisons,
+    any_value(n_called) as called,
+    any_value(n_same) as same,
+    any_value(n_comparisons - n_containing) as intervals_without_1,
+    string_agg(shape || ' ' || n_of_shape, ', ' order by n_of_shape desc, shape asc) as shapes
+from noise_verdicts
+inner join of_shapes using (device, kind)
+group by device, kind
+order by device asc, kind desc;
