@@ -177,7 +177,7 @@ def test_training_claims_learning_only_above_the_shuffled_control(build: Build) 
     assert "learns from its context on NVIDIA H200 after 1,000 steps: 75% of the way" in found
 
     chart = draw("training", build(**sample.merged(H200, sample.training_rows(0.5, 0.45))))
-    assert "has not learned from its context" in title(chart)
+    assert "is not shown to use its context" in title(chart)
     assert "does not use its context" in _svg(chart)
 
     worse_than_prior = sample.training_rows(-1.2, -2.0)

@@ -90,7 +90,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     where = f"on {devices[slug]['name']} after {last['step']:,} steps"
     from_context = _nats_from_context(last)
     if from_context is None:
-        return f"{run} has not learned from its context {where}: shuffling it costs nothing"
+        return f"{run} is not shown to use its context {where}: shuffling it costs too little"
     if last["gap_closed"] is not None and last["gap_closed"] > 0:
         return (
             f"{run} learns from its context {where}: "
@@ -179,7 +179,7 @@ def _lesson(last: Row) -> str:
         return ""
     gain = _nats_from_context(last)
     if gain is None:
-        return "does not use its context: shuffling it costs nothing that can be measured"
+        return "not shown to use its context: shuffling it costs less than two standard errors"
     return f"uses its context: shuffling it costs {theme.number(gain)} nats per value"
 
 
