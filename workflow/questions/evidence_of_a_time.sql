@@ -1,5 +1,4 @@
--- Which code and which gates back a time? What has no gate was checked after it was timed.
--- Whose time is asked for stands in the line with `like`: write another name there.
+-- Which code and which gates back a time? Its name stands at `like`: write another one there.
 select m.config_id, m.pass, m.run, e.counts, e.why_not,
     list_sort(list(distinct concat_ws(' ', gate, passed, deciding_run)) filter (concerned))
         as gates,
