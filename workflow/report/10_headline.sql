@@ -52,4 +52,8 @@ left join speedup as plain
         and ours.dtype = plain.dtype
         and plain.role = 'baseline'
         and not (plain.checkpoint or plain.cuda_graph)
-order by sizes.memory_bytes desc, ours.device asc, ours.step_ms asc;
+order by
+    sizes.memory_bytes desc,
+    ours.device asc,
+    coalesce(plain.counts, false) desc,
+    ours.step_ms asc;
