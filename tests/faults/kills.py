@@ -33,6 +33,8 @@ IDENTITY = (
     "gate", "op", "implementation", "check", "config_id", "replicate", "pass", "stage", "run",
     "step", "status",
 )  # fmt: skip
+# What else tells the rows of one run apart; how many there are may depend on time.
+WITHIN_A_RUN = ("sample", "part", "name", "kernel", "target", "dtype", "launch_config")
 
 
 def configuration() -> dict:
@@ -163,6 +165,30 @@ def identities(database: Path) -> dict[str, list[tuple]]:
         return found
 
 
+def counted_twice(database: Path, n_kills: int) -> list[str]:
+    """Rows that stand more than once in their run, or in more runs than `n_kills` explain: each
+    kill lets a job that was measured be measured once more.
+    """
+    found = []
+    with duckdb.connect(str(database), read_only=True) as store:
+        for table, schema in TABLES.items():
+            if "run_id" not in schema.names:
+                continue
+            names = [f'"{name}"' for name in IDENTITY + WITHIN_A_RUN if name in schema.names]
+            of_a_job = bool({"gate", "config_id"}.intersection(schema.names))  # or of all that ran
+            rows = store.sql(
+                f"select {', '.join(names)}, count(*) as n_rows, count(distinct run_id) as n_runs "
+                f"from {table} group by all "
+                f"having n_rows != n_runs or ({of_a_job} and n_runs > 1 + {n_kills}) "
+                "order by all limit 3"
+            ).fetchall()
+            found += [
+                f"{table}: {n_rows} rows of {n_runs} runs after {n_kills} kills: {row}"
+                for *row, n_rows, n_runs in rows
+            ]
+    return found
+
+
 def training(database: Path) -> list[tuple]:
     """Training's rows but for when they were measured, and where."""
     likelihoods = (name for name in TABLES["training"].names if "log_likelihood" in name)
@@ -194,10 +220,10 @@ def killed(workflow: Workflow, after_s: float, how: signal.Signals) -> tuple[boo
     return True, found + workflow.torn()
 
 
-def differences(workflow: Workflow, unbroken: Workflow) -> list[str]:
-    """What a run that was killed has otherwise than one that was not."""
-    found = []
+def differences(workflow: Workflow, unbroken: Workflow, n_kills: int) -> list[str]:
+    """What a run that was killed `n_kills` times has otherwise than one that was not."""
     store, other = workflow.store(), unbroken.store()
+    found = counted_twice(store, n_kills) + counted_twice(other, 0)
     mine, theirs = identities(store), identities(other)
     for table in TABLES:
         if mine[table] != theirs[table]:
@@ -208,8 +234,10 @@ def differences(workflow: Workflow, unbroken: Workflow) -> list[str]:
                 f"lost {lost[:3]}, added {added[:3]}"
             )
     results = workflow.folder / "data/results.duckdb"
-    if results.exists() and identities(results) != mine:
-        found.append("the database has other rows than were measured")
+    if results.exists():
+        found += counted_twice(results, n_kills)
+        if identities(results) != mine:
+            found.append("the database has other rows than were measured")
     if training(store) != training(other):
         found.append("the rows of the training differ")
     mine, theirs = workflow.weights(), unbroken.weights()
@@ -225,10 +253,11 @@ def run(n: int, folder: Path, random: Random, target: str = "all") -> list[str]:
     if found := unbroken.finish():
         return found
     duration_s = time.monotonic() - start
-    n_killed = n_runs = 0
+    n_killed = n_runs = 0  # in all runs
     while n_killed < n:
         n_runs += 1
         workflow = Workflow(folder / f"run{n_runs}", target)
+        n_before = n_killed
         for _ in range(min(KILLS_A_RUN, n - n_killed)):
             # At most half a run: most kills then fall into another job than the one before.
             after_s, how = random.uniform(0.1, duration_s / 2), random.choice(SIGNALS)
@@ -237,6 +266,6 @@ def run(n: int, folder: Path, random: Random, target: str = "all") -> list[str]:
             n_killed += was_killed
             if not was_killed:
                 break
-        harm = workflow.finish() or differences(workflow, unbroken)
+        harm = workflow.finish() or differences(workflow, unbroken, n_killed - n_before)
         found += [f"run {n_runs}: {what}" for what in harm]
     return found
