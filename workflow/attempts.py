@@ -117,23 +117,28 @@ def named(
     Args:
         names: a list, or text with commas between.
         jobs: id → job; the parts of an id are joined by "--".
-        elsewhere: what an id begins with that has jobs on other devices → a sentence that says so.
+        elsewhere: id of what only another device can measure → a sentence that says so.
 
     Raises:
         ValueError: a name that no id begins with.
     """
     chosen = set()
     for name in str(names).split(",") if not isinstance(names, list) else map(str, names):
-        of_name = {job for id_, job in jobs.items() if f"{id_}--".startswith(f"{name}--")}
-        if not of_name and (study := name.split("--")[0]) in elsewhere:
-            raise ValueError(f"again: {elsewhere[study]}")
-        if not of_name:
-            parts = [id_.split("--") for id_ in jobs]
+        if of_name := {jobs[id_] for id_ in _of_name(name, jobs)}:
+            chosen |= of_name
+        elif others := _of_name(name, elsewhere):
+            raise ValueError(f"again: {elsewhere[others[0]]}")
+        else:
+            parts = [id_.split("--") for id_ in (*jobs, *elsewhere)]
             known = {"--".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
             close = get_close_matches(name, known, n=1)
+            here = sorted({id_.split("--")[0] for id_ in jobs})
             hint = f"did you mean {close[0]!r}?" if close else (
-                f"choose from {', '.join(sorted({part[0] for part in parts}))}, or a config_id"
+                f"choose from {', '.join(here)}, or a config_id"
             )  # fmt: skip
-            raise ValueError(f"again: nothing that runs on this device is named {name!r}: {hint}")
-        chosen |= of_name
+            raise ValueError(f"again: nothing is named {name!r}: {hint}")
     return chosen
+
+
+def _of_name(name: str, ids: Iterable[str]) -> list[str]:
+    return [id_ for id_ in ids if f"{id_}--".startswith(f"{name}--")]

@@ -5,7 +5,7 @@ Pure functions of the configuration and the device; the rules turn each entry in
 
 import hashlib
 import json
-from itertools import product
+from itertools import chain, product
 
 from tnp.bench.outcome import twins
 from tnp.bench.sizes import CEILINGS
@@ -242,6 +242,26 @@ def elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:
         f"run here is {here} and all"
         for name, spec in (studies | config["training"]).items()
         if device not in spec["devices"]
+    }
+
+
+def names(config: dict, device: str, slug: str) -> dict[str, tuple[str, str]]:
+    """{id: (kind, name) of a job} of everything that can be measured again on this device."""
+    jobs = {name: ("step", name) for name in steps(config, device, slug)}
+    for job, parameters in ops(config, device, slug).items():
+        jobs |= dict.fromkeys((job, *parameters["implementations"].values()), ("op", job))
+    jobs |= {name: ("train", name) for name in training(config, device, slug)}
+    return jobs | {f"gates--{name}": ("gate", name) for name in config["gates"]}
+
+
+def names_elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:
+    """{id: a sentence that says for which device it is} of what only others can measure."""
+    sentences = elsewhere(config, device, slug)
+    others = (names(config, other, other) for other in config["compute_dtype"] if other != device)
+    return {
+        name: sentences[study]
+        for name in chain.from_iterable(others)
+        if (study := name.split("--")[0]) in sentences
     }
 
 

@@ -303,6 +303,16 @@ def test_names_are_whole_parts_of_ids():
         named("mlp--smal", jobs, {})
 
 
+def test_a_typo_is_said_before_the_device_that_it_is_for():
+    jobs = {"mlp--small": 1}
+    elsewhere = {"attention--small": "'attention' is for cuda alone"}
+    for name in ("attention", "attention--small"):
+        with pytest.raises(ValueError, match="^again: 'attention' is for cuda alone$"):
+            named(name, jobs, elsewhere)
+    with pytest.raises(ValueError, match="'attention--smal': did you mean 'attention--small'"):
+        named("attention--smal", jobs, elsewhere)
+
+
 def test_a_kill_after_a_training_said_that_it_was_done_trains_nothing_again(checkout):
     shutil.copy(ROOT / "tnp/train.py", checkout.folder / "tnp/train.py")
     final = checkout.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"

@@ -48,20 +48,12 @@ GATE_PRIORITY = len(ORDER) + 1
 PLANNING = workflow.is_main_process
 ATTEMPTS = Attempts(RUNS, PLANNING)
 
-# Everything that `again` may name, and what is meant: (kind, name) of a job.
-NAMES = (
-    {name: ("step", name) for name in STEPS}
-    | {
-        name: ("op", job)
-        for job, parameters in OPS.items()
-        for name in (job, *parameters["implementations"].values())
-    }
-    | {name: ("train", name) for name in TRAINING}
-    | {f"gates--{name}": ("gate", name) for name in config["gates"]}
-)
 ELSEWHERE = plan.elsewhere(config, DEVICE, SLUG)
 try:
-    AGAIN = named(again, NAMES, ELSEWHERE) if PLANNING and again is not None else set()
+    AGAIN = set()
+    if PLANNING and again is not None:
+        here = (config, DEVICE, SLUG)
+        AGAIN = named(again, plan.names(*here), plan.names_elsewhere(*here))
 except ValueError as error:
     sys.exit(str(error))
 
