@@ -70,7 +70,15 @@ def test_a_study_is_a_target_where_its_device_is(checkout):
     [
         (["cqu"], "unknown target 'cqu': did you mean 'cpu'?"),
         (["everything"], "unknown target 'everything': choose from again, all, attention, cpu, "),
+        (["figures/speedup.html"], "unknown target 'figures/speedup.html': "),
+        (["data/results.duckdb"], "unknown target 'data/results.duckdb': "),
+        (["data/runs/cpu/steps/a.parquet"], "unknown target 'data/runs/cpu/steps/a.parquet': choo"),
         (["again", "--config", "again=mlp"], "again: 'mlp' is for cuda alone, and the device is"),
+        (["again", "--config", "again=mlp--tiny"], "again: 'mlp' is for cuda alone, and the dev"),
+        (
+            ["again", "--config", "again=mlp--tyny"],
+            "again: nothing is named 'mlp--tyny': did ",
+        ),
     ],
 )
 def test_a_target_that_is_not_there_is_one_sentence(checkout, arguments, sentence):

@@ -162,9 +162,21 @@ def nothing_here(study):
     return lambda wildcards: sys.exit(ELSEWHERE[study])
 
 
+def made_by_rules():
+    """A pattern that matches every file that the rules until here make."""
+    files = [file for rule in workflow.rules for file in rule.output]
+    return "|".join(re.sub(r"\(\?P<\w+>", "(?:", file.regex().pattern) for file in files)
+
+
 def unknown_target(wildcards):
+    target = wildcards.target
+    if target.startswith(("data/", "figures/")) and not target.startswith("data/runs/"):
+        sys.exit(
+            f"unknown target {target!r}: `snakemake figures` draws all figures and builds the "
+            "database, from whatever was measured"
+        )
     targets = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
-    sys.exit(unknown("target", wildcards.target, sorted(targets)))
+    sys.exit(unknown("target", target, sorted(targets)))
 
 
 def to_measure_again(wildcards):

@@ -33,11 +33,12 @@ for study in ELSEWHERE.keys() - config["training"]:
             nothing_here(study),
 
 
-# What is no rule and no path, Snakemake takes for a file to be made.
+# What is no rule, Snakemake takes for a file to be made. This is each name without a folder, and
+# each path to what is made here otherwise than by a rule with that output.
 rule unknown_target:
     input:
         unknown_target,
     output:
         "{target}",
     wildcard_constraints:
-        target="[^/]+",
+        target=rf"[^/]+|(?!{made_by_rules()})(?:data|figures)/.+",
