@@ -165,7 +165,9 @@ def nothing_here(study):
 def made_by_rules():
     """A pattern that matches every file that the rules until here make."""
     files = [file for rule in workflow.rules for file in rule.output]
-    return "|".join(re.sub(r"\(\?P<\w+>", "(?:", file.regex().pattern) for file in files)
+    return "|".join(
+        re.sub(r"\(\?P<\w+>", "(?:", file.regex().pattern) for file in files
+    )
 
 
 def unknown_target(wildcards):
