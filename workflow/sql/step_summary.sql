@@ -8,7 +8,7 @@
 create or replace view step_summary as
 with runs as (
     select
-        current_steps.*,
+        current_steps.* exclude (tflops, mfu),
         current_steps.status = 'ok' as timed,
         case
             when
@@ -61,8 +61,7 @@ select
     median(energy_j) filter (where is_used) as energy_j,
     arg_max(work, recorded_at) filter (where is_used)
     / median(step_ms_p50) filter (where is_used) as tflops,
-    arg_max(work, recorded_at) filter (where is_used)
-    / median(step_ms_p50) filter (where is_used) / any_value(ceiling_tflops) as mfu,
+    tflops / any_value(ceiling_tflops) as mfu,
     bool_or(throttled) filter (where is_used) as throttled,
     arg_max(environment_id, recorded_at) as environment_id,
     arg_max(operators, recorded_at) as operators,
