@@ -23,6 +23,7 @@ SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": 
 Row = dict[str, object]
 Tables = dict[str, list[Row]]
 Query = Callable[[str], list[Row]]
+Store = Callable[..., Query]
 
 
 @pytest.fixture
@@ -175,3 +176,9 @@ def runs(
         run(f"{named} {minutes + i} {name}", part, minutes=minutes + i, **of_runs)
         for i, part in enumerate(parts)
     ]
+
+
+def one(query: Query, sql: str) -> Row:
+    """The only row of the answer."""
+    (row,) = query(sql)
+    return row

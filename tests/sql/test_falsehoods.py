@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -12,26 +11,21 @@ from tests.sql.conftest import (
     NOW,
     Query,
     Row,
+    Store,
     Tables,
     check,
     gate,
+    one,
     operator,
     run,
-    runs,
     step,
 )
 
-Store = Callable[..., Query]
 JUDGED = "select variant, run_id, proven, counts, why_not from current_steps order by run"
 
 
 def code(kernel: str = "1", module: str = "1") -> dict[str, dict[str, str]]:
     return {"kernel": {"_kernel": kernel}, "module": {"tnp.model": module}}
-
-
-def one(query: Query, sql: str) -> Row:
-    (row,) = query(sql)
-    return row
 
 
 def test_a_row_with_its_gate_green_counts(store: Store) -> None:
@@ -355,94 +349,3 @@ def test_what_was_recorded_before_evidence_is_neither_proven_nor_disproven(store
         assert row["why_not"] == "recorded before evidence was kept"
     row = one(store(red, run("r", step("fused", [1.0]))), JUDGED)
     assert row["why_not"].startswith("gate proof has not run on this code")
-
-
-# Of 4, 8 and 13: what the views that compare make of it.
-COMPARED = ("speedup", "speedup_low", "verdict", "speedup_best", "verdict_best")
-NOTHING = [None] * len(COMPARED)
-
-
-# 4
-@pytest.mark.parametrize("passed", [True, False])
-def test_a_red_gate_compares_nothing(store: Store, passed: bool) -> None:
-    times = {"sdpa_flash": 2.0, "fused": 1.0}
-    query = store(
-        gate("green"),
-        *(part for name in times for part in runs(name, [times[name]], gates="proof")),
-        run("op", *(operator(name, time_ms_p50=time) for name, time in times.items())),
-        gate("newer", passed, minutes=5),
-    )
-    row = one(query, "from operator_speedup where implementation = 'fused'")
-    assert ([row[name] for name in COMPARED] == NOTHING) is not passed
-    row = one(query, "from speedup where variant = 'fused'")
-    assert ([row[name] for name in COMPARED] == NOTHING) is not passed
-    assert query("select verdict from contrasts where verdict = 'faster'") != [] or not passed
-
-
-# 8
-def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
-    for other in ({"gpu": "GPU-2"}, {"torch": "2.11.0"}):
-        query = store(
-            gate("g"),
-            gate("g2", **other),
-            *runs("sdpa_flash", [2.0]),
-            *runs("fused", [1.0], **other),
-        )
-        row = one(query, "from speedup where variant = 'fused'")
-        assert (row["counts"], row["step_ms"]) == (True, 1.0)
-        assert [row[name] for name in COMPARED] == NOTHING, other
-
-
-def test_each_pair_is_on_one_gpu(store: Store) -> None:
-    """The second GPU is half as fast: what it does to both contenders changes no ratio."""
-    query = store(
-        gate("g"),
-        *runs("sdpa_flash", [2.0]),
-        *runs("fused", [1.0]),
-        *runs("sdpa_flash", [4.0], gpu="GPU-2", name="2"),
-        *runs("fused", [2.0], gpu="GPU-2", name="2"),
-    )
-    row = one(query, "from speedup where variant = 'fused'")
-    assert (row["n_pairs"], row["n_sittings"], row["speedup"]) == (2, 2, pytest.approx(2))
-    assert one(query, "from contrasts where figure = 'speedup' and verdict = 'faster'")
-
-
-# 13
-def test_a_throttled_baseline_makes_no_win(store: Store) -> None:
-    for throttled in (False, True):
-        query = store(
-            gate("g"), *runs("sdpa_flash", [9.0], throttled=throttled), *runs("fused", [1.0])
-        )
-        row = one(query, "from speedup where variant = 'fused'")
-        assert ([row[name] for name in COMPARED] == NOTHING) is throttled
-        assert (row["verdict"] == "faster") is not throttled
-
-
-def test_an_operator_of_ours_without_a_gate_is_not_proven(store: Store) -> None:
-    """The check after timing proves PyTorch's forms; ours need a gate besides."""
-    evidence = {"time_ms_p50": 1.0, "max_abs_error": 0.0, "gates": "", "settled": True}
-    for role, proven in (("own", None), ("peer", True)):
-        query = store(run("r", operator("fused", role=role, **evidence)))
-        assert one(query, "from current_ops")["proven"] is proven
-
-
-def test_steps_of_two_models_are_not_compared(store: Store) -> None:
-    """A smaller model is faster, and says nothing of the kernels."""
-    query = store(
-        gate("g"), *runs("sdpa_flash", [9.0], flops=8e12), *runs("fused", [1.0], flops=1e12)
-    )
-    assert one(query, "from speedup where variant = 'fused'")["verdict"] is None
-
-
-def test_operations_that_one_commit_counted_otherwise_part_no_step_from_its_baseline(
-    store: Store,
-) -> None:
-    """Rows of the second sitting leave out what `skip_unread` does; their model is the same."""
-    query = store(
-        gate("g"),
-        *runs("sdpa_flash", [9.0], flops=8e12),
-        *runs("fused", [3.0], flops=8e12),
-        *runs("fused", [3.0], flops=6e12, gpu="GPU-2", name="2"),
-    )
-    row = one(query, "from speedup where variant = 'fused'")
-    assert (row["verdict"], row["n_pairs"]) == ("faster", 1)
