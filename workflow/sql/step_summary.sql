@@ -8,19 +8,19 @@
 create or replace view step_summary as
 with runs as (
     select
-        current_steps.* exclude (tflops, mfu),
-        current_steps.status = 'ok' as timed,
+        * exclude (tflops, mfu),
+        status = 'ok' as timed,
         case
             when
-                coalesce(current_steps.gates, '') not like '%skip_unread%'
-                or current_steps.tflops * current_steps.step_ms_p50
-                < 0.999 * current_steps.flops / 1e9
-                then current_steps.tflops * current_steps.step_ms_p50
+                coalesce(gates, '') not like '%skip_unread%'
+                or tflops * step_ms_p50
+                < 0.999 * flops / 1e9
+                then tflops * step_ms_p50
         end as work,
         coalesce(
-            standing(current_steps.status, current_steps.counts)
-            = max(standing(current_steps.status, current_steps.counts))
-                over (partition by current_steps.device, current_steps.question),
+            standing(status, counts)
+            = max(standing(status, counts))
+                over (partition by device, question),
             false
         ) as is_used
     from current_steps
