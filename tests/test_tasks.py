@@ -119,6 +119,12 @@ def test_pictures_have_a_whole_number_of_points(n_points):
         ImageTasks(n_points)
 
 
+def test_an_array_that_is_no_tensor_is_named() -> None:
+    x, y = torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)
+    with pytest.raises(TypeError, match=r"y_context is a ndarray: it must be a torch\.Tensor"):
+        Task(x, y.numpy(), x, y)
+
+
 def test_a_task_lies_on_one_device():
     with pytest.raises(ValueError, match="y_target is on meta and x_context on cpu: a task's"):
         Task(points(3), points(3), points(2), points(2).to("meta"))

@@ -25,11 +25,11 @@ VIEWS = {
     " counts boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double",
+    " speedup_best_high double, leads boolean",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
-    " why_not text, peak_memory_gib double",
+    " counts boolean, why_not text, peak_memory_gib double",
     "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, role text, stage text,"
-    " time_ms double, share double",
+    " counts boolean, time_ms double, share double",
     "training_curves": "device text, run text, variant text, source text, batch integer,"
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
@@ -120,7 +120,11 @@ def steps(
             baseline = dict(peers)["sdpa_flash"]
             fastest = min(peer for _, peer in peers)
             speedup = {"baseline_step_ms": baseline, "best_pytorch_step_ms": fastest}
-            speedup |= {"step_ms": time, "counts": counts}
+            own = [
+                ms for (where, name), ms in times.items() if where == shape and role(name) == "own"
+            ]
+            leads = role(variant) == "own" and time == min(ms for ms in own if ms != status)
+            speedup |= {"step_ms": time, "counts": counts, "leads": leads}
             speedup |= compared("speedup", "verdict", baseline / time, counts)
             speedup |= compared("speedup_best", "verdict_best", fastest / time, counts)
             memory = 2.0 if checkpoint else 8.0
@@ -129,7 +133,9 @@ def steps(
         )
         named = key | sized(shape) | switches | outcome | {"role": role(variant)}
         tables["speedup"].append(named | {"dtype": "bfloat16"} | speedup)
-        tables["memory"].append(named | {"optimizer": True, "peak_memory_gib": memory})
+        tables["memory"].append(
+            named | {"optimizer": True, "counts": counts, "peak_memory_gib": memory}
+        )
         tables["matrix"].append(
             key
             | sized(shape)
@@ -158,13 +164,18 @@ def compared(name: str, verdict: str, ratio: float, counts: bool | None) -> Row:
     return {name: ratio, f"{name}_low": ratio * 0.99, f"{name}_high": ratio * 1.01, verdict: found}
 
 
-def stage_rows(seconds: dict[str, float], device: str = GPU, variant: str = "sdpa_flash") -> dict:
+def stage_rows(
+    seconds: dict[str, float],
+    device: str = GPU,
+    variant: str = "sdpa_flash",
+    counts: bool | None = True,
+) -> dict:
     total = sum(seconds.values())
     key = {"device": device, "config_id": f"mid--{variant}", "variant": variant} | sized("mid")
     rows = [
         key
         | {"checkpoint": False, "cuda_graph": False, "role": role(variant)}
-        | {"stage": stage, "time_ms": time, "share": time / total}
+        | {"stage": stage, "counts": counts, "time_ms": time, "share": time / total}
         for stage, time in seconds.items()
     ]
     return {"stage_share": rows, **step_summary(device, variant)}

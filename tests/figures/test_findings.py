@@ -26,21 +26,21 @@ def speedup_title(build: Build, times: dict) -> str:
 def test_speedup_claims_faster_against_both_only_where_both_intervals_do(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert found.startswith("Our attention, deterministic trains 2.00× faster than plain PyTorch")
+    assert found.startswith("Our attention, deterministic trains 2.00× as fast as plain PyTorch")
     assert "at mid on NVIDIA H200" in found
-    assert "1.50× faster than PyTorch's fastest" in found
+    assert "1.50× as fast as PyTorch's fastest" in found
 
 
 def test_speedup_says_where_pytorch_is_faster_still(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 80.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert "2.00× faster than plain PyTorch" in found
-    assert "1.25× slower than PyTorch's fastest" in found
+    assert "2.00× as fast as plain PyTorch" in found
+    assert "0.800× as fast as PyTorch's fastest" in found
 
 
 def test_a_slower_variant_is_never_called_faster(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 150.0})
-    assert "1.50× slower than plain PyTorch" in found
+    assert "0.667× as fast as plain PyTorch" in found
     assert "faster than" not in found
 
 
@@ -55,12 +55,28 @@ def test_steps_without_evidence_are_hollow_and_claim_nothing(build: Build) -> No
     for counts, faster in ((True, True), (None, False)):
         tables = sample.merged(H200, sample.steps(times, counts=counts))
         chart = draw("speedup", build(**tables))
-        assert ("2.00× faster than" in title(chart)) is faster
-        assert ("recorded before evidence was kept" in title(chart)) is not faster
+        assert ("2.00× as fast as" in title(chart)) is faster
+        assert ("medians alone" in title(chart)) is not faster
         filled = {
             "fill=" in mark for mark in re.findall(r'<path [^>]*="point"[^>]*/>', _svg(chart))
         }
         assert filled == {faster}
+
+
+@pytest.mark.parametrize("counts", [True, None, False])
+def test_memory_without_evidence_is_hollow(build: Build, counts: bool | None) -> None:
+    """Times that do not count say nothing against the memory that was measured beside them."""
+    times = {("mid", "sdpa_flash"): 200.0, ("mid", "separate"): 100.0}
+    svg = _svg(draw("memory", build(**sample.merged(H200, sample.steps(times, counts=counts)))))
+    filled = {"fill=" in mark for mark in re.findall(r'<path [^>]*="point"[^>]*/>', svg)}
+    assert filled == {counts is not None}
+
+
+@pytest.mark.parametrize("counts", [True, None])
+def test_stages_without_evidence_are_pale(build: Build, counts: bool | None) -> None:
+    rows = sample.stage_rows({"embed": 1.0, "backward": 3.0}, counts=counts)
+    svg = _svg(draw("stages", build(**sample.merged(H200, rows))))
+    assert ('opacity="0.4"' in svg) is (counts is None)
 
 
 @pytest.mark.parametrize("figure", ["speedup", "matrix", "ablation"])
@@ -101,7 +117,7 @@ def test_speedup_of_a_step_without_a_plain_one_in_its_sittings_is_said(build: Bu
 
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "sdpa_cudnn"): 50.0})
-    assert found.startswith("PyTorch, cuDNN attention trains 2.00× faster than plain PyTorch")
+    assert found.startswith("PyTorch, cuDNN attention trains 2.00× as fast as plain PyTorch")
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0})
     assert found.startswith("No configuration timed on NVIDIA H200 is measurably faster than")
 

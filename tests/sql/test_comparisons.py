@@ -27,7 +27,8 @@ def test_a_red_gate_compares_nothing(store: Store, passed: bool) -> None:
 
 # 8
 def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
-    for other in ({"gpu": "GPU-2"}, {"torch": "2.11.0"}):
+    """Of two GPUs of one model the medians are compared, without an interval or a verdict."""
+    for other, ratio in (({"gpu": "GPU-2"}, 2), ({"torch": "2.11.0"}, None)):
         query = store(
             gate("g"),
             gate("g2", **other),
@@ -36,7 +37,56 @@ def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
         )
         row = one(query, "from speedup where variant = 'fused'")
         assert (row["counts"], row["step_ms"]) == (True, 1.0)
-        assert [row[name] for name in COMPARED] == NOTHING, other
+        compared = (ratio, None, None, ratio, None)
+        assert tuple(row[name] for name in COMPARED) == pytest.approx(compared), other
+
+
+def test_a_slower_baseline_never_stands_in_for_the_fastest(store: Store) -> None:
+    """PyTorch's fastest was timed on another GPU, under another torch, or beside a peer alone."""
+    for other, ratio in (({"gpu": "GPU-2"}, 0.5), ({"torch": "2.11.0"}, None)):
+        query = store(
+            gate("g"),
+            gate("g2", **other),
+            *runs("sdpa_flash", [9.0]),
+            *runs("fused", [2.0]),
+            *runs("sdpa_cudnn", [1.0], **other),
+        )
+        row = one(query, "from speedup where variant = 'fused'")
+        assert row["verdict"] == "faster"
+        assert row["best_pytorch_variant"] == "sdpa_cudnn"
+        assert (row["speedup_best"], row["verdict_best"]) == (pytest.approx(ratio), None), other
+    query = store(
+        gate("g"),
+        run("r", operator("sdpa_flash", time_ms_p50=9.0), operator("fused", time_ms_p50=2.0)),
+        run("s", operator("sdpa_flash", time_ms_p50=9.0), operator("fa4", time_ms_p50=1.0)),
+    )
+    row = one(query, "from operator_speedup where implementation = 'fused'")
+    assert (row["verdict"], row["best_peer_implementation"]) == ("faster", "fa4")
+    assert (row["speedup_best"], row["verdict_best"]) == (None, None)
+
+
+def test_of_baselines_within_one_percent_the_one_timed_beside_ours_is_taken(store: Store) -> None:
+    query = store(
+        gate("g"),
+        gate("g2", gpu="GPU-2"),
+        *runs("sdpa_cudnn", [1.0]),
+        *runs("fused", [0.5]),
+        *runs("sdpa_padded", [0.995], role="peer", gpu="GPU-2"),
+    )
+    row = one(query, "from speedup where variant = 'fused'")
+    assert (row["best_pytorch_variant"], row["verdict_best"]) == ("sdpa_cudnn", "faster")
+
+
+def test_the_leading_step_of_ours_is_the_surest_not_the_one_on_the_faster_gpu(store: Store) -> None:
+    query = store(
+        gate("g"),
+        gate("g2", gpu="GPU-2"),
+        *runs("sdpa_cudnn", [2.0]),
+        *runs("fused", [1.0]),
+        *runs("separate", [0.99], gpu="GPU-2"),
+    )
+    rows = {row["variant"]: row["leads"] for row in query("from speedup")}
+    assert rows == {"sdpa_cudnn": False, "fused": True, "separate": False}
 
 
 def test_each_pair_is_on_one_gpu(store: Store) -> None:

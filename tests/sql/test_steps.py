@@ -138,10 +138,14 @@ def test_steps_from_before_evidence_have_a_ratio_and_no_verdict(
     assert row["why_not"] == "recorded before evidence was kept"
 
 
-def test_steps_of_different_sittings_are_not_compared(store: Callable[..., Query]) -> None:
+def test_steps_of_different_sittings_have_a_ratio_and_no_verdict(
+    store: Callable[..., Query],
+) -> None:
     query = store(gate("gate"), *runs("sdpa_flash", [100.0]), *runs("separate", [50.0], minutes=40))
     (row,) = query("from speedup where variant = 'separate'")
-    assert (row["counts"], row["step_ms"], row["speedup"], row["verdict"]) == (True, 50, None, None)
+    assert (row["counts"], row["step_ms"], row["speedup"]) == (True, 50, pytest.approx(2))
+    names = ("speedup_low", "speedup_high", "q", "verdict", "n_pairs")
+    assert [row[name] for name in names] == [None] * 5
 
 
 def test_what_does_not_count_is_listed_and_not_compared(store: Callable[..., Query]) -> None:

@@ -51,7 +51,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     subtitle = [
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
         "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
-        "No error bars: runs allocate alike. Each shape has its own scale.",
+        "No error bars: runs allocate alike. Each shape has its own scale. Hollow: "
+        f"{theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -116,7 +117,12 @@ def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt
 
 def _panel(rows: list[Row], lines: switches.Lines, colors: alt.Scale) -> alt.TopLevelMixin:
     measured = [
-        row | {"switch": switches.name(row), "label": theme.number(row["peak_memory_gib"])}
+        row
+        | {
+            "switch": switches.name(row),
+            "label": theme.number(row["peak_memory_gib"]),
+            "hollow": row["counts"] is None,  # times that had not settled say nothing of memory
+        }
         for row in rows
         if row["peak_memory_gib"]
     ]
@@ -128,8 +134,11 @@ def _panel(rows: list[Row], lines: switches.Lines, colors: alt.Scale) -> alt.Top
     base = data.drawing(measured).encode(x=x, **y)
     layers = [
         base.mark_bar(height=switches.SLOT_HEIGHT // 2, opacity=0.35).encode(color=color),
-        base.mark_point(filled=True, size=75, opacity=1).encode(
-            color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP
+        *(
+            base.transform_filter(f"{negation}datum.hollow")
+            .mark_point(filled=filled, size=75, opacity=1)
+            .encode(color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP)
+            for negation, filled in (("!", True), ("", False))
         ),
         *theme.text(base.encode(text="label:N"), dx=8),
         *switches.failures(rows, y),

@@ -66,7 +66,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     subtitle = [
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
         "that of the configuration, on the same device, shape and dtype. "
-        "Bars: 95% interval. Dashed line: PyTorch's fastest configuration at that shape. "
+        "Bars: 95% interval, where the two were timed in one sitting. Dashed line: PyTorch's "
+        "fastest configuration at that shape. "
         "Bold: the fastest of those with evidence. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict.",
         "Called faster or slower: where the bar clears 1× by more than 1%, allowing for how many "
@@ -88,7 +89,12 @@ def _device_finding(timed: list[Row], device: str) -> str:
     own = [row for row in timed if row["role"] == "own"]
     if own:
         best = max(
-            own, key=lambda row: (bool(row["counts"]), row["speedup_best"] or row["speedup"])
+            own,
+            key=lambda row: (
+                bool(row["counts"]),
+                row["speedup_best_low"] or 0,
+                row["speedup_best"] or row["speedup"],
+            ),
         )
         sentence = (
             f"{theme.sentence(switches.configuration(best))} trains "
@@ -103,7 +109,7 @@ def _device_finding(timed: list[Row], device: str) -> str:
     if best["verdict"] == "faster":
         return (
             f"{theme.sentence(switches.configuration(best))} trains "
-            f"{theme.times(best['speedup'])} faster than {PLAIN} at "
+            f"{theme.times(best['speedup'])} as fast as {PLAIN} at "
             f"{best['shape']} on {device}; this project's kernels are not timed there"
         )
     return f"No configuration timed on {device} is measurably faster than {PLAIN}"

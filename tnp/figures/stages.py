@@ -13,6 +13,7 @@ PANEL_WIDTH = 480  # px
 COLUMNS = 1  # panels abreast
 BAR_HEIGHT = 26  # px
 LABEL_WIDTH = 30  # px: a narrower segment has no room for its percentage
+PALE = alt.value(0.4)
 
 # In the order of the step: forward stages in hues, then what follows them.
 STAGES = {
@@ -51,7 +52,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "over layers; backward includes what checkpointing recomputes.",
         "Numbers: share of the stages' sum. No error bars: timed in passes of their own, stages "
         "are for proportions; the figure speedup has the intervals of whole steps. A short eager "
-        "step may wait for the host, which a CUDA graph spares it.",
+        "step may wait for the host, which a CUDA graph spares it. "
+        f"Pale: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
 
@@ -120,7 +122,9 @@ def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
         alt.Tooltip("time_ms:Q", format=".4~r", title="ms"),
         alt.Tooltip("share:Q", format=".1%"),
     ]
-    bars = base.mark_bar(stroke="white", strokeWidth=1).encode(color=color, tooltip=tooltip)
+    bars = base.mark_bar(stroke="white", strokeWidth=1).encode(
+        color=color, tooltip=tooltip, opacity=alt.condition("datum.counts", alt.value(1), PALE)
+    )
     numbers = base.mark_text(fontSize=11, color=theme.INK).encode(
         x=x.bandPosition(0.5), text="label:N", detail="stage:N"
     )

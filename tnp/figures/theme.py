@@ -98,15 +98,13 @@ def evidence(counts: bool | None) -> str:
 def verdict(ratio: float, decided: str | None) -> str:
     """What may be said of a ratio of speeds: view `contrasts` has decided, or None could be."""
     match decided:
-        case "faster":
-            return f"{times(ratio)} faster than"
-        case "slower":
-            return f"{times(1 / ratio)} slower than"
+        case "faster" | "slower":
+            return f"{times(ratio)} as fast as"
         case "same":
             return "as fast, within 1%, as"
         case "ambiguous":
             return "neither measurably faster nor slower than"
-    return f"{times(ratio)} as fast ({WITHOUT_EVIDENCE}) as"
+    return f"{times(ratio)} as fast (medians alone, no verdict) as"
 
 
 def sentence(text: str) -> str:

@@ -33,7 +33,8 @@ def random_generator(device: torch.device, seed: int, step: int) -> torch.Genera
 class Task:
     """x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N, d_y].
 
-    Raises ValueError where shapes or devices do not go together or there is no context point.
+    Raises TypeError for what is no tensor, ValueError where shapes or devices do not go together or
+    there is no context point.
     """
 
     x_context: torch.Tensor
@@ -43,6 +44,11 @@ class Task:
 
     def __post_init__(self) -> None:
         for field, tensor in zip(fields(self), self, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"{field.name} is a {type(tensor).__name__}: it must be a torch.Tensor; "
+                    "torch.as_tensor(…, dtype=torch.float32) makes one"
+                )
             if tensor.dim() != 3:
                 raise ValueError(
                     f"{field.name} has shape {tuple(tensor.shape)}: it must be [batch, points, d]"

@@ -1,11 +1,17 @@
 -- Grain: figure × device × own × base: what each figure compares, with the estimate of it.
 --
--- Figures `speedup` and `operator_speedup` compare with the baseline and with the fastest of
--- PyTorch and other packages, first of those with evidence. `ablation` compares steps with and
--- without one component: of the whole variant that generation which was timed beside the
--- component's step. `noise` compares equal things, `regressions` successive generations by their
--- ratios to a third that did not change, the control. What is compared with itself, and steps
--- without evidence that share no sitting, of which the medians are compared, have no error.
+-- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
+-- PyTorch and other packages: of those with evidence if there are any, and by all its runs. A
+-- slower one never stands in for it because only the slower was timed beside `own`; but one within
+-- 1 % of the fastest does.
+--
+-- `ablation` compares steps with and without one component: of the whole variant that generation
+-- which was timed beside the component's step. `noise` compares equal things. `regressions`
+-- compares successive generations, by their ratios to a third that did not change, the control.
+--
+-- What is compared with itself has no error. Nor have steps that share no sitting: of these the
+-- medians are compared, under equal versions of torch and triton; the ablation compares these only
+-- where evidence is missing.
 create or replace view comparisons as
 with candidates as (
     select
@@ -25,7 +31,9 @@ with candidates as (
                 then case when base.is_current and own.role = 'own' then base.generation end
         end as ablated,
         own.is_current and base.is_current as are_current,
-        estimates.own is not null as is_paired,
+        own.has_evidence and base.has_evidence as both_have_evidence,
+        estimates.own is not null or own.generation = base.generation as is_paired,
+        is_paired or own.kind = 'step' and own.versions = base.versions as is_compared,
         coalesce(
             estimates.has_evidence, own.generation = base.generation and own.has_evidence
         ) as has_evidence,
@@ -41,35 +49,45 @@ with candidates as (
         on own.generation = estimates.own and base.generation = estimates.base
     where
         (for_speedup or ablated is not null)
-        and (
-            is_paired
-            or own.generation = base.generation
-            or (
-                own.kind = 'step'
-                and own.flops is not distinct from base.flops
-                and not (own.has_evidence and base.has_evidence)
-            )
-        )
+        and (is_paired or own.flops is not distinct from base.flops)
+),
+
+ranked as (
+    select
+        *,
+        log_ratio
+        > margin() + min(log_ratio) over (partition by own, both_have_evidence) as is_beaten
+    from candidates
+    where for_speedup
 ),
 
 speedups as (
     select
-        * exclude (for_speedup, ablated, are_current, is_paired),
+        * exclude (
+            for_speedup, ablated, are_current, both_have_evidence, is_paired, is_compared, is_beaten
+        )
+        replace (case when is_compared then log_ratio end as log_ratio),
         case kind when 'step' then 'speedup' else 'operator_speedup' end as figure,
         row_number()
-            over (partition by own order by has_evidence desc, log_ratio asc, base asc)
+            over (
+                partition by own
+                order by
+                    both_have_evidence desc, is_beaten asc, is_paired desc, log_ratio asc, base asc
+            )
         = 1 as against_best
-    from candidates
-    where for_speedup
+    from ranked
     qualify against_baseline or against_best
 ),
 
 ablations as (
     select
-        * exclude (for_speedup, ablated, are_current, is_paired, against_baseline),
+        * exclude (
+            for_speedup, ablated, are_current, both_have_evidence, is_paired, is_compared,
+            against_baseline
+        ),
         'ablation' as figure
     from candidates
-    where ablated is not null
+    where ablated is not null and (is_paired or is_compared and not both_have_evidence)
     qualify
         row_number()
             over (

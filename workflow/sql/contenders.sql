@@ -12,6 +12,7 @@ with timed as (
         any_value(name) as name,
         any_value(switches) as switches,
         any_value(role) as role,
+        any_value(versions) as versions,
         any_value(ablation_part) as ablation_part,
         bool_or(shown) as shown,
         any_value(is_current) as is_current,
