@@ -2,7 +2,8 @@
 -- The same for what stands around attention. `torch` is PyTorch's plain form, `compiled` the same
 -- under `torch.compile`; `loop`, `bmm` and `grouped_mm` are other ways that PyTorch can do the
 -- heads. Where the row has evidence and nothing it was compared with, only copies of it have been
--- timed with evidence so far, for the sections on equal things.
+-- timed with evidence so far, for the sections on equal things. `torch.compile` does not choose
+-- alike on every machine: DESIGN.md, "Known limits", has a case.
 select
     device,
     op as operator,
