@@ -14,7 +14,7 @@ def test_the_first_block_of_python_trains_on_a_cpu(capsys):
     assert len([line for line in block.splitlines() if line]) <= 12
     names = {}
     exec(block, names)
-    assert names["prediction"].mean.shape == (1, 4, 1)
+    assert names["p"].mean.shape == (1, 4, 1)
     losses = re.findall(r"^\d+ (-?\d+\.\d+)$", capsys.readouterr().out, re.MULTILINE)
     assert len(losses) == 100 and float(losses[-1]) < float(losses[0])
 
