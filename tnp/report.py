@@ -40,11 +40,13 @@ kernel must pass. Times have settled where the first and the last third of them 
 1 %. Of operators, whole rounds are judged: all implementations of an operator are timed in turn in
 one job, and a round is one turn of each.
 
-Only rows with evidence are compared: their ratio has a 95 % interval and a verdict. *Faster* and
-*slower* mean by more than 1 %, with all comparisons of a table taken into account; *same* means
-within 1 %; *ambiguous* means that more runs are needed. A ratio without an interval is of two
-plain medians, and proves nothing. A dash in place of a verdict means that nothing was compared;
-elsewhere it is a value that does not exist.
+Two rows with evidence that were timed beside each other are compared: their ratio has a 95 %
+interval and a verdict. *Faster* and *slower* mean by more than 1 %, with all comparisons of a table
+taken into account; *same* means within 1 %; *ambiguous* means that more runs are needed.
+
+A ratio without an interval is of two plain medians, because evidence is missing or because the two
+were timed on different occasions. It proves nothing, and has a dash in place of a verdict. Any
+other dash is a value that does not exist.
 """
 
 

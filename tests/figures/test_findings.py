@@ -105,14 +105,14 @@ def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: 
     assert "plain PyTorch cannot be compared: the samples had not settled" in svg
     assert "reason: the samples had not settled" in svg  # in the tooltip of its empty line
     assert "speedup over PyTorch's fastest" in svg
-    assert ">1.50×<" in svg and "no plain step beside it" not in svg
+    assert ">1.50×<" in svg and "no plain step to compare with" not in svg
 
 
 def test_speedup_of_a_step_without_a_plain_one_in_its_sittings_is_said(build: Build) -> None:
     tables = sample.merged(H200, sample.steps(THREE))
     tables["speedup"][-1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
     svg = _svg(draw("speedup", build(**tables)))
-    assert "1.50× PyTorch's fastest; no plain step beside it" in svg
+    assert "1.50× PyTorch's fastest; no plain step to compare with" in svg
 
 
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
@@ -140,7 +140,7 @@ def test_a_failed_baseline_hides_nothing_that_was_timed(build: Build, figure: st
     chart = draw(figure, build(**tables))
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     expected = {
-        "speedup": "timed, with no plain step beside it",
+        "speedup": "timed, with no plain step to compare with",
         "memory": "8.00",
         "matrix": "6.00 ms",
     }
@@ -369,3 +369,28 @@ def test_headline_dates_the_rows_it_draws(build: Build) -> None:
         for question, date in (("a", "2026-02-01"), ("c", "2026-02-03"), ("other", "2026-05-01"))
     ]
     assert "recorded 2026-02-01 to 2026-02-03." in _svg(headline(build(**tables)))
+
+
+def test_the_step_of_ours_that_leads_is_drawn_and_spoken_of(build: Build) -> None:
+    """It need not be the fastest: that one may have been timed on a faster GPU."""
+    tables = sample.merged(H200, sample.steps({**THREE, ("mid", "separate"): 98.0}))
+    for row in tables["speedup"]:
+        row["leads"] = row["variant"] == "fused"
+        if row["variant"] == "separate":
+            row |= {"speedup_best_low": None, "speedup_best_high": None, "verdict_best": None}
+    path = build(**tables)
+    svg = _svg(headline(path))
+    assert "(100 ms)" in svg and "(98.0 ms)" not in svg
+    assert title(draw("speedup", path)).startswith("Ours trains 2.00×")
+
+
+def test_headline_says_which_bars_have_no_interval(build: Build) -> None:
+    tables = sample.merged(H200, sample.steps(THREE))
+    apart = "Without: timed on another occasion than plain PyTorch."
+    for row in tables["speedup"]:
+        if row["role"] == "baseline":
+            row |= {"speedup_low": None, "speedup_high": None}  # compared with itself
+    assert apart not in _svg(headline(build(**tables)))
+    for row in tables["speedup"]:
+        row |= {"speedup_low": None, "speedup_high": None}
+    assert apart in _svg(headline(build(**tables)))

@@ -114,3 +114,16 @@ def test_the_ablations_steps_are_in_no_other_comparison(store: Callable[..., Que
         assert [row["variant"] for row in query(f"from {view}")] == ["sdpa_flash"]
     assert query("from stage_share") == []
     assert len(query("from step_summary")) == 2
+
+
+def test_ablation_of_steps_with_evidence_is_of_one_sitting(store: Callable[..., Query]) -> None:
+    """Medians of two GPUs say nothing of a component, and evidence does not change that."""
+    for gpu, gains in (("GPU-1", True), ("GPU-2", False)):
+        query = store(
+            gate("g"),
+            gate("g2", gpu="GPU-2"),
+            *runs("sdpa_cudnn", [10.0], study="ablation"),
+            *runs("only_mlp", [8.0], study="ablation", gpu=gpu),
+        )
+        found = [row["gain_alone_ms"] for row in query("from ablation")]
+        assert (found == [pytest.approx(2)]) is gains, found

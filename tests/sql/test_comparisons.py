@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.sql.conftest import Store, gate, one, operator, run, runs
+from tests.sql.conftest import Store, gate, one, operator, run, runs, step
 
 COMPARED = ("speedup", "speedup_low", "verdict", "speedup_best", "verdict_best")
 NOTHING = [None] * len(COMPARED)
@@ -42,19 +42,17 @@ def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
 
 
 def test_a_slower_baseline_never_stands_in_for_the_fastest(store: Store) -> None:
-    """PyTorch's fastest was timed on another GPU, under another torch, or beside a peer alone."""
-    for other, ratio in (({"gpu": "GPU-2"}, 0.5), ({"torch": "2.11.0"}, None)):
-        query = store(
-            gate("g"),
-            gate("g2", **other),
-            *runs("sdpa_flash", [9.0]),
-            *runs("fused", [2.0]),
-            *runs("sdpa_cudnn", [1.0], **other),
-        )
-        row = one(query, "from speedup where variant = 'fused'")
-        assert row["verdict"] == "faster"
-        assert row["best_pytorch_variant"] == "sdpa_cudnn"
-        assert (row["speedup_best"], row["verdict_best"]) == (pytest.approx(ratio), None), other
+    """PyTorch's fastest was timed on another GPU, or beside a peer alone."""
+    query = store(
+        gate("g"),
+        gate("g2", gpu="GPU-2"),
+        *runs("sdpa_flash", [9.0]),
+        *runs("fused", [2.0]),
+        *runs("sdpa_cudnn", [1.0], gpu="GPU-2"),
+    )
+    row = one(query, "from speedup where variant = 'fused'")
+    assert (row["verdict"], row["best_pytorch_variant"]) == ("faster", "sdpa_cudnn")
+    assert (row["speedup_best"], row["verdict_best"]) == (pytest.approx(0.5), None)
     query = store(
         gate("g"),
         run("r", operator("sdpa_flash", time_ms_p50=9.0), operator("fused", time_ms_p50=2.0)),
@@ -63,6 +61,23 @@ def test_a_slower_baseline_never_stands_in_for_the_fastest(store: Store) -> None
     row = one(query, "from operator_speedup where implementation = 'fused'")
     assert (row["verdict"], row["best_peer_implementation"]) == ("faster", "fa4")
     assert (row["speedup_best"], row["verdict_best"]) == (None, None)
+
+
+def test_what_another_torch_timed_is_nobodys_best(store: Store) -> None:
+    """Who has no FlashAttention-4 is judged by what runs there, not by rows of another torch."""
+    other = {"torch": "2.11.0"}
+    query = store(
+        gate("g"),
+        gate("g2", **other),
+        *runs("sdpa_flash", [9.0]),
+        *runs("fused", [2.0]),
+        *runs("sdpa_cudnn", [1.0], **other),
+        run("r", operator("sdpa_flash", time_ms_p50=9.0), operator("fused", time_ms_p50=2.0)),
+        run("s", operator("fa4", time_ms_p50=1.0), **other),
+    )
+    for view, name in (("speedup", "variant"), ("operator_speedup", "implementation")):
+        row = one(query, f"from {view} where {name} = 'fused'")
+        assert (row["speedup_best"], row["verdict_best"]) == (pytest.approx(4.5), "faster"), view
 
 
 def test_of_baselines_within_one_percent_the_one_timed_beside_ours_is_taken(store: Store) -> None:
@@ -77,16 +92,27 @@ def test_of_baselines_within_one_percent_the_one_timed_beside_ours_is_taken(stor
     assert (row["best_pytorch_variant"], row["verdict_best"]) == ("sdpa_cudnn", "faster")
 
 
-def test_the_leading_step_of_ours_is_the_surest_not_the_one_on_the_faster_gpu(store: Store) -> None:
+def test_the_leading_step_of_ours_is_the_surest_of_the_fast(store: Store) -> None:
+    """An interval counts for nothing where another of ours is faster by more than 1 %."""
+    for separate, leader in ((0.995, "fused"), (0.5, "separate")):
+        query = store(
+            gate("g"),
+            gate("g2", gpu="GPU-2"),
+            *runs("sdpa_cudnn", [2.0]),
+            *runs("fused", [1.0]),
+            *runs("separate", [separate], gpu="GPU-2"),
+        )
+        assert one(query, "select variant from speedup where leads")["variant"] == leader
+
+
+def test_a_step_from_before_evidence_leads_before_one_that_does_not_count(store: Store) -> None:
     query = store(
         gate("g"),
-        gate("g2", gpu="GPU-2"),
         *runs("sdpa_cudnn", [2.0]),
-        *runs("fused", [1.0]),
-        *runs("separate", [0.99], gpu="GPU-2"),
+        *runs("fused", [0.5], settled=False),
+        step("separate", [1.0], role="own", environment_id="GPU-1 2.13.0"),
     )
-    rows = {row["variant"]: row["leads"] for row in query("from speedup")}
-    assert rows == {"sdpa_cudnn": False, "fused": True, "separate": False}
+    assert one(query, "select variant from speedup where leads")["variant"] == "separate"
 
 
 def test_each_pair_is_on_one_gpu(store: Store) -> None:

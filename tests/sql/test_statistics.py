@@ -205,7 +205,7 @@ def test_pairs_with_evidence_leave_out_those_without(judge: Judge) -> None:
     assert row["verdict"] == "faster"
 
 
-def test_the_best_is_the_fastest_within_the_same_sittings(judge: Judge) -> None:
+def test_the_best_is_the_fastest_within_the_sittings_that_it_shares(judge: Judge) -> None:
     """A sitting that is slower for everyone makes nobody the best who was not in it."""
     log_ms = np.zeros((1, 3, 2, 1))
     log_ms[0, :, 1] += 0.2

@@ -92,6 +92,7 @@ def _device_finding(timed: list[Row], device: str) -> str:
             own,
             key=lambda row: (
                 bool(row["counts"]),
+                row["leads"],
                 row["speedup_best_low"] or 0,
                 row["speedup_best"] or row["speedup"],
             ),
@@ -206,7 +207,7 @@ def _why_not_drawn(row: Row) -> str:
         return "not_counted"
     if row["speedup_best_low"] is None:  # of the fastest itself too
         return "no_baseline"
-    return f"{theme.times(row['speedup_best'])} PyTorch's fastest; no plain step beside it"
+    return f"{theme.times(row['speedup_best'])} PyTorch's fastest; no plain step to compare with"
 
 
 def _over_best(row: Row) -> Row:

@@ -61,7 +61,7 @@ STATUS_TEXT = {
     "unsupported": "cannot run here",
     "gate_failed": "gate failed",
     "timeout": "timed out",
-    "no_baseline": "timed, with no plain step beside it",
+    "no_baseline": "timed, with no plain step to compare with",
     "not_counted": "timed, but does not count",
 }
 

@@ -6,8 +6,9 @@
 -- result, `torch.compile`, a CUDA graph where that helps. "Ours" is, of our steps that have
 -- evidence, the one that is surest to be fast: the lower end of its interval against PyTorch's best
 -- is the highest. A ratio above 1 says how many times as fast ours is, with its 95 % interval.
--- Where two steps cannot be compared, the table says why. Ratios are of steps that were timed in
--- the same sittings, so that they may differ a little from the ratio of two times in the table.
+-- An interval stands where the two were timed in the same sittings; such a ratio may differ a
+-- little from that of two times in the table. Where two steps cannot be compared, the table says
+-- why.
 with ours as (
     from speedup
     where leads and counts
@@ -26,7 +27,8 @@ select
     ours.device,
     format('{}: {} × ({:,}, {:,})', ours.shape, ours.batch, ours.n_context, ours.n_target) as shape,
     plain.step_ms as "plain_PyTorch,_ms",
-    ours.best_pytorch_step_ms as "PyTorch's_best,_ms",
+    case when ours.best_pytorch_role = 'peer' then ours.best_pytorch_step_ms end
+        as "PyTorch's_best,_ms",
     ours.step_ms as "ours,_ms",
     coalesce(
         ratio_cell(ours.speedup, ours.speedup_low, ours.speedup_high),
@@ -35,12 +37,15 @@ select
                 then
                     format(
                         'not compared (plain PyTorch: {})',
-                        coalesce(plain.why_not, 'not timed beside ours')
+                        coalesce(plain.why_not, 'it was timed under another torch or triton')
                     )
         end
     ) as against_plain,
-    ratio_cell(ours.speedup_best, ours.speedup_best_low, ours.speedup_best_high) as against_best,
-    ours.verdict_best as verdict
+    case
+        when ours.best_pytorch_role = 'peer'
+            then ratio_cell(ours.speedup_best, ours.speedup_best_low, ours.speedup_best_high)
+    end as against_best,
+    case when ours.best_pytorch_role = 'peer' then ours.verdict_best end as verdict
 from ours
 left join sizes on ours.device = sizes.device
 left join speedup as plain

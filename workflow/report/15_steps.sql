@@ -1,7 +1,7 @@
 -- # Every step
 -- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
 -- is the peak during a step. Times are medians over runs; a run is one process. "Against best" is
--- against the fastest of PyTorch's rows at this shape, of those with evidence if there are any.
+-- against the fastest of PyTorch's rows at this shape.
 with measured as (
     select
         device,

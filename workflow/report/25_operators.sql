@@ -1,9 +1,8 @@
 -- # The other operators
 -- The same for what stands around attention. `torch` is PyTorch's plain form, `compiled` the same
 -- under `torch.compile`; `loop`, `bmm` and `grouped_mm` are other ways that PyTorch can do the
--- heads. Where the row has evidence and nothing it was compared with, only copies of it have been
--- timed with evidence so far, for the sections on equal things. `torch.compile` does not choose
--- alike on every machine: DESIGN.md, "Known limits", has a case.
+-- heads. Where a row has evidence and no ratio, the fastest of the others was not timed beside it.
+-- `torch.compile` does not choose alike on every machine: DESIGN.md, "Known limits", has a case.
 select
     device,
     op as operator,

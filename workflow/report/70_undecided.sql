@@ -5,7 +5,10 @@
 select
     device,
     replace(question, device || ' ', '') as question,
-    replace(base_question, device || ' ', '') as against,
+    case
+        when base_question = question then 'the same, earlier code'
+        else replace(base_question, device || ' ', '')
+    end as against,
     ratio_cell(ratio, low, high) as ratio,
     n_more_runs as more_runs
 from undecided

@@ -1,25 +1,56 @@
 -- Grain: figure × device × own × base: what each figure compares, with the estimate of it.
 --
 -- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
--- PyTorch and other packages: of those with evidence if there are any, and by all its runs. A
--- slower one never stands in for it because only the slower was timed beside `own`; but one within
--- 1 % of the fastest does.
+-- PyTorch and other packages under the same versions of torch and triton, by all its runs. A slower
+-- one never stands in for it because only the slower was timed beside `own` or has evidence, but
+-- one within 1 % of the fastest does. What is known not to count is never compared: where it is
+-- the fastest, `own` has no ratio to the fastest.
 --
 -- `ablation` compares steps with and without one component: of the whole variant that generation
 -- which was timed beside the component's step. `noise` compares equal things. `regressions`
 -- compares successive generations, by their ratios to a third that did not change, the control.
 --
 -- What is compared with itself has no error. Nor have steps that share no sitting: of these the
--- medians are compared, under equal versions of torch and triton; the ablation compares these only
--- where evidence is missing.
+-- medians are compared; the ablation does that only where evidence is missing.
 create or replace view comparisons as
-with candidates as (
+with ruled_out as (
+    select
+        device,
+        generation,
+        any_value(kind) as kind,
+        any_value(family) as family,
+        max(flops) as flops,
+        any_value(switches) as switches,
+        any_value(role) as role,
+        any_value(versions) as versions,
+        bool_or(shown) as shown,
+        any_value(is_current) as is_current,
+        false as has_evidence,
+        median(log_ms) as log_ms
+    from timed
+    where not twin and generation not in (select timings.generation from timings)
+    group by device, generation
+),
+
+bases as (
+    select
+        *,
+        true as may_count
+    from contenders
+    union all by name
+    select
+        *,
+        false as may_count
+    from ruled_out
+),
+
+candidates as (
     select
         own.device,
         own.kind,
         own.generation as own,
         base.generation as base,
-        base.role = 'baseline' and base.switches = '' as against_baseline,
+        base.role = 'baseline' and base.switches = '' and base.may_count as against_baseline,
         own.is_current and base.is_current and own.shown and base.shown and base.role != 'own'
             as for_speedup,
         case
@@ -33,7 +64,7 @@ with candidates as (
         own.is_current and base.is_current as are_current,
         own.has_evidence and base.has_evidence as both_have_evidence,
         estimates.own is not null or own.generation = base.generation as is_paired,
-        is_paired or own.kind = 'step' and own.versions = base.versions as is_compared,
+        is_paired or (own.kind = 'step' and base.may_count) as is_compared,
         coalesce(
             estimates.has_evidence, own.generation = base.generation and own.has_evidence
         ) as has_evidence,
@@ -43,8 +74,11 @@ with candidates as (
         estimates.n_pairs,
         estimates.n_sittings
     from contenders as own
-    inner join contenders as base
-        on own.device = base.device and own.family = base.family
+    inner join bases as base
+        on
+            own.device = base.device
+            and own.family = base.family
+            and own.versions = base.versions
     left join estimates
         on own.generation = estimates.own and base.generation = estimates.base
     where
@@ -55,8 +89,7 @@ with candidates as (
 ranked as (
     select
         *,
-        log_ratio
-        > margin() + min(log_ratio) over (partition by own, both_have_evidence) as is_beaten
+        log_ratio > margin() + min(log_ratio) over (partition by own) as is_beaten
     from candidates
     where for_speedup
 ),
@@ -72,7 +105,7 @@ speedups as (
             over (
                 partition by own
                 order by
-                    both_have_evidence desc, is_beaten asc, is_paired desc, log_ratio asc, base asc
+                    is_beaten asc, has_evidence desc, is_paired desc, log_ratio asc, base asc
             )
         = 1 as against_best
     from ranked

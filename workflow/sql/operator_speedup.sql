@@ -1,8 +1,10 @@
 -- Grain: device × question, of one pass of an operator: against its plain form (role "baseline")
--- and against the fastest implementation that is not ours, both timed in the same runs.
+-- and against the fastest implementation that is not ours, under the same versions of torch and
+-- triton.
 --
 -- Ratios, 95 % intervals and verdicts are of view `contrasts`. Without interval and verdict is what
--- has no evidence or is compared with itself. Times of the other two are of all their runs.
+-- has no evidence or is compared with itself; without a ratio too, what shares no run with what it
+-- is compared with. Times of the other two are of all their runs.
 create or replace view operator_speedup as
 with compared as (
     select * from contrasts
