@@ -1,4 +1,5 @@
--- Which kernels spill registers? The newest compilation of each: 0 spills none, 255 is the limit.
+-- Which kernels spill registers? The newest compilation of each, those nearest to it first: 255
+-- registers are the limit, and spill_bytes 0 means that none was spilled.
 select kernel, target, dtype, spill_bytes, registers, launch_config, warnings
 from kernels
 qualify row_number() over (

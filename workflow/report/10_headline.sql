@@ -30,6 +30,7 @@ select
     case when ours.best_pytorch_role = 'peer' then ours.best_pytorch_step_ms end
         as "PyTorch's_best,_ms",
     ours.step_ms as "ours,_ms",
+    ours.variant,
     coalesce(
         ratio_cell(ours.speedup, ours.speedup_low, ours.speedup_high),
         case
@@ -60,5 +61,6 @@ left join speedup as plain
 order by
     sizes.memory_bytes desc,
     ours.device asc,
-    coalesce(plain.counts, false) desc,
-    ours.step_ms asc;
+    ours.n_context asc,
+    ours.n_target asc,
+    ours.batch desc;

@@ -1,4 +1,5 @@
 -- # The other operators
+-- Embedding and projections have gates and no benchmark of their own; the ablation times them.
 -- The same for what stands around attention. `torch` is PyTorch's plain form, `compiled` the same
 -- under `torch.compile`; `loop`, `bmm` and `grouped_mm` are other ways that PyTorch can do the
 -- heads. Where a row has evidence and no ratio, the fastest of the others was not timed beside it.

@@ -1,7 +1,9 @@
 -- # What equal things are called
 -- Each pair of equal things is judged by the rules that judge all others. To call one of them
 -- faster or slower is wrong: at most 1 % may be. An interval should contain 1: at least 93 % must.
--- The shapes are those where pairs were timed, with the number of comparisons of each.
+-- Several pairs of the same two are one comparison. Intervals are wide on purpose, because few runs
+-- say little of their own spread (DESIGN.md). The shapes are those where pairs were timed, with the
+-- number of comparisons of each.
 with of_shapes as (
     select
         device,

@@ -1,6 +1,6 @@
 -- # Gates
 -- A gate is a set of checks that a kernel must pass before its times count. The worst check is
--- shown as a share of its bound.
+-- shown as a share of its bound: 1 is just allowed.
 select
     device,
     gate,

@@ -1,0 +1,29 @@
+-- # What was learnt
+-- Training runs at their end, judged on tasks that they were not trained on: the mean logarithmic
+-- likelihood of a target value, in nats, higher is better, with its 95 % interval. Shuffled is that
+-- of the same tasks with the context's values interchanged: a model that uses its context must fall
+-- below the interval there. The last column is how far a run came from the prior, 0 %, to the exact
+-- posterior, 100 %, where that is known.
+select
+    device,
+    run,
+    variant,
+    source,
+    n_context as context_points,
+    step as steps,
+    format(
+        '{:.3f} ± {:.3f}', heldout_log_likelihood, 1.96 * heldout_log_likelihood_stderr
+    ) as held_out,
+    format('{:.3f}', heldout_log_likelihood_shuffled) as shuffled,
+    case
+        when
+            heldout_log_likelihood - heldout_log_likelihood_shuffled
+            > 2 * heldout_log_likelihood_stderr
+            then 'yes'
+        else 'not shown'
+    end as uses_its_context,
+    format('{:.0f} %', 100 * gap_closed) as of_the_way
+from training_curves
+where heldout_log_likelihood is not null
+qualify row_number() over (partition by device, run order by step desc) = 1
+order by device, run;
