@@ -1,17 +1,15 @@
 """A new database takes the old one's place whole and read back, or not at all."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
 import pytest
 
+from tests.faults.disks import files_up_to
 from tests.sql.conftest import SQL
 from tests.test_store import ROW, query, samples
 from tnp.store import StoreError, build_database, write_table
@@ -24,17 +22,6 @@ def test_readers_keep_their_database_while_it_is_replaced(tmp_path: Path) -> Non
         write_table(path, "samples", [ROW])
         build_database([path], SQL, database)
         assert reader.sql("from samples").fetchall() == []
-
-
-@contextmanager
-def files_up_to(n_bytes: int) -> Iterator[None]:
-    """A disk of this size, as far as a file notices: what goes past it fails to be written."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_leaves_the_old_database(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -157,14 +157,18 @@ def _tmpfs(disk: Path, free: int) -> Iterator[None]:
 
 
 @contextmanager
-def _limit(disk: Path, free: int) -> Iterator[None]:
-    """No file may grow past `free` bytes."""
+def files_up_to(n_bytes: int) -> Iterator[None]:
+    """A disk of this size, as far as a file notices: what goes past it fails to be written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _limit(disk: Path, free: int) -> AbstractContextManager[None]:
+    return files_up_to(free)
 
 
 def main(n: int, folder: Path, filled: Callable) -> list[str]:

@@ -34,7 +34,7 @@ VIEWS = {
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
-    " prior_log_likelihood double, gap_closed double",
+    " prior_log_likelihood double, gap_closed double, nats_from_context double",
     "training_differences": "device text, run text, variant text, step integer, difference double",
     "training_equivalence": "device text, run text, variant text, baseline_run text,"
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
@@ -186,6 +186,9 @@ def step_summary(device: str, variant: str) -> dict[str, list[Row]]:
     return {"step_summary": [row | {"status": "ok"}]}
 
 
+STDERR = 0.05  # of a held-out likelihood
+
+
 def training_rows(
     heldout: float, shuffled: float, exact: float | None = 1.0, device: str = GPU
 ) -> dict[str, list[Row]]:
@@ -207,10 +210,11 @@ def training_rows(
             "step": step,
             "heldout_log_likelihood": value,
             "heldout_log_likelihood_shuffled": shuffled,
-            "heldout_log_likelihood_stderr": 0.05,
+            "heldout_log_likelihood_stderr": STDERR,
             "exact_log_likelihood": exact,
             "prior_log_likelihood": -1.0,
             "gap_closed": gap_closed,
+            "nats_from_context": value - shuffled if value - shuffled > 2 * STDERR else None,
         }
         for step, value in ((500, heldout - 0.5), (1000, heldout))
     ]

@@ -29,6 +29,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
         connection = duckdb.connect(path)
         connection.register("simulated", pa.concat_tables(timings))
         connection.execute("insert into timings by name from simulated")
+        connection.execute("insert into timed by name select * exclude (ordinal) from simulated")
         for table in ("pairs", "estimates", "contrasts"):
             connection.execute((SQL / f"{table}.sql").read_text())
         return connection

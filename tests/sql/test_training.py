@@ -85,3 +85,16 @@ def test_gap_closed_runs_from_prior_to_exact(store: Callable[..., Query]) -> Non
         ("gp", 200, 1.0),
         ("images", 100, None),
     ]
+
+
+@pytest.mark.parametrize(
+    "shuffled, stderr, nats",
+    [(0.5, 0.2, 0.5), (0.5, 0.3, None), (1.5, 0.1, None), (0.5, None, 0.5), (None, 0.1, None)],
+)
+def test_context_gains_what_is_beyond_two_standard_errors(
+    store: Callable[..., Query], shuffled: float | None, stderr: float | None, nats: float | None
+) -> None:
+    heldout = {"heldout_log_likelihood": 1.0, "heldout_log_likelihood_shuffled": shuffled}
+    query = store(training_run("gp", [1.0], **heldout, heldout_log_likelihood_stderr=stderr))
+    (row,) = query("from training_curves")
+    assert row["nats_from_context"] == nats

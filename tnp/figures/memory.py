@@ -121,7 +121,8 @@ def _panel(rows: list[Row], lines: switches.Lines, colors: alt.Scale) -> alt.Top
         | {
             "switch": switches.name(row),
             "label": theme.number(row["peak_memory_gib"]),
-            "hollow": row["counts"] is None,  # times that had not settled say nothing of memory
+            # A row whose time does not count says as much of memory as one whose time does.
+            "hollow": row["counts"] is None,
         }
         for row in rows
         if row["peak_memory_gib"]

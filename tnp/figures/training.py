@@ -88,7 +88,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
         key=lambda row: row["step"],
     )
     where = f"on {devices[slug]['name']} after {last['step']:,} steps"
-    from_context = _nats_from_context(last)
+    from_context = last["nats_from_context"]
     if from_context is None:
         return f"{run} is not shown to use its context {where}: shuffling it costs too little"
     if last["gap_closed"] is not None and last["gap_closed"] > 0:
@@ -102,15 +102,6 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
         f"{run} learns from its context {where}: it is worth {from_context:.2f} nats per value"
         f"{', though still below the prior' if below_prior else ''}"
     )
-
-
-def _nats_from_context(row: Row) -> float | None:
-    """What the true context gains over the shuffled one; None inside two standard errors."""
-    shuffled = row["heldout_log_likelihood_shuffled"]
-    if shuffled is None:
-        return None
-    gain = row["heldout_log_likelihood"] - shuffled
-    return gain if gain > 2 * (row["heldout_log_likelihood_stderr"] or 0) else None
 
 
 def _panel(rows: list[Row]) -> alt.TopLevelMixin:
@@ -177,7 +168,7 @@ def _lesson(last: Row) -> str:
     """What the panel shows at its last step."""
     if last["heldout_log_likelihood_shuffled"] is None:
         return ""
-    gain = _nats_from_context(last)
+    gain = last["nats_from_context"]
     if gain is None:
         return "not shown to use its context: shuffling it costs less than two standard errors"
     return f"uses its context: shuffling it costs {theme.number(gain)} nats per value"

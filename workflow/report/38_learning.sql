@@ -15,13 +15,7 @@ select
         '{:.3f} ± {:.3f}', heldout_log_likelihood, 1.96 * heldout_log_likelihood_stderr
     ) as held_out,
     format('{:.3f}', heldout_log_likelihood_shuffled) as shuffled,
-    case
-        when
-            heldout_log_likelihood - heldout_log_likelihood_shuffled
-            > 2 * heldout_log_likelihood_stderr
-            then 'yes'
-        else 'not shown'
-    end as uses_its_context,
+    case when nats_from_context is not null then 'yes' else 'not shown' end as uses_its_context,
     format('{:.0f} %', 100 * gap_closed) as of_the_way
 from training_curves
 where heldout_log_likelihood is not null

@@ -13,38 +13,7 @@
 -- What is compared with itself has no error. Nor have steps that share no sitting: of these the
 -- medians are compared; the ablation does that only where evidence is missing.
 create or replace view comparisons as
-with ruled_out as (
-    select
-        device,
-        generation,
-        any_value(kind) as kind,
-        any_value(family) as family,
-        max(flops) as flops,
-        any_value(switches) as switches,
-        any_value(role) as role,
-        any_value(versions) as versions,
-        bool_or(shown) as shown,
-        any_value(is_current) as is_current,
-        false as has_evidence,
-        median(log_ms) as log_ms
-    from timed
-    where not twin and generation not in (select timings.generation from timings)
-    group by device, generation
-),
-
-bases as (
-    select
-        *,
-        true as may_count
-    from contenders
-    union all by name
-    select
-        *,
-        false as may_count
-    from ruled_out
-),
-
-candidates as (
+with candidates as (
     select
         own.device,
         own.kind,
@@ -74,7 +43,7 @@ candidates as (
         estimates.n_pairs,
         estimates.n_sittings
     from contenders as own
-    inner join bases as base
+    inner join contenders as base
         on
             own.device = base.device
             and own.family = base.family
@@ -82,7 +51,8 @@ candidates as (
     left join estimates
         on own.generation = estimates.own and base.generation = estimates.base
     where
-        (for_speedup or ablated is not null)
+        own.may_count
+        and (for_speedup or ablated is not null)
         and (is_paired or own.flops is not distinct from base.flops)
 ),
 

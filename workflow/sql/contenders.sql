@@ -1,10 +1,23 @@
 -- Grain: device × generation, of those that were timed: what it is, its median over the runs, and
 -- the generation of the same question before it.
+--
+-- Runs that are known not to count are left out where there are others. Where there are none,
+-- `may_count` is false: nothing is compared with such a generation, nor is it anybody's previous.
 create or replace view contenders as
-with timed as (
+with used as (
+    select
+        *,
+        (counts is distinct from false) as may_count
+    from timed
+    where not twin
+    qualify may_count = bool_or(may_count) over (partition by device, generation)
+),
+
+of_runs as (
     select
         device,
         generation,
+        may_count,
         any_value(kind) as kind,
         any_value(family) as family,
         max(flops) as flops, -- rows of one commit left out what `skip_unread` does
@@ -21,9 +34,8 @@ with timed as (
         median(log_ms) as log_ms,
         min(started_at) as first_started_at,
         max(started_at) as last_started_at
-    from timings
-    where not twin
-    group by device, generation
+    from used
+    group by device, generation, may_count
 )
 
 select
@@ -31,5 +43,8 @@ select
     lag(generation) over of_question as previous_generation,
     lag(log_ms) over of_question as previous_log_ms,
     lag(last_started_at) over of_question as previous_started_at
-from timed
-window of_question as (partition by device, question order by first_started_at, generation);
+from of_runs
+window
+    of_question as (
+        partition by device, question, may_count order by first_started_at, generation
+    );

@@ -10,12 +10,12 @@ select
         evidence.role as role
     ),
     evidence.run,
-    sittings.gpu,
-    sittings.sitting,
+    evidence.gpu,
+    evidence.sitting,
     evidence.question,
     evidence.generation,
-    machines.torch,
-    machines.triton,
+    evidence.torch,
+    evidence.triton,
     evidence.proven,
     evidence.counts,
     evidence.why_not
@@ -26,8 +26,6 @@ inner join evidence
         and run_of(steps.run_id, steps.device, steps.recorded_at) = evidence.run
         and steps.config_id = evidence.config_id
         and evidence.pass = 'step'
-inner join sittings on evidence.device = sittings.device and evidence.run = sittings.run
-left join machines on steps.environment_id = machines.environment_id
 where evidence.is_current
 qualify
     row_number()

@@ -1,5 +1,6 @@
 -- Grain: device × run × config_id × pass, as in `measurements`: whether the row is proven and may
--- be compared with others (`counts`), and one sentence that says why where it may not.
+-- be compared with others (`counts`), and one sentence that says why where it may not; the sitting,
+-- the GPU and the versions of torch and triton that it was measured with.
 --
 -- A row is proven where every gate that it waited for has passed, one of the deciding runs launched
 -- each of its kernels in the same form, and one of them names each module of the model and of the
@@ -95,7 +96,7 @@ judged as (
 )
 
 select
-    * exclude (
+    judged.* exclude (
         code_of,
         checked,
         code_set,
@@ -117,5 +118,12 @@ select
         when proven is null and not has_passed then gate_reason
         when proven is null then concat('no gate has run ', unproven_part, ' as it was timed')
         when settled is null then 'whether the samples had settled was not recorded'
-    end as why_not
-from judged;
+    end as why_not,
+    sittings.gpu,
+    sittings.sitting,
+    sittings.started_at,
+    machines.torch,
+    machines.triton
+from judged
+inner join sittings using (device, run)
+left join machines using (environment_id);

@@ -11,13 +11,13 @@ select
         evidence.role as role
     ),
     evidence.run,
-    sittings.gpu,
-    sittings.sitting,
+    evidence.gpu,
+    evidence.sitting,
     evidence.question,
     evidence.generation,
     evidence.is_current,
-    machines.torch,
-    machines.triton,
+    evidence.torch,
+    evidence.triton,
     evidence.proven,
     evidence.counts,
     evidence.why_not
@@ -28,8 +28,6 @@ inner join evidence
         and run_of(ops.run_id, ops.device, ops.recorded_at) = evidence.run
         and ops.config_id = evidence.config_id
         and ops.pass = evidence.pass
-inner join sittings on evidence.device = sittings.device and evidence.run = sittings.run
-left join machines on ops.environment_id = machines.environment_id
 qualify
     row_number()
         over (partition by ops.device, evidence.run, ops.config_id, ops.pass order by ops.origin)

@@ -30,4 +30,4 @@ left join contrasts
         and contenders.generation = contrasts.own
         and contenders.previous_generation = contrasts.base
 left join contenders as controls on contrasts.control = controls.generation
-where contenders.previous_generation is not null;
+where contenders.may_count and contenders.previous_generation is not null;

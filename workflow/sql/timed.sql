@@ -75,13 +75,11 @@ select
     evidence.is_current,
     evidence.role,
     evidence.counts,
-    concat_ws(' ', machines.torch, machines.triton) as versions,
-    sittings.sitting,
-    sittings.started_at
+    concat_ws(' ', evidence.torch, evidence.triton) as versions,
+    evidence.sitting,
+    evidence.started_at
 from measured
 inner join evidence using (device, run, config_id, pass)
-inner join sittings using (device, run)
-left join machines on evidence.environment_id = machines.environment_id
 where evidence.status = 'ok'
 qualify
     row_number()
