@@ -1,0 +1,202 @@
+"""Which operators and implementations there are: packages of `tnp.ops`, and entry points.
+
+Somebody else's implementation is known by the name of its entry point, `operator.implementation`
+in group `tnp.implementations`, and by its distribution's metadata. Its module is imported where it
+is gated, timed or run. An extra of the distribution with the implementation's name lists the
+packages that it needs; their versions stand in its rows. Group `tnp.operators` brings whole
+operators: their modules are imported here, and must not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+
+from tnp.contract import Implementation, Operator
+
+IMPLEMENTATIONS, OPERATORS = "tnp.implementations", "tnp.operators"
+AUTO = "auto"  # stands for whatever the tuned table says
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An implementation as far as planning knows it: nothing was imported for it."""
+
+    op: str
+    name: str
+    rank: int  # its place among the operator's implementations; 0 is PyTorch's plain form
+    own: Implementation | None = None  # where it stands in the operator's declaration
+    entry: metadata.EntryPoint | None = None
+
+    @property
+    def packages(self) -> dict[str, str | None]:
+        """Distributions whose versions stand in its rows; None: not installed."""
+        if self.entry is None:
+            return {}
+        return {name: _version(name) for name in (*_required(self.entry), self.entry.dist.name)}
+
+    @property
+    def provider(self) -> str:
+        """ "own", "torch", or the first package that it needs."""
+        return self.own.provider if self.own else next(iter(self.packages))
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot even be tried: a package that is not installed."""
+        absent = [name for name, version in self.packages.items() if version is None]
+        return f"package {absent[0]} is not installed: pip install {absent[0]}" if absent else None
+
+    def load(self) -> Implementation:
+        """Raises RuntimeError for a missing package, ValueError where it is not what it says.
+
+        And whatever importing the package raises.
+        """
+        if self.own is not None:
+            return self.own
+        if self.missing:
+            raise RuntimeError(f"{self.op} implementation {self.name!r}: {self.missing}")
+        found = self.entry.load()
+        if not isinstance(found, Implementation):
+            kind = type(found).__name__
+            raise ValueError(f"{self.entry.value} is of type {kind}: it must be an Implementation")
+        if found.name != self.name:
+            raise ValueError(
+                f"entry point {self.entry.name!r} names an implementation called {found.name!r}"
+            )
+        return replace(found, provider=self.provider)
+
+
+class Catalog:
+    """What there is, and `faults`: a sentence for each thing that could not be taken."""
+
+    def __init__(self) -> None:
+        self.operators: dict[str, Operator] = {}
+        self.faults: list[str] = []
+        self._listed: dict[tuple[str, str], Listed] = {}
+        self._loaded: dict[tuple[str, str], Implementation] = {}
+        for operator in _own_operators():
+            self._add(operator, "tnp")
+        for entry in metadata.entry_points(group=OPERATORS):
+            self._add_foreign_operator(entry)
+        self._add_foreign_implementations()
+
+    def operator(self, op: str) -> Operator:
+        """ValueError naming what there is."""
+        if op not in self.operators:
+            raise ValueError(f"unknown operator {op!r}: choose from {', '.join(self.operators)}")
+        return self.operators[op]
+
+    def names(self, op: str) -> list[str]:
+        """Implementations of an operator, PyTorch's plain form first."""
+        self.operator(op)
+        return [name for of, name in self._listed if of == op]
+
+    def installed(self, op: str) -> list[str]:
+        """Implementations from other packages, those whose packages are missing too."""
+        return [name for name in self.names(op) if self._listed[op, name].entry is not None]
+
+    def listed(self, op: str, name: str) -> Listed:
+        """ValueError naming what there is."""
+        if name not in self.names(op):
+            choices = ", ".join(self.names(op))
+            raise ValueError(f"unknown implementation {name!r} of {op}: choose from {choices}")
+        return self._listed[op, name]
+
+    def load(self, op: str, name: str) -> Implementation:
+        """Imported where it is somebody else's; raises as `Listed.load` does."""
+        found = self._loaded.get((op, name))
+        if found is None:
+            found = self._loaded[op, name] = self.listed(op, name).load()
+        return found
+
+    def family(self, name: str) -> list[Operator]:
+        """Operators whose implementations a variant names together: rms_norm and add_rms_norm."""
+        return [op for op in self.operators.values() if (op.family or op.name) == name]
+
+    def _add(self, operator: Operator, who: str) -> None:
+        if operator.name in self.operators:
+            self.faults.append(f"operator {operator.name!r} of {who}: there is one of that name")
+            return
+        self.operators[operator.name] = operator
+        for rank, own in enumerate(operator.implementations):
+            self._listed[operator.name, own.name] = Listed(operator.name, own.name, rank, own)
+
+    def _add_foreign_operator(self, entry: metadata.EntryPoint) -> None:
+        had_torch = "torch" in sys.modules
+        try:
+            operator = entry.load()
+        except Exception as error:  # whatever it is, the others go on
+            reason = f"{type(error).__name__}: {error}"
+            self.faults.append(f"operator {entry.name!r} of {entry.dist.name}: {reason}")
+            return
+        if not isinstance(operator, Operator):
+            self.faults.append(f"operator {entry.name!r} of {entry.dist.name}: it is no Operator")
+        elif "torch" in sys.modules and not had_torch:
+            self.faults.append(
+                f"operator {entry.name!r} of {entry.dist.name}: its module imports torch, which "
+                "planning must not wait for; import it inside functions"
+            )
+        else:
+            self._add(operator, entry.dist.name)
+
+    def _add_foreign_implementations(self) -> None:
+        found: dict[tuple[str, str], list[metadata.EntryPoint]] = {}
+        for entry in metadata.entry_points(group=IMPLEMENTATIONS):
+            op, _, name = entry.name.partition(".")
+            found.setdefault((op, name), []).append(entry)
+        for (op, name), entries in sorted(found.items()):
+            who = " and ".join(sorted({entry.dist.name for entry in entries}))
+            if op not in self.operators or not name.isidentifier() or name == AUTO:
+                self.faults.append(
+                    f"entry point {op}.{name} of {who}: it must be operator.implementation, the "
+                    f"operator one of {', '.join(self.operators)}"
+                )
+            elif (op, name) in self._listed:
+                self.faults.append(f"{op}.{name} of {who}: tnp has an implementation of that name")
+            elif len(entries) > 1:
+                self.faults.append(f"{op}.{name} is registered by {who}: none of them is taken")
+            else:
+                rank = len(self.names(op))
+                self._listed[op, name] = Listed(op, name, rank, entry=entries[0])
+
+
+@cache
+def catalog() -> Catalog:
+    """What there is in this process, found once."""
+    return Catalog()
+
+
+def _own_operators() -> list[Operator]:
+    """Of `tnp.ops`: every package there that declares OPERATOR, or several as OPERATORS."""
+    import tnp.ops
+
+    found = []
+    for module in pkgutil.iter_modules(tnp.ops.__path__, "tnp.ops."):
+        if module.ispkg:
+            package = importlib.import_module(module.name)
+            found += getattr(package, "OPERATORS", None) or [getattr(package, "OPERATOR", None)]
+    return [operator for operator in found if operator is not None]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _required(entry: metadata.EntryPoint) -> list[str]:
+    """Packages of its distribution's extra that has the implementation's name: tnp-peers[fa3]."""
+    wanted = entry.name.partition(".")[2].replace("_", "-").lower()
+    names = []
+    for line in entry.dist.requires or ():
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+        if extra and extra[1].replace("_", "-").lower() == wanted:
+            names.append(re.match(r"[A-Za-z0-9._-]+", requirement.strip())[0])
+    return names

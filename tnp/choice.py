@@ -1,0 +1,204 @@
+"""What runs where nobody named it: the tuned tables, one a GPU model.
+
+`tuned/<gpu>.json` holds one entry a line, {"of", "mode", "problem", "choice", "config"}. Of an
+operator the choice is an implementation; of an operation it is a kernel with its configuration.
+A problem takes the entry of its own, or else of the nearest problem whose choice can serve it. Of
+a GPU model without a table, that of another model of the same compute capability is used, and the
+choice says whose. What a user tuned lies in the user's cache and comes before what is committed;
+the environment variable TNP_TABLES names one folder that takes the place of both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from tnp.contract import Call, Operator, Problem, Reason, Target
+
+VERSION = 2
+COMMITTED = Path(__file__).parent / "tuned"
+VARIABLE = "TNP_TABLES"
+# Compute capabilities at which ours run where nothing was measured. Some kernels need more shared
+# memory than the 99 KB that a block has on 8.6, 8.9 and 12.0.
+OURS_ON = (90, 100)
+# An implementation declared earlier, PyTorch's first, stays where it takes at most this much of the
+# fastest's time: two runs differ by as much.
+STAYS_BELOW = 1.01
+EVERY_MODE = ""  # of an entry that serves training and inference
+
+Entry = dict[str, Any]
+Offer = tuple[str, object, Reason]  # name, configuration, why not
+log = logging.getLogger("tnp.auto")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`source` is "named", "tuned", "nearest", "tuned on <another model>", "forced" or "default".
+
+    `refused` says why what would have come first cannot run; "" where it can.
+    """
+
+    name: str
+    config: object = None
+    source: str = "default"
+    refused: str = ""
+
+    def describe(self) -> dict[str, Any]:
+        """As it stands in rows."""
+        content: dict[str, Any] = {"choice": self.name, "source": self.source}
+        if self.config is not None:
+            content["config"] = as_json(self.config)
+        return content | ({"refused": self.refused} if self.refused else {})
+
+
+def as_json(config: object) -> object:
+    """A configuration as tables and rows hold it."""
+    return asdict(config) if is_dataclass(config) else config
+
+
+def choose(of: str, operator: Operator, call: Call, offers: Sequence[Offer]) -> Choice:
+    """The nearest entry's candidate that can run, else the first that can.
+
+    Args:
+        of: the operator's name, or an operation's.
+        operator: whose problems are compared.
+        call: what is to be served.
+        offers: candidates in the order to be tried where no table says anything.
+
+    Raises:
+        RuntimeError: none of them can run, with the first reason.
+    """
+    refused = ""
+    for entry, source in _ranked(of, operator, call):
+        for name, config, reason in offers:
+            if name != entry["choice"] or as_json(config) != entry.get("config"):
+                continue
+            if reason is None:
+                return Choice(name, config, source, refused)
+            refused = refused or f"{name} cannot run here: {reason}"
+    for name, config, reason in offers:
+        if reason is None:
+            return Choice(name, config, "default", refused)
+        refused = refused or f"{name} cannot run here: {reason}"
+    raise RuntimeError(f"nothing serves {call.problem} as {of}: {refused}")
+
+
+def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
+    """Entries of the operator or operation that could serve, the nearest first."""
+    entries, whose = of_target(call.target)
+    found = []
+    for entry in entries:
+        if entry["of"] != of or entry["mode"] not in (EVERY_MODE, call.mode):
+            continue
+        theirs = _comparable(operator, call.problem, entry["problem"])
+        if theirs is not None:
+            distance = operator.distance(call.problem, theirs)
+            source = whose or ("nearest" if distance else "tuned")
+            found.append((distance, entry["mode"] == EVERY_MODE, entry, source))
+    found.sort(key=lambda one: one[:2])
+    return [(entry, source) for *_, entry, source in found]
+
+
+def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem | None:
+    """An entry's problem where it says something about this one."""
+    try:
+        theirs = operator.from_json(json.dumps(content))
+    except (ValueError, KeyError):  # the operator has changed since
+        return None
+    same = (theirs.dtype, theirs.options) == (problem.dtype, problem.options)
+    fixed = all(theirs[name] == problem[name] for name in operator.fixed)
+    return theirs if same and fixed else None
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+_read: dict[Path, tuple[Entry, ...]] = {}
+epoch = 0  # of the tables in this process; part of every plan's key
+
+
+def refresh() -> None:
+    """Forget what was read: the next choice reads the tables again."""
+    global epoch
+    _read.clear()
+    epoch += 1
+
+
+def folders() -> list[Path]:
+    """Where tables lie, what comes first first."""
+    if os.environ.get(VARIABLE):
+        return [Path(os.environ[VARIABLE])]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return [Path(cache) / "tnp" / "tuned", COMMITTED]
+
+
+def of_target(target: Target) -> tuple[list[Entry], str]:
+    """Entries for a GPU, and "tuned on <model>" where they are another model's, else ""."""
+    if target.kind != "cuda":  # nobody tunes for Triton's interpreter
+        return [], ""
+    own = [entry for folder in folders() for entry in table(folder / f"{target.model}.json")]
+    if own:
+        return own, ""
+    for folder in folders():
+        for path in sorted(folder.glob("*.json")):
+            entries = table(path)
+            if entries and entries[0]["capability"] == target.capability:
+                return list(entries), f"tuned on {path.stem}"
+    return [], ""
+
+
+def table(path: Path) -> tuple[Entry, ...]:
+    """Entries of a file, each with the GPU's capability; none, with a warning, where it is cut
+    short or of another version.
+    """
+    if path not in _read:
+        _read[path] = ()
+        if path.exists():
+            try:
+                _read[path] = _parsed(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning(
+                    "%s is no tuned table of version %d (%s: %s) and is passed over: restore it, "
+                    "or tune again", path, VERSION, type(error).__name__, error,
+                )  # fmt: skip
+    return _read[path]
+
+
+def _parsed(path: Path) -> tuple[Entry, ...]:
+    content = json.loads(path.read_text())
+    if content["version"] != VERSION:
+        raise ValueError(f"it is of version {content['version']}")
+    common = {"mode": EVERY_MODE, "capability": int(content["capability"])}
+    entries = tuple(common | entry for entry in content["entries"])
+    for entry in entries:
+        if not {"of", "problem", "choice"} <= entry.keys():
+            raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
+    return entries
+
+
+def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) -> Path:
+    """Add entries to a GPU's table, in the place of those for the same problem; its path.
+
+    Written whole or not at all: a job may be reading it. `folder` is the first of `folders` where
+    none is given.
+    """
+    path = (folder or folders()[0]) / f"{target.model}.json"
+    names = ("of", "mode", "problem", "choice", "config")
+    by_key = {
+        json.dumps([entry["of"], entry["mode"], entry["problem"]], sort_keys=True): {
+            name: entry[name] for name in names if name in entry
+        }
+        for entry in (*table(path), *entries)
+    }
+    lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
+    head = f'"version": {VERSION}, "capability": {target.capability}'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n')
+    os.replace(new, path)
+    refresh()
+    return path

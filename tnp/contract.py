@@ -1,0 +1,365 @@
+"""What an operator is, what a way to compute it is, and what both are asked for.
+
+An *operator* says what is computed. An *implementation* is one way to compute it: it is gated,
+timed, and chosen by its name or by "auto". Implementations of our own are made of *operations*,
+such as "attention.forward", each served by one or more *kernels*.
+
+This module imports neither torch nor triton: the configuration is checked and jobs are planned
+with it. Whatever an operator's declaration calls imports torch in its own body.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FLOATS = ("bfloat16", "float16", "float32")
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+OWN = "own"  # the provider of what is ours
+
+Value = bool | int | float | str
+Pairs = tuple[tuple[str, Value], ...]
+Reason = str | None  # why not; None: it can
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, as far as cost, choice and support depend on it.
+
+    An option is off unless it is listed: `problem["causal"]` is then False, and the JSON does not
+    name it. So an operator can gain options, and every stored problem stays what it was.
+    """
+
+    op: str
+    dtype: str  # of the activations
+    sizes: Pairs  # in the operator's order
+    options: Pairs = ()  # those that are on, sorted
+    known: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    def __getitem__(self, name: str) -> Value:
+        for pairs in (self.sizes, self.options):
+            for key, value in pairs:
+                if key == name:
+                    return value
+        if name in self.known:
+            return False
+        raise KeyError(f"{self.op} has no size or option {name!r}: it has {sorted(self.known)}")
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name}={value}" for name, value in (*self.sizes, *self.options))
+        return f"{self.op} {self.dtype} {named}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def json(self) -> str:
+        """The key of this problem in rows and tables: names sorted, no blanks."""
+        content: dict[str, Any] = {"op": self.op, "dtype": self.dtype, "sizes": dict(self.sizes)}
+        if self.options:
+            content["options"] = dict(self.options)
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how its values are drawn, on which no choice may depend."""
+
+    problem: Problem
+    draw: Pairs = ()  # ("magnitude", 8.0), ("start", 5): whatever the operator's `draw` reads
+
+    def __getitem__(self, name: str) -> Value:
+        return dict(self.draw).get(name, False)
+
+    def __str__(self) -> str:
+        drawn = ", ".join(f"{name}={value}" for name, value in self.draw)
+        return f"{self.problem} ({drawn})" if drawn else str(self.problem)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What runs there: a GPU, one that nobody here owns, Triton's interpreter, or a CPU."""
+
+    kind: str  # "cuda", "interpreter" or "cpu"
+    model: str = ""  # "nvidia-h200": the name of its tuned table
+    capability: int = 0  # 90 is 9.0
+    multiprocessors: int = 1
+    shared_bytes: int = 0  # of a block
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a plan is made for."""
+
+    problem: Problem
+    target: Target
+    wanted: tuple[str, ...] = ()  # inputs whose gradients are asked for
+    aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes
+
+    @property
+    def mode(self) -> str:
+        """ "training" where a gradient is asked for, else "inference"."""
+        return "training" if self.wanted else "inference"
+
+
+Support = Callable[[Call], Reason]
+
+
+def anywhere(call: Call) -> Reason:
+    """Support for every call."""
+    return None
+
+
+def on_cuda(least: int, below: int = 9999) -> Support:
+    """Support for GPUs of compute capability `least` (90 is 9.0) up to, not including, `below`."""
+
+    def supported(call: Call) -> Reason:
+        target = call.target
+        if target.kind != "cuda":
+            return f"it needs a CUDA device, not {target.kind}"
+        if least <= target.capability < below:
+            return None
+        bound = (
+            f"{least / 10} or newer" if target.capability < least else f"older than {below / 10}"
+        )
+        return f"it needs compute capability {bound}, this GPU has {target.capability / 10}"
+
+    return supported
+
+
+def triton_from(least: int) -> Support:
+    """Support for Triton kernels: CUDA from this capability on, and the interpreter."""
+    cuda = on_cuda(least)
+
+    def supported(call: Call) -> Reason:
+        if call.target.kind == "interpreter":
+            return None
+        if call.target.kind == "cpu":
+            return (
+                "Triton kernels run on CUDA; on the CPU only in the interpreter, which "
+                "TRITON_INTERPRET=1 turns on before triton is imported"
+            )
+        return cuda(call)
+
+    return supported
+
+
+def _one_config(call: Call) -> tuple[Any, ...]:
+    return (None,)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to launch an operation. It stands beside its code.
+
+    `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
+    only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
+    `empty(wanted, inputs)` returns the same, uninitialized: it is all that a compiler sees.
+
+    Of a backward operation `inputs` are (gradients, kept, saved): gradients of the outputs, the
+    tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns
+    the gradients alone, in the order of `Operator.differentiated`, None where not wanted; so does
+    `empty`.
+    """
+
+    name: str
+    empty: Callable[..., Any]
+    prepare: Callable[..., Callable[..., Any]]
+    supported: Support = anywhere
+    configs: Callable[[Call], tuple[Any, ...]] = _one_config  # candidates, the default first
+    options: tuple[str, ...] = ()  # that it takes
+    saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
+    moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
+
+    def refuses(self, call: Call) -> Reason:
+        """Why it cannot serve the call, or None."""
+        for name, value in call.problem.options:
+            if name not in self.options:
+                return f"it does not take {name}={value}"
+        return self.supported(call)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A step that several kernels can serve: "module:NAME" each, the first that can by default."""
+
+    name: str  # "attention.forward": the key of its entries in tuned tables
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How far a result may be off, in units of PyTorch's own error against float64 in that dtype.
+
+    An implementation in a narrower format names `emulate`: (case, inputs) → the inputs as that
+    format holds them. Its kernel is then compared with float64 of those, and its result with
+    float64 of the originals, within `emulated` times the emulation's own error.
+    """
+
+    outputs: float = 2.0
+    gradients: float = 3.0
+    emulate: Callable[[Case, dict], dict] | None = None
+    emulated: float = 1.25
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that must be done: operations by number format, bytes read and written once."""
+
+    flops: Mapping[str, float]
+    read: float
+    written: float
+
+    @property
+    def bytes(self) -> float:
+        """Through device memory."""
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator, and all that anybody must know about it.
+
+    Either `run`, a function with the reference's arguments that PyTorch differentiates, or
+    operations of ours, which `tnp.dispatch` puts behind plans, autograd and torch.compile.
+    """
+
+    name: str
+    run: Callable[..., Any] | None = None
+    forward: Operation | None = None
+    backward: Operation | None = None
+    supported: Support = anywhere  # asked last: see `refuses`
+    dtypes: tuple[str, ...] = FLOATS
+    options: tuple[str, ...] = ()  # that it takes
+    gradients: tuple[str, ...] | None = None  # that it gives; None: all; (): forward only
+    provider: str = OWN  # "torch", or the package that it comes from
+    precision: str = ""  # "e4m3", "int8": below the problem's dtype; "auto:e4m3" alone takes it
+    selectable: bool = True  # "auto" may take it
+    traceable: bool = True  # torch.compile can look inside `run`
+    compile: str = ""  # "default", "max-autotune": `run` compiled, for benchmarks alone
+    dispatches: tuple[str, ...] = ()  # operators of PyTorch that do the work, "aten::…"
+    moving: tuple[str, ...] = ()  # of `run`; of operations the kernels say it
+    budget: Budget | None = None  # None: the operator's
+    work: Callable[[Case, str], Work] | None = None  # None: the operator's
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.forward is None):
+            raise ValueError(f"implementation {self.name!r} must have either `run` or `forward`")
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it gives any gradient."""
+        return self.gradients != () if self.run else self.backward is not None
+
+    def refuses(self, call: Call) -> Reason:
+        """Why it cannot serve the call, or None: declared limits first, then its own word."""
+        problem = call.problem
+        if problem.dtype not in self.dtypes:
+            return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"
+        if call.wanted and not self.differentiable:
+            return "it is forward only"
+        for name in call.wanted:
+            if self.gradients is not None and name not in self.gradients:
+                return f"it gives no gradient of {name}"
+        for name, value in problem.options:
+            if name not in self.options:
+                return f"it does not take {name}={value}"
+        return self.supported(call)
+
+
+def _within_nothing(model: Mapping, run: Mapping) -> Problem | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What all implementations of an operator have in common."""
+
+    name: str
+    inputs: tuple[str, ...]  # tensors in the order of a call; "n_keys?" may be None
+    outputs: tuple[str, ...]
+    sizes: tuple[str, ...]
+    implementations: tuple[Implementation, ...]  # PyTorch's plain form first, then boldest last
+    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, dtype
+    draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name
+    reference: Callable[..., Any]  # (*inputs, *scalars, **options) in any float dtype
+    work: Callable[[Case, str], Work]  # (case, "forward" or "backward")
+    cases: Callable[[Target], Iterable[Case]]  # of its gate
+    family: str = ""  # the key of a variant that names its implementation; "": its own name
+    differentiated: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()  # numbers that no choice depends on: scale, eps
+    values: Mapping[str, float] = field(default_factory=dict)  # of scalars in gates and benchmarks
+    options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
+    keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
+    budget: Budget = Budget()
+    condition: Callable[[Case, dict], float] | None = None  # an error that no rounding undercuts
+    controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
+    spot: Callable[..., Any] | None = None  # float64 of a part, where the whole does not fit
+    within: Callable[[Mapping, Mapping], Problem | None] = _within_nothing
+    fixed: tuple[str, ...] = ()  # sizes that a table's entry must share exactly
+    coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
+    backward_with_forward: bool = False  # the gradient may be made along with the result
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the inputs."""
+        return tuple(name.removesuffix("?") for name in self.inputs)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Inputs that may be None: that one is given is an option of the problem."""
+        return tuple(name[:-1] for name in self.inputs if name.endswith("?"))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Inputs and outputs that the backward pass gets."""
+        return self.tensors if self.keeps is None else self.keeps
+
+    def problem(self, dtype: str, **values: Value) -> Problem:
+        """Of these sizes and options; ValueError naming what does not exist or is not allowed."""
+        allowed = dict(self.options) | dict.fromkeys(self.optional, bool)
+        known = frozenset((*self.sizes, *allowed))
+        for name in values:
+            if name not in known:
+                raise ValueError(
+                    f"{self.name} has no size or option {name!r}: it has {', '.join(sorted(known))}"
+                )
+        for name in self.sizes:
+            if name not in values:
+                raise ValueError(f"{self.name} needs size {name!r}")
+            size = values[name]
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ValueError(f"{self.name}: {name} is {size!r}: it must be a whole number")
+        options = {}
+        for name, kind in allowed.items():
+            value = values.get(name, False)
+            if isinstance(kind, tuple) and value and value not in kind:
+                choices = ", ".join(map(str, kind))
+                raise ValueError(f"{self.name}: {name} is {value!r}: choose from {choices}")
+            if value:
+                options[name] = value
+        sizes = tuple((name, values[name]) for name in self.sizes)
+        return Problem(self.name, dtype, sizes, tuple(sorted(options.items())), known)
+
+    def from_json(self, text: str) -> Problem:
+        """The problem whose `json` this is; ValueError or KeyError where it is none of ours."""
+        content = json.loads(text)
+        if content["op"] != self.name:
+            raise ValueError(f"a problem of {content['op']} is none of {self.name}")
+        return self.problem(content["dtype"], **content["sizes"], **content.get("options", {}))
+
+    def distance(self, one: Problem, other: Problem) -> float:
+        """Σ |log2 of the ratio| over what decides cost."""
+        at = self.coordinates or (lambda problem: tuple(size for _, size in problem.sizes))
+        pairs = zip(at(one), at(other), strict=True)
+        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The scalars that gates and benchmarks pass."""
+        return tuple(self.values[name] for name in self.scalars)

@@ -1,0 +1,267 @@
+"""Operators of ours as custom operators, where PyTorch compiles, traces or watches.
+
+`torch.compile`, fake tensors, selective checkpoints and function transforms see calls of PyTorch's
+operators, and nothing of a kernel that is launched behind their backs. There an operator is
+
+    tnp::rms_norm(Tensor x, Tensor weight, float eps, str call) -> (Tensor[], Tensor[])
+
+defined from the operator's own names the first time it is asked for. It gives the outputs and what
+is saved for the backward pass, which is a second such operator. `call` is JSON of what decides the
+launch. Insides run the plans that eager calls run; a compiler sees `Kernel.empty` alone.
+
+PyTorch's own forms are called as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from operator import index
+from typing import Any
+
+import torch
+
+from tnp import choice, targets
+from tnp.catalog import AUTO, catalog
+from tnp.contract import Call, Implementation, Kernel, Operator
+from tnp.plans import (
+    KernelPlan,
+    aligned,
+    build,
+    choose_implementation,
+    choose_kernel,
+    kernels_of,
+    plans,
+    wanted_of,
+)
+
+_library = torch.library.Library("tnp", "FRAGMENT")
+_defined: dict[str, Any] = {}
+# What torch.compile traces through, by "run:operator.implementation": a function that it is to
+# look into must lie where it can find it again.
+_plain: dict[str, Any] = {}
+_RUN = "run:"
+
+
+def call(
+    operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple
+) -> Any:
+    """As `tnp.dispatch.call`, by operators that PyTorch sees."""
+    wanted = wanted_of(operator, inputs)
+    first = next(x for x in inputs if x is not None)
+    values = operator.describe(*inputs, **dict(options))
+    dtype = values.pop("dtype", None) or str(first.dtype).removeprefix("torch.")
+    sizes = tuple([values[name] for name in operator.sizes])
+    named = zip(operator.tensors, inputs, strict=True)
+    given = tuple([n for n, x in named if n in operator.optional and x is not None])
+    known = (operator.name, implementation, dtype, first.device, wanted, options, given)
+    text = _decided(*known, None)
+    if text is None:  # it depends on the sizes, which become constants of the graph
+        text = _decided(*known, tuple([index(size) for size in sizes]))
+    if text.startswith(_RUN):
+        return _plain[text](*inputs, *scalars, **dict(options))
+    outputs, _saved = getattr(torch.ops.tnp, operator.name).default(*inputs, *scalars, text)
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+@torch.compiler.assume_constant_result
+def _decided(
+    op: str,
+    implementation: str,
+    dtype: str,
+    device: torch.device,
+    wanted: tuple[str, ...],
+    options: tuple,
+    given: tuple[str, ...],
+    sizes: tuple[int, ...] | None,
+) -> str | None:
+    """What the custom operator runs by, or "run:" and the name of a plain form.
+
+    None without `sizes` where these decide.
+    """
+    operator = catalog().operator(op)
+    custom_op(operator)
+    if sizes is None:
+        if implementation.partition(":")[0] == AUTO:
+            return None
+        found = catalog().load(op, implementation)
+        if found.run is not None:
+            what = Call(
+                _sizeless(operator, dtype, given, options), targets.of_device(device), wanted
+            )
+            _require(operator, found, what)
+            return _plain_form(operator, found, options)
+        forms = {kernel.saves for kernel in kernels_of(found.forward).values()}
+        if len(forms) > 1:
+            return None
+        (saves,) = forms
+    else:
+        problem = operator.problem(
+            dtype,
+            **dict(zip(operator.sizes, sizes, strict=True)),
+            **dict.fromkeys(given, True) | dict(options),
+        )
+        what = Call(problem, targets.of_device(device), wanted)
+        chosen, found = choose_implementation(operator, implementation, what)
+        if found.run is not None:
+            return _plain_form(operator, found, options)
+        implementation = chosen.name
+        saves = choose_kernel(found.forward, operator, what)[0].saves
+    content = {"implementation": implementation, "saves": saves, "wanted": wanted}
+    return json.dumps(content | {"options": options, "dtype": dtype})
+
+
+def _sizeless(operator: Operator, dtype: str, given: tuple[str, ...], options: tuple):
+    """A problem of which only dtype and options are known."""
+    sizes = dict.fromkeys(operator.sizes, 1)
+    return operator.problem(dtype, **sizes, **dict.fromkeys(given, True) | dict(options))
+
+
+def _require(operator: Operator, found: Implementation, what: Call) -> None:
+    """Raises RuntimeError where a plain form does not take what is asked, whatever the sizes."""
+    limits = Implementation(
+        found.name, run=found.run, dtypes=found.dtypes, options=found.options,
+        gradients=found.gradients,
+    )  # fmt: skip
+    reason = limits.refuses(what)
+    if reason is not None:
+        raise RuntimeError(
+            f"{operator.name} implementation {found.name!r} cannot run here: {reason}"
+        )
+
+
+def _plain_form(operator: Operator, found: Implementation, options: tuple) -> str:
+    text = f"{_RUN}{operator.name}.{found.name}"
+    _plain[text] = found.run if found.traceable else torch.compiler.disable(found.run)
+    return text
+
+
+def custom_op(operator: Operator) -> Any:
+    """`torch.ops.tnp.<name>.default`, defined the first time it is asked for."""
+    if operator.name not in _defined:
+        with plans(operator).lock:
+            if operator.name not in _defined:
+                _defined[operator.name] = _define(operator)
+    return _defined[operator.name]
+
+
+class _Spec:
+    """What `call` says, read once a text."""
+
+    def __init__(self, operator: Operator, text: str) -> None:
+        content = json.loads(text)
+        self.operator, self.saves = operator, content["saves"]
+        self.implementation, self.dtype = content["implementation"], content["dtype"]
+        self.wanted = tuple(content["wanted"])
+        self.options = tuple((name, value) for name, value in content["options"])
+        self.found = catalog().load(operator.name, self.implementation)
+
+    def kernel(self, operation: Any) -> Kernel:
+        """Any that saves in that form: what it leaves has the same sizes."""
+        return next(iter(kernels_of(operation, self.saves).values()))
+
+    def plan(self, inputs: tuple) -> KernelPlan:
+        """The plan of an eager call with these inputs, which have no gradients in here."""
+        known = plans(self.operator)
+        key = (
+            "opaque", self.implementation, self.saves, self.wanted, self.options, self.dtype,
+            choice.epoch, torch.are_deterministic_algorithms_enabled(),
+            *[
+                None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+                for x in inputs
+            ],
+        )  # fmt: skip
+        plan = known.by_key.get(key)
+        if plan is None:
+            with known.lock:
+                plan = known.keep(
+                    key,
+                    build(
+                        self.operator, self.implementation, inputs, self.options, self.wanted,
+                        saves=self.saves,
+                    ),
+                )  # fmt: skip
+        return plan
+
+
+def _define(operator: Operator) -> Any:
+    name, n, m = operator.name, len(operator.tensors), len(operator.scalars)
+    optional = ["?" if one in operator.optional else "" for one in operator.tensors]
+    tensors = [f"Tensor{o} {one}" for o, one in zip(optional, operator.tensors, strict=True)]
+    scalars = "".join(f", float {one}" for one in operator.scalars)
+    _library.define(f"{name}({', '.join(tensors)}{scalars}, str call) -> (Tensor[], Tensor[])")
+    _library.define(
+        f"{name}_backward(Tensor?[] gradients, Tensor?[] kept, Tensor[] saved, SymInt[] sizes"
+        f"{scalars}, str call) -> Tensor[]"
+    )
+    specs: dict[str, _Spec] = {}
+
+    def spec(text: str) -> _Spec:
+        return specs.get(text) or specs.setdefault(text, _Spec(operator, text))
+
+    def forward(*arguments):
+        inputs, numbers = arguments[:n], arguments[n : n + m]
+        plan = spec(arguments[-1]).plan(inputs)
+        if not isinstance(plan, KernelPlan):  # nothing to compute
+            outputs = plan.run(inputs, numbers)
+            return list(outputs if isinstance(outputs, tuple) else (outputs,)), []
+        outputs, saved = plan.forward(inputs, numbers)
+        return list(outputs), list(saved)
+
+    def fake_forward(*arguments):
+        known = spec(arguments[-1])
+        outputs, saved = known.kernel(known.found.forward).empty(known.wanted, arguments[:n])
+        return list(outputs), list(saved)
+
+    def backward(gradients, kept, saved, sizes, *rest):
+        known, numbers = spec(rest[-1]), rest[:-1]
+        tensors = tuple(gradients), tuple(kept), tuple(saved)
+        first = next(x for x in (*kept, *saved) if x is not None)
+        pairs = zip(operator.kept, kept, strict=True)
+        given = {one: True for one, x in pairs if one in operator.optional and x is not None}
+        named = dict(zip(operator.sizes, map(int, sizes), strict=True))
+        problem = operator.problem(known.dtype, **named, **given, **dict(known.options))
+        what = Call(
+            problem, targets.of_device(first.device), known.wanted, aligned((*gradients, *kept))
+        )
+        kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
+        with torch.cuda.device_of(first):  # where Triton launches
+            results = kernel.prepare(what, picked.config, tensors)(tensors, numbers)
+        return [gradient for gradient in results if gradient is not None]
+
+    def fake_backward(gradients, kept, saved, sizes, *rest):
+        known = spec(rest[-1])
+        kernel = known.kernel(known.found.backward)
+        results = kernel.empty(known.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
+        return [gradient for gradient in results if gradient is not None]
+
+    def save(ctx, inputs, output):
+        outputs, saved = output
+        by_name = dict(zip(operator.tensors, inputs[:n], strict=True))
+        by_name |= dict(zip(operator.outputs, outputs, strict=True))
+        ctx.scalars, ctx.text = inputs[n : n + m], inputs[-1]
+        known = spec(ctx.text)
+        values = operator.describe(*inputs[:n], **dict(known.options))
+        ctx.sizes = [values[size] for size in operator.sizes]
+        ctx.n_kept = len(operator.kept)
+        ctx.save_for_backward(*(by_name[one] for one in operator.kept), *saved)
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, gradients, _saved):
+        nothing = (None,) * (m + 1)
+        if gradients is None or all(gradient is None for gradient in gradients):
+            return (None,) * n + nothing
+        tensors = ctx.saved_tensors
+        kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
+        op = getattr(torch.ops.tnp, f"{name}_backward").default
+        results = iter(op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text))
+        wanted = spec(ctx.text).wanted
+        by_name = {one: next(results) for one in operator.differentiated if one in wanted}
+        return (*(by_name.get(one) for one in operator.tensors), *nothing)
+
+    for suffix, real, fake in (("", forward, fake_forward), ("_backward", backward, fake_backward)):
+        for key in ("CPU", "CUDA"):
+            _library.impl(name + suffix, real, key)
+        torch.library.register_fake(f"tnp::{name}{suffix}", fake, lib=_library)
+    torch.library.register_autograd(f"tnp::{name}", differentiate, setup_context=save, lib=_library)
+    return getattr(torch.ops.tnp, name).default

@@ -1,0 +1,418 @@
+"""What is decided for a problem, once: which implementation, which kernels, how they launch.
+
+A plan owns no tensor and no stream: both come with every call. `tnp.dispatch` finds plans again by
+a key of all that they depend on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tnp import choice, targets
+from tnp.catalog import AUTO, catalog
+from tnp.choice import Choice, Offer, choose
+from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason, Target
+
+MAX_PLANS = 4096  # of an operator; past them the older half goes
+AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
+
+Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration
+
+
+class Plans:
+    """An operator's plans by key."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple, Any] = {}
+        self.lock = threading.RLock()
+
+    def keep(self, key: tuple, plan: Any) -> Any:
+        """Forgets the older half where there are too many. The caller holds the lock."""
+        if len(self.by_key) >= MAX_PLANS:
+            for old in list(self.by_key)[: MAX_PLANS // 2]:
+                del self.by_key[old]
+        self.by_key[key] = plan
+        return plan
+
+
+of_operator: dict[str, Plans] = {}
+
+
+def plans(operator: Operator) -> Plans:
+    """Of an operator, in this process."""
+    return of_operator.get(operator.name) or of_operator.setdefault(operator.name, Plans())
+
+
+def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
+    """Inputs whose gradients this call may be asked for."""
+    if not torch.is_grad_enabled():
+        return ()
+    named = zip(operator.tensors, inputs, strict=True)
+    return tuple(
+        name
+        for name, x in named
+        if x is not None and x.requires_grad and name in operator.differentiated
+    )
+
+
+def undifferentiated(operator: Operator, inputs: tuple) -> tuple[str, ...]:
+    """Inputs that require a gradient which the operator does not define."""
+    named = zip(operator.tensors, inputs, strict=True)
+    return tuple(
+        name
+        for name, x in named
+        if x is not None and x.requires_grad and name not in operator.differentiated
+    )
+
+
+def aligned(tensors: Any) -> bool:
+    """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded."""
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.device.type != "meta" and x.data_ptr() % 16:
+            return False
+        for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True):
+            if size > 1 and (step == 0 or step * x.element_size() % 16):
+                return False
+    return True
+
+
+def describe(
+    operator: Operator,
+    inputs: tuple,
+    options: tuple = (),
+    wanted: tuple[str, ...] = (),
+    target: Target | None = None,
+) -> Call:
+    """What is asked for; ValueError where the inputs do not go together."""
+    values = operator.describe(*inputs, **dict(options))
+    first = next(x for x in inputs if x is not None)
+    dtype = values.pop("dtype", None) or str(first.dtype).removeprefix("torch.")
+    named = zip(operator.tensors, inputs, strict=True)
+    given = {name: True for name, x in named if name in operator.optional and x is not None}
+    problem = operator.problem(dtype, **given | dict(options) | values)
+    return Call(problem, target or targets.of_device(first.device), wanted, aligned(inputs))
+
+
+def build(
+    operator: Operator,
+    implementation: str,
+    inputs: tuple,
+    options: tuple = (),
+    wanted: tuple[str, ...] = (),
+    target: Target | None = None,
+    forced: Forced | None = None,
+    saves: str | None = None,
+) -> PlainPlan | KernelPlan:
+    """The plan of a call.
+
+    Args:
+        operator, implementation, inputs, options: as for `call`.
+        wanted: inputs whose gradients are asked for.
+        target: what it is for; the inputs' device where None.
+        forced: kernel and configuration by operation, for gates and tuning.
+        saves: the form of what is saved that the forward kernel must have.
+    """
+    what = describe(operator, inputs, options, wanted, target)
+    if 0 in dict(what.problem.sizes).values():  # nothing to compute
+        return _empty_plan(operator, implementation, what, inputs)
+    chosen, found = choose_implementation(operator, implementation, what)
+    if found.run is not None:
+        return PlainPlan(what, found, chosen)
+    return KernelPlan(operator, what, found, chosen, inputs, forced or {}, saves)
+
+
+def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tuple) -> PlainPlan:
+    """The reference, in the dtypes that the implementation gives."""
+    run = operator.reference
+    if implementation.partition(":")[0] != AUTO:
+        found = catalog().load(operator.name, implementation)
+        if found.forward is not None:
+            kernel = next(iter(kernels_of(found.forward).values()))
+            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs)[0]]
+
+            def run(*arguments: Any, **options: Any) -> Any:
+                outputs = operator.reference(*arguments, **options)
+                if not isinstance(outputs, tuple):
+                    return outputs.to(dtypes[0])
+                return tuple(x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True))
+
+    return PlainPlan(
+        what, Implementation(operator.implementations[0].name, run=run), Choice("empty")
+    )
+
+
+# ---------------------------------------------------------------------------------- what runs
+
+
+def refuses(found: Implementation, what: Call) -> Reason:
+    """Why an implementation cannot serve a call here and now, or None."""
+    return found.refuses(what) or _moves(found.moving, what)
+
+
+def _moves(moving: tuple[str, ...], what: Call) -> Reason:
+    if moving and what.wanted and torch.are_deterministic_algorithms_enabled():
+        names = ", ".join(moving)
+        return f"{names} may differ between runs, and PyTorch is asked for deterministic algorithms"
+    return None
+
+
+def choose_implementation(
+    operator: Operator, name: str, what: Call
+) -> tuple[Choice, Implementation]:
+    """By its name, or what the table says.
+
+    Raises:
+        ValueError: there is no such name.
+        RuntimeError: it cannot run here, with the reason.
+    """
+    if name.partition(":")[0] == AUTO:
+        return _automatic(operator, name.partition(":")[2], what)
+    found = catalog().load(operator.name, name)
+    reason = refuses(found, what)
+    if reason is not None:
+        raise RuntimeError(f"{operator.name} implementation {name!r} cannot run here: {reason}")
+    return Choice(name, source="named"), found
+
+
+def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, Implementation]:
+    usable = {
+        own.name: own
+        for own in operator.implementations
+        if own.selectable and not own.compile and own.precision in ("", precision)
+    }
+    if os.environ.get(AUTO_VARIABLE) == "torch":
+        plain = next(iter(usable))
+        return Choice(plain, source=f"{AUTO_VARIABLE}=torch"), usable[plain]
+    # Somebody else's is imported only where a table names it.
+    for entry in choice.of_target(what.target)[0]:
+        if entry["of"] == operator.name and entry["choice"] not in usable:
+            theirs = _loaded(operator.name, entry["choice"])
+            if theirs and theirs.selectable and theirs.precision in ("", precision):
+                usable[theirs.name] = theirs
+    offers: list[Offer] = [(n, None, refuses(usable[n], what)) for n in _by_default(usable, what)]
+    chosen = choose(operator.name, operator, what, offers)
+    _tell(what, chosen)
+    return chosen, usable[chosen.name]
+
+
+def _loaded(op: str, name: str) -> Implementation | None:
+    try:
+        return catalog().load(op, name)
+    except Exception as error:  # it is theirs, and the next is taken
+        choice.log.warning("%s.%s cannot be loaded and is passed over: %s", op, name, error)
+        return None
+
+
+def _by_default(usable: dict[str, Implementation], what: Call) -> list[str]:
+    """Where nothing was measured: ours on GPUs that they were made for, elsewhere PyTorch's."""
+    ours = [name for name in reversed(usable) if usable[name].provider == OWN]
+    made_for = what.target.kind == "cuda" and what.target.capability in choice.OURS_ON
+    return list(dict.fromkeys([*(ours if made_for else []), *usable]))
+
+
+_told: dict[tuple[str, str], Choice] = {}
+
+
+def _tell(what: Call, chosen: Choice) -> None:
+    """Logs a decision the first time that it is made."""
+    key = what.problem.json, what.mode
+    if _told.get(key) != chosen:
+        _told[key] = chosen
+        refused = f"; {chosen.refused}" if chosen.refused else ""
+        choice.log.info(
+            "%s, %s: %s, %s%s", what.problem, what.mode, chosen.name, chosen.source, refused
+        )
+
+
+def choices() -> list[dict[str, Any]]:
+    """What "auto" decided in this process, by problem and mode."""
+    return [
+        {"problem": problem, "mode": mode} | chosen.describe()
+        for (problem, mode), chosen in _told.items()
+    ]
+
+
+def load(path: str) -> Kernel:
+    """The kernel at "module:NAME"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def kernels_of(operation: Operation, saves: str | None = None) -> dict[str, Kernel]:
+    """Kernels by name; `saves`: those alone that write or read this form of what is saved."""
+    found = map(load, operation.kernels)
+    return {kernel.name: kernel for kernel in found if saves is None or kernel.saves == saves}
+
+
+def choose_kernel(
+    operation: Operation,
+    operator: Operator,
+    what: Call,
+    saves: str | None = None,
+    forced: Forced | None = None,
+) -> tuple[Kernel, Choice]:
+    """The kernel and the configuration that serve a call; RuntimeError where none can."""
+    kernels = kernels_of(operation, saves)
+    if forced and operation.name in forced:
+        name, config = forced[operation.name]
+        return kernels[name], Choice(name, config, "forced")
+    offers: list[Offer] = []
+    for kernel in kernels.values():
+        reason = kernel.refuses(what) or _moves(kernel.moving, what)
+        configs = kernel.configs(what) if reason is None else (None,)
+        offers += [(kernel.name, config, reason) for config in configs]
+    chosen = choose(operation.name, operator, what, offers)
+    return kernels[chosen.name], chosen
+
+
+# -------------------------------------------------------------------------------------- plans
+
+
+class PlainPlan:
+    """Of a function that PyTorch differentiates."""
+
+    def __init__(self, what: Call, found: Implementation, chosen: Choice) -> None:
+        self.what, self.found, self.chosen = what, found, chosen
+        self.choices: dict[str, dict] = {}
+        self.function, self.options = found.run, _options_of(what, found)
+        if found.compile:
+            self.function = compiled(found)
+
+    def run(self, inputs: tuple, scalars: tuple) -> Any:
+        """The operator's outputs."""
+        return self.function(*inputs, *scalars, **self.options)
+
+
+def _options_of(what: Call, found: Implementation) -> dict[str, Any]:
+    optional = catalog().operators[what.problem.op].optional
+    return {name: value for name, value in what.problem.options if name not in optional}
+
+
+def compiled(found: Implementation) -> Any:
+    """`run` through torch.compile, a graph for every shape."""
+    # A backward pass is timed many times after one forward, whose buffers it must leave alone.
+    torch._functorch.config.donated_buffer = False
+    mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}[found.compile]
+    return torch.compile(found.run, fullgraph=True, dynamic=False, mode=mode)
+
+
+class KernelPlan:
+    """Of operations of ours: a launch forward, and launches backward by the gradients' layout."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        what: Call,
+        found: Implementation,
+        chosen: Choice,
+        inputs: tuple,
+        forced: Forced,
+        saves: str | None,
+    ) -> None:
+        self.operator, self.what, self.found, self.chosen = operator, what, found, chosen
+        self.forced = forced
+        kernel, picked = choose_kernel(found.forward, operator, what, saves, forced)
+        self.kernel = kernel
+        self.choices = {found.forward.name: picked.describe()}
+        first = next(x for x in inputs if x is not None)
+        self.device = first.device.index if first.is_cuda else None
+        with _current(self.device):
+            self.launch = kernel.prepare(what, picked.config, inputs)
+        self.backwards: dict[tuple, Any] = {}
+        names = operator.tensors
+        self.keep_inputs = [at for at, name in enumerate(names) if name in operator.kept]
+        self.keep_outputs = [
+            at for at, name in enumerate(operator.outputs) if name in operator.kept
+        ]
+        self.n_kept = len(self.keep_inputs) + len(self.keep_outputs)
+        order = operator.differentiated
+        self.places = [order.index(name) if name in order else None for name in names]
+        self.run = self._differentiated if what.wanted else self._plain
+
+    def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
+        """Outputs and what is saved."""
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            return self.launch(inputs, scalars)
+        with torch.cuda.device(self.device):  # where Triton launches
+            return self.launch(inputs, scalars)
+
+    def _plain(self, inputs: tuple, scalars: tuple) -> Any:
+        outputs, _ = self.forward(inputs, scalars)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _differentiated(self, inputs: tuple, scalars: tuple) -> Any:
+        return _Function.apply(self, scalars, *inputs)
+
+    def kept(self, inputs: tuple, outputs: tuple) -> list:
+        """What the backward pass gets, of inputs and outputs."""
+        return [inputs[at] for at in self.keep_inputs] + [outputs[at] for at in self.keep_outputs]
+
+    def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
+        """Gradients in the order of `differentiated`, None where not wanted."""
+        # Gradients come with any strides, and hooks may hand back other copies of what was kept.
+        key = tuple(
+            [
+                None if x is None else (x.stride(), x.dtype, x.data_ptr() & 15)
+                for x in (*gradients, *kept, *saved)
+            ]
+        )
+        launch = self.backwards.get(key)
+        if launch is None:
+            with self._lock:
+                launch = self.backwards.get(key) or self._prepare(key, (gradients, kept, saved))
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            return launch((gradients, kept, saved), scalars)
+        with torch.cuda.device(self.device):
+            return launch((gradients, kept, saved), scalars)
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return plans(self.operator).lock
+
+    def _prepare(self, key: tuple, inputs: tuple[tuple, tuple, tuple]) -> Any:
+        gradients, kept, _ = inputs
+        what = replace(self.what, aligned=aligned((*gradients, *kept)))
+        kernel, picked = choose_kernel(
+            self.found.backward, self.operator, what, self.kernel.saves, self.forced
+        )
+        self.choices[self.found.backward.name] = picked.describe()
+        with _current(self.device):
+            launch = kernel.prepare(what, picked.config, inputs)
+        if len(self.backwards) >= MAX_PLANS:
+            self.backwards.clear()
+        self.backwards[key] = launch
+        return launch
+
+
+def _current(device: int | None) -> Any:
+    return torch.cuda.device(-1 if device is None else device)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, scalars, *inputs):
+        outputs, saved = plan.forward(inputs, scalars)
+        ctx.plan, ctx.scalars = plan, scalars
+        ctx.save_for_backward(*plan.kept(inputs, outputs), *saved)
+        ctx.set_materialize_grads(False)  # a gradient that nobody asks for is not made
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        plan = ctx.plan
+        if all(gradient is None for gradient in gradients):
+            return (None,) * (2 + len(plan.places))
+        tensors = ctx.saved_tensors
+        kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
+        results = plan.backward(gradients, kept, saved, ctx.scalars)
+        return (None, None, *(None if at is None else results[at] for at in plan.places))

@@ -1,0 +1,100 @@
+"""What runs where: the GPU that is here, GPUs that nobody here owns, the interpreter, the CPU.
+
+The only place that knows how many multiprocessors a GPU has and what its datasheet promises.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from tnp.contract import Target
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A GPU by NVIDIA's datasheet; rates are of dense 16-bit products and of device memory."""
+
+    multiprocessors: int
+    capability: int
+    shared_bytes: int  # that a block may use (CUDA programming guide)
+    flops_per_s: float
+    bytes_per_s: float
+
+
+KB = 1024
+# By part of the name, the most special first.
+GPUS = {
+    "H200": Datasheet(132, 90, 227 * KB, 989.4e12, 4.8e12),
+    "H100 PCIe": Datasheet(114, 90, 227 * KB, 756e12, 2.04e12),
+    "H100 NVL": Datasheet(132, 90, 227 * KB, 835.5e12, 3.94e12),
+    "H100": Datasheet(132, 90, 227 * KB, 989.4e12, 3.36e12),
+    "A100-SXM4-80GB": Datasheet(108, 80, 163 * KB, 312e12, 2.04e12),
+    "A100 80GB": Datasheet(108, 80, 163 * KB, 312e12, 1.94e12),
+    "A100": Datasheet(108, 80, 163 * KB, 312e12, 1.56e12),
+    "B200": Datasheet(148, 100, 227 * KB, 2.25e15, 8.0e12),
+    "RTX 4090": Datasheet(128, 89, 99 * KB, 165.2e12, 1.008e12),
+    "A10G": Datasheet(80, 86, 99 * KB, 70e12, 0.6e12),
+    "T4": Datasheet(40, 75, 64 * KB, 65e12, 0.32e12),
+}
+SMALLEST_SHARED = 48 * KB
+CPU, INTERPRETER = Target("cpu"), Target("interpreter")
+
+
+def slug(name: str) -> str:
+    """A product name as it stands in file names: "NVIDIA H200" → "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def datasheet(name: str) -> Datasheet | None:
+    """Of a GPU by its product name or slug; None where it is not listed."""
+    wanted = slug(name)
+    return next((known for part, known in GPUS.items() if slug(part) in wanted), None)
+
+
+def named(name: str) -> Target:
+    """A GPU by its product name or slug; ValueError naming what is known."""
+    known = datasheet(name)
+    if known is None:
+        raise ValueError(f"unknown GPU {name!r}: choose from {', '.join(GPUS)}")
+    return Target("cuda", slug(name), known.capability, known.multiprocessors, known.shared_bytes)
+
+
+def of_capability(capability: int) -> Target:
+    """A GPU of which only the compute capability is known, 75 for 7.5."""
+    known = [sheet for sheet in GPUS.values() if sheet.capability == capability]
+    shared = known[0].shared_bytes if known else SMALLEST_SHARED
+    return Target("cuda", "", capability, known[0].multiprocessors if known else 1, shared)
+
+
+def of_slug(device: str) -> Target:
+    """Of a device as rows name it: "cpu", or a GPU's slug."""
+    return here_without_gpu() if device == "cpu" else named(device)
+
+
+def here_without_gpu() -> Target:
+    """The CPU, or Triton's interpreter where TRITON_INTERPRET=1 turned it on."""
+    return INTERPRETER if os.environ.get("TRITON_INTERPRET") == "1" else CPU
+
+
+_seen: dict[object, Target] = {}
+
+
+def of_device(device) -> Target:
+    """Of a torch.device; asked once of each."""
+    found = _seen.get(device)
+    if found is None:
+        found = _seen[device] = _look(device)
+    return found
+
+
+def _look(device) -> Target:
+    if device.type != "cuda":
+        return here_without_gpu()
+    import torch
+
+    about = torch.cuda.get_device_properties(device)
+    shared = getattr(about, "shared_memory_per_block_optin", SMALLEST_SHARED)
+    capability = 10 * about.major + about.minor
+    return Target("cuda", slug(about.name), capability, about.multi_processor_count, shared)
