@@ -38,7 +38,9 @@ select
     count(*) filter (where failed) as n_failed,
     count(*) filter (where status = 'unsupported') as n_skipped,
     case when n_skipped < n_checks then n_failed = 0 end as passed,
-    arg_max("check", value_over_bound) as worst_check,
+    arg_max("check", row(value_over_bound, "check"))
+    filter (where value_over_bound is not null)
+        as worst_check,
     max(value_over_bound) as worst_value_over_bound,
     (
         select count(*) from blocked

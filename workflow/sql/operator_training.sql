@@ -70,7 +70,7 @@ whole as (
             'n_components',
             'environment_id'
         ])),
-        any_value(launch_config) as launch_config,
+        any_value(launch_config) filter (where pass = 'forward') as launch_config,
         max(recorded_at) as recorded_at,
         bool_and(has_evidence) as has_evidence,
         any_value(pass_ms) filter (where pass = 'forward') as forward_ms,

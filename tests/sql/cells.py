@@ -1,0 +1,97 @@
+"""A digest of every view and table over what was recorded by a date, to see what a change changes.
+
+    python -m tests.sql.cells           compare with tests/sql/cells.json
+    python -m tests.sql.cells --write   take what there is now for right
+
+Rows that were recorded later are left out, so that a measurement changes no digest.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tnp import store
+from tnp.files import parquet_files
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = Path(__file__).with_name("cells.json")
+RECORDED_BY = datetime(2026, 11, 22, tzinfo=UTC)
+# Digits of a number that count: DuckDB may sum in another order.
+DIGITS = 9
+
+
+Digests = dict[str, dict[str, str]]  # view or table → column → digest of its cells
+
+
+def digests(known: Digests | None = None) -> Digests:
+    """Of all columns, or of those that `known` has."""
+    tables = {}
+    for table, rows in store.read_tables(parquet_files(ROOT / "data" / "recorded")).items():
+        by = pa.scalar(RECORDED_BY, rows.schema.field("recorded_at").type)
+        tables[table] = rows.filter(pc.less(rows["recorded_at"], by))
+    with tempfile.TemporaryDirectory() as folder:
+        database = Path(folder) / "results.duckdb"
+        views = sorted((ROOT / "workflow" / "sql").glob("*.sql"))
+        store._fill(database, tables, views)
+        with duckdb.connect(str(database), read_only=True) as connection:
+            names = connection.sql(
+                "select view_name from duckdb_views() where not internal "
+                "union select table_name from duckdb_tables() order by all"
+            ).fetchall()
+            return {
+                name: digest(
+                    connection.sql(f"select * from {name}").to_arrow_table(),
+                    None if known is None else known.get(name, {}),
+                )
+                for (name,) in names
+            }
+
+
+def digest(rows: pa.Table, columns: Iterable[str] | None = None) -> dict[str, str]:
+    """Of each of these columns that is there, the rows in an order that they decide."""
+    wanted = sorted(rows.column_names if columns is None else columns)
+    rows = rows.select([name for name in wanted if name in rows.column_names])
+    lines = sorted(tuple(map(_text, row)) for row in zip(*rows.to_pydict().values(), strict=True))
+    return {
+        name: hashlib.sha256("\n".join(line[at] for line in lines).encode()).hexdigest()[:16]
+        for at, name in enumerate(rows.column_names)
+    }
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.{DIGITS}g}"
+    if isinstance(value, list):
+        return repr([_text(one) for one in value])
+    if isinstance(value, dict):
+        return repr({key: _text(one) for key, one in value.items()})
+    return str(value)
+
+
+def changed() -> list[str]:
+    """What differs from the expected digests: a sentence for each view or column."""
+    expected: Digests = json.loads(EXPECTED.read_text())
+    found = digests(expected)
+    sentences = [f"{name} is gone" for name in sorted(expected.keys() - found.keys())]
+    for name in sorted(expected.keys() & found.keys()):
+        for column, cells in expected[name].items():
+            if column not in found[name]:
+                sentences.append(f"{name}.{column} is gone")
+            elif found[name][column] != cells:
+                sentences.append(f"{name}.{column} has other cells")
+    return sentences
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        EXPECTED.write_text(json.dumps(digests(), indent=1, sort_keys=True) + "\n")
+    else:
+        print(*changed(), sep="\n")
