@@ -252,6 +252,11 @@ class Implementation:
             raise ValueError(f"implementation {self.name!r} must have either `run` or `forward`")
 
     @property
+    def chosen_from(self) -> bool:
+        """Whether plain "auto" may take it: a choice of precision is the user's."""
+        return self.selectable and not self.compile and not self.precision
+
+    @property
     def differentiable(self) -> bool:
         """Whether it gives any gradient."""
         return self.gradients != () if self.run else self.backward is not None

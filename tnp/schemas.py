@@ -86,6 +86,9 @@ OP_SIZES = [
     ("n_components", pa.int32()),
 ]
 
+# What was computed (`tnp.contract.Problem.json`) and, as JSON, how its values were drawn.
+PROBLEM = [("problem", pa.string()), ("draw", pa.string())]
+
 # The process that measured the row, a number drawn for each. In rows from before there was one it
 # is null, and those of one device and `recorded_at` are a run.
 RUN = [("run_id", pa.string())]
@@ -141,6 +144,8 @@ TABLES: dict[str, pa.Schema] = {
             *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
             ("op", pa.string()),  # whose implementation is named; null is attention
             *RUN,
+            ("problem", pa.string()),  # of the case, as in table "ops"; null where there is none
+            ("kernel", pa.string()),  # JSON: operation → kernel that the check forced
         ],
         "steps": [
             *STEP_KEY,
@@ -174,6 +179,14 @@ TABLES: dict[str, pa.Schema] = {
             *EVIDENCE,
             ("gates", pa.string()),  # those the implementation waits for, joined by "|"
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
+            *PROBLEM,
+            ("provider", pa.string()),  # "own", "torch", or the package it comes from
+            ("packages", pa.string()),  # JSON: name → version, of what is neither
+            ("rank", pa.int32()),  # among the operator's implementations; 0 is PyTorch's plain form
+            ("precision", pa.string()),  # number format below the dtype: "e4m3"; "" is none
+            ("with_forward", pa.bool_()),  # pass "backward" was timed with its forward
+            ("forced", pa.string()),  # JSON: operation → kernel and configuration, of a trial
+            ("peak_memory_bytes", pa.int64()),  # allocated while the pass ran, inputs left out
         ],
         "samples": [
             ("config_id", pa.string()),

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tnp import manifest
+from tnp.catalog import catalog
 from tnp.files import StoreError, cannot_write, first_line, parquet_files, replacing
 from tnp.schemas import SCHEMA_VERSION, TABLES
 
@@ -266,12 +267,32 @@ def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path]) -> Non
                 "from loaded group by all order by all"
             )
             connection.unregister("loaded")
+        connection.register("known", _implementations())
+        connection.execute("create table implementations as select * from known order by all")
+        connection.unregister("known")
         _create_views(connection, views)
         meant = _contents(connection)
         connection.execute("checkpoint")
     with duckdb.connect(str(database), read_only=True) as connection:
         if _contents(connection) != meant:
             raise duckdb.IOException("it reads back otherwise than it was written")
+
+
+def _implementations() -> pa.Table:
+    """What the catalog knows of every implementation, for views to join with."""
+    rows = [
+        {
+            "op": op,
+            "family": operator.family or op,
+            "implementation": name,
+            "provider": (listed := catalog().listed(op, name)).provider,
+            "rank": listed.rank,
+            "chosen_from": listed.own is not None and listed.own.chosen_from,
+        }
+        for op, operator in catalog().operators.items()
+        for name in catalog().names(op)
+    ]
+    return pa.Table.from_pylist(rows)
 
 
 def _contents(connection: duckdb.DuckDBPyConnection) -> dict[str, object]:

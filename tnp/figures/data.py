@@ -107,7 +107,7 @@ def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
         """
         with named as (
             select variant, role from memory
-            union select implementation, role from roofline where op not in ('matmul', 'copy')
+            union select implementation, role from roofline where not is_ceiling(op)
             union select variant, null from stage_share
             union select variant, null from training_curves
         )

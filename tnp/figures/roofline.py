@@ -21,7 +21,7 @@ SHAPE_LABEL = {"fontSize": 12, "color": theme.MUTED}
 QUERY = """
     select *
     from roofline
-    where op not in ('matmul', 'copy')
+    where not is_ceiling(op)
     order by
         sum(flops) over (partition by op) desc nulls last, op, intensity, shape, pass, role,
         implementation

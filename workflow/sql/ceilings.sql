@@ -9,7 +9,7 @@ with medians as (
         any_value(bytes) / (median(time_ms_p50) * 1e6) as gb_per_s
     from current_ops
     where
-        op in ('matmul', 'copy')
+        is_ceiling(op)
         and status = 'ok'
         and counts is distinct from false
         and not coalesce(twin, false)
@@ -18,7 +18,7 @@ with medians as (
 
 select
     device,
-    max(tflops) filter (where op = 'matmul') as ceiling_tflops,
-    max(gb_per_s) filter (where op = 'copy') as ceiling_gb_per_s
+    max(tflops) filter (where op = 'ceiling_matmul') as ceiling_tflops,
+    max(gb_per_s) filter (where op = 'ceiling_copy') as ceiling_gb_per_s
 from medians
 group by device;

@@ -113,7 +113,8 @@ checks as (
         run_id,
         gate,
         case
-            when implementation = '' then '' else coalesce(op, 'attention') || '/' || implementation
+            when implementation = '' then ''
+            else coalesce(family, op, 'attention') || '/' || implementation
         end as about,
         bool_or(status = 'ok' and passed) as has_passed,
         bool_or(status != 'unsupported' and not coalesce(passed, false)) as is_red,
@@ -126,6 +127,7 @@ checks as (
             end
         ) as why_red
     from gates
+    left join families using (op)
     group by all
 ),
 

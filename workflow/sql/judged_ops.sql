@@ -8,7 +8,8 @@ select
     ops.* replace (
         evidence.status as status,
         evidence.reason as reason,
-        evidence.role as role
+        evidence.role as role,
+        op_now(ops.op, ops.problem) as op
     ),
     evidence.run,
     evidence.gpu,

@@ -7,7 +7,7 @@
 -- because its host code takes part in the time. A failed row of which no launch is known joins the
 -- newest generation that it agrees with in all the rest. The current generation is that of the
 -- newest row with an outcome: what could not run here, was killed or took too long takes nobody's
--- place. `uses` lists "operator/implementation", of `auto` also what it chose.
+-- place. `uses` lists "family/implementation" (view `families`), of `auto` also what it chose.
 create or replace table measurements as
 with steps_as_measured as (
     select
@@ -58,7 +58,7 @@ operators_as_measured as (
         concat_ws(
             ' ',
             device,
-            op,
+            op_now(op, problem),
             pass,
             implementation,
             dtype,
@@ -70,14 +70,17 @@ operators_as_measured as (
             'd_model=' || d_model,
             'd_ff=' || d_ff,
             'd_ff_storage=' || d_ff_storage,
-            'n_components=' || n_components
+            'n_components=' || n_components,
+            case when n_q is null then problem end,
+            nullif(draw, '{}'),
+            forced
         ) as question,
         time_ms_p50 as median_ms,
         coalesce(time_ms_mean, time_ms_p50) as mean_ms,
         list_distinct(
             [
-                op || '/' || implementation,
-                op || '/' || case
+                coalesce(family, op) || '/' || implementation,
+                coalesce(family, op) || '/' || case
                     when implementation = 'auto' then launch_config ->> 'implementation'
                 end
             ]
@@ -85,6 +88,7 @@ operators_as_measured as (
         earlier_role(implementation, [implementation]) as role_by_name,
         coalesce(isfinite(max_abs_error), false) as checked
     from ops
+    left join families using (op)
 ),
 
 measured as (

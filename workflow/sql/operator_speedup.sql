@@ -62,4 +62,4 @@ left join compared as to_baseline
 left join roofline as baseline on to_baseline.base = baseline.generation
 left join compared as to_best on own.generation = to_best.own and to_best.against_best
 left join roofline as best on to_best.base = best.generation
-where own.op not in ('matmul', 'copy');
+where not is_ceiling(own.op);

@@ -2,8 +2,8 @@
 -- over the runs of the current generations; null where one of them was not timed.
 --
 -- Where the operator was timed with `auto`, of the runs of `auto`'s current generation alone: what
--- it chose is compared with what was timed beside it, whatever was timed elsewhere since. The
--- backward pass of mixture_nll is timed with its forward, so it is all of it.
+-- it chose is compared with what was timed beside it, whatever was timed elsewhere since. A
+-- backward pass that was timed with its forward is all of it.
 create or replace view operator_training as
 with runs as (
     select
@@ -12,7 +12,7 @@ with runs as (
             over (partition by device, op, shape, dtype, run)
             as has_auto
     from judged_ops
-    where op not in ('matmul', 'copy') and not coalesce(twin, false)
+    where not is_ceiling(op) and not coalesce(twin, false)
 ),
 
 used as (
@@ -40,6 +40,7 @@ passes as (
         any_value(d_model) as d_model,
         any_value(d_ff_storage) as d_ff_storage,
         any_value(n_components) as n_components,
+        bool_or(coalesce(with_forward, op = 'mixture_nll')) as with_forward,
         arg_max(environment_id, recorded_at) as environment_id,
         arg_max(launch_config, recorded_at) as launch_config,
         max(recorded_at) as recorded_at,
@@ -73,6 +74,7 @@ whole as (
         any_value(launch_config) filter (where pass = 'forward') as launch_config,
         max(recorded_at) as recorded_at,
         bool_and(has_evidence) as has_evidence,
+        bool_or(with_forward) filter (where pass = 'backward') as with_forward,
         any_value(pass_ms) filter (where pass = 'forward') as forward_ms,
         any_value(pass_ms) filter (where pass = 'backward') as backward_ms
     from passes
@@ -80,6 +82,6 @@ whole as (
 )
 
 select
-    *,
-    case when op = 'mixture_nll' then backward_ms else forward_ms + backward_ms end as time_ms
+    * exclude (with_forward),
+    case when with_forward then backward_ms else forward_ms + backward_ms end as time_ms
 from whole;

@@ -68,7 +68,7 @@ drawn as (
         device,
         question
     from roofline
-    where op not in ('matmul', 'copy')
+    where not is_ceiling(op)
     union
     select
         'ablation' as view_name,

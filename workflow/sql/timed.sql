@@ -41,10 +41,10 @@ with measured as (
         pass,
         origin,
         'operator' as kind,
-        concat_ws(' ', op, pass) as part,
+        concat_ws(' ', op_now(op, problem), pass) as part,
         concat_ws(
             ' ',
-            op,
+            op_now(op, problem),
             pass,
             dtype,
             batch,
@@ -55,13 +55,14 @@ with measured as (
             d_model,
             d_ff,
             d_ff_storage,
-            n_components
+            n_components,
+            case when n_q is null then problem end
         ) as family,
         null as flops,
         implementation as name,
         '' as switches,
         null as ablation_part,
-        implementation != 'auto' and op not in ('matmul', 'copy') as shown,
+        implementation != 'auto' and not is_ceiling(op_now(op, problem)) as shown,
         coalesce(twin, false) as twin,
         ln(time_ms_p50) as log_ms,
         time_ms_std / time_ms_p50 as deviation
