@@ -88,3 +88,10 @@ def _require_tensors(operator: Operator, inputs: tuple) -> None:
     for name, x in zip(operator.inputs, inputs, strict=True):
         if not isinstance(x, torch.Tensor) and not (x is None and name.endswith("?")):
             raise ValueError(f"{name.removesuffix('?')} is {x!r}: it must be a tensor")
+
+
+def forget() -> None:
+    """Every plan of this process: the next call of each problem decides anew."""
+    for known in of_operator.values():
+        with known.lock:
+            known.by_key.clear()

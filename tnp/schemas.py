@@ -241,6 +241,17 @@ TABLES: dict[str, pa.Schema] = {
             ("warnings", pa.string()),  # ptxas's, one a line; "" is none
             *RUN,
         ],
+        "host_calls": [  # what an eager call costs the host
+            ("op", pa.string()),
+            ("problem", pa.string()),
+            ("pass", pa.string()),  # "forward" | "recorded" | "training" | "chain"
+            ("implementation", pa.string()),  # "bare_function": an autograd.Function of nothing
+            ("with_launches", pa.bool_()),  # false: every launch of ours was replaced by nothing
+            *OUTCOME,
+            *_statistics("host_us"),
+            ("n_samples", pa.int32()),  # rounds of some calls each
+            *RUN,
+        ],
         "trials": [  # of tuning: one candidate of one problem
             ("operation", pa.string()),  # "forward" | "separate" | "fused"
             ("shape", pa.string()),

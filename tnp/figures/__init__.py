@@ -10,7 +10,17 @@ import vl_convert
 from tnp.figures import pages
 from tnp.files import replacing
 
-FIGURES = ("speedup", "ablation", "matrix", "roofline", "memory", "stages", "training", "noise")
+FIGURES = (
+    "speedup",
+    "ablation",
+    "matrix",
+    "roofline",
+    "memory",
+    "stages",
+    "training",
+    "host",
+    "noise",
+)
 
 PNG_SCALE = 2  # pixels per CSS pixel
 

@@ -1,0 +1,176 @@
+"""What a call costs the host: operators launched eagerly, at sizes where the device waits for it.
+
+Implementations take turns in one process. A round of each is `CALLS` calls without a look at the
+device, few enough for its queue to hold all their launches; the time is the host's alone. Passes:
+
+    forward     a call that nobody differentiates
+    recorded    a call that autograd is to differentiate
+    training    a call and its backward pass: autograd hands it to a thread of its own and back
+    chain       the same where a call is one of many in a row, so that the way to that thread and
+                back is paid once: the slope between a chain of `CHAIN` calls and a single one
+
+`with_launches` is false where every launch of ours was replaced by nothing: what is left is Python
+before the launch, and beside it stands `bare_function`, an `autograd.Function` of three tensors
+that does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+
+from tnp import dispatch
+from tnp.bench.statistics import summarize
+from tnp.bench.timing import synchronize
+from tnp.catalog import catalog
+from tnp.contract import Case, Operator
+from tnp.launch import Bound
+from tnp.values import Random
+
+CALLS = 40
+CHAIN = 9
+WARM_ROUNDS, ROUNDS = 3, 30
+BARE = "bare_function"
+PASSES = ("forward", "recorded", "training", "chain")
+
+Run = Callable[[], object]
+
+
+def measure_host(parameters: dict) -> list[dict]:
+    """Rows of table "host_calls", without provenance.
+
+    Args:
+        parameters: `problems`, each with op, problem (JSON) and implementations; `device`.
+    """
+    device = torch.device(parameters["device"])
+    rows = []
+    for entry in parameters["problems"]:
+        operator = catalog().operator(entry["op"])
+        case = Case(operator.from_json(entry["problem"]))
+        for with_launches in (True, False) if device.type == "cuda" else (False,):
+            with nullcontext() if with_launches else launching_nothing():
+                rows += _of_problem(operator, case, entry["implementations"], with_launches, device)
+    return rows
+
+
+@contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Inside, no kernel of ours is launched: what is left is the Python around it."""
+    with patch.object(Bound, "__call__", lambda self, *arguments: None):
+        dispatch.forget()
+        yield
+    dispatch.forget()
+
+
+def _of_problem(
+    operator: Operator, case: Case, names: list[str], with_launches: bool, device: torch.device
+) -> list[dict]:
+    contenders = {name: (lambda *x, name=name: _call(operator, case, name, x)) for name in names}
+    if not with_launches:
+        contenders[BARE] = _bare
+    rows = []
+    for pass_ in PASSES:
+        timed, reasons = {}, {}
+        for name, call in contenders.items():
+            try:
+                timed[name] = _runs(operator, case, call, pass_, device)
+                for run in timed[name]:
+                    run()
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                timed.pop(name, None)
+                reasons[name] = str(error).splitlines()[0]
+        samples = _in_turn(timed, device)
+        for name in contenders:
+            row = {
+                "op": operator.name, "pass": pass_, "implementation": name,
+                "problem": case.problem.json, "with_launches": with_launches,
+            }  # fmt: skip
+            if name in reasons:
+                row |= {"status": "unsupported", "reason": reasons[name]}
+            else:
+                row |= {"status": "ok", "reason": ""} | summarize(samples[name], "host_us")
+                row["n_samples"] = len(samples[name])
+            rows.append(row)
+    return rows
+
+
+def _call(operator: Operator, case: Case, name: str, inputs: tuple) -> torch.Tensor:
+    options = tuple(
+        (key, value) for key, value in case.problem.options if key not in operator.optional
+    )
+    outputs = dispatch.call(operator, name, inputs, operator.numbers, options)
+    return outputs[-1] if isinstance(outputs, tuple) else outputs
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, z):
+        ctx.save_for_backward(x, y, z)
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, y, z = ctx.saved_tensors
+        return x.new_empty(x.shape), y.new_empty(y.shape), z.new_empty(z.shape)
+
+
+def _bare(*inputs: torch.Tensor | None) -> torch.Tensor:
+    tensors = [x for x in inputs if x is not None]
+    return _Nothing.apply(*(tensors * 3)[:3])
+
+
+def _runs(
+    operator: Operator, case: Case, call: Callable, pass_: str, device: torch.device
+) -> list[Run]:
+    """What to time: one call; for the pass "chain" a single one and a chain of them."""
+    drawn = operator.draw(case, Random(case, device))
+    inputs = [drawn.get(name) for name in operator.tensors]
+    if pass_ == "forward":
+        return [lambda: call(*inputs)]
+    leaves = [
+        x.requires_grad_()
+        for name, x in zip(operator.tensors, inputs, strict=True)
+        if x is not None and name in operator.differentiated
+    ]
+    if pass_ == "recorded":
+        return [lambda: call(*inputs)]
+    gradient = torch.empty_like(call(*inputs)).detach().zero_()
+
+    def chain(length: int) -> None:
+        x = call(*inputs)
+        for _ in range(length - 1):
+            if x.shape != inputs[0].shape:
+                raise NotImplementedError("its result is no input of its own: it makes no chain")
+            x = call(x, *inputs[1:])
+        torch.autograd.grad(x, leaves, gradient)
+
+    if pass_ == "training":
+        return [lambda: chain(1)]
+    return [lambda: chain(1), lambda: chain(CHAIN)]
+
+
+def _in_turn(timed: dict[str, list[Run]], device: torch.device) -> dict[str, list[float]]:
+    """Microseconds a call, a number for each round."""
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    for number in range(WARM_ROUNDS + ROUNDS):
+        for name, runs in timed.items():
+            spans = [_host_us(run, device) for run in runs]
+            if number >= WARM_ROUNDS:
+                span = spans[0] if len(spans) == 1 else (spans[1] - spans[0]) / (CHAIN - 1)
+                samples[name].append(span)
+    return samples
+
+
+def _host_us(run: Run, device: torch.device) -> float:
+    synchronize(device)
+    calls = max(1, CALLS // CHAIN) if device.type == "cuda" else CALLS
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    span = time.perf_counter() - start
+    synchronize(device)
+    return span / calls * 1e6

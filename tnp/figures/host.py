@@ -1,0 +1,113 @@
+"""What an eager call of each operator costs the host, beside PyTorch's own operator.
+
+Reads the view `host`. One panel per device, operator and problem, one bar per implementation and
+kind of call, in microseconds of the host's time while the device waits.
+"""
+
+import json
+
+import altair as alt
+import duckdb
+
+from tnp.figures import data, theme
+from tnp.figures.data import Row
+
+PANEL_WIDTH = 460  # px
+COLUMNS = 2  # panels abreast
+BAR_HEIGHT = 20  # px
+
+PASSES = {
+    "forward": "forward",
+    "recorded": "forward, recorded by autograd",
+    "training": "forward and backward, alone",
+    "chain": "forward and backward, one of many",
+}
+
+QUERY = """
+    select host.*, coalesce(implementations.provider = 'own', false) as own
+    from host
+    left join implementations using (op, implementation)
+    where with_launches
+    order by device, op, problem, implementation
+"""
+
+
+def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+    """Microseconds a call, and how many times PyTorch's."""
+    rows = data.query(connection, QUERY)
+    if not rows:
+        return theme.no_rows("no call was timed on a GPU's host", "snakemake --cores 1 host")
+    for row in rows:
+        kind = PASSES[row["pass"]]
+        row["line"] = f"{row['implementation']}: {kind}"
+        ratio = "" if row["times_base"] is None else f" ({row['times_base']:.2f} of PyTorch's)"
+        row["label"] = f"{theme.number(row['host_us'])} µs{ratio if row['own'] else ''}"
+    labels = list(dict.fromkeys(row["line"] for row in rows))
+    colors = data.variant_colors(connection)
+    blocks = []
+    for slug, device in data.devices(connection, "host").items():
+        of_device = [row for row in rows if row["device"] == slug]
+        problems = dict.fromkeys((row["op"], row["problem"]) for row in of_device)
+        panels = [
+            _panel([r for r in of_device if (r["op"], r["problem"]) == problem], labels, colors)
+            for problem in problems
+        ]
+        runs = max(row["n_runs"] for row in of_device)
+        said = f"{runs} process{'es' if runs > 1 else ''} a problem"
+        blocks.append(theme.block(panels, device["name"], said, COLUMNS))
+    subtitle = [
+        "The host's time for one call, launched asynchronously at sizes where the device waits; "
+        "no CUDA graph. Implementations took turns in one process.",
+        "“One of many” is the slope between a chain of calls and a single one: the way to "
+        "autograd's own thread and back is paid once a chain.",
+    ]
+    return theme.page(theme.stacked(blocks), finding(rows), subtitle)
+
+
+def finding(rows: list[Row]) -> str:
+    """The range of what ours take, in units of PyTorch's."""
+    ratios = [row["times_base"] for row in rows if row["own"] and row["times_base"] is not None]
+    if not ratios:
+        return "What an eager call costs the host"
+    low, high = min(ratios), max(ratios)
+    return (
+        f"An eager call of ours takes the host {low:.2f} to {high:.2f} times what PyTorch's takes"
+    )
+
+
+def _panel(rows: list[Row], labels: list[str], colors: alt.Scale) -> alt.TopLevelMixin:
+    order = list(PASSES)
+    rows = sorted(rows, key=lambda row: (order.index(row["pass"]), row["own"]))
+    lines = [row["line"] for row in rows]
+    longest = max(row["host_us"] for row in rows)
+    scale = alt.Scale(domain=[0, 1.45 * longest])
+    base = data.drawing(rows).encode(
+        x=alt.X("host_us:Q", title="µs of the host", scale=scale, axis=alt.Axis(tickCount=5)),
+        y=alt.Y("line:N", scale=alt.Scale(domain=lines), axis=theme.line_axis(labels), title=None),
+    )
+    bars = base.mark_bar(height=BAR_HEIGHT - 6).encode(
+        color=alt.Color("implementation:N", scale=colors, legend=None),
+        tooltip=[
+            alt.Tooltip("line:N", title="call"),
+            alt.Tooltip("host_us:Q", format=".4~r", title="µs"),
+            alt.Tooltip("times_base:Q", format=".2f", title="of PyTorch's"),
+            alt.Tooltip("n_runs:Q", title="processes"),
+        ],
+    )
+    numbers = base.mark_text(align="left", dx=4, fontSize=11, color=theme.INK).encode(
+        text="label:N"
+    )
+    first = rows[0]
+    title = alt.Title(
+        str(first["op"]), subtitle=sizes(first["problem"]), fontSize=14, subtitleFontSize=12
+    )
+    return alt.layer(bars, numbers).properties(
+        width=PANEL_WIDTH, height=BAR_HEIGHT * len(lines), title=title
+    )
+
+
+def sizes(problem: str) -> str:
+    """A problem's JSON in words."""
+    content = json.loads(problem)
+    named = {**content["sizes"], **content.get("options", {})}
+    return ", ".join([content["dtype"], *(f"{name} {value}" for name, value in named.items())])

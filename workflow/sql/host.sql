@@ -1,0 +1,58 @@
+-- Grain: device × problem × pass × with_launches × implementation: microseconds of the host for an
+-- eager call, the median over the runs of the newest commit, and how many times as long as
+-- PyTorch's plain form takes it, or where launches were replaced by nothing as an empty
+-- autograd.Function.
+create or replace view host as
+with newest as (
+    select host_calls.*
+    from host_calls
+    left join environments using (device, environment_id)
+    where status = 'ok'
+    qualify
+        environments.git_commit is not distinct from
+        arg_max(environments.git_commit, host_calls.recorded_at)
+            over (partition by host_calls.device, op, problem)
+),
+
+medians as (
+    select
+        device,
+        op,
+        problem,
+        pass,
+        with_launches,
+        implementation,
+        median(host_us_p50) as host_us,
+        min(host_us_p50) as host_us_low,
+        max(host_us_p50) as host_us_high,
+        count(*) as n_runs,
+        max(recorded_at) as recorded_at
+    from newest
+    group by all
+),
+
+compared as (
+    select
+        medians.*,
+        base.host_us as base_us,
+        base.implementation as base_implementation
+    from medians
+    left join implementations
+        on medians.op = implementations.op and implementations.rank = 0
+    left join medians as base
+        on
+            medians.device = base.device
+            and medians.op = base.op
+            and medians.problem = base.problem
+            and medians.pass = base.pass
+            and medians.with_launches = base.with_launches
+            and base.implementation = case
+                when medians.with_launches then implementations.implementation
+                else 'bare_function'
+            end
+)
+
+select
+    * exclude (base_us),
+    host_us / base_us as times_base
+from compared;
