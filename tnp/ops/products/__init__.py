@@ -1,0 +1,292 @@
+"""Products of matrices: plain, and with bias and GELU, the first half of GPT-2's feed-forward.
+
+    matmul         c = a b
+    gelu_linear    y = gelu(x Wᵀ + b)    gelu(z) = ½ z (1 + tanh(√(2/π) (z + 0.044715 z³)))
+
+(Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv 1606.08415, in the form with tanh.)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from tnp.contract import (
+    FLOATS,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Work,
+    on_cuda,
+    triton_from,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOAT64 = (*FLOATS, "float64")
+
+# ----------------------------------------------------------------------------------------- matmul
+
+
+def matmul_reference(a, b):
+    """PyTorch's product."""
+    return a @ b
+
+
+def describe_matmul(a, b) -> dict:
+    """Sizes; ValueError where the matrices do not go together."""
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(
+            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: they must be [M, K] and [K, N]"
+        )
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"a has {a.shape[1]} columns and b {b.shape[0]} rows: they must be as many"
+        )
+    if (a.dtype, a.device) != (b.dtype, b.device):
+        raise ValueError(
+            f"a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}: they must be equal"
+        )
+    return {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
+
+
+def draw_matmul(case, random) -> dict:
+    """Normal numbers; "transposed" names the operands whose columns are contiguous."""
+    m, n, k = (case.problem[name] for name in "mnk")
+    columns = case["transposed"] or ""
+    a = random(k, m).t() if "a" in columns else random(m, k)
+    b = random(n, k).t() if "b" in columns else random(k, n)
+    return {"a": a, "b": b}
+
+
+def work_matmul(case, pass_) -> Work:
+    """One product forward, two backward; every matrix once."""
+    m, n, k = (case.problem[name] for name in "mnk")
+    flops, size = 2.0 * m * n * k, case.problem.itemsize
+    operands, result = (m * k + k * n) * size, m * n * size
+    if pass_ == "forward":
+        return Work({case.problem.dtype: flops}, operands, result)
+    return Work({case.problem.dtype: 2 * flops}, operands + result, operands)
+
+
+def cases_matmul(target) -> list[Case]:
+    """Ragged and whole sizes in every dtype, either operand transposed."""
+    sizes = ((1, 1, 1, ""), (33, 40, 24, "b"), (17, 16, 64, "a"), (20, 70, 7, ""), (64, 16, 32, ""))
+    if target.kind == "cuda":
+        sizes = (
+            (1, 1, 1, ""), (1, 4096, 4096, "b"), (777, 1000, 513, ""), (777, 1000, 513, "ab"),
+            (2048, 2000, 1000, "a"), (4096, 4096, 4096, ""), (4096, 4096, 4096, "ab"),
+        )  # fmt: skip
+    return [
+        Case(MATMUL.problem(dtype, m=m, n=n, k=k), (("transposed", columns),) if columns else ())
+        for dtype in FLOATS
+        for m, n, k, columns in sizes
+    ]
+
+
+_PRODUCT = "tnp.ops.products.triton_product"
+MATMUL = Operator(
+    "matmul",
+    inputs=("a", "b"),
+    outputs=("c",),
+    sizes=("m", "n", "k"),
+    differentiated=("a", "b"),
+    implementations=(
+        Implementation("torch", run=matmul_reference, provider="torch", dtypes=FLOAT64),
+        Implementation("compiled", run=matmul_reference, provider="torch", compile="default"),
+        Implementation(
+            "triton",
+            forward=Operation("matmul.forward", (f"{_PRODUCT}:FORWARD",)),
+            backward=Operation("matmul.backward", (f"{_PRODUCT}:BACKWARD",)),
+            supported=triton_from(80),
+            selectable=False,  # a row beside cuBLAS, which stays
+        ),
+    ),
+    describe=describe_matmul,
+    draw=draw_matmul,
+    reference=matmul_reference,
+    work=work_matmul,
+    cases=cases_matmul,
+    controls={"the last of K left out": lambda a, b: matmul_reference(a[:, :-1], b[:-1])},
+)
+
+
+def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
+    """a b.
+
+    Args:
+        a: [M, K], float16, bfloat16 or float32.
+        b: [K, N], like a in dtype and device. Any strides; ours copy a matrix of which neither
+            dimension is contiguous.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [M, N] in their dtype, accumulated in float32; contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(MATMUL, implementation, (a, b))
+
+
+# ------------------------------------------------------------------------------------ gelu_linear
+
+
+def gelu_linear_reference(x, weight, bias):
+    """The formula in PyTorch, parameters cast to x's dtype."""
+    import torch.nn.functional as F
+
+    z = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    return F.gelu(z, approximate="tanh")
+
+
+def addmm_activation(x, weight, bias):
+    """PyTorch's private `_addmm_activation`, which has no derivative.
+
+    On CUDA it computes GELU in the tanh form, in cuBLASLt's epilogue where that takes the operands
+    and else by a second kernel. On the CPU it computes the form with erf: another operator.
+    """
+    import torch
+
+    rows, w = x.reshape(-1, x.shape[-1]), weight.to(x.dtype)
+    y = torch._addmm_activation(bias.to(x.dtype), rows, w.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], -1)
+
+
+def describe_gelu_linear(x, weight, bias) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be "
+            "[..., n_in] and [n_out, n_in]"
+        )
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({weight.shape[0]},)")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if str(parameter.dtype) not in (str(x.dtype), "torch.float32"):
+            raise ValueError(
+                f"{name} is {parameter.dtype}: it must be torch.float32, or {x.dtype} as x is"
+            )
+        if parameter.device != x.device:
+            raise ValueError(
+                f"{name} is on {parameter.device} and x on {x.device}: they must be equal"
+            )
+    return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
+
+
+def draw_gelu_linear(case, random) -> dict:
+    """Normal numbers; float32 parameters, those of "half" in x's dtype."""
+    rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
+    x, weight, bias = random(rows, n_in), random.weight(n_out, n_in), random(n_out)
+    return {"x": x, "weight": weight.to(x.dtype) if case["half"] else weight, "bias": bias.float()}
+
+
+def work_gelu_linear(case, pass_) -> Work:
+    """One product forward, two backward; parameters in float32. A training step writes z too."""
+    rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
+    flops, size = 2.0 * rows * n_in * n_out, case.problem.itemsize
+    x, y, parameters = rows * n_in * size, rows * n_out * size, 4.0 * (n_in + 1) * n_out
+    if pass_ == "forward":
+        return Work({case.problem.dtype: flops}, x + parameters, y)
+    return Work({case.problem.dtype: 2 * flops}, x + 2 * y + parameters, x + parameters)
+
+
+def cases_gelu_linear(target) -> list[Case]:
+    """Ragged sizes, and GPT-2's on a GPU, in every dtype."""
+    sizes = ((1, 1, 1, False), (35, 24, 40, False), (20, 7, 70, True), (64, 32, 16, True))
+    if target.kind == "cuda":
+        sizes = (
+            (1, 1, 1, False), (777, 100, 513, False), (333, 760, 3000, True),
+            (1024, 768, 3072, False), (8 * 1024, 768, 3072, True),
+        )  # fmt: skip
+    return [
+        Case(
+            GELU_LINEAR.problem(dtype, rows=rows, n_in=n_in, n_out=n_out),
+            (("half", True),) if half else (),
+        )
+        for dtype in FLOATS
+        for rows, n_in, n_out, half in sizes
+    ]
+
+
+def gelu_linear_within(model, run) -> Problem | None:
+    """Of a language model whose feed-forward layer is GPT-2's."""
+    if model.get("activation") != "gelu_tanh":
+        return None
+    rows = run["batch"] * run["n_tokens"]
+    return GELU_LINEAR.problem(run["dtype"], rows=rows, n_in=model["d_model"], n_out=model["d_ff"])
+
+
+def _with_silu(x, weight, bias):
+    import torch.nn.functional as F
+
+    return F.silu(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)))
+
+
+_GELU = "tnp.ops.products.triton_gelu_linear"
+GELU_LINEAR = Operator(
+    "gelu_linear",
+    inputs=("x", "weight", "bias"),
+    outputs=("y",),
+    sizes=("rows", "n_in", "n_out"),
+    differentiated=("x", "weight", "bias"),
+    implementations=(
+        Implementation("torch", run=gelu_linear_reference, provider="torch", dtypes=FLOAT64),
+        Implementation("compiled", run=gelu_linear_reference, provider="torch", compile="default"),
+        Implementation(
+            "addmm_activation",
+            run=addmm_activation,
+            provider="torch",
+            gradients=(),
+            supported=on_cuda(80),
+        ),
+        Implementation(
+            "fused",
+            forward=Operation("gelu_linear.forward", (f"{_GELU}:FORWARD",)),
+            backward=Operation("gelu_linear.backward", (f"{_GELU}:BACKWARD",)),
+            supported=triton_from(80),
+        ),
+    ),
+    describe=describe_gelu_linear,
+    draw=draw_gelu_linear,
+    reference=gelu_linear_reference,
+    work=work_gelu_linear,
+    cases=cases_gelu_linear,
+    controls={
+        "SiLU in place of GELU": _with_silu,
+        "without bias": lambda x, weight, bias: gelu_linear_reference(x, weight, 0 * bias),
+    },
+    within=gelu_linear_within,
+)
+
+
+def gelu_linear(
+    x: Tensor, weight: Tensor, bias: Tensor, *, implementation: str = "torch"
+) -> Tensor:
+    """gelu(x weightᵀ + bias), GELU in its tanh form.
+
+    Args:
+        x: [..., n_in], float16, bfloat16 or float32, any strides.
+        weight: [n_out, n_in], a float32 parameter, or in x's dtype.
+        bias: [n_out], likewise.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [..., n_out] in x's dtype. The gradients of weight and bias have their dtypes.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(GELU_LINEAR, implementation, (x, weight, bias))
+
+
+OPERATORS = (MATMUL, GELU_LINEAR)

@@ -1,0 +1,145 @@
+"""gelu(x Wᵀ + b) by one product with bias and gelu in its epilogue, and its gradients.
+
+Where a gradient is wanted, z = x Wᵀ + b is saved in x's dtype. Backward:
+
+    dz = dy ∘ gelu'(z)      dx = dz W      dW = dzᵀ x      db = Σ_rows dz
+
+dz is one kernel's, which sums columns of its rows too: partial sums in float32, added up in a fixed
+order by a second launch. The two products are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Kernel
+from tnp.launch import Bound
+from tnp.ops.casting import cast_weight
+from tnp.ops.primitives import KernelConfig, cast
+from tnp.ops.products.triton_product import Operand, candidates, gelu_derivative, product
+from tnp.ops.triton_matmul import load_tile, store_tile
+from tnp.ops.weight_gradient import weight_gradient
+
+# Programs a multiprocessor gets of the gradient's elementwise kernel.
+PROGRAMS = 4
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Tile of dz that a program works on at a time, walking down the rows."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+BACKWARD_CONFIGS = (Config(32, 128, 4), Config(16, 256, 4), Config(32, 64, 4))
+
+
+@triton.jit(do_not_specialize=["n_rows", "segment"])
+def _dgelu_kernel(
+    dy_ptr, z_ptr, dz_ptr, partials_ptr, n_rows, n_columns, segment,
+    WITH_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dz of `segment` rows, a multiple of BLOCK_M, and its column sums; all contiguous."""
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(0) * segment
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for row in tl.range(begin, tl.minimum(begin + segment, n_rows), BLOCK_M):
+        offs_m = row + tl.arange(0, BLOCK_M)
+        dy = load_tile(dy_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
+        z = load_tile(z_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
+        slope = gelu_derivative(z.to(tl.float32), dz_ptr.dtype.element_ty)
+        # Rounded first: the bias's gradient is then that of what the products are made of.
+        dz = cast(dy.to(tl.float32) * slope, dz_ptr.dtype.element_ty)
+        store_tile(dz_ptr, dz.to(tl.float32), offs_m, offs_n, n_rows, n_columns, n_columns)
+        if WITH_BIAS:
+            total += tl.sum(dz.to(tl.float32), 0)
+    if WITH_BIAS:
+        partial = partials_ptr + tl.program_id(0).to(tl.int64) * n_columns
+        tl.store(partial + offs_n, total, mask=offs_n < n_columns)
+
+
+def configs(call):
+    return candidates(call, call.problem["rows"], call.problem["n_out"])
+
+
+def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return cast_weight(weight, dtype).contiguous()
+
+
+def _weight_operand(weight: torch.Tensor, dtype: torch.dtype) -> Operand:
+    """Of Wᵀ, whose W is contiguous in `dtype` as it stands, or becomes so in memory of its own."""
+    if weight.dtype == dtype and weight.is_contiguous():
+        return Operand.of(weight.t())
+    return Operand.of(torch.empty(weight.shape, dtype=dtype, device="meta").t())
+
+
+def empty(wanted, inputs):
+    x, weight, _bias = inputs
+    shape = (*x.shape[:-1], weight.shape[0])
+    return (x.new_empty(shape),), (x.new_empty(shape),) if wanted else ()
+
+
+def prepare(call, config, inputs):
+    x, weight, bias = inputs
+    n_in, epilogue = weight.shape[1], "gelu_and_z" if call.wanted else "gelu"
+    left, right = Operand.of(x.reshape(-1, n_in)), _weight_operand(weight, x.dtype)
+    kernel = product(call, config, left, right, epilogue)
+
+    def launch(inputs, scalars):
+        x, weight, bias = inputs
+        outputs, saved = empty(call.wanted, inputs)
+        (y,), z = outputs, saved[0] if saved else outputs[0]
+        w = _cast(weight, x.dtype)
+        kernel(left.read(x.reshape(-1, n_in)), w, y, z, bias.contiguous())
+        return outputs, saved
+
+    return launch
+
+
+def empty_backward(wanted, inputs):
+    _gradients, kept, _saved = inputs
+    named = zip(("x", "weight", "bias"), kept, strict=True)
+    return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
+
+
+def prepare_backward(call, config, inputs):
+    (dy,), _kept, _saved = inputs
+    n_out, rows = dy.shape[-1], dy.numel() // dy.shape[-1]
+    columns = triton.cdiv(n_out, config.block_n)
+    segments = triton.cdiv(PROGRAMS * call.target.multiprocessors, columns)
+    segment = triton.cdiv(triton.cdiv(rows, config.block_m), segments) * config.block_m
+    segments = triton.cdiv(rows, segment)
+    with_bias = "bias" in call.wanted
+    kernel = Bound(
+        _dgelu_kernel, (segments, columns), rows, n_out, segment,
+        WITH_BIAS=with_bias, **config.kernel_arguments(),
+    )  # fmt: skip
+
+    def launch(inputs, scalars):
+        (dy,), (x, weight, bias), (z,) = inputs
+        n_in = weight.shape[1]
+        dz = z.new_empty(rows, n_out)
+        partials = z.new_empty(segments if with_bias else 0, n_out, dtype=torch.float32)
+        kernel(dy.contiguous(), z.contiguous(), dz, partials)
+        dx = dweight = dbias = None
+        if "x" in call.wanted:
+            dx = torch.mm(dz, _cast(weight, x.dtype)).view(x.shape)
+        if "weight" in call.wanted:
+            dweight = weight_gradient(dz, x.reshape(-1, n_in)).to(weight.dtype)
+        if with_bias:
+            dbias = partials.sum(0).to(bias.dtype)
+        return dx, dweight, dbias
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs, saves="z")
+BACKWARD = Kernel(
+    "triton", empty_backward, prepare_backward, configs=lambda call: BACKWARD_CONFIGS, saves="z"
+)

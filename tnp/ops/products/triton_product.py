@@ -1,0 +1,273 @@
+"""Matrix products in Triton, in tiles, with what may follow them in the same kernel.
+
+    "none"          c = a b
+    "gelu"          y = gelu(a b + bias)
+    "gelu_and_z"    the same, and z = a b + bias
+
+Products accumulate in float32, where all that follows is computed too; results are rounded once. A
+program owns a tile of the result; programs that run together share rows of a and columns of b in L2
+(groups of row tiles, as in Triton's matmul tutorial). Where both operands lie so that TMA can read
+them, it does: on compute capability 9.0 and newer, 16-bit floats whose rows, or whose columns,
+start at multiples of 16 bytes. Elsewhere the same kernel reads through pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
+from tnp.ops.primitives import add_dot
+from tnp.ops.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
+
+# By bytes per element, the largest tile first. In 16 bits none spills at 9.0; unmeasured.
+CONFIGS = {
+    2: (
+        MatmulConfig(128, 256, 64, 8, 4),
+        MatmulConfig(128, 256, 64, 8, 3),
+        MatmulConfig(128, 128, 64, 8, 4),
+        MatmulConfig(128, 128, 64, 4, 3),
+        MatmulConfig(64, 128, 64, 4, 4),
+        MatmulConfig(64, 64, 64, 4, 4),
+        MatmulConfig(16, 64, 128, 4, 3),
+    ),
+    4: (MatmulConfig(64, 64, 32, 8, 2), MatmulConfig(16, 64, 32, 4, 2)),
+}
+TMA_FROM = 90  # compute capability
+TMA_ALIGNMENT = 16  # bytes
+
+# 2 √(2/π) and the weight of z³ in gelu's tanh form.
+SLOPE = tl.constexpr(1.5957691216057308)
+CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def gelu(z, dtype: tl.constexpr):
+    """½ z (1 + tanh √(2/π) (z + 0.044715 z³)), which is z·σ of twice that angle."""
+    return z * sigmoid(z * (z * z * CUBIC + 1.0) * SLOPE, dtype)
+
+
+@triton.jit
+def gelu_derivative(z, dtype: tl.constexpr):
+    s = sigmoid(z * (z * z * CUBIC + 1.0) * SLOPE, dtype)
+    return s + z * s * (1.0 - s) * (z * z * (3.0 * CUBIC) + 1.0) * SLOPE
+
+
+@triton.jit
+def _operand_tile(
+    x, row, column, n_rows, n_columns, stride,
+    MAPPED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tile of a matrix whose rows are contiguous, by TMA or through pointers; 0 past its ends."""
+    if MAPPED:
+        return x.load([row, column])
+    offs_row = row + tl.arange(0, BLOCK_ROWS)
+    offs_column = column + tl.arange(0, BLOCK_COLUMNS)
+    return load_tile(
+        x, offs_row, offs_column, n_rows, n_columns, stride, ROWS_MASKED, COLUMNS_MASKED
+    )
+
+
+@triton.jit
+def _product_kernel(
+    a, b, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, n_inner, stride_a, stride_b,
+    EPILOGUE: tl.constexpr, MAPPED: tl.constexpr, A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr, K_MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Of a [M, K], or [K, M] where A_TRANSPOSED, and b [K, N], or [N, K]; out is contiguous."""
+    n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
+    n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
+    first = tl.program_id(0) // n_group * GROUP_M
+    group_size = tl.minimum(n_row_tiles - first, GROUP_M)
+    within = tl.program_id(0) % n_group
+    m = (first + within % group_size) * BLOCK_M
+    n = within // group_size * BLOCK_N
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, n_inner, BLOCK_K):
+        if A_TRANSPOSED:
+            a_tile = tl.trans(
+                _operand_tile(
+                    a, k, m, n_inner, n_rows, stride_a, MAPPED, K_MASKED, True, BLOCK_K, BLOCK_M
+                )
+            )
+        else:
+            a_tile = _operand_tile(
+                a, m, k, n_rows, n_inner, stride_a, MAPPED, True, K_MASKED, BLOCK_M, BLOCK_K
+            )
+        if B_TRANSPOSED:
+            b_tile = tl.trans(
+                _operand_tile(
+                    b, n, k, n_columns, n_inner, stride_b, MAPPED, True, K_MASKED, BLOCK_N, BLOCK_K
+                )
+            )
+        else:
+            b_tile = _operand_tile(
+                b, k, n, n_inner, n_columns, stride_b, MAPPED, K_MASKED, True, BLOCK_K, BLOCK_N
+            )
+        acc = add_dot(a_tile, b_tile, acc)
+
+    offs_m = m + tl.arange(0, BLOCK_M)
+    offs_n = n + tl.arange(0, BLOCK_N)
+    if EPILOGUE != "none":
+        bias = tl.load(bias_ptr + offs_n, mask=offs_n < n_columns, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    if EPILOGUE == "gelu_and_z":
+        store_tile(z_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
+    if EPILOGUE != "none":
+        acc = gelu(acc, out_ptr.dtype.element_ty)
+    store_tile(out_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
+
+
+# ------------------------------------------------------------------------------- what is launched
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How a plan reads a matrix [R, C], given once what it looks like."""
+
+    copied: bool  # neither dimension is contiguous, or one is expanded
+    transposed: bool  # columns are contiguous: it is read as [C, R]
+    shape: tuple[int, int]  # as it is read
+    stride: int  # elements between what are rows then
+    mappable: bool  # TMA can read it
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Operand:
+        """Of a matrix with any strides; `x` may be on the meta device, then its memory starts at
+        a multiple of 16 bytes.
+        """
+        expanded = any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True))
+        copied = expanded or 1 not in x.stride()
+        transposed = not copied and x.stride(1) != 1
+        (rows, columns), step = x.shape, x.shape[1] if copied else x.stride(0)
+        if transposed:
+            rows, columns, step = columns, rows, x.stride(1)
+        start = 0 if copied or x.device.type == "meta" else x.data_ptr()
+        sizes = start, step * x.element_size()
+        aligned = x.element_size() == 2 and not any(size % TMA_ALIGNMENT for size in sizes)
+        return cls(copied, transposed, (rows, columns), step, aligned and step >= columns)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """The matrix as the kernel reads it, its rows contiguous."""
+        if self.copied:
+            return x.contiguous()
+        return x.t() if self.transposed else x
+
+    def map(self, block: tuple[int, int]) -> Callable[[torch.Tensor], TensorDescriptor]:
+        """Makes the descriptor of such a matrix, for tiles of the matrix as it is read."""
+        shape, strides = list(self.shape), [self.stride, 1]
+        return lambda x: TensorDescriptor(x, shape, strides, list(block))
+
+
+def configs(call: Call) -> tuple[MatmulConfig, ...]:
+    """Candidates for a matmul, the default first."""
+    return candidates(call, call.problem["m"], call.problem["n"])
+
+
+def candidates(call: Call, m: int, n: int) -> tuple[MatmulConfig, ...]:
+    """Of a result [m, n]: those that fit, by default the largest that gives all their work.
+
+    A tile is not wider than twice what there are rows, and fills the multiprocessors at least
+    once; where none does, the smallest is taken.
+    """
+    size, target = call.problem.itemsize, call.target
+    fitting = [
+        config
+        for config in CONFIGS[size]
+        if target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes
+    ]
+    filling = [
+        config
+        for config in fitting
+        if config.block_m < 2 * m
+        and triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+        >= target.multiprocessors
+    ]
+    few_rows = [config for config in fitting if config.block_m < 2 * m] or fitting[-1:]
+    default = (filling or few_rows[-1:])[0]
+    return default, *[config for config in fitting if config != default]
+
+
+def _shared_bytes(config: MatmulConfig, itemsize: int) -> int:
+    """Of the operands' tiles in flight, or of the result's, and barriers."""
+    tiles = (config.block_m + config.block_n) * config.block_k * config.num_stages
+    return itemsize * max(tiles, config.block_m * config.block_n) + 1024
+
+
+def product(
+    call: Call, config: MatmulConfig, a: Operand, b: Operand, epilogue: str = "none"
+) -> Bound:
+    """The launch of a b: called with (a read, b read, out, z or out, bias or out)."""
+    k, n = (b.shape[1], b.shape[0]) if b.transposed else b.shape
+    m = a.shape[1] if a.transposed else a.shape[0]
+    with_tma = call.target.kind == "interpreter" or call.target.capability >= TMA_FROM
+    mapped = with_tma and a.mappable and b.mappable
+    blocks = (config.block_m, config.block_k), (config.block_k, config.block_n)
+    maps = tuple(
+        one.map(block[::-1] if one.transposed else block)
+        for one, block in zip((a, b), blocks, strict=True)
+    )
+    return Bound(
+        _product_kernel,
+        (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),),
+        m, n, k, a.stride, b.stride,
+        maps=maps if mapped else (),
+        EPILOGUE=epilogue, MAPPED=mapped, A_TRANSPOSED=a.transposed, B_TRANSPOSED=b.transposed,
+        K_MASKED=k % config.block_k != 0, **config.kernel_arguments(),
+    )  # fmt: skip
+
+
+def _multiply(call: Call, a: torch.Tensor, b: torch.Tensor, config: MatmulConfig) -> Callable:
+    """(a, b) → a b, for matrices like these."""
+    left, right = Operand.of(a), Operand.of(b)
+    kernel = product(call, config, left, right)
+    m, n = a.shape[0], b.shape[1]
+
+    def launch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        c = a.new_empty(m, n)
+        kernel(left.read(a), right.read(b), c, c, c)
+        return c
+
+    return launch
+
+
+def empty(wanted, inputs):
+    a, b = inputs
+    return (a.new_empty(a.shape[0], b.shape[1]),), ()
+
+
+def prepare(call, config, inputs):
+    multiply = _multiply(call, *inputs, config)
+    return lambda inputs, scalars: ((multiply(*inputs),), ())
+
+
+def empty_backward(wanted, inputs):
+    _gradients, kept, _saved = inputs
+    named = zip("ab", kept, strict=True)
+    return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
+
+
+def prepare_backward(call, config, inputs):
+    """da = dc bᵀ and db = aᵀ dc, each by the tiles of the configuration."""
+    (dc,), (a, b), _saved = inputs
+    da = _multiply(call, dc, b.t(), config) if "a" in call.wanted else None
+    db = _multiply(call, a.t(), dc, config) if "b" in call.wanted else None
+
+    def launch(inputs, scalars):
+        (dc,), (a, b), _saved = inputs
+        return da and da(dc, b.t()), db and db(a.t(), dc)
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs)
+BACKWARD = Kernel("triton", empty_backward, prepare_backward, configs=configs)
