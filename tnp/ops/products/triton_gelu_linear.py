@@ -65,7 +65,7 @@ def _dgelu_kernel(
 
 
 def configs(call):
-    return candidates(call, call.problem["rows"], call.problem["n_out"])
+    return candidates(call, *(call.problem[name] for name in ("rows", "n_out", "n_in")))
 
 
 def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
