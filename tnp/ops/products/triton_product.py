@@ -26,10 +26,7 @@ from tnp.launch import Bound
 from tnp.ops.primitives import add_dot
 from tnp.ops.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
 
-# By bytes per element, the largest tile first; unmeasured. None spills at 8.0 or 9.0 where rows are
-# aligned; where they are not, elements are loaded one by one, which takes registers, and only tiles
-# of at most RAGGED_SUMS sums a thread do not.
-RAGGED_SUMS = 32
+# By bytes per element, the largest tile first; unmeasured.
 CONFIGS = {
     2: (
         MatmulConfig(128, 256, 64, 8, 4),
@@ -41,6 +38,10 @@ CONFIGS = {
     ),
     4: (MatmulConfig(64, 64, 32, 8, 2), MatmulConfig(16, 64, 32, 4, 2)),
 }
+# Sums a thread may hold, or tiles spill at 8.0 or 9.0: where operands go from shared memory to the
+# tensor cores; where they take registers on the way; where rows are not aligned, so that elements
+# are loaded one by one.
+MOST_SUMS, REGISTER_SUMS, RAGGED_SUMS = 128, 64, 32
 TMA_FROM = 90  # compute capability
 ALIGNMENT = 16  # bytes: of rows that TMA reads, and of vectors
 
@@ -77,6 +78,23 @@ def _operand_tile(
             x, offs_row, offs_column, n_rows, n_columns, stride, ROWS_MASKED, COLUMNS_MASKED
         )
     return tile
+
+
+@triton.jit
+def _finish(
+    acc, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE: tl.constexpr
+):  # fmt: skip
+    """What follows a product, and the stores, of the tile from row m and column n on."""
+    offs_m = m + tl.arange(0, acc.shape[0])
+    offs_n = n + tl.arange(0, acc.shape[1])
+    if EPILOGUE != "none":
+        bias = tl.load(bias_ptr + offs_n, mask=offs_n < n_columns, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    if EPILOGUE == "gelu_and_z":
+        store_tile(z_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
+    if EPILOGUE != "none":
+        acc = gelu(acc, out_ptr.dtype.element_ty)
+    store_tile(out_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
 
 
 @triton.jit
@@ -119,16 +137,15 @@ def _product_kernel(
             )
         acc = add_dot(a_tile, b_tile, acc)
 
-    offs_m = m + tl.arange(0, BLOCK_M)
-    offs_n = n + tl.arange(0, BLOCK_N)
-    if EPILOGUE != "none":
-        bias = tl.load(bias_ptr + offs_n, mask=offs_n < n_columns, other=0.0)
-        acc += bias.to(tl.float32)[None, :]
-    if EPILOGUE == "gelu_and_z":
-        store_tile(z_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
-    if EPILOGUE != "none":
-        acc = gelu(acc, out_ptr.dtype.element_ty)
-    store_tile(out_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
+    if EPILOGUE == "none":
+        _finish(acc, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)
+    else:
+        # By halves, which takes half the registers beside those of the sums.
+        halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1))
+        left, right = tl.split(halves)
+        _finish(left, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)
+        n += BLOCK_N // 2
+        _finish(right, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)
 
 
 # ------------------------------------------------------------------------------- what is launched
@@ -184,12 +201,14 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     once; where none does, the smallest is taken.
     """
     size, target = call.problem.itemsize, call.target
-    aligned = n * size % ALIGNMENT == 0 and k * size % ALIGNMENT == 0
+    most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
+    if n * size % ALIGNMENT or k * size % ALIGNMENT:
+        most = RAGGED_SUMS
     fitting = [
         config
         for config in CONFIGS[size]
-        if (target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes)
-        and (aligned or config.block_m * config.block_n <= RAGGED_SUMS * 32 * config.num_warps)
+        if config.block_m * config.block_n <= most * 32 * config.num_warps
+        and (target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes)
     ]
     filling = [
         config
