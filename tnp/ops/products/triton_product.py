@@ -32,7 +32,7 @@ CONFIGS = {
         MatmulConfig(128, 256, 64, 8, 4),
         MatmulConfig(128, 256, 64, 8, 3),
         MatmulConfig(128, 128, 64, 8, 3),
-        MatmulConfig(64, 128, 64, 4, 4),
+        MatmulConfig(64, 128, 64, 8, 4),
         MatmulConfig(64, 64, 64, 4, 4),
         MatmulConfig(16, 64, 128, 4, 3),
     ),
