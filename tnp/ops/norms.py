@@ -27,6 +27,8 @@ from tnp.ops.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 PER_THREAD = 16
 # Padded widths whose rows the backward kernels hold: 16 warps of 128 registers a thread.
 MAX_HELD = 8192
+# Columns at a time of a row that is read in blocks, and warps: two loads of 16 bytes a thread.
+BLOCK, BLOCK_WARPS = 4096, 8
 # Rows up to here, padded, share a program; wider ones have one or several warps of their own.
 NARROW = 1024
 

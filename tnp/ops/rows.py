@@ -60,7 +60,7 @@ def load_rows(ptr, offs, mask):
 
 
 def programs(target: Target, per_multiprocessor: int, n_tiles: int) -> int:
-    """Programs that walk `n_tiles` tiles: as many as the target holds at once, at least one each."""
+    """Programs that walk `n_tiles` tiles: what the target holds at once, at least one tile each."""
     return min(per_multiprocessor * target.multiprocessors, n_tiles)
 
 

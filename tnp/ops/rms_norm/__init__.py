@@ -11,18 +11,9 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    FLOATS,
-    Call,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Reason,
-    Work,
-    triton_from,
-)
+from tnp.contract import FLOATS, Implementation, Operation, Operator, Work
 from tnp.inputs import positive_number, require_equal, require_floats
+from tnp.ops.sizes import draw_rows, rows_within, sized_cases, triton_to_width
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,17 +55,6 @@ def add_describe(x, update, weight) -> dict:
     return sizes
 
 
-def draw_rows(case, random) -> Tensor:
-    """[rows, width], or [batch, rows / batch, width] where the case names a batch.
-
-    Of the case: `start`, the row that this is a view from, and `magnitude`.
-    """
-    rows, width, start = case.problem["rows"], case.problem["width"], int(case["start"])
-    batch = (int(case["batch"]),) if case["batch"] else ()
-    whole = random(*batch, start + rows // prod(batch), width)
-    return (whole * (case["magnitude"] or 1.0))[..., start:, :]
-
-
 def draw(case, random) -> dict:
     """Normal numbers, and a weight around 1."""
     import torch
@@ -108,7 +88,7 @@ def add_work(case, pass_) -> Work:
 
 
 # Rows and width, and how they are drawn. On both sides of a tile's rows at a width, more tiles than
-# programs, padded widths, one column; widths past what one warp, and what one backward program hold.
+# programs, padded widths, one column; widths past what a warp and what a backward program holds.
 _GPU = {
     "bfloat16": (
         (36_096, 512, {"batch": 64}),
@@ -131,11 +111,11 @@ _GPU = {
     ),
 }
 _INTERPRETED = {
-    "bfloat16": ((14, 48, {"batch": 2, "start": 2}), (3, 8200, {})),
+    "bfloat16": ((14, 48, {"batch": 2, "start": 2}),),
     "float16": ((5, 64, {}),),
     "float32": (
         (1, 1, {}),
-        (399, 48, {"batch": 3, "start": 1}),
+        (135, 48, {"batch": 3, "start": 1}),
         (33, 100, {}),
         (9, 64, {"magnitude": 1e-4}),
         (3, 1100, {"start": 1}),
@@ -143,20 +123,8 @@ _INTERPRETED = {
 }
 
 
-def sized_cases(operator: Operator, target) -> list[Case]:
-    """Of an operator with rows and a width."""
-    sizes = _GPU if target.kind == "cuda" else _INTERPRETED
-    return [
-        Case(operator.problem(dtype, rows=rows, width=width), tuple(drawn.items()))
-        for dtype, of_dtype in sizes.items()
-        for rows, width, drawn in of_dtype
-    ]
-
-
-def rows_within(run) -> int:
-    """Rows of a step: tokens, or context and target points."""
-    n_tokens = run.get("n_tokens") or run["n_context"] + run["n_target"]
-    return run["batch"] * n_tokens
+def _sizes(target):
+    return _GPU if target.kind == "cuda" else _INTERPRETED
 
 
 def _within(operator: Operator, model, run):
@@ -164,14 +132,6 @@ def _within(operator: Operator, model, run):
     if model.get("norm", "rms") != "rms":
         return None
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])
-
-
-def takes_width(call: Call) -> Reason:
-    """Support of ours."""
-    width = call.problem["width"]
-    if width > MAX_WIDTH:
-        return f"it takes widths up to {MAX_WIDTH}, not {width}"
-    return triton_from(80)(call)
 
 
 _CODE = "tnp.ops.rms_norm.triton_rms_norm"
@@ -184,10 +144,8 @@ def _implementations(name: str, plain) -> tuple[Implementation, ...]:
         Implementation(
             "fused",
             forward=Operation(f"{name}.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation(
-                f"{name}.backward", (f"{_CODE}:BACKWARD", f"{_CODE}:WIDE_BACKWARD")
-            ),
-            supported=takes_width,
+            backward=Operation(f"{name}.backward", (f"{_CODE}:BACKWARD", f"{_CODE}:WIDE_BACKWARD")),
+            supported=triton_to_width(MAX_WIDTH),
         ),
     )
 
@@ -211,7 +169,7 @@ RMS_NORM = Operator(
     draw=draw,
     reference=reference,
     work=work,
-    cases=lambda target: sized_cases(RMS_NORM, target),
+    cases=lambda target: sized_cases(RMS_NORM, _sizes(target)),
     within=lambda model, run: _within(RMS_NORM, model, run),
     controls={
         "eps too large": lambda x, weight, eps: reference(x, weight, 1e-2),
@@ -235,7 +193,7 @@ ADD_RMS_NORM = Operator(
     draw=add_draw,
     reference=add_reference,
     work=add_work,
-    cases=lambda target: sized_cases(ADD_RMS_NORM, target),
+    cases=lambda target: sized_cases(ADD_RMS_NORM, _sizes(target)),
     within=lambda model, run: _within(ADD_RMS_NORM, model, run),
     controls={
         "eps too large": lambda x, update, weight, eps: add_reference(x, update, weight, 1e-2),

@@ -19,6 +19,8 @@ import triton.language as tl
 from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.norms import (
+    BLOCK,
+    BLOCK_WARPS,
     ParameterSum,
     backward_configs,
     columns_configs,
@@ -28,9 +30,6 @@ from tnp.ops.norms import (
 )
 from tnp.ops.primitives import cast
 from tnp.ops.rows import load_rows, programs, row_layout, row_offsets
-
-# Columns at a time of a row that is read in blocks, and warps: two loads of 16 bytes a thread.
-BLOCK, BLOCK_WARPS = 4096, 8
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
