@@ -87,9 +87,7 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
     if block <= NARROW:
         return NARROW_FORWARD
     warps = block // PER_THREAD // 32
-    return tuple(
-        ForwardConfig(block, n) for n in dict.fromkeys((min(warps, 16), warps // 2, warps))
-    )
+    return ForwardConfig(block, warps), ForwardConfig(block, warps // 2)
 
 
 def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
