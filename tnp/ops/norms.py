@@ -75,7 +75,7 @@ class ColumnsConfig:
 NARROW_FORWARD = (ForwardConfig(2048, 4), ForwardConfig(1024, 4), ForwardConfig(1024, 2))
 NARROW_BACKWARD = (
     BackwardConfig(512, 1, 12, 3),
-    BackwardConfig(1024, 2, 6, 3),
+    BackwardConfig(1024, 2, 8, 3),
     BackwardConfig(2048, 4, 4, 2),
 )
 COLUMNS = (ColumnsConfig(256, 8, 4, 4, 3), ColumnsConfig(512, 4, 4, 4, 2))
@@ -93,8 +93,9 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
 def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
     """Candidates for rows held in registers, whose loads ahead fit into shared memory."""
     block = triton.next_power_of_2(call.problem["width"])
-    if block <= NARROW:
-        return NARROW_BACKWARD
+    if block <= NARROW:  # 1,024 elements are too many for one warp: LayerNorm's takes 250 registers
+        one, *others = NARROW_BACKWARD
+        return NARROW_BACKWARD if block < NARROW else (*others, one)
     warps = block // PER_THREAD // 32
     each = 16 // warps  # programs a multiprocessor has registers for
     ahead = 3 * block * call.problem.itemsize * each  # bytes of a stage of x and two gradients
