@@ -63,7 +63,11 @@ def ratios(operator: Operator, results: Results, inputs: Results) -> dict[str, f
     wanted = tuple(name for name in operator.differentiated if f"d{name}" in results)
     own = differentiated(operator, "torch", inputs, wanted)
     best = differentiated(operator, "torch", exact, wanted)
-    return {name: error_ratio(x, own[name], best[name]) for name, x in results.items()}
+    relative = operator.condition(None, inputs) if operator.condition else 0.0
+    return {
+        name: error_ratio(x, own[name], best[name], relative * best[name].norm().item())
+        for name, x in results.items()
+    }
 
 
 def assert_within_budget(operator: Operator, results: Results, inputs: Results) -> None:
