@@ -121,16 +121,18 @@ def _rms_norm(dtype: torch.dtype, every: bool) -> Calls:
     """Both kernels of the backward pass: one takes the model's width, one the widest rows."""
     for width, operator in product((D_MODEL, MAX_WIDTH), (ADD_RMS_NORM, RMS_NORM)[: 1 + every]):
         rows = [_empty(N_ROWS, width, dtype=dtype) for _ in operator.outputs]
-        yield partial(_planned, operator, (*rows, _empty(width)))
+        yield partial(planned, operator, (*rows, _empty(width)))
 
 
-def _planned(operator: Operator, inputs: tuple[torch.Tensor, ...]) -> None:
+def planned(
+    operator: Operator, inputs: tuple[torch.Tensor, ...], forced: plans.Forced | None = None
+) -> None:
     """Both passes of ours, by the plan of a GPU that is not here."""
     own = operator.implementations[-1]
     here = targets.of_capability(triton.runtime.driver.active.get_current_target().arch)
     wanted = operator.differentiated
     with launch.watched():
-        plan = plans.build(operator, own.name, inputs, wanted=wanted, target=here)
+        plan = plans.build(operator, own.name, inputs, wanted=wanted, target=here, forced=forced)
         outputs, saved = plan.forward(inputs, operator.numbers)
         gradients = tuple(map(torch.empty_like, outputs))
         plan.backward(gradients, tuple(plan.kept(inputs, outputs)), saved, operator.numbers)
