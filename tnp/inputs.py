@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,3 +31,22 @@ def require_floats(**tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
+
+
+def require_equal(**tensors: torch.Tensor) -> None:
+    """Raises ValueError where a tensor's shape, dtype or device are not those of the first."""
+    (first, x), *others = tensors.items()
+    for name, y in others:
+        if (y.shape, y.dtype, y.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"{name} is {y.dtype} {tuple(y.shape)} on {y.device} and {first} {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}: they must be equal"
+            )
+
+
+def positive_number(name: str, value: float) -> float:
+    """The number as a float; ValueError where it is not positive and finite."""
+    require_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}: it must be positive and finite")
+    return float(value)

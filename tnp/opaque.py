@@ -154,10 +154,20 @@ class _Spec:
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
         self.found = catalog().load(operator.name, self.implementation)
+        self._routes: dict[tuple[bool, ...], list[int | None]] = {}
 
     def kernel(self, operation: Any) -> Kernel:
         """Any that saves in that form: what it leaves has the same sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
+
+    def routes(self, gradients: tuple, kept: list, saved: list) -> list[int | None]:
+        """Where each gradient is found among incoming gradients and what the operator returns."""
+        absent = tuple(gradient is None for gradient in gradients)
+        if absent not in self._routes:
+            kernel = self.kernel(self.found.backward)
+            results = kernel.empty(self.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
+            self._routes[absent] = _routed(results, gradients)[1]
+        return self._routes[absent]
 
     def plan(self, inputs: tuple) -> KernelPlan:
         """The plan of an eager call with these inputs, which have no gradients in here."""
@@ -181,6 +191,22 @@ class _Spec:
                     ),
                 )  # fmt: skip
         return plan
+
+
+def _routed(results: tuple, gradients: tuple) -> tuple[list, list[int | None]]:
+    """Gradients that are tensors of their own, and of each where it is, None where there is none.
+
+    A kernel may hand an incoming gradient on, or give one tensor for two inputs, as a sum does.
+    What a custom operator returns must not share memory, so places are found after it.
+    """
+    found = list(gradients)
+    places: list[int | None] = []
+    for result in results:
+        at = next((at for at, one in enumerate(found) if one is result), len(found))
+        if result is not None and at == len(found):
+            found.append(result)
+        places.append(None if result is None else at)
+    return found[len(gradients) :], places
 
 
 def _define(operator: Operator) -> Any:
@@ -226,13 +252,13 @@ def _define(operator: Operator) -> Any:
         kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
         with torch.cuda.device_of(first):  # where Triton launches
             results = kernel.prepare(what, picked.config, tensors)(tensors, numbers)
-        return [gradient for gradient in results if gradient is not None]
+        return _routed(results, gradients)[0]
 
     def fake_backward(gradients, kept, saved, sizes, *rest):
         known = spec(rest[-1])
         kernel = known.kernel(known.found.backward)
         results = kernel.empty(known.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
-        return [gradient for gradient in results if gradient is not None]
+        return _routed(results, gradients)[0]
 
     def save(ctx, inputs, output):
         outputs, saved = output
@@ -253,10 +279,14 @@ def _define(operator: Operator) -> Any:
             return (None,) * n + nothing
         tensors = ctx.saved_tensors
         kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
+        routes = spec(ctx.text).routes(gradients, kept, saved)
         op = getattr(torch.ops.tnp, f"{name}_backward").default
-        results = iter(op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text))
-        wanted = spec(ctx.text).wanted
-        by_name = {one: next(results) for one in operator.differentiated if one in wanted}
+        results = op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text)
+        found = (*gradients, *results)
+        by_name = {
+            one: None if at is None else found[at]
+            for one, at in zip(operator.differentiated, routes, strict=True)
+        }
         return (*(by_name.get(one) for one in operator.tensors), *nothing)
 
     for suffix, real, fake in (("", forward, fake_forward), ("_backward", backward, fake_backward)):

@@ -329,11 +329,9 @@ class KernelPlan:
             self.launch = kernel.prepare(what, picked.config, inputs)
         self.backwards: dict[tuple, Any] = {}
         names = operator.tensors
-        self.keep_inputs = [at for at, name in enumerate(names) if name in operator.kept]
-        self.keep_outputs = [
-            at for at, name in enumerate(operator.outputs) if name in operator.kept
-        ]
-        self.n_kept = len(self.keep_inputs) + len(self.keep_outputs)
+        everything = (*names, *operator.outputs)
+        self.keep = [everything.index(name) for name in operator.kept]
+        self.n_kept = len(self.keep)
         order = operator.differentiated
         self.places = [order.index(name) if name in order else None for name in names]
         self.run = self._differentiated if what.wanted else self._plain
@@ -354,7 +352,8 @@ class KernelPlan:
 
     def kept(self, inputs: tuple, outputs: tuple) -> list:
         """What the backward pass gets, of inputs and outputs."""
-        return [inputs[at] for at in self.keep_inputs] + [outputs[at] for at in self.keep_outputs]
+        everything = (*inputs, *outputs)
+        return [everything[at] for at in self.keep]
 
     def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
         """Gradients in the order of `differentiated`, None where not wanted."""

@@ -112,7 +112,7 @@ def test_hashes_are_the_same_in_another_process(tmp_path: Path) -> None:
     script = (
         "import json, sys\n"
         "from tnp.bench.kernel_code import kernel_hash\n"
-        "from tnp.ops import triton_rms_norm as module\n"
+        "from tnp.ops.rms_norm import triton_rms_norm as module\n"
         "from triton.runtime.interpreter import InterpretedFunction\n"
         "from triton.runtime.jit import JITFunction\n"
         "kinds = JITFunction, InterpretedFunction\n"
@@ -160,4 +160,4 @@ def test_launches_are_noted_inside_the_block_alone() -> None:
     assert inner == {}
     assert len(outer) == 1
     (name,) = outer
-    assert name.startswith("tnp.ops.triton_rms_norm.")
+    assert name.startswith("tnp.ops.rms_norm.triton_rms_norm.")

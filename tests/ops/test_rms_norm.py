@@ -1,121 +1,107 @@
-"""RMSNorm, alone and behind the residual addition: the gate's cases, contracts, what it refuses."""
+"""RMSNorm, alone and behind the residual addition: what its gate's cases do not see."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tnp.gates import rms_norm as gate
-from tnp.gates.checks import error_ratio, max_abs_error
-from tnp.gates.rms_norm import BUDGETS, Case
-from tnp.ops import triton_rms_norm
+from tests.ops.on_rows import (
+    DEVICE,
+    assert_within_budget,
+    differentiated,
+    drawn,
+    kernels_forced,
+)
+from tnp import plans
+from tnp.contract import Call
+from tnp.ops.norms import COLUMNS
 from tnp.ops.rms_norm import (
-    _add_rms_norm,
-    _rms_norm,
-    _rms_norm_backward,
+    ADD_RMS_NORM,
+    OPERATORS,
+    RMS_NORM,
     add_rms_norm,
     rms_norm,
+    triton_rms_norm,
 )
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BOTH = Case(2, 7, 48, torch.float32, start=2)
+from tnp.targets import named
 
 
-def ratios(case: Case, results: dict, inputs: dict) -> dict[str, float]:
-    own, exact = gate.differentiated(case, inputs, "torch"), gate.reference(case, inputs)
-    return {name: error_ratio(x, own[name], exact[name]) for name, x in results.items()}
+# On both sides of a tile's rows at this width.
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("rows, width", [(1, 60), (33, 60), (13, 1)])
+def test_every_kernel_at_ragged_sizes(operator, rows, width):
+    inputs = drawn(operator, rows, width, start=1)
+    for forced in kernels_forced(operator, inputs):
+        results = differentiated(operator, "fused", inputs, forced=forced)
+        assert_within_budget(operator, results, inputs)
 
 
-# On both sides of a tile's rows at this width (forward 32 in 32 bits and 64 in 16, backward half as
-# many), and more tiles than programs.
-@pytest.mark.parametrize("n_rows", [1, 31, 33, 64, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ragged_rows(n_rows, dtype):
-    case = Case(1, n_rows, 60, dtype)
-    inputs = gate.draw(case, DEVICE)
-    results = gate.differentiated(case, inputs, "fused")
-    for name, ratio in ratios(case, results, inputs).items():
-        assert ratio <= BUDGETS[name], name
+def test_several_stripes_and_blocks_of_a_wide_row(monkeypatch):
+    monkeypatch.setattr(triton_rms_norm, "BLOCK", 256)
+    inputs = drawn(ADD_RMS_NORM, 5, 600, "bfloat16")
+    wide = ("columns", COLUMNS[0])
+    results = differentiated(ADD_RMS_NORM, "fused", inputs, forced={"add_rms_norm.backward": wide})
+    assert_within_budget(ADD_RMS_NORM, results, inputs)
 
 
-@pytest.mark.parametrize("width", [1, 100])
-def test_forward_of_odd_widths(width):
-    case = Case(3, 13, width, torch.float32, start=3)
-    inputs = gate.draw(case, DEVICE)
-    x, update, weight = (inputs[name] for name in ("x", "update", "weight"))
-    total, normalized = triton_rms_norm.forward(x, update, weight, gate.EPS)
-    for name, ratio in ratios(case, {"sum": total, "normalized": normalized}, inputs).items():
-        assert ratio <= BUDGETS[name], name
+@pytest.mark.parametrize("width, kernel", [(8192, "rows"), (8193, "columns"), (16_384, "columns")])
+def test_rows_wider_than_a_backward_program_holds(width, kernel):
+    call = Call(RMS_NORM.problem("bfloat16", rows=9, width=width), named("H200"), ("x",))
+    backward = RMS_NORM.implementations[-1].backward
+    assert plans.choose_kernel(backward, RMS_NORM, call)[0].name == kernel
 
 
-@pytest.mark.parametrize("width", [100, 1024])
-def test_backward_of_odd_widths(width):
-    case = Case(3, 13, width, torch.float32, start=3)
-    inputs = gate.draw(case, DEVICE)
-    exact = gate.reference(case, inputs)
-    own = gate.differentiated(case, inputs, "torch")
-    dx, dweight = triton_rms_norm.backward(
-        inputs["dnormalized"], inputs["dsum"], own["sum"], inputs["weight"], gate.EPS
-    )
-    for name, x in (("dx", dx), ("dweight", dweight)):
-        assert error_ratio(x, own[name], exact[name]) <= BUDGETS[name], name
+def test_what_is_not_wanted_changes_nothing():
+    inputs = drawn(ADD_RMS_NORM, 9, 48)
+    whole = differentiated(ADD_RMS_NORM, "fused", inputs)
+    for wanted in (("x",), ("update",), ("weight",), ("update", "weight")):
+        part = differentiated(ADD_RMS_NORM, "fused", inputs, wanted)
+        assert all(torch.equal(part[name], whole[name]) for name in part), wanted
 
 
-def eps_too_large(case, inputs):
-    return gate.differentiated(case, inputs, "fused", eps=1e-2)
-
-
-def rows_of_another_view(case, inputs):
-    x = F.pad(inputs["x"], (0, 0, 1, 0))[:, :-1]
-    return gate.differentiated(case, inputs | {"x": x}, "fused")
-
-
-def weight_missing(case, inputs):
-    weight = torch.ones_like(inputs["weight"])
-    return gate.differentiated(case, inputs | {"weight": weight}, "fused")
-
-
-def residual_gradient_missing(case, inputs):
-    dsum = torch.zeros_like(inputs["dsum"])
-    return gate.differentiated(case, inputs | {"dsum": dsum}, "fused")
-
-
-@pytest.mark.parametrize(
-    "wrong, named",
-    [
-        (eps_too_large, ("normalized", "dx", "dweight")),
-        (rows_of_another_view, ("sum", "normalized", "dx", "dweight")),
-        (weight_missing, ("normalized", "dx")),
-        (residual_gradient_missing, ("dx", "dupdate")),
-    ],
-)
-def test_negative_controls_fail(wrong, named):
-    inputs = gate.draw(BOTH, DEVICE)
-    found = ratios(BOTH, wrong(BOTH, inputs), inputs)
-    for name in named:
-        assert found[name] > 5 * BUDGETS[name], name
+def test_memory_that_nobody_wrote_is_not_read():
+    """PyTorch fills what is allocated with NaN where it is asked for deterministic algorithms."""
+    inputs = {op.name: drawn(op, 7, 40) for op in OPERATORS}
+    expected = {op.name: differentiated(op, "fused", inputs[op.name]) for op in OPERATORS}
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        for operator in OPERATORS:
+            given = inputs[operator.name]
+            for forced in kernels_forced(operator, given):
+                results = differentiated(operator, "fused", given, forced=forced)
+                for name, x in results.items():
+                    torch.testing.assert_close(x, expected[operator.name][name])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_rounded_sum_is_what_is_normalized():
-    inputs = gate.draw(Case(1, 40, 64), DEVICE)
-    x, update, weight = (inputs[name] for name in ("x", "update", "weight"))
+    inputs = drawn(ADD_RMS_NORM, 40, 64, "bfloat16")
+    x, update, weight = inputs.values()
     total, normalized = add_rms_norm(x, update, weight, implementation="fused")
     assert torch.equal(total, x + update)
     assert torch.equal(normalized, rms_norm(total, weight, implementation="fused"))
 
 
-def test_an_unused_output_costs_nothing(monkeypatch):
-    """A gradient of the sum alone launches nothing; one of the norm alone reads no other."""
-    launched, backward = [], triton_rms_norm.backward
-
-    def counted(dnormalized, dsum, *rest):
-        launched.append(dsum is not None)
-        return backward(dnormalized, dsum, *rest)
-
-    monkeypatch.setattr(triton_rms_norm, "backward", counted)
-    inputs = gate.draw(BOTH, DEVICE)
-    for uses in ("sum", "normalized", "sum, normalized"):
-        gate.differentiated(Case(2, 7, 48, torch.float32, uses=uses), inputs, "fused")
-    assert launched == [False, True]
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("uses", [(0,), (1,), (0, 1)])
+def test_gradients_of_what_is_used(uses, compiled):
+    """A gradient of the sum alone is handed on: nothing is launched for it."""
+    compute = torch.compile(add_rms_norm, backend="aot_eager") if compiled else add_rms_norm
+    inputs = drawn(ADD_RMS_NORM, 11, 48)
+    into = [torch.randn(11, 48, device=DEVICE) for _ in uses]
+    results = []
+    for name, function in (("fused", compute), ("torch", add_rms_norm)):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs.values()]
+        outputs = function(*leaves, implementation=name)
+        used = [outputs[at] for at in uses]
+        results.append(torch.autograd.grad(used, leaves, into, allow_unused=True))
+    for ours, own in zip(*results, strict=True):
+        if own is None:
+            assert ours is None or not ours.any()
+        else:
+            torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
+    if uses == (0,) and not compiled:
+        assert results[0][0] is into[0]
 
 
 @pytest.mark.parametrize("n_dims", [1, 2, 4])
@@ -128,18 +114,36 @@ def test_any_number_of_dimensions(n_dims):
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
-def test_strided_rows_of_both_and_expanded_gradients():
-    x = torch.randn(5, 3, 48, device=DEVICE).transpose(0, 1).requires_grad_()
-    update = torch.randn(1, 1, 48, device=DEVICE).expand(3, 5, 48).requires_grad_()
-    weight = torch.randn(48, device=DEVICE, requires_grad=True)
+def strided(*shape: int) -> list[torch.Tensor]:
+    """[3, 5, 48]: rows apart, one row expanded, columns apart, four dimensions that do not join."""
+    return [
+        torch.randn(5, 3, 48, device=DEVICE).transpose(0, 1),
+        torch.randn(1, 1, 48, device=DEVICE).expand(3, 5, 48),
+        torch.randn(3, 48, 5, device=DEVICE).mT,
+        torch.randn(3, 5, 96, device=DEVICE)[..., ::2],
+    ]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_any_strides(at):
+    x, update = strided()[at].requires_grad_(), strided()[at - 1].requires_grad_()
+    weight = torch.randn(96, device=DEVICE)[::2].requires_grad_()
     results = []
     for name in ("fused", "torch"):
         total, normalized = add_rms_norm(x, update, weight, implementation=name)
-        loss = total.sum() + 2 * normalized.sum()
+        loss = total.sum() + 2 * normalized.sum()  # expanded gradients
         results.append((total, normalized, *torch.autograd.grad(loss, (x, update, weight))))
     for ours, own in zip(*results, strict=True):
         torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
     assert results[0][0].is_contiguous() and results[0][1].is_contiguous()
+
+
+def test_dimensions_that_do_not_join_are_copied():
+    x = torch.randn(2, 5, 3, 48, device=DEVICE).transpose(1, 2)
+    weight = torch.randn(48, device=DEVICE)
+    torch.testing.assert_close(
+        rms_norm(x, weight, implementation="fused"), rms_norm(x.contiguous(), weight)
+    )
 
 
 def test_no_rows():
@@ -165,28 +169,14 @@ def test_offsets_pass_32_bits():
     assert all(map(torch.equal, *results))
 
 
-def test_operators_keep_their_contracts():
-    inputs = gate.draw(Case(2, 5, 48, start=1), DEVICE)
-    x, update, weight = (inputs[name].requires_grad_() for name in ("x", "update", "weight"))
-    torch.library.opcheck(_rms_norm, (x, weight, 1e-6))
-    torch.library.opcheck(_add_rms_norm, (x, update, weight, 1e-6))
-    x, update, weight = (y.detach() for y in (x, update, weight))
-    for dsum in (None, inputs["dsum"]):
-        torch.library.opcheck(_rms_norm_backward, (inputs["dnormalized"], dsum, x, weight, 1e-6))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("uses", ["", "sum", "normalized", "sum, normalized"])
-def test_compiles_in_one_graph(backend, uses, monkeypatch):
-    case = Case(2, 7, 48, torch.float32, start=2, uses=uses)
-    inputs = gate.draw(case, DEVICE)
-    eager = gate.differentiated(case, inputs, "fused")
-    for function in (rms_norm, add_rms_norm):
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
-        monkeypatch.setattr(gate, function.__name__, compiled)
-    results = gate.differentiated(case, inputs, "fused")
-    for name, x in eager.items():
-        assert max_abs_error(results[name], x) <= 1e-6, name
+def test_a_weight_of_16_bits_gets_a_gradient_of_16_bits():
+    x, weight = drawn(RMS_NORM, 9, 48, "bfloat16").values()
+    small = weight.bfloat16().requires_grad_()
+    out = rms_norm(x, small, implementation="fused")
+    assert torch.equal(out, rms_norm(x, small.float(), implementation="fused"))
+    (dweight,) = torch.autograd.grad(out.sum(), small)
+    own = torch.autograd.grad(rms_norm(x.double(), small.double()).sum(), small)[0]
+    torch.testing.assert_close(dweight, own)
 
 
 def test_float64_by_torch():
@@ -197,35 +187,62 @@ def test_float64_by_torch():
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, error, message",
     [
-        ({"x": torch.zeros(2, 7)}, r"x is \(2, 7\) and weight \(8,\): they must be"),
-        ({"weight": torch.zeros(8, 1)}, r"and weight \(8, 1\): they must be"),
-        ({"x": torch.zeros(2, 8).double()}, "x is torch.float64: it must be one of"),
-        ({"weight": torch.zeros(8).bfloat16()}, "weight is torch.bfloat16: it must be"),
-        ({"x": torch.zeros(8, 2).T}, "x has strides .*: its last dimension must be contiguous"),
-        ({"weight": torch.zeros(16)[::2]}, "weight has stride 2: it must be contiguous"),
-        ({"x": torch.zeros(2, 1025), "weight": torch.zeros(1025)}, "D is 1025: 'fused' takes"),
-        ({"x": torch.zeros(2, 0), "weight": torch.zeros(0)}, "with D at least 1"),
-        ({"eps": 0.0}, "eps is 0.0: it must be positive and finite"),
-        ({"implementation": "quick"}, "unknown implementation 'quick' of rms_norm"),
+        ({"x": torch.zeros(2, 7)}, ValueError, r"x is \(2, 7\) and weight \(8,\): they must be"),
+        ({"weight": torch.zeros(8, 1)}, ValueError, r"and weight \(8, 1\): they must be"),
+        ({"x": torch.zeros(2, 0), "weight": torch.zeros(0)}, ValueError, "with D at least 1"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x is \(\) and weight"),
+        ({"eps": 0.0}, ValueError, "eps is 0.0: it must be positive and finite"),
+        ({"eps": float("nan")}, ValueError, "eps is nan: it must be positive and finite"),
+        ({"implementation": "quick"}, ValueError, "unknown implementation 'quick' of rms_norm"),
+        ({"x": torch.zeros(2, 8).double()}, RuntimeError, "takes .*, not float64"),
+        (
+            {"x": torch.zeros(2, 16_385), "weight": torch.zeros(16_385)},
+            RuntimeError,
+            "it takes widths up to 16384, not 16385",
+        ),
     ],
 )
-def test_refusals(change, message):
+def test_refusals(change, error, message):
     arguments = {"x": torch.zeros(2, 8), "weight": torch.zeros(8), "implementation": "fused"}
     arguments |= change
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         rms_norm(arguments.pop("x"), arguments.pop("weight"), **arguments)
 
 
+def test_a_number_that_is_no_float_is_one():
+    x, weight = drawn(RMS_NORM, 3, 8).values()
+    whole = rms_norm(x, weight, eps=1, implementation="fused")
+    assert torch.equal(whole, rms_norm(x, weight, eps=1.0, implementation="fused"))
+
+
 @pytest.mark.parametrize(
-    "update, message",
-    [
-        (torch.zeros(2, 7, 8), r"update is torch.float32 \(2, 7, 8\) .*: they must be equal"),
-        (torch.zeros(2, 8).half(), r"update is torch.float16 .*: they must be equal"),
-        (torch.zeros(8, 2).T, "update has strides .*: its last dimension must be contiguous"),
-    ],
+    "update", [torch.zeros(2, 7, 8), torch.zeros(2, 8).half()], ids=["shape", "dtype"]
 )
-def test_refused_updates(update, message):
-    with pytest.raises(ValueError, match=message):
+def test_an_update_is_like_x(update):
+    with pytest.raises(ValueError, match=r"update is torch.float.* and x .*: they must be equal"):
         add_rms_norm(torch.zeros(2, 8), update, torch.zeros(8), implementation="fused")
+
+
+def test_problems_of_models():
+    neural_process = {"d_model": 512}, {
+        "batch": 64, "n_context": 64, "n_target": 500, "dtype": "bfloat16",
+    }  # fmt: skip
+    problem = ADD_RMS_NORM.within(*neural_process)
+    assert (problem["rows"], problem["width"], problem.dtype) == (36_096, 512, "bfloat16")
+    run = {"batch": 8, "n_tokens": 2048, "dtype": "bfloat16"}
+    assert RMS_NORM.within({"norm": "rms", "d_model": 4096}, run)["rows"] == 16_384
+    assert RMS_NORM.within({"norm": "layer", "d_model": 768}, run) is None
+
+
+@pytest.mark.parametrize("width", [512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("gpu", ["A10G", "A100", "H200"])
+def test_the_loads_ahead_fit_into_shared_memory(width, dtype, gpu):
+    call = Call(RMS_NORM.problem(dtype, rows=10_000, width=width), named(gpu))
+    configs = triton_rms_norm.BACKWARD.configs(call)
+    assert configs
+    for config in configs:
+        tile = config.sizes(width, call.problem.itemsize)["ROWS"] * width * call.problem.itemsize
+        assert 3 * tile * (config.num_stages - 1) <= call.target.shared_bytes

@@ -203,7 +203,7 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     kernels = {
         op: f"tnp/ops/{file}.py"
-        for op, file in (("mlp", "mlp/triton_mlp"), ("rms_norm", "triton_rms_norm"))
+        for op, file in (("mlp", "mlp/triton_mlp"), ("rms_norm", "rms_norm/triton_rms_norm"))
     }
 
     def used(files: list[str]) -> set[str]:
@@ -233,10 +233,11 @@ KERNELS = {
         "mixture_heads/hopper",
         "mixture_heads/triton_heads",
         "mlp/triton_mlp",
+        "norms",
+        "rms_norm/triton_rms_norm",
         "triton_embedding",
         "triton_matmul",
         "triton_mixture_nll",
-        "triton_rms_norm",
         "weight_gradient",
     )
 }

@@ -32,6 +32,8 @@ def launches() -> Iterator[dict[str, str]]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from tnp.launch import watched
+
     noted: dict[str, str] = {}
     originals = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
 
@@ -46,7 +48,8 @@ def launches() -> Iterator[dict[str, str]]:
     for kind, run in originals.items():
         kind.run = noting(run)
     try:
-        yield noted
+        with watched():
+            yield noted
     finally:
         for kind, run in originals.items():
             kind.run = run

@@ -12,19 +12,22 @@ from itertools import product
 from types import ModuleType
 
 import torch
+import triton
 
+from tnp import launch, plans, targets
+from tnp.contract import Operator
 from tnp.ops import (
     hopper_silu,
     triton_embedding,
     triton_matmul,
     triton_mixture_nll,
-    triton_rms_norm,
     tuning,
 )
 from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.mixture_heads import hopper as hopper_heads
 from tnp.ops.mixture_heads import triton_heads
 from tnp.ops.mlp import single
+from tnp.ops.rms_norm import ADD_RMS_NORM, MAX_WIDTH, RMS_NORM
 
 # dtype, head_dim, and n_context given or not. Away from the model's own type only the form with
 # n_context is compiled, which needs more registers, and float16 needs what bfloat16 needs.
@@ -47,7 +50,6 @@ D_MODEL, D_FF = 512, 1408
 # on sm_80 and sm_90a: slow, and still right.
 RAGGED = 528
 N_COMPONENTS, N_OUT = 10, 3
-EPS = 1e-6
 
 Users = tuple[tuple[str, str], ...]  # implementations, as operator and name
 Calls = Iterator[Callable[[], object]]
@@ -116,10 +118,24 @@ def _attention_arguments(problem: Problem, given: bool) -> list:
 
 
 def _rms_norm(dtype: torch.dtype, every: bool) -> Calls:
-    x, weight = _empty(N_ROWS, D_MODEL, dtype=dtype), _empty(D_MODEL)
-    for update in (x, None) if every else (x,):
-        yield partial(triton_rms_norm.forward, x, update, weight, EPS)
-        yield partial(triton_rms_norm.backward, x, update, x, weight, EPS)
+    """Both kernels of the backward pass: one takes the model's width, one the widest rows."""
+    for width, operator in product((D_MODEL, MAX_WIDTH), (ADD_RMS_NORM, RMS_NORM)[: 1 + every]):
+        rows = [_empty(N_ROWS, width, dtype=dtype) for _ in operator.outputs]
+        yield partial(planned, operator, (*rows, _empty(width)))
+
+
+def planned(
+    operator: Operator, inputs: tuple[torch.Tensor, ...], forced: plans.Forced | None = None
+) -> None:
+    """Both passes of ours, by the plan of a GPU that is not here."""
+    own = operator.implementations[-1]
+    here = targets.of_capability(triton.runtime.driver.active.get_current_target().arch)
+    wanted = operator.differentiated
+    with launch.watched():
+        plan = plans.build(operator, own.name, inputs, wanted=wanted, target=here, forced=forced)
+        outputs, saved = plan.forward(inputs, operator.numbers)
+        gradients = tuple(map(torch.empty_like, outputs))
+        plan.backward(gradients, tuple(plan.kept(inputs, outputs)), saved, operator.numbers)
 
 
 def _embedding(dtype: torch.dtype, every: bool) -> Calls:

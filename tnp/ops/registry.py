@@ -175,7 +175,13 @@ _IMPLEMENTATIONS = {
         Implementation("embedding", "torch", (), _anywhere),
         Implementation("embedding", "fused", ("tnp.ops.triton_embedding",), _triton, "own"),
         Implementation("rms_norm", "torch", (), _anywhere),
-        Implementation("rms_norm", "fused", ("tnp.ops.triton_rms_norm",), _triton, "own"),
+        Implementation(
+            "rms_norm",
+            "fused",
+            ("tnp.ops.rms_norm.triton_rms_norm",),
+            _triton,
+            "own",
+        ),
         Implementation("projection", "torch", (), _anywhere),
         Implementation("projection", "fused", ("tnp.ops.weight_gradient",), _anywhere, "own"),
         Implementation("mlp", "torch", (), _anywhere),
@@ -249,7 +255,7 @@ def check(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
 LIMITS: dict[tuple[str, str], dict[str, Collection[int]]] = {
     **{("attention", name): {"head_dim": HEAD_DIMS} for name in names("attention")},
     ("embedding", "fused"): {"width": range(1, 9)},
-    ("rms_norm", "fused"): {"d_model": range(1, 1025)},
+    ("rms_norm", "fused"): {"d_model": range(1, 16385)},
     ("mlp", "single"): {"d_model": (16, 32, 64, 128, 256, 512)},
     ("mixture_heads", "fused"): {"n_outputs": range(1, 17)},
     ("mixture_nll", "fused"): {"n_components": range(1, 65), "d_y": range(1, 5)},

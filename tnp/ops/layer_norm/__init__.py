@@ -1,0 +1,173 @@
+"""LayerNorm.
+
+    mean = mean_d x    rstd = 1/√(mean_d (x − mean)² + eps)    y = (x − mean) · rstd · weight + bias
+
+(Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.)
+"""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Implementation, Operation, Operator, Work
+from tnp.inputs import positive_number, require_floats
+from tnp.ops.sizes import draw_rows, rows_within, sized_cases, triton_to_width
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPS = 1e-5
+MAX_WIDTH = 16384  # a whole row lies in registers of the forward kernel
+
+
+def reference(x, weight, bias, eps):
+    """The formula in PyTorch, in whatever dtype it is given; the parameters are cast to x's."""
+    from torch.nn.functional import layer_norm
+
+    return layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
+def describe(x, weight, bias) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    same = x.shape[-1:] == weight.shape == bias.shape
+    if not same or weight.dim() != 1 or len(weight) == 0:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: "
+            "they must be [..., D], [D] and [D], with D at least 1"
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter.device != x.device:
+            raise ValueError(
+                f"{name} is on {parameter.device} and x on {x.device}: they must be equal"
+            )
+    require_floats(x=x, weight=weight, bias=bias)
+    return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
+
+
+def draw(case, random) -> dict:
+    """Normal numbers around the case's `offset`, weights around 1 and biases around 0."""
+    import torch
+
+    width = case.problem["width"]
+    weight, bias = (random(width, dtype=torch.float32) for _ in range(2))
+    x = draw_rows(case, random) + case["offset"]
+    return {"x": x, "weight": 1 + 0.3 * weight, "bias": 0.3 * bias}
+
+
+def work(case, pass_) -> Work:
+    """x → y; x and dy → dx; the float32 parameters, and backward their gradients."""
+    parameters = 2 * case.problem["width"] * 4
+    size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
+    if pass_ == "forward":
+        return Work({}, size + parameters, size)
+    return Work({}, 2 * size + parameters / 2, size + parameters)
+
+
+def within(model, run):
+    """The norms of a language model that has this kind."""
+    if model.get("norm") != "layer":
+        return None
+    return OPERATOR.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])
+
+
+# Rows and width, and how they are drawn. Both sides of what a program or a block holds;
+# an offset that a variance taken as mean_d x² − mean² would drown in.
+_GPU = {
+    "bfloat16": (
+        (16_384, 768, {}),
+        *((rows, 768, {}) for rows in (1, 3, 5, 33)),
+        (2331, 1024, {"batch": 3}),
+        (231, 100, {"batch": 3, "start": 5}),
+        *(
+            (777, width, {"batch": 3, "start": 1})
+            for width in (768, 1280, 2048, 4096, 8192, 16_384)
+        ),
+        *((131, width, {}) for width in (1025, 4097, 8200, 16_383)),
+        (16_384, 4096, {}),
+    ),
+    "float16": ((2000, 768, {"batch": 2}), (128, 4096, {}), (77, 16_384, {})),
+    "float32": (
+        (33, 3, {}),
+        (2000, 768, {"batch": 2, "start": 7}),
+        *((200, 768, {"magnitude": magnitude}) for magnitude in (1e-3, 1e4)),
+        (200, 768, {"offset": 100.0}),
+        *((131, width, {"start": 1}) for width in (1000, 2048, 4096, 8192, 16_384)),
+    ),
+}
+_INTERPRETED = {
+    "bfloat16": ((14, 48, {"batch": 2, "start": 2}),),
+    "float16": ((5, 64, {}),),
+    "float32": (
+        (3, 3, {}),
+        (135, 48, {"batch": 3, "start": 1}),
+        (33, 100, {"offset": 100.0}),
+        (9, 64, {"magnitude": 1e-3}),
+        (3, 1100, {"start": 1}),
+    ),
+}
+_CODE = "tnp.ops.layer_norm.triton_layer_norm"
+OPERATOR = Operator(
+    "layer_norm",
+    inputs=("x", "weight", "bias"),
+    outputs=("y",),
+    sizes=("rows", "width"),
+    differentiated=("x", "weight", "bias"),
+    scalars=("eps",),
+    values={"eps": EPS},
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        Implementation(
+            "triton",
+            forward=Operation("layer_norm.forward", (f"{_CODE}:FORWARD",)),
+            backward=Operation(
+                "layer_norm.backward", (f"{_CODE}:BACKWARD", f"{_CODE}:WIDE_BACKWARD")
+            ),
+            supported=triton_to_width(MAX_WIDTH),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=lambda target: sized_cases(OPERATOR, _GPU if target.kind == "cuda" else _INTERPRETED),
+    within=within,
+    controls={
+        "eps too large": lambda x, weight, bias, eps: reference(x, weight, bias, 1e-2),
+        "rows of another view": lambda x, weight, bias, eps: reference(
+            x.roll(1, -2), weight, bias, eps
+        ),
+        "weight missing": lambda x, weight, bias, eps: reference(x, 0 * weight + 1, bias, eps),
+        "bias missing": lambda x, weight, bias, eps: reference(x, weight, 0 * bias, eps),
+        "mean left in": lambda x, weight, bias, eps: (
+            x * (x.square().mean(-1, True) + eps).rsqrt() * weight.to(x.dtype) + bias.to(x.dtype)
+        ),
+    },
+)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = EPS, implementation: str = "torch"
+) -> Tensor:
+    """(x − mean_d x) / √(var_d x + eps) · weight + bias.
+
+    Args:
+        x: [..., D], any strides; what is contiguous but for its rows, as h[:, n:], is not copied.
+            bfloat16, float16 or float32 and D at most 16,384 for `triton`.
+        weight, bias: [D], any float dtype; `torch` casts them to x's.
+        eps: a number, positive and finite.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [..., D] in x's dtype, contiguous from `triton`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    if type(eps) is not float or not 0.0 < eps < inf:
+        eps = positive_number("eps", eps)
+    return dispatch.call(OPERATOR, implementation, (x, weight, bias), (eps,))
