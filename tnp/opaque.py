@@ -212,6 +212,13 @@ def _define(operator: Operator) -> Any:
         outputs, saved = known.kernel(known.found.forward).empty(known.wanted, arguments[:n])
         return list(outputs), list(saved)
 
+    def of_wanted(results, wanted, like):
+        """Gradients of what is wanted. A list of tensors holds no None: where no gradient reached
+        an output that alone needs an input, one without elements says so.
+        """
+        pairs = zip(operator.differentiated, results, strict=True)
+        return [like.new_empty(0) if x is None else x for name, x in pairs if name in wanted]
+
     def backward(gradients, kept, saved, sizes, *rest):
         known, numbers = spec(rest[-1]), rest[:-1]
         tensors = tuple(gradients), tuple(kept), tuple(saved)
@@ -226,13 +233,14 @@ def _define(operator: Operator) -> Any:
         kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
         with torch.cuda.device_of(first):  # where Triton launches
             results = kernel.prepare(what, picked.config, tensors)(tensors, numbers)
-        return [gradient for gradient in results if gradient is not None]
+        return of_wanted(results, known.wanted, first)
 
     def fake_backward(gradients, kept, saved, sizes, *rest):
         known = spec(rest[-1])
         kernel = known.kernel(known.found.backward)
         results = kernel.empty(known.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
-        return [gradient for gradient in results if gradient is not None]
+        first = next(x for x in (*kept, *saved) if x is not None)
+        return of_wanted(results, known.wanted, first)
 
     def save(ctx, inputs, output):
         outputs, saved = output
@@ -257,6 +265,7 @@ def _define(operator: Operator) -> Any:
         results = iter(op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text))
         wanted = spec(ctx.text).wanted
         by_name = {one: next(results) for one in operator.differentiated if one in wanted}
+        by_name = {one: x for one, x in by_name.items() if x.shape != (0,)}
         return (*(by_name.get(one) for one in operator.tensors), *nothing)
 
     for suffix, real, fake in (("", forward, fake_forward), ("_backward", backward, fake_backward)):

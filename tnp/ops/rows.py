@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tnp.launch import Bound
+
 # Columns a program of the reduction owns (one sector of float32), and partials it reads at a time.
 SUM_COLUMNS = 8
 SUM_ROWS = 512
@@ -47,3 +49,11 @@ def sum_partials(partials: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
     )  # fmt: skip
     return out
+
+
+def sum_launch(n_partials: int, n: int) -> Bound:
+    """`sum_partials` as a plan keeps it, called with partials [n_partials, n], out and scale."""
+    return Bound(
+        _sum_partials_kernel, (triton.cdiv(n, SUM_COLUMNS),), n_partials, n,
+        ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
+    )  # fmt: skip
