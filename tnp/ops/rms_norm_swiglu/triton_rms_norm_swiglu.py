@@ -15,6 +15,7 @@ a fixed order.
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -27,6 +28,7 @@ from tnp.ops.rows import sum_launch
 from tnp.ops.walks import row_offsets, walk
 
 MAX_WIDTH = 16384  # a whole row lies in registers
+WEIGHT_AHEAD = 8192  # widths to which registers hold the weight beside the rows
 WARP = 32
 
 
@@ -40,9 +42,10 @@ class Config:
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """And programs a multiprocessor."""
+    """And programs a multiprocessor, and stages of the loads ahead."""
 
     per_multiprocessor: int
+    num_stages: int
 
 
 @triton.jit
@@ -55,18 +58,21 @@ def _rms_norm_swiglu_fwd_kernel(
     x_ptr, gate_ptr, weight_ptr, y_ptr,
     n_rows, n_inner, stride_xo, stride_xi, stride_go, stride_gi,
     eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WEIGHT_AHEAD: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     mask = (rows < n_rows)[:, None] & (offs_d < D)[None, :]
     offs_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None] + offs_d[None, :]
     offs_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None] + offs_d[None, :]
-    # All loads are under way before the sum waits for the first.
+    # All loads are under way before the sum waits for the first, where registers hold them.
     x = _load(x_ptr, offs_x, mask)
     gate = _load(gate_ptr, offs_g, mask)
-    weight = _load(weight_ptr, offs_d, offs_d < D)
+    if WEIGHT_AHEAD:
+        weight = _load(weight_ptr, offs_d, offs_d < D)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
+    if not WEIGHT_AHEAD:
+        weight = _load(weight_ptr, offs_d, offs_d < D)
     y = gate * tl.sigmoid(gate) * (x * rstd[:, None] * weight[None, :])
     offs_y = rows.to(tl.int64)[:, None] * D + offs_d[None, :]
     tl.store(y_ptr + offs_y, cast(y, y_ptr.dtype.element_ty), mask=mask)
@@ -77,14 +83,17 @@ def _rms_norm_swiglu_bwd_kernel(
     dy_ptr, x_ptr, gate_ptr, weight_ptr, dx_ptr, dgate_ptr, partials_ptr,
     n_rows, n_inner, stride_yo, stride_yi, stride_xo, stride_xi, stride_go, stride_gi,
     eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WEIGHT_AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
     offs_d = tl.arange(0, BLOCK_D)
-    weight = _load(weight_ptr, offs_d, offs_d < D)
+    if WEIGHT_AHEAD:
+        weight = _load(weight_ptr, offs_d, offs_d < D)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS):
+    step = tl.num_programs(0) * ROWS
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < n_rows)[:, None] & (offs_d < D)[None, :]
         offs_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None] + offs_d[None, :]
@@ -95,6 +104,8 @@ def _rms_norm_swiglu_bwd_kernel(
         gate = _load(gate_ptr, offs_g, mask)
         dy = _load(dy_ptr, offs_y, mask)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
+        if not WEIGHT_AHEAD:
+            weight = _load(weight_ptr, offs_d, offs_d < D)
         s = tl.sigmoid(gate)
         if WITH_GATE:
             normalized = x * rstd[:, None] * weight[None, :]
@@ -127,16 +138,30 @@ def configs(call):
 def configs_backward(call):
     block_d = triton.next_power_of_2(call.problem["width"])
     rows = max(1, 512 // block_d)
+    ahead = 3 * rows * block_d * call.problem.itemsize  # bytes of a stage
     found = []
-    for a_thread, threads in ((16, 1024), (8, 1024), (16, 512), (8, 2048)):
+    # With 16 elements a thread has 128 registers, with 8 half as many.
+    for (a_thread, threads), num_stages in product(((16, 512), (8, 1024)), (2, 1, 3)):
         num_warps = _warps(rows * block_d, a_thread)
-        found.append(BackwardConfig(rows, num_warps, max(1, threads // (WARP * num_warps))))
+        programs = max(1, threads // (WARP * num_warps))
+        if num_stages == 1 or num_stages * ahead * programs <= call.target.shared_bytes:
+            found.append(BackwardConfig(rows, num_warps, programs, num_stages))
     return tuple(dict.fromkeys(found))
 
 
 def supported(call):
     width = call.problem["width"]
     return None if width <= MAX_WIDTH else f"it takes rows of at most {MAX_WIDTH}, not {width}"
+
+
+def _sizes(config, width):
+    return {
+        "D": width,
+        "BLOCK_D": triton.next_power_of_2(width),
+        "ROWS": config.rows,
+        "WEIGHT_AHEAD": width <= WEIGHT_AHEAD,
+        "num_warps": config.num_warps,
+    }
 
 
 def empty(wanted, inputs):
@@ -150,8 +175,7 @@ def prepare(call, config, inputs):
     kernel = Bound(
         _rms_norm_swiglu_fwd_kernel, (triton.cdiv(walked.n_rows, config.rows),),
         walked.n_rows, *walked.integers,
-        D=width, BLOCK_D=triton.next_power_of_2(width), ROWS=config.rows,
-        num_warps=config.num_warps,
+        **_sizes(config, width),
     )  # fmt: skip
 
     def launch(inputs, scalars):
@@ -179,8 +203,8 @@ def prepare_backward(call, config, inputs):
     )
     kernel = Bound(
         _rms_norm_swiglu_bwd_kernel, (n_programs,), walked.n_rows, *walked.integers,
-        D=width, BLOCK_D=triton.next_power_of_2(width), ROWS=config.rows,
-        WITH_X=with_x, WITH_GATE=with_gate, WITH_WEIGHT=with_weight, num_warps=config.num_warps,
+        WITH_X=with_x, WITH_GATE=with_gate, WITH_WEIGHT=with_weight, STAGES=config.num_stages,
+        **_sizes(config, width),
     )  # fmt: skip
     add_up = sum_launch(n_programs, width)
 
