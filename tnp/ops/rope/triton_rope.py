@@ -36,25 +36,41 @@ CONFIGS = (
 
 
 @triton.jit
+def _angles(cos_ptr, sin_ptr, offs_c, offs_s, mask, BACK: tl.constexpr):
+    """Cosines and sines of a tile's pairs, [tokens, 1, BLOCK] in float32; BACK turns the sign."""
+    cos = tl.load(cos_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + offs_s, mask=mask, other=0.0).to(tl.float32)
+    if BACK:
+        sin = -sin
+    return cos[:, None, :], sin[:, None, :]
+
+
+@triton.jit
 def _rotate_tile(
-    x_ptr, out_ptr, offs_x, offs_out, in_tile, cos, sin,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_ptr, out_ptr, cos_ptr, sin_ptr, offs_x, offs_out, offs_c, offs_s, in_tile,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Rotates rows of heads; offsets are [tokens, heads, 1], cos and sin [tokens, 1, BLOCK]."""
+    """Rotates heads of tokens at offs_x, [tokens, heads, 1], by rows of the tables at offs_c and
+    offs_s, [tokens, 1]. Elements are on their way before the tables are waited for.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    pair = tl.arange(0, BLOCK)[None, :]
+    in_table = in_tile[:, None] & (pair < HALF)
     if INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
-        mask = in_tile & (offs_d < 2 * HALF)
+        mask = in_tile[:, None, None] & (offs_d < 2 * HALF)
         x = tl.load(x_ptr + offs_x + offs_d, mask=mask, other=0.0).to(tl.float32)
+        cos, sin = _angles(cos_ptr, sin_ptr, offs_c + pair, offs_s + pair, in_table, BACK)
         pairs: tl.constexpr = [x.shape[0], x.shape[1], BLOCK, 2]
         a, b = tl.split(tl.reshape(x, pairs))
         out = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), x.shape)
-        tl.store(out_ptr + offs_out + offs_d, cast(out, out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + offs_out + offs_d, cast(out, dtype), mask=mask)
     else:
-        offs_d = tl.arange(0, BLOCK)[None, None, :]
-        mask = in_tile & (offs_d < HALF)
+        offs_d = pair[:, None, :]
+        mask = in_tile[:, None, None] & (offs_d < HALF)
         a = tl.load(x_ptr + offs_x + offs_d, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + offs_x + HALF + offs_d, mask=mask, other=0.0).to(tl.float32)
-        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        cos, sin = _angles(cos_ptr, sin_ptr, offs_c + pair, offs_s + pair, in_table, BACK)
         tl.store(out_ptr + offs_out + offs_d, cast(a * cos - b * sin, dtype), mask=mask)
         tl.store(out_ptr + offs_out + HALF + offs_d, cast(b * cos + a * sin, dtype), mask=mask)
 
@@ -72,7 +88,8 @@ def _rope_kernel(
     n_tokens, length, n_positions, q_blocks, blocks,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     stride_oqb, stride_oqh, stride_oql, stride_okb, stride_okh, stride_okl,
-    stride_c, stride_s, stride_pb, stride_pl,
+    stride_pb, stride_pl,
+    STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -87,28 +104,23 @@ def _rope_kernel(
         position = tl.load(positions_ptr + offs_p, mask=in_tile, other=0)
         position = tl.minimum(tl.maximum(position, 0), n_positions - 1)
     position = position.to(tl.int64)[:, None]
-    offs_d = tl.arange(0, BLOCK)[None, :]
-    mask = in_tile[:, None] & (offs_d < HALF)
-    cos = tl.load(cos_ptr + position * stride_c + offs_d, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + position * stride_s + offs_d, mask=mask, other=0.0).to(tl.float32)
-    if BACK:
-        sin = -sin
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    in_tile = in_tile[:, None, None]
+    offs_c, offs_s = position * STRIDE_C, position * STRIDE_S
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
         offs_x = _offsets(b, at, head, stride_qb, stride_qh, stride_ql)
         offs_out = _offsets(b, at, head, stride_oqb, stride_oqh, stride_oql)
         _rotate_tile(
-            q_ptr, q_out_ptr, offs_x, offs_out, in_tile, cos, sin, HALF, BLOCK, INTERLEAVED
-        )
+            q_ptr, q_out_ptr, cos_ptr, sin_ptr, offs_x, offs_out, offs_c, offs_s, in_tile,
+            HALF, BLOCK, INTERLEAVED, BACK,
+        )  # fmt: skip
     else:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
         offs_x = _offsets(b, at, head, stride_kb, stride_kh, stride_kl)
         offs_out = _offsets(b, at, head, stride_okb, stride_okh, stride_okl)
         _rotate_tile(
-            k_ptr, k_out_ptr, offs_x, offs_out, in_tile, cos, sin, HALF, BLOCK, INTERLEAVED
-        )
+            k_ptr, k_out_ptr, cos_ptr, sin_ptr, offs_x, offs_out, offs_c, offs_s, in_tile,
+            HALF, BLOCK, INTERLEAVED, BACK,
+        )  # fmt: skip
 
 
 def configs(call):
@@ -138,15 +150,16 @@ def _prepared(call, config, tensors, tables, positions, back):
     strides = [x.stride()[:3] for x in (read[0], read[-1])]
     strides += [_empty_like(x).stride()[:3] for x in (present[0], present[-1])]
     copied = [x.stride(-1) != 1 for x in present]
-    # A table with one column has any stride there.
     tables_copied = [half > 1 and x.stride(-1) != 1 for x in tables]
     pairs = zip(tables, tables_copied, strict=True)
     table_strides = [half if copy else x.stride(0) for x, copy in pairs]
     kernel = Bound(
         _rope_kernel, (triton.cdiv(batch * n_tokens, tokens) * blocks,),
         batch * n_tokens, n_tokens, len(tables[0]), n_heads[0] // heads, blocks,
-        *(step for steps in strides for step in steps), *table_strides,
+        *(step for steps in strides for step in steps),
         *((0, 0) if positions is None else positions.stride()),
+        # Triton knows of integers at most that 16 divides them: 40, half of 80, is a constant.
+        STRIDE_C=table_strides[0], STRIDE_S=table_strides[1],
         HALF=half, BLOCK=block, TOKENS=tokens, HEADS=heads,
         HAS_POSITIONS=positions is not None, INTERLEAVED=bool(problem["interleaved"]), BACK=back,
         num_warps=config.num_warps,
