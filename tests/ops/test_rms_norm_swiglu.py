@@ -6,6 +6,7 @@ import torch
 from tests.ops.launched import reads, recorded
 from tnp import plans, targets
 from tnp.ops.rms_norm_swiglu import OPERATOR, reference, rms_norm_swiglu
+from tnp.ops.rms_norm_swiglu import triton_rms_norm_swiglu as code
 
 EPS = 1e-5
 
@@ -46,19 +47,38 @@ def test_one_gradient_alone(name):
     assert len(launches) == (3 if name == "weight" else 2)  # partials of the weight alone
 
 
-def test_partials_of_several_programs_add_up_in_one_order(monkeypatch):
+@pytest.mark.parametrize("kernel", [code.HELD, code.CHUNKS], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("wanted", [("x", "gate", "weight"), ("x",), ("gate",), ("weight",)])
+def test_programs_walk_rows_and_columns(kernel, wanted, monkeypatch):
+    """Three programs, each with several groups of rows, the last one short; three chunks."""
+    monkeypatch.setattr(code, "CHUNK", 8)
     target = targets.Target("interpreter", multiprocessors=3)
-    monkeypatch.setattr(targets, "INTERPRETER", target)
-    monkeypatch.setattr(targets, "_seen", {})
-    monkeypatch.setattr(plans.plans(OPERATOR), "by_key", {})
-    x, gate, weight = draw(700, width=16)
+    config = code.BackwardConfig(rows=2, num_warps=1, per_multiprocessor=1, num_stages=1)
+    tensors = draw(15, width=21)
+    forced = {"rms_norm_swiglu.backward": (kernel.name, config)}
+    plan = plans.build(OPERATOR, "triton", tensors, (), wanted, target, forced)
+    with torch.no_grad():
+        outputs, saved = plan.forward(tensors, (EPS,))
+    dy = torch.randn(15, 21)
+    kept = plan.kept(tensors, outputs)
     with recorded() as launches:
-        first, again = (torch.autograd.grad(ours(x, gate, weight).sum(), weight) for _ in range(2))
-    partials = launches[2][0]
-    assert len(partials) > 1
-    want = torch.autograd.grad(reference(x, gate, weight, EPS).sum(), weight)
-    torch.testing.assert_close(first, want, atol=1e-4, rtol=1e-5)
-    assert torch.equal(first[0], again[0])
+        found = plan.backward((dy,), kept, saved, (EPS,))
+        again = plan.backward((dy,), kept, saved, (EPS,))
+    if "weight" in wanted:
+        assert len(launches[1][0]) == 3  # partials
+    want = torch.autograd.grad(reference(*tensors, EPS), tensors, dy)
+    for name, one, other, right in zip(OPERATOR.tensors, found, again, want, strict=True):
+        if name in wanted:
+            torch.testing.assert_close(one, right)
+            assert torch.equal(one, other)
+        else:
+            assert one is None
+
+
+def test_wide_rows_are_read_by_columns():
+    call = plans.describe(OPERATOR, draw(1, width=8193), wanted=("x",))
+    assert "at most 8192, not 8193" in code.HELD.refuses(call)
+    assert code.CHUNKS.refuses(call) is None
 
 
 def test_a_weight_of_any_dtype_and_stride_gets_a_gradient_like_itself():

@@ -99,7 +99,7 @@ OPERATOR = Operator(
         Implementation(
             "triton",
             forward=Operation("rms_norm_swiglu.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("rms_norm_swiglu.backward", (f"{_CODE}:BACKWARD",)),
+            backward=Operation("rms_norm_swiglu.backward", (f"{_CODE}:HELD", f"{_CODE}:CHUNKS")),
             supported=triton_from(80),
         ),
     ),

@@ -11,7 +11,8 @@ and backward, with g = dy·silu·weight, which is the gradient of x̂:
 
 Computed in float32. The backward pass computes rstd again. Its programs walk the rows and keep
 dweight in registers, so that each writes one partial [width], added up by a second, small launch in
-a fixed order.
+a fixed order. Where registers cannot hold that, programs read their rows twice, by columns: both
+sums are of what was read alone, so that one reading gives them.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from tnp.ops.primitives import cast
 from tnp.ops.rows import sum_launch
 from tnp.ops.walks import row_offsets, walk
 
-MAX_WIDTH = 16384  # a whole row lies in registers
-WEIGHT_AHEAD = 8192  # widths to which registers hold the weight beside the rows
+MAX_WIDTH = 16384  # the forward pass holds whole rows in registers,
+MAX_HELD = 8192  # and to this width all that either pass wants to
+CHUNK = 2048  # columns at a time of what is read twice
 WARP = 32
 
 
@@ -83,14 +85,12 @@ def _rms_norm_swiglu_bwd_kernel(
     dy_ptr, x_ptr, gate_ptr, weight_ptr, dx_ptr, dgate_ptr, partials_ptr,
     n_rows, n_inner, stride_yo, stride_yi, stride_xo, stride_xi, stride_go, stride_gi,
     eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WEIGHT_AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
     offs_d = tl.arange(0, BLOCK_D)
-    if WEIGHT_AHEAD:
-        weight = _load(weight_ptr, offs_d, offs_d < D)
+    weight = _load(weight_ptr, offs_d, offs_d < D)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)
     step = tl.num_programs(0) * ROWS
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
@@ -104,8 +104,6 @@ def _rms_norm_swiglu_bwd_kernel(
         gate = _load(gate_ptr, offs_g, mask)
         dy = _load(dy_ptr, offs_y, mask)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
-        if not WEIGHT_AHEAD:
-            weight = _load(weight_ptr, offs_d, offs_d < D)
         s = tl.sigmoid(gate)
         if WITH_GATE:
             normalized = x * rstd[:, None] * weight[None, :]
@@ -124,6 +122,65 @@ def _rms_norm_swiglu_bwd_kernel(
         tl.store(partial_ptrs, tl.sum(dweight, 0), mask=offs_d < D)
 
 
+@triton.jit
+def _rms_norm_swiglu_bwd_chunks_kernel(
+    dy_ptr, x_ptr, gate_ptr, weight_ptr, dx_ptr, dgate_ptr, partials_ptr,
+    n_rows, n_inner, stride_yo, stride_yi, stride_xo, stride_xi, stride_go, stride_gi,
+    eps,
+    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """As above, with dweight in partials[p] itself, which no other program touches."""
+    first = tl.program_id(0) * ROWS
+    partials_ptr += tl.program_id(0).to(tl.int64) * D
+    for start in tl.range(first, n_rows, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        in_rows = (rows < n_rows)[:, None]
+        row_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None]
+        row_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None]
+        row_y = row_offsets(rows, n_inner, stride_yo, stride_yi)[:, None]
+        row_out = rows.to(tl.int64)[:, None] * D
+        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+        products = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for column in tl.range(0, D, COLUMNS):
+            offs_d = column + tl.arange(0, COLUMNS)
+            mask = in_rows & (offs_d < D)[None, :]
+            x = _load(x_ptr, row_x + offs_d[None, :], mask)
+            squares += x * x
+            if WITH_X:
+                gate = _load(gate_ptr, row_g + offs_d[None, :], mask)
+                dy = _load(dy_ptr, row_y + offs_d[None, :], mask)
+                weight = _load(weight_ptr, offs_d, offs_d < D)
+                products += dy * (gate * tl.sigmoid(gate)) * weight[None, :] * x
+        rstd = (1.0 / tl.sqrt_rn(tl.sum(squares, 1) / D + eps))[:, None]
+        shrink = rstd * (rstd * (rstd * (tl.sum(products, 1) / D)[:, None]))
+        for column in tl.range(0, D, COLUMNS):
+            offs_d = column + tl.arange(0, COLUMNS)
+            mask = in_rows & (offs_d < D)[None, :]
+            x = _load(x_ptr, row_x + offs_d[None, :], mask)
+            gate = _load(gate_ptr, row_g + offs_d[None, :], mask)
+            dy = _load(dy_ptr, row_y + offs_d[None, :], mask)
+            weight = _load(weight_ptr, offs_d, offs_d < D)[None, :]
+            s = tl.sigmoid(gate)
+            dnormalized = dy * (gate * s)
+            if WITH_GATE:
+                dgate = dy * (x * rstd * weight) * (s + gate * s * (1.0 - s))
+                dgate = cast(dgate, dgate_ptr.dtype.element_ty)
+                tl.store(dgate_ptr + row_out + offs_d[None, :], dgate, mask=mask)
+            if WITH_X:
+                dx = dnormalized * weight * rstd - x * shrink
+                dx = cast(dx, dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + row_out + offs_d[None, :], dx, mask=mask)
+            if WITH_WEIGHT:
+                # What the first rows find there was never written.
+                before = tl.load(
+                    partials_ptr + offs_d, mask=(offs_d < D) & (start > first), other=0.0
+                )
+                dweight = before + tl.sum(dnormalized * (x * rstd), 0)
+                tl.store(partials_ptr + offs_d, dweight, mask=offs_d < D)
+        tl.debug_barrier()  # the next rows may find their sums in other threads
+
+
 def _warps(elements: int, a_thread: int) -> int:
     return min(max(elements // (WARP * a_thread), 1), 32)
 
@@ -135,7 +192,7 @@ def configs(call):
     return tuple(dict.fromkeys(found))
 
 
-def configs_backward(call):
+def configs_held(call):
     block_d = triton.next_power_of_2(call.problem["width"])
     rows = max(1, 512 // block_d)
     ahead = 3 * rows * block_d * call.problem.itemsize  # bytes of a stage
@@ -149,19 +206,23 @@ def configs_backward(call):
     return tuple(dict.fromkeys(found))
 
 
-def supported(call):
-    width = call.problem["width"]
-    return None if width <= MAX_WIDTH else f"it takes rows of at most {MAX_WIDTH}, not {width}"
+def configs_chunks(call):
+    chunk = min(CHUNK, triton.next_power_of_2(call.problem["width"]))
+    found, order = [], [(2, 16, 512), (1, 16, 512), (1, 8, 1024), (4, 16, 512)]
+    if call.problem["rows"] <= 4 * call.target.multiprocessors:  # a program for every row
+        order.sort()
+    for rows, a_thread, threads in order:
+        num_warps = _warps(rows * chunk, a_thread)
+        found.append(BackwardConfig(rows, num_warps, max(1, threads // (WARP * num_warps)), 1))
+    return tuple(dict.fromkeys(found))
 
 
-def _sizes(config, width):
-    return {
-        "D": width,
-        "BLOCK_D": triton.next_power_of_2(width),
-        "ROWS": config.rows,
-        "WEIGHT_AHEAD": width <= WEIGHT_AHEAD,
-        "num_warps": config.num_warps,
-    }
+def _rows_of_at_most(width):
+    def supported(call):
+        asked = call.problem["width"]
+        return None if asked <= width else f"it takes rows of at most {width}, not {asked}"
+
+    return supported
 
 
 def empty(wanted, inputs):
@@ -175,7 +236,8 @@ def prepare(call, config, inputs):
     kernel = Bound(
         _rms_norm_swiglu_fwd_kernel, (triton.cdiv(walked.n_rows, config.rows),),
         walked.n_rows, *walked.integers,
-        **_sizes(config, width),
+        D=width, BLOCK_D=triton.next_power_of_2(width), ROWS=config.rows,
+        WEIGHT_AHEAD=width <= MAX_HELD, num_warps=config.num_warps,
     )  # fmt: skip
 
     def launch(inputs, scalars):
@@ -193,7 +255,7 @@ def empty_backward(wanted, inputs):
     return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
 
 
-def prepare_backward(call, config, inputs):
+def _prepare_backward(call, config, inputs, jit, **sizes):
     (dy,), (x, gate, weight), _saved = inputs
     walked, width = walk(dy, x, gate), len(weight)
     with_x, with_gate, with_weight = (name in call.wanted for name in ("x", "gate", "weight"))
@@ -202,9 +264,9 @@ def prepare_backward(call, config, inputs):
         config.per_multiprocessor * call.target.multiprocessors,
     )
     kernel = Bound(
-        _rms_norm_swiglu_bwd_kernel, (n_programs,), walked.n_rows, *walked.integers,
-        WITH_X=with_x, WITH_GATE=with_gate, WITH_WEIGHT=with_weight, STAGES=config.num_stages,
-        **_sizes(config, width),
+        jit, (n_programs,), walked.n_rows, *walked.integers,
+        D=width, ROWS=config.rows, WITH_X=with_x, WITH_GATE=with_gate, WITH_WEIGHT=with_weight,
+        num_warps=config.num_warps, **sizes,
     )  # fmt: skip
     add_up = sum_launch(n_programs, width)
 
@@ -227,5 +289,18 @@ def prepare_backward(call, config, inputs):
     return launch
 
 
-FORWARD = Kernel("triton", empty, prepare, supported, configs)
-BACKWARD = Kernel("triton", empty_backward, prepare_backward, supported, configs_backward)
+def prepare_held(call, config, inputs):
+    block_d = triton.next_power_of_2(call.problem["width"])
+    sizes = {"BLOCK_D": block_d, "STAGES": config.num_stages}
+    return _prepare_backward(call, config, inputs, _rms_norm_swiglu_bwd_kernel, **sizes)
+
+
+def prepare_chunks(call, config, inputs):
+    columns = min(CHUNK, triton.next_power_of_2(call.problem["width"]))
+    jit = _rms_norm_swiglu_bwd_chunks_kernel
+    return _prepare_backward(call, config, inputs, jit, COLUMNS=columns)
+
+
+FORWARD = Kernel("triton", empty, prepare, _rows_of_at_most(MAX_WIDTH), configs)
+HELD = Kernel("held", empty_backward, prepare_held, _rows_of_at_most(MAX_HELD), configs_held)
+CHUNKS = Kernel("chunks", empty_backward, prepare_chunks, configs=configs_chunks)
