@@ -154,10 +154,20 @@ class _Spec:
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
         self.found = catalog().load(operator.name, self.implementation)
+        self._routes: dict[tuple[bool, ...], list[int | None]] = {}
 
     def kernel(self, operation: Any) -> Kernel:
         """Any that saves in that form: what it leaves has the same sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
+
+    def routes(self, gradients: tuple, kept: list, saved: list) -> list[int | None]:
+        """Where each gradient is found among incoming gradients and what the operator returns."""
+        absent = tuple(gradient is None for gradient in gradients)
+        if absent not in self._routes:
+            kernel = self.kernel(self.found.backward)
+            results = kernel.empty(self.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
+            self._routes[absent] = _routed(results, gradients)[1]
+        return self._routes[absent]
 
     def plan(self, inputs: tuple) -> KernelPlan:
         """The plan of an eager call with these inputs, which have no gradients in here."""
@@ -181,6 +191,22 @@ class _Spec:
                     ),
                 )  # fmt: skip
         return plan
+
+
+def _routed(results: tuple, gradients: tuple) -> tuple[list, list[int | None]]:
+    """Gradients that are tensors of their own, and of each where it is, None where there is none.
+
+    A kernel may hand an incoming gradient on, or give one tensor for two inputs, as a sum does.
+    What a custom operator returns must not share memory, so places are found after it.
+    """
+    found = list(gradients)
+    places: list[int | None] = []
+    for result in results:
+        at = next((at for at, one in enumerate(found) if one is result), len(found))
+        if result is not None and at == len(found):
+            found.append(result)
+        places.append(None if result is None else at)
+    return found[len(gradients) :], places
 
 
 def _define(operator: Operator) -> Any:
@@ -212,13 +238,6 @@ def _define(operator: Operator) -> Any:
         outputs, saved = known.kernel(known.found.forward).empty(known.wanted, arguments[:n])
         return list(outputs), list(saved)
 
-    def of_wanted(results, wanted, like):
-        """Gradients of what is wanted. A list of tensors holds no None: where no gradient reached
-        an output that alone needs an input, one without elements says so.
-        """
-        pairs = zip(operator.differentiated, results, strict=True)
-        return [like.new_empty(0) if x is None else x for name, x in pairs if name in wanted]
-
     def backward(gradients, kept, saved, sizes, *rest):
         known, numbers = spec(rest[-1]), rest[:-1]
         tensors = tuple(gradients), tuple(kept), tuple(saved)
@@ -233,14 +252,13 @@ def _define(operator: Operator) -> Any:
         kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
         with torch.cuda.device_of(first):  # where Triton launches
             results = kernel.prepare(what, picked.config, tensors)(tensors, numbers)
-        return of_wanted(results, known.wanted, first)
+        return _routed(results, gradients)[0]
 
     def fake_backward(gradients, kept, saved, sizes, *rest):
         known = spec(rest[-1])
         kernel = known.kernel(known.found.backward)
         results = kernel.empty(known.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
-        first = next(x for x in (*kept, *saved) if x is not None)
-        return of_wanted(results, known.wanted, first)
+        return _routed(results, gradients)[0]
 
     def save(ctx, inputs, output):
         outputs, saved = output
@@ -261,11 +279,14 @@ def _define(operator: Operator) -> Any:
             return (None,) * n + nothing
         tensors = ctx.saved_tensors
         kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
+        routes = spec(ctx.text).routes(gradients, kept, saved)
         op = getattr(torch.ops.tnp, f"{name}_backward").default
-        results = iter(op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text))
-        wanted = spec(ctx.text).wanted
-        by_name = {one: next(results) for one in operator.differentiated if one in wanted}
-        by_name = {one: x for one, x in by_name.items() if x.shape != (0,)}
+        results = op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text)
+        found = (*gradients, *results)
+        by_name = {
+            one: None if at is None else found[at]
+            for one, at in zip(operator.differentiated, routes, strict=True)
+        }
         return (*(by_name.get(one) for one in operator.tensors), *nothing)
 
     for suffix, real, fake in (("", forward, fake_forward), ("_backward", backward, fake_backward)):

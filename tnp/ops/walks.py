@@ -1,8 +1,8 @@
 """How kernels walk the rows of [..., width] tensors where they lie, without a copy.
 
 Leading dimensions that lie apart by one step are one; what is left of several tensors' leading
-dimensions together may be two: rows lie at `row // n_inner · outer + row % n_inner · inner`. The
-halves of a [rows, 2·width] projection and tokens h[:, n:] of a batch are walked so.
+dimensions together may be two: see `tnp.ops.rows.row_offsets`. The halves of a [rows, 2·width] projection and
+tokens h[:, n:] of a batch are walked so.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import triton
-import triton.language as tl
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,3 @@ def _groups(
         else:
             found.append((size, steps))
     return found
-
-
-@triton.jit
-def row_offsets(rows, n_inner, stride_outer, stride_inner):
-    """64-bit offsets of rows of a walk."""
-    outer = (rows // n_inner).to(tl.int64)
-    return outer * stride_outer + (rows % n_inner).to(tl.int64) * stride_inner

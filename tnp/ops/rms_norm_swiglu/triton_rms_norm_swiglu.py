@@ -25,8 +25,8 @@ import triton.language as tl
 from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.primitives import cast
-from tnp.ops.rows import sum_launch
-from tnp.ops.walks import row_offsets, walk
+from tnp.ops.rows import bound_sum, load_rows, programs, row_offsets
+from tnp.ops.walks import walk
 
 MAX_WIDTH = 16384  # the forward pass holds whole rows in registers,
 MAX_HELD = 8192  # and to this width all that either pass wants to
@@ -51,11 +51,6 @@ class BackwardConfig(Config):
 
 
 @triton.jit
-def _load(ptr, offs, mask):
-    return tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _rms_norm_swiglu_fwd_kernel(
     x_ptr, gate_ptr, weight_ptr, y_ptr,
     n_rows, n_inner, stride_xo, stride_xi, stride_go, stride_gi,
@@ -68,13 +63,13 @@ def _rms_norm_swiglu_fwd_kernel(
     offs_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None] + offs_d[None, :]
     offs_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None] + offs_d[None, :]
     # All loads are under way before the sum waits for the first, where registers hold them.
-    x = _load(x_ptr, offs_x, mask)
-    gate = _load(gate_ptr, offs_g, mask)
+    x = load_rows(x_ptr, offs_x, mask)
+    gate = load_rows(gate_ptr, offs_g, mask)
     if WEIGHT_AHEAD:
-        weight = _load(weight_ptr, offs_d, offs_d < D)
+        weight = load_rows(weight_ptr, offs_d, offs_d < D)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
     if not WEIGHT_AHEAD:
-        weight = _load(weight_ptr, offs_d, offs_d < D)
+        weight = load_rows(weight_ptr, offs_d, offs_d < D)
     y = gate * tl.sigmoid(gate) * (x * rstd[:, None] * weight[None, :])
     offs_y = rows.to(tl.int64)[:, None] * D + offs_d[None, :]
     tl.store(y_ptr + offs_y, cast(y, y_ptr.dtype.element_ty), mask=mask)
@@ -90,7 +85,7 @@ def _rms_norm_swiglu_bwd_kernel(
 ):  # fmt: skip
     """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
     offs_d = tl.arange(0, BLOCK_D)
-    weight = _load(weight_ptr, offs_d, offs_d < D)
+    weight = load_rows(weight_ptr, offs_d, offs_d < D)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)
     step = tl.num_programs(0) * ROWS
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
@@ -100,9 +95,9 @@ def _rms_norm_swiglu_bwd_kernel(
         offs_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None] + offs_d[None, :]
         offs_y = row_offsets(rows, n_inner, stride_yo, stride_yi)[:, None] + offs_d[None, :]
         offs_out = rows.to(tl.int64)[:, None] * D + offs_d[None, :]
-        x = _load(x_ptr, offs_x, mask)
-        gate = _load(gate_ptr, offs_g, mask)
-        dy = _load(dy_ptr, offs_y, mask)
+        x = load_rows(x_ptr, offs_x, mask)
+        gate = load_rows(gate_ptr, offs_g, mask)
+        dy = load_rows(dy_ptr, offs_y, mask)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
         s = tl.sigmoid(gate)
         if WITH_GATE:
@@ -145,22 +140,22 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
         for column in tl.range(0, D, COLUMNS):
             offs_d = column + tl.arange(0, COLUMNS)
             mask = in_rows & (offs_d < D)[None, :]
-            x = _load(x_ptr, row_x + offs_d[None, :], mask)
+            x = load_rows(x_ptr, row_x + offs_d[None, :], mask)
             squares += x * x
             if WITH_X:
-                gate = _load(gate_ptr, row_g + offs_d[None, :], mask)
-                dy = _load(dy_ptr, row_y + offs_d[None, :], mask)
-                weight = _load(weight_ptr, offs_d, offs_d < D)
+                gate = load_rows(gate_ptr, row_g + offs_d[None, :], mask)
+                dy = load_rows(dy_ptr, row_y + offs_d[None, :], mask)
+                weight = load_rows(weight_ptr, offs_d, offs_d < D)
                 products += dy * (gate * tl.sigmoid(gate)) * weight[None, :] * x
         rstd = (1.0 / tl.sqrt_rn(tl.sum(squares, 1) / D + eps))[:, None]
         shrink = rstd * (rstd * (rstd * (tl.sum(products, 1) / D)[:, None]))
         for column in tl.range(0, D, COLUMNS):
             offs_d = column + tl.arange(0, COLUMNS)
             mask = in_rows & (offs_d < D)[None, :]
-            x = _load(x_ptr, row_x + offs_d[None, :], mask)
-            gate = _load(gate_ptr, row_g + offs_d[None, :], mask)
-            dy = _load(dy_ptr, row_y + offs_d[None, :], mask)
-            weight = _load(weight_ptr, offs_d, offs_d < D)[None, :]
+            x = load_rows(x_ptr, row_x + offs_d[None, :], mask)
+            gate = load_rows(gate_ptr, row_g + offs_d[None, :], mask)
+            dy = load_rows(dy_ptr, row_y + offs_d[None, :], mask)
+            weight = load_rows(weight_ptr, offs_d, offs_d < D)[None, :]
             s = tl.sigmoid(gate)
             dnormalized = dy * (gate * s)
             if WITH_GATE:
@@ -259,16 +254,14 @@ def _prepare_backward(call, config, inputs, jit, **sizes):
     (dy,), (x, gate, weight), _saved = inputs
     walked, width = walk(dy, x, gate), len(weight)
     with_x, with_gate, with_weight = (name in call.wanted for name in ("x", "gate", "weight"))
-    n_programs = min(
-        triton.cdiv(walked.n_rows, config.rows),
-        config.per_multiprocessor * call.target.multiprocessors,
-    )
+    n_groups = triton.cdiv(walked.n_rows, config.rows)
+    n_programs = programs(call.target, config.per_multiprocessor, n_groups)
     kernel = Bound(
         jit, (n_programs,), walked.n_rows, *walked.integers,
         D=width, ROWS=config.rows, WITH_X=with_x, WITH_GATE=with_gate, WITH_WEIGHT=with_weight,
         num_warps=config.num_warps, **sizes,
     )  # fmt: skip
-    add_up = sum_launch(n_programs, width)
+    add_up = bound_sum(n_programs, width)
 
     def launch(inputs, scalars):
         (dy,), (x, gate, weight), _saved = inputs
@@ -281,9 +274,8 @@ def _prepare_backward(call, config, inputs, jit, **sizes):
         results = (x if out is None else out for out in (dx, dgate, partials))
         kernel(*walked.laid_out((dy, x, gate)), weight.contiguous(), *results, *scalars)
         if with_weight:
-            dweight = weight.new_empty((width,), dtype=torch.float32)
+            dweight = weight.new_empty(weight.shape)
             add_up(partials, dweight, 1.0)
-            dweight = dweight.to(weight.dtype)
         return dx, dgate, dweight
 
     return launch

@@ -15,7 +15,8 @@ import triton.language as tl
 from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.walks import row_offsets, walk
+from tnp.ops.rows import row_offsets
+from tnp.ops.walks import walk
 
 
 @dataclass(frozen=True)
