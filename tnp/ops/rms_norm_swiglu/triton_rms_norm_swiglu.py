@@ -16,7 +16,6 @@ sums are of what was read alone, so that one reading gives them.
 """
 
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import triton
@@ -192,23 +191,24 @@ def configs_held(call):
     rows = max(1, 512 // block_d)
     ahead = 3 * rows * block_d * call.problem.itemsize  # bytes of a stage
     found = []
-    # With 16 elements a thread has 128 registers, with 8 half as many.
-    for (a_thread, threads), num_stages in product(((16, 512), (8, 1024)), (2, 1, 3)):
+    # With 16 elements a thread has 128 registers, with 8 half as many, which are too few without
+    # loads ahead.
+    threads = {16: 512, 8: 1024}
+    for a_thread, num_stages in ((16, 2), (16, 1), (16, 3), (8, 2), (8, 3)):
         num_warps = _warps(rows * block_d, a_thread)
-        programs = max(1, threads // (WARP * num_warps))
-        if num_stages == 1 or num_stages * ahead * programs <= call.target.shared_bytes:
-            found.append(BackwardConfig(rows, num_warps, programs, num_stages))
+        programs_each = max(1, threads[a_thread] // (WARP * num_warps))
+        if num_stages == 1 or num_stages * ahead * programs_each <= call.target.shared_bytes:
+            found.append(BackwardConfig(rows, num_warps, programs_each, num_stages))
     return tuple(dict.fromkeys(found))
 
 
 def configs_chunks(call):
     chunk = min(CHUNK, triton.next_power_of_2(call.problem["width"]))
-    found, order = [], [(2, 16, 512), (1, 16, 512), (1, 8, 1024), (4, 16, 512)]
-    if call.problem["rows"] <= 4 * call.target.multiprocessors:  # a program for every row
-        order.sort()
-    for rows, a_thread, threads in order:
-        num_warps = _warps(rows * chunk, a_thread)
-        found.append(BackwardConfig(rows, num_warps, max(1, threads // (WARP * num_warps)), 1))
+    few = call.problem["rows"] <= 4 * call.target.multiprocessors  # a program for every row
+    found = []
+    for rows in (1, 2, 4) if few else (2, 1, 4):
+        num_warps = _warps(rows * chunk, 16)
+        found.append(BackwardConfig(rows, num_warps, max(1, 512 // (WARP * num_warps)), 1))
     return tuple(dict.fromkeys(found))
 
 
