@@ -1,8 +1,8 @@
 """How kernels walk the rows of [..., width] tensors where they lie, without a copy.
 
 Leading dimensions that lie apart by one step are one; what is left of several tensors' leading
-dimensions together may be two: see `tnp.ops.rows.row_offsets`. The halves of a [rows, 2·width] projection
-and tokens h[:, n:] of a batch are walked so.
+dimensions together may be two: see `tnp.ops.rows.row_offsets`. So are walked the halves of a
+[rows, 2·width] projection, and tokens h[:, n:] of a batch.
 """
 
 from __future__ import annotations
