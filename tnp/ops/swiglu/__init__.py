@@ -10,7 +10,16 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import (
+    FLOATS,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Work,
+    triton_from,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +45,19 @@ def describe(gate, up) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers."""
-    shape = case.problem["rows"], case.problem["width"]
-    return {"gate": random(*shape), "up": random(*shape)}
+    """Normal numbers, the gate's times `magnitude`; "halves": both in one [rows, 2·width] tensor,
+    as a projection leaves them; "tokens": rows from the third on of a batch of two.
+    """
+    rows, width = case.problem["rows"], case.problem["width"]
+    if case["tokens"]:
+        gate, up = (random(2, rows // 2 + 2, width)[:, 2:] for _ in range(2))
+    elif case["halves"]:
+        gate, up = random(rows, 2 * width).chunk(2, dim=-1)
+    else:
+        gate, up = random(rows, width), random(rows, width)
+    if case["magnitude"]:
+        gate.mul_(case["magnitude"])
+    return {"gate": gate, "up": up}
 
 
 def work(case, pass_) -> Work:
@@ -48,11 +67,26 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Ragged and whole sizes in every dtype."""
-    sizes = ((1, 1), (7, 100), (33, 257))
+    """Ragged and whole sizes, halves of a projection, slices of a batch, saturated gates."""
+    drawn = [((1, 1), ()), ((7, 100), ()), ((33, 256), (("halves", True),))]
+    drawn += [((6, 37), (("tokens", True),)), ((3, 64), (("magnitude", 40.0),))]
     if target.kind == "cuda":
-        sizes = ((1, 1), (777, 4097), (16384, 14336))
-    return [Case(OPERATOR.problem(dtype, rows=r, width=w)) for dtype in FLOATS for r, w in sizes]
+        drawn = [((1, 1), ()), ((777, 4097), ()), ((777, 4097), (("halves", True),))]
+        drawn += [((16384, 14336), (("halves", True),)), ((1, 8_388_608), ())]
+        drawn += [((1000, 1365), (("tokens", True),)), ((512, 4096), (("magnitude", 40.0),))]
+    return [
+        Case(OPERATOR.problem(dtype, rows=rows, width=width), how)
+        for dtype in FLOATS
+        for (rows, width), how in drawn
+    ]
+
+
+def within(model, run) -> Problem | None:
+    """In a language model with gated feed-forward layers."""
+    if not model.get("gated"):
+        return None
+    rows = run["batch"] * run["n_tokens"]
+    return OPERATOR.problem(run["dtype"], rows=rows, width=model["d_ff"])
 
 
 _CODE = "tnp.ops.swiglu.triton_swiglu"
@@ -78,6 +112,7 @@ OPERATOR = Operator(
     work=work,
     cases=cases,
     controls={"gate and up exchanged": lambda gate, up: reference(up, gate)},
+    within=within,
 )
 
 
@@ -85,11 +120,12 @@ def swiglu(gate: Tensor, up: Tensor, *, implementation: str = "torch") -> Tensor
     """silu(gate) ∘ up.
 
     Args:
-        gate, up: [..., width], equal in shape, dtype and device, any strides.
+        gate, up: [..., width], equal in shape, dtype and device, any strides. Read where they lie
+            where rows are contiguous, as the halves of one [..., 2·width] projection are.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
-        [..., width] in their dtype, contiguous from ours.
+        [..., width] in their dtype; it and the gradients are contiguous from ours.
 
     Raises:
         ValueError: shapes, dtypes or devices that differ.

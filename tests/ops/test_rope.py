@@ -1,0 +1,198 @@
+"""Rotary embedding: pairings, positions, heads, layouts, routes. The operators' gate compares
+numbers with float64.
+"""
+
+import pytest
+import torch
+
+from tests.ops.launched import reads, recorded
+from tnp import opaque, targets
+from tnp.ops.rope import OPERATOR, PAIRINGS, reference, rope
+
+
+def tables(n_positions, head_dim, theta=100.0):
+    frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.arange(n_positions)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def draw(batch=2, heads=4, kv_heads=2, n_tokens=5, head_dim=16):
+    """q and k as views of one projection."""
+    projection = torch.randn(batch, n_tokens, heads + 2 * kv_heads, head_dim)
+    q, k, _v = projection.split((heads, kv_heads, kv_heads), dim=2)
+    return q.transpose(1, 2).requires_grad_(), k.transpose(1, 2).requires_grad_()
+
+
+def results(function, q, k, *rest, **named):
+    """Both outputs, and gradients of a weighted sum of them."""
+    outputs = function(q, k, *rest, **named)
+    weights = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outputs]
+    loss = sum((x * weight).sum() for x, weight in zip(outputs, weights, strict=True))
+    return *(x.detach() for x in outputs), *torch.autograd.grad(loss, (q, k))
+
+
+def ours(*arguments, **named):
+    return rope(*arguments, **named, implementation="triton")
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_a_pair_is_a_complex_number_times_a_rotation(pairing):
+    """Not the reference's formula, but the paper's."""
+    q, k = draw(1, 2, 1, 3, 6)
+    cos, sin = tables(3, 6)
+    turn = torch.complex(cos, sin)
+    for implementation in ("torch", "triton"):
+        found = rope(q, k, cos, sin, pairing=pairing, implementation=implementation)
+        for x, y in zip((q, k), found, strict=True):
+            pairs = [(i, i + 3) if pairing == "half" else (2 * i, 2 * i + 1) for i in range(3)]
+            a, b = ([pair[at] for pair in pairs] for at in (0, 1))
+            want = torch.complex(x[..., a], x[..., b]) * turn
+            torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), want)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 3), (5, 5), (25, 5), (8, 1)])
+def test_grouped_heads(heads):
+    q, k = draw(1, *heads, 3, 8)
+    cos, sin = tables(3, 8)
+    torch.testing.assert_close(results(ours, q, k, cos, sin), results(rope, q, k, cos, sin))
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 48, 80, 96])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_head_dims(head_dim, pairing):
+    q, k = draw(1, 2, 1, 3, head_dim)
+    arguments = q, k, *tables(3, head_dim)
+    found = results(ours, *arguments, pairing=pairing)
+    torch.testing.assert_close(found, results(rope, *arguments, pairing=pairing))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_positions(dtype):
+    q, k = draw()
+    cos, sin = tables(40, 16)
+    positions = torch.randint(40, (2, 10), dtype=dtype)[:, ::2]
+    found = results(ours, q, k, cos, sin, positions)
+    torch.testing.assert_close(found, results(rope, q, k, cos, sin, positions))
+    rising = torch.arange(5, dtype=dtype).expand(2, 5)
+    found = results(ours, q, k, cos, sin, rising)
+    torch.testing.assert_close(found, results(ours, q, k, cos, sin), rtol=0, atol=0)
+
+
+def test_positions_out_of_range_take_the_nearest_row():
+    q, k = draw(1, 1, 1, 2, 4)
+    cos, sin = tables(3, 4)
+    found = ours(q, k, cos, sin, torch.tensor([[-5, 99]]))
+    torch.testing.assert_close(found, rope(q, k, cos, sin, torch.tensor([[0, 2]])))
+
+
+def test_one_launch_a_pass_reads_views_where_they_lie():
+    q, k = draw()
+    cos, sin = (torch.cat((table, table), 1)[:, :8] for table in tables(9, 16))  # Hugging Face's
+    with recorded() as launches:
+        found = results(ours, q, k, cos, sin)
+    forward, backward = launches
+    assert reads(forward, q, k, cos, sin) and reads(backward, cos, sin)
+    torch.testing.assert_close(found, results(rope, q, k, cos, sin))
+
+
+def test_outputs_lie_as_the_inputs_do():
+    cos, sin = tables(5, 16)
+    q, k = draw()
+    for y, x in zip(ours(q, k, cos, sin), (q, k), strict=True):
+        assert y.transpose(1, 2).is_contiguous() and y.shape == x.shape
+    q, k = q.contiguous(), k.contiguous()
+    for y in ours(q, k, cos, sin):
+        assert y.is_contiguous()
+
+
+def test_strides_that_the_kernel_cannot_read():
+    cos, sin = (table.T.contiguous().T for table in tables(3, 8))
+    q, k = (torch.randn(1, 2, 8, 3).transpose(2, 3).requires_grad_() for _ in range(2))
+    outputs = ours(q, k, cos, sin)
+    found = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (q, k))
+    want = rope(q, k, cos, sin)
+    torch.testing.assert_close(outputs, want)
+    torch.testing.assert_close(found, torch.autograd.grad(want[0].sum() + want[1].sum(), (q, k)))
+
+
+@pytest.mark.parametrize("route", ["eager", "compiled"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_nobody_uses(route, used):
+    q, k = draw()
+    cos, sin = tables(5, 16)
+    function = ours
+    if route == "compiled":
+        torch._dynamo.reset()
+        function = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(function(q, k, cos, sin)[used].sum(), (q, k), allow_unused=True)
+    want = torch.autograd.grad(rope(q, k, cos, sin)[used].sum(), (q, k)[used])[0]
+    torch.testing.assert_close(found[used], want)
+    assert found[1 - used] is None or not found[1 - used].any()
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_compiled_with_dynamic_sizes(pairing):
+    torch._dynamo.reset()
+    function = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n_tokens in (5, 7):
+        arguments = *draw(n_tokens=n_tokens), *tables(n_tokens, 16)
+        found = results(function, *arguments, pairing=pairing)
+        torch.testing.assert_close(found, results(rope, *arguments, pairing=pairing))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_opcheck(given):
+    q, k = draw()
+    positions = torch.randint(5, (2, 5)) if given else None
+    known = ("positions",) if given else ()
+    decided = ("rope", "triton", "float32", q.device, ("q", "k"), (), known, None)
+    op = opaque.custom_op(OPERATOR)
+    found = torch.library.opcheck(op, (q, k, *tables(5, 16), positions, opaque._decided(*decided)))
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_controls_are_far_off():
+    """What the gate must find is there to be found in each of its cases."""
+    from tnp.values import Random
+
+    for case in OPERATOR.cases(targets.INTERPRETER):
+        if case.problem.dtype != "float32" or case.problem["head_dim"] == 2:
+            continue  # a pair is a pair, whoever makes it
+        values = OPERATOR.draw(case, Random(case, torch.device("cpu")))
+        inputs = [values[name] for name in OPERATOR.tensors]
+        options = {"interleaved": case.problem["interleaved"]}
+        want = reference(*inputs, **options)
+        for broken in OPERATOR.controls.values():
+            off = broken(*inputs, **options)[0] - want[0]
+            assert off.abs().max() > 0.1 * want[0].abs().max()
+
+
+def test_errors_say_what_would_be_right():
+    q, k = draw()
+    cos, sin = tables(5, 16)
+    odd, odd_k = draw(head_dim=5)
+    wrong = [
+        ((odd, odd_k, cos, sin), "head_dim is 5: it must be even"),
+        ((q[0], k, cos, sin), r"q is \(4, 5, 16\): it must be \[batch, heads, tokens, D\]"),
+        ((q, k[:, :, :3], cos, sin), "they may differ in their heads alone"),
+        ((q, k.half(), cos, sin), "k torch.float16 on cpu: they must be equal"),
+        ((q, k, cos[:, :4], sin[:, :4]), r"both must be \[n_positions, 8\], half of head_dim"),
+        ((q, k, cos.half(), sin.half()), "both must be float32 or both q's torch.float32"),
+        ((q, k, cos[:3], sin[:3]), "3 positions and q 5 tokens: without positions"),
+        ((q, k, cos, sin, torch.zeros(2, 4).int()), r"they must be \[2, 5\] on cpu"),
+        ((q, k, cos, sin, torch.zeros(2, 5)), "positions are torch.float32: they must be int32"),
+    ]
+    for arguments, sentence in wrong:
+        with pytest.raises(ValueError, match=sentence):
+            ours(*arguments)
+    with pytest.raises(ValueError, match="pairing is 'other': choose from half, interleaved"):
+        ours(q, k, cos, sin, pairing="other")
+    with pytest.raises(RuntimeError, match="cannot run here: it takes bfloat16"):
+        ours(q.double(), k.double(), cos, sin)
+
+
+def test_within_language_models():
+    run = {"batch": 8, "n_tokens": 2048, "dtype": "bfloat16"}
+    llama = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
+    assert OPERATOR.within(llama | {"rope": True}, run)["kv_heads"] == 8
+    assert OPERATOR.within(llama, run) is None

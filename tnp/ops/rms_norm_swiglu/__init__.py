@@ -1,0 +1,141 @@
+"""A normalized activation, gated: RMSNorm and SwiGLU's elementwise part in one.
+
+    y = silu(gate) ∘ rms_norm(x) ∘ weight        rms_norm(x) = x / √(mean_d x² + eps)
+
+(Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467; Shazeer, GLU Variants
+Improve Transformer, arXiv 2002.05202.)
+"""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(x, gate, weight, eps):
+    """The two formulas in PyTorch, in whatever dtype it is given."""
+    from torch.nn.functional import rms_norm, silu
+
+    return silu(gate) * rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def describe(x, gate, weight) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    if (x.shape, x.dtype, x.device) != (gate.shape, gate.dtype, gate.device):
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)} on {x.device} and gate {gate.dtype} "
+            f"{tuple(gate.shape)} on {gate.device}: they must be equal"
+        )
+    if weight.dim() != 1 or x.shape[-1:] != weight.shape or weight.shape[0] == 0:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., width] "
+            "and [width], with width at least 1"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device} and x on {x.device}: they must be equal")
+    if not weight.is_floating_point():
+        raise ValueError(f"weight is {weight.dtype}: it must be a float dtype")
+    return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
+
+
+def draw(case, random) -> dict:
+    """Normal numbers, x's times `magnitude`; "halves": x and gate in one [rows, 2·width] tensor;
+    "narrow_weight": the weight in the activations' dtype, not in float32.
+    """
+    rows, width = case.problem["rows"], case.problem["width"]
+    if case["halves"]:
+        x, gate = random(rows, 2 * width).chunk(2, dim=-1)
+    else:
+        x, gate = random(rows, width), random(rows, width)
+    if case["magnitude"]:
+        x.mul_(case["magnitude"])
+    weight = 1.0 + random.weight(width)
+    return {"x": x, "gate": gate, "weight": weight.to(x.dtype) if case["narrow_weight"] else weight}
+
+
+def work(case, pass_) -> Work:
+    """Every activation once; the weight and its gradient in float32."""
+    width = case.problem["width"]
+    size = case.problem["rows"] * width * case.problem.itemsize
+    if pass_ == "forward":
+        return Work({}, 2 * size + 4 * width, size)
+    return Work({}, 3 * size + 4 * width, 2 * size + 4 * width)
+
+
+def cases(target) -> list[Case]:
+    """Ragged and whole widths, halves of a projection, large and tiny values."""
+    drawn = [((3, 24), ()), ((5, 100), ()), ((9, 128), (("halves", True),))]
+    drawn += [((3, 64), (("magnitude", 1e3),)), ((4, 33), (("narrow_weight", True),))]
+    if target.kind == "cuda":
+        drawn = [
+            ((128, width), ()) for width in (24, 128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
+        ]
+        drawn += [((16384, 4096), (("halves", True),)), ((777, 5120), (("narrow_weight", True),))]
+        drawn += [((33, 4097), (("magnitude", 1e3),)), ((33, 4097), (("magnitude", 1e-4),))]
+    return [
+        Case(OPERATOR.problem(dtype, rows=rows, width=width), how)
+        for dtype in FLOATS
+        for (rows, width), how in drawn
+    ]
+
+
+_CODE = "tnp.ops.rms_norm_swiglu.triton_rms_norm_swiglu"
+OPERATOR = Operator(
+    "rms_norm_swiglu",
+    inputs=("x", "gate", "weight"),
+    outputs=("y",),
+    sizes=("rows", "width"),
+    differentiated=("x", "gate", "weight"),
+    scalars=("eps",),
+    values={"eps": 1e-6},
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        Implementation(
+            "triton",
+            forward=Operation("rms_norm_swiglu.forward", (f"{_CODE}:FORWARD",)),
+            backward=Operation("rms_norm_swiglu.backward", (f"{_CODE}:HELD", f"{_CODE}:CHUNKS")),
+            supported=triton_from(80),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    controls={
+        "x and gate exchanged": lambda x, gate, weight, eps: reference(gate, x, weight, eps),
+        "no weight": lambda x, gate, weight, eps: reference(x, gate, weight * 0 + 1, eps),
+    },
+)
+
+
+def rms_norm_swiglu(
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-6, implementation: str = "torch"
+) -> Tensor:
+    """silu(gate) ∘ rms_norm(x) ∘ weight.
+
+    Args:
+        x, gate: [..., width], equal in shape, dtype and device, any strides. Read where they lie
+            where rows are contiguous, as the halves of one [..., 2·width] projection are.
+        weight: [width], of any float dtype; PyTorch's form rounds it to x's.
+        eps: positive and finite.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [..., width] in x's dtype; it and the gradients are contiguous from ours.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together, or an eps out of range.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    if not 0.0 < eps < inf:
+        raise ValueError(f"eps is {eps}: it must be positive and finite")
+    return dispatch.call(OPERATOR, implementation, (x, gate, weight), (float(eps),))
