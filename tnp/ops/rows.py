@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Target
+from tnp.launch import Bound
+
 # Columns a program of the reduction owns (one sector of float32), and partials it reads at a time.
 SUM_COLUMNS = 8
 SUM_ROWS = 512
@@ -23,6 +26,11 @@ def walking_programs(device: torch.device, per_multiprocessor: int, n_tiles: int
     if device.type != "cpu":
         n *= torch.cuda.get_device_properties(device).multi_processor_count
     return min(n, n_tiles)
+
+
+def programs(target: Target, per_multiprocessor: int, n_tiles: int) -> int:
+    """Programs that walk `n_tiles` tiles: as many as the target holds at once, at most one each."""
+    return min(per_multiprocessor * target.multiprocessors, n_tiles)
 
 
 @triton.jit(do_not_specialize=["n_partials"])
@@ -47,3 +55,11 @@ def sum_partials(partials: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
     )  # fmt: skip
     return out
+
+
+def sum_of_partials(n_partials: int, n: int) -> Bound:
+    """As `sum_partials` of [n_partials, n], for a plan: called with partials, sums and the scale."""
+    return Bound(
+        _sum_partials_kernel, (triton.cdiv(n, SUM_COLUMNS),), n_partials, n,
+        ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
+    )  # fmt: skip
