@@ -233,9 +233,9 @@ KERNELS = {
         "mixture_heads/hopper",
         "mixture_heads/triton_heads",
         "mlp/triton_mlp",
-        "triton_embedding",
+        "embedding/triton_embedding",
         "triton_matmul",
-        "triton_mixture_nll",
+        "mixture_nll/triton_mixture_nll",
         "triton_rms_norm",
         "weight_gradient",
     )

@@ -12,19 +12,19 @@ from itertools import product
 from types import ModuleType
 
 import torch
+import triton
 
-from tnp.ops import (
-    hopper_silu,
-    triton_embedding,
-    triton_matmul,
-    triton_mixture_nll,
-    triton_rms_norm,
-    tuning,
-)
+from tnp import targets
+from tnp.contract import Operator
+from tnp.launch import watched
+from tnp.ops import hopper_silu, triton_matmul, triton_rms_norm, tuning
 from tnp.ops.attention.kernels import KERNELS, Problem
+from tnp.ops.embedding import OPERATOR as EMBEDDING
 from tnp.ops.mixture_heads import hopper as hopper_heads
 from tnp.ops.mixture_heads import triton_heads
+from tnp.ops.mixture_nll import OPERATOR as MIXTURE_NLL
 from tnp.ops.mlp import single
+from tnp.plans import build
 
 # dtype, head_dim, and n_context given or not. Away from the model's own type only the form with
 # n_context is compiled, which needs more registers, and float16 needs what bfloat16 needs.
@@ -111,6 +111,23 @@ def _attention_arguments(problem: Problem, given: bool) -> list:
     return [do, *inputs, o, _empty(batch, n_heads, n_q), n_context]
 
 
+def _passes(
+    operator: Operator,
+    inputs: tuple,
+    wanted: tuple[str, ...],
+    options: tuple = (),
+    scalars: tuple[float, ...] = (),
+) -> None:
+    """The launches of "fused" on whatever GPU the driver says is there."""
+    target = targets.of_capability(triton.runtime.driver.active.get_current_target().arch)
+    with watched():
+        plan = build(operator, "fused", inputs, options, wanted, target)
+        outputs, saved = plan.forward(inputs, scalars)
+        if wanted:
+            gradients = tuple(torch.empty_like(x) for x in outputs)
+            plan.backward(gradients, tuple(plan.kept(inputs, outputs)), saved, scalars)
+
+
 # Calls of one operator's launchers. Where not `every` form is asked for, the one that a training
 # step runs, which needs the most registers.
 
@@ -125,19 +142,18 @@ def _rms_norm(dtype: torch.dtype, every: bool) -> Calls:
 def _embedding(dtype: torch.dtype, every: bool) -> Calls:
     """What is not given makes no other kernel: strides and sizes are no part of it."""
     context, target = _empty(1, N_CONTEXT, 1), _empty(1, N_ROWS - N_CONTEXT, 1)
-    inputs = context, context, target, _empty(D_MODEL, 3)
-    yield partial(triton_embedding.forward, *inputs, dtype)
-    yield partial(triton_embedding.backward, _empty(1, N_ROWS, D_MODEL, dtype=dtype), *inputs)
+    inputs = context, context, target, _empty(D_MODEL, 3), _empty(0, dtype=dtype)
+    yield partial(_passes, EMBEDDING, inputs, ("weight",))
 
 
 def _mixture_nll(dtype: torch.dtype, every: bool) -> Calls:
     parameters = _empty(N_ROWS, N_COMPONENTS, N_OUT, dtype=dtype)
     y = _empty(N_ROWS, 1)
-    gradients = ((True, False), (False, False), (True, True)) if every else ((True, False),)
-    for (with_dparameters, with_dy), sigma_min in product(gradients, (0.1, 0.0)[: 1 + every]):
-        wanted = sigma_min, with_dparameters, with_dy
-        yield partial(triton_mixture_nll.loss_and_gradients, parameters, y, *wanted)
-    yield partial(triton_mixture_nll.scaled, parameters, _empty())
+    trained = ("parameters",)
+    gradients = (trained, (), ("parameters", "y")) if every else (trained,)
+    for wanted, floor in product(gradients, (True, False)[: 1 + every]):
+        options = (("floor", True),) if floor else ()
+        yield partial(_passes, MIXTURE_NLL, (parameters, y), wanted, options, (0.1,))
 
 
 def _mlp_single(dtype: torch.dtype, every: bool) -> Calls:
