@@ -173,7 +173,9 @@ _IMPLEMENTATIONS = {
         Implementation("attention", "fused", OURS, _triton, "own"),
         Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
         Implementation("embedding", "torch", (), _anywhere),
-        Implementation("embedding", "fused", ("tnp.ops.embedding.triton_embedding",), _triton, "own"),
+        Implementation(
+            "embedding", "fused", ("tnp.ops.embedding.triton_embedding",), _triton, "own"
+        ),
         Implementation("rms_norm", "torch", (), _anywhere),
         Implementation("rms_norm", "fused", ("tnp.ops.triton_rms_norm",), _triton, "own"),
         Implementation("projection", "torch", (), _anywhere),

@@ -251,9 +251,7 @@ def prepare_backward(call, config, inputs):
     return launch
 
 
-FORWARD = Kernel(
-    "triton", empty, prepare, configs=lambda call: (FORWARD_CONFIG,), options=GIVEN
-)
+FORWARD = Kernel("triton", empty, prepare, configs=lambda call: (FORWARD_CONFIG,), options=GIVEN)
 BACKWARD = Kernel(
     "triton", empty_backward, prepare_backward, configs=lambda call: (BACKWARD_CONFIG,),
     options=GIVEN,

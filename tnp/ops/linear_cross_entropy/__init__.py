@@ -138,9 +138,7 @@ OPERATOR = Operator(
         "targets are shifted by a row": lambda x, weight, target: reference(
             x, weight, target.roll(1)
         ),
-        "the last row is missing": lambda x, weight, target: reference(
-            x[:-1], weight, target[:-1]
-        ),
+        "the last row is missing": lambda x, weight, target: reference(x[:-1], weight, target[:-1]),
         "the last class is missing": lambda x, weight, target: loss_of_logits(
             x @ weight[:-1].T, target.clamp(max=weight.shape[0] - 2)
         ),

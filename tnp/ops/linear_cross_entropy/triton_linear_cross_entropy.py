@@ -58,7 +58,7 @@ class ChunkConfig(Config):
 
 
 # 1 GiB holds 4,096 rows of 128,256 classes in 16 bits. Not timed yet.
-CONFIGS = (ChunkConfig(4096, 8, 3, 2**30, 128), ChunkConfig(4096, 8, 3, 2**29, 128))
+CONFIGS = (ChunkConfig(4096, 16, 3, 2**30, 128), ChunkConfig(4096, 16, 3, 2**29, 128))
 # Several chunks at sizes that the interpreter can run.
 INTERPRETED = (ChunkConfig(256, 4, 1, 2**12, 4),)
 
