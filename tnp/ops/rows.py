@@ -58,7 +58,7 @@ def sum_partials(partials: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 def sum_of_partials(n_partials: int, n: int) -> Bound:
-    """As `sum_partials` of [n_partials, n], for a plan: called with partials, sums and the scale."""
+    """`sum_partials` of [n_partials, n] for a plan: called with partials, sums and the scale."""
     return Bound(
         _sum_partials_kernel, (triton.cdiv(n, SUM_COLUMNS),), n_partials, n,
         ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
