@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats
-from tnp.ops.cross_entropy import check_target, draw_target
+from tnp.ops.cross_entropy import check_target, draw_target, without_last_class
 from tnp.ops.cross_entropy import reference as loss_of_logits
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ OPERATOR = Operator(
         ),
         "the last row is missing": lambda x, weight, target: reference(x[:-1], weight, target[:-1]),
         "the last class is missing": lambda x, weight, target: loss_of_logits(
-            x @ weight[:-1].T, target.clamp(max=weight.shape[0] - 2)
+            without_last_class(x @ weight.T), target
         ),
     },
 )
