@@ -41,10 +41,10 @@ def test_a_step_records_what_auto_chose(tables, monkeypatch):
     assert tables["steps"][0]["choices"] is None
     monkeypatch.setattr(auto, "_choices", {})
     auto.choose.cache_clear()
-    spec = {"attention": "sdpa_flash", "mlp": "auto", "mixture_nll": "auto"}
+    spec = {"attention": "sdpa_flash", "mlp": "auto", "mixture_heads": "auto"}
     (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
     chosen = {(c["op"], c["implementation"], c["source"]) for c in json.loads(row["choices"])}
-    assert chosen == {("mlp", "torch", "default"), ("mixture_nll", "torch", "default")}
+    assert chosen == {("mlp", "torch", "default"), ("mixture_heads", "torch", "default")}
 
 
 def test_samples_are_the_raw_material_of_the_row(tables):

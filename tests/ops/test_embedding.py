@@ -1,14 +1,16 @@
 """The first embedding layer: the gate's cases, contracts, what it refuses."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tnp import opaque
 from tnp.gates import embedding as gate
 from tnp.gates.checks import error_ratio, max_abs_error
 from tnp.gates.embedding import BUDGETS, Case
-from tnp.ops import triton_embedding
-from tnp.ops.embedding import _embed_rows, _embed_rows_backward, embed_rows
+from tnp.ops.embedding import OPERATOR, embed_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Case(2, 5, 8, d_model=48, dtype=torch.float32)
@@ -31,20 +33,12 @@ def test_ragged_rows(n_context, n_target, dtype):
         assert ratio <= BUDGETS[name], name
 
 
-def test_forward_of_more_than_a_block_of_columns():
+def test_more_than_a_block_of_columns():
     case = Case(3, 6, 7, d_model=600, d_x=2)
     inputs = gate.draw(case, DEVICE)
-    points = [inputs[name] for name in POINTS]
-    out = triton_embedding.forward(*points, inputs["weight"], case.dtype)
-    assert ratios(case, {"out": out}, inputs)["out"] <= BUDGETS["out"]
-
-
-def test_backward_of_more_than_a_block_of_columns():
-    case = Case(3, 6, 7, d_model=600, d_x=2)
-    inputs = gate.draw(case, DEVICE)
-    points = [inputs[name] for name in POINTS]
-    dweight = triton_embedding.backward(inputs["dout"], *points, inputs["weight"])
-    assert ratios(case, {"dweight": dweight}, inputs)["dweight"] <= BUDGETS["dweight"]
+    results = gate.differentiated(case, inputs, "fused")
+    for name, ratio in ratios(case, results, inputs).items():
+        assert ratio <= BUDGETS[name], name
 
 
 def flag_missing(inputs):
@@ -131,14 +125,37 @@ def test_no_rows():
 @pytest.mark.parametrize("given", ["both", "context", "targets"])
 def test_operators_keep_their_contracts(given):
     inputs = gate.draw(SMALL, DEVICE)
-    points, n_rows = [inputs[name] for name in POINTS], 13
+    points = [inputs[name] for name in POINTS]
     if given == "context":
-        points, n_rows = [*points[:2], None], 5
+        points = [*points[:2], None]
     elif given == "targets":
-        points, n_rows = [None, None, points[2]], 8
-    weight, dout = inputs["weight"], inputs["dout"][:, :n_rows]
-    torch.library.opcheck(_embed_rows_backward, (dout, *points, weight))
-    torch.library.opcheck(_embed_rows, (*points, weight.requires_grad_(), torch.bfloat16))
+        points = [None, None, points[2]]
+    like = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
+    content = {"implementation": "fused", "saves": "", "wanted": ["weight"], "options": []}
+    text = json.dumps(content | {"dtype": "bfloat16"})
+    arguments = (*points, inputs["weight"].requires_grad_(), like, text)
+    torch.library.opcheck(opaque.custom_op(OPERATOR), arguments)
+
+
+def test_weight_of_any_strides():
+    inputs = gate.draw(SMALL, DEVICE)
+    points, weight = [inputs[name] for name in POINTS], inputs["weight"]
+    results = []
+    for same in (weight.clone(), weight.T.contiguous().T):
+        out = embed_rows(*points, same.requires_grad_(), torch.float32, implementation="fused")
+        results.append((out, *torch.autograd.grad(out.sum(), same)))
+    assert all(map(torch.equal, *results))
+
+
+def test_auto_takes_what_gives_the_gradients_that_are_wanted():
+    inputs = gate.draw(SMALL, DEVICE)
+    x_context, y_context, x_target = (inputs[name] for name in POINTS)
+    x_target.requires_grad_()
+    arguments = x_context, y_context, x_target, inputs["weight"], torch.float32
+    embed_rows(*arguments, implementation="auto").sum().backward()
+    assert x_target.grad is not None
+    with pytest.raises(RuntimeError, match="'fused' cannot run here: .* no gradient of x_target"):
+        embed_rows(*arguments, implementation="fused")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -150,6 +167,17 @@ def test_compiles_in_one_graph(backend, monkeypatch):
     results = gate.differentiated(SMALL, inputs, "fused")
     for name, x in eager.items():
         assert max_abs_error(results[name], x) <= 1e-6, name
+
+
+def arguments(**change) -> dict:
+    return {
+        "x_context": torch.zeros(2, 3, 1),
+        "y_context": torch.zeros(2, 3, 1),
+        "x_target": torch.zeros(2, 4, 1),
+        "weight": torch.zeros(8, 3),
+        "dtype": torch.float32,
+        "implementation": "fused",
+    } | change
 
 
 @pytest.mark.parametrize(
@@ -166,27 +194,27 @@ def test_compiles_in_one_graph(backend, monkeypatch):
             {"x_context": None, "y_context": None, "x_target": torch.zeros(2, 4, 3)},
             r"x_target \(2, 4, 3\): weight must be",
         ),
-        ({"x_target": torch.zeros(2, 4, 1, requires_grad=True)}, "x_target requires a gradient"),
-        ({"y_context": torch.zeros(2, 3, 1, requires_grad=True)}, "y_context requires a gradient"),
-        ({"x_context": torch.zeros(2, 3, 1).double()}, "x_context is torch.float64: it must be"),
-        ({"dtype": torch.float64}, "dtype is torch.float64: it must be one of"),
         ({"weight": torch.zeros(8, 3).half()}, "weight is torch.float16: it must be"),
-        ({"weight": torch.zeros(3, 8).T}, "weight has strides .*: it must be contiguous"),
-        (
-            {"y_context": torch.zeros(2, 3, 7), "weight": torch.zeros(8, 9)},
-            "tokens have 9 features: 'fused' takes at most 8",
-        ),
         ({"implementation": "quick"}, "unknown implementation 'quick' of embedding"),
     ],
 )
 def test_refusals(change, message):
-    arguments = {
-        "x_context": torch.zeros(2, 3, 1),
-        "y_context": torch.zeros(2, 3, 1),
-        "x_target": torch.zeros(2, 4, 1),
-        "weight": torch.zeros(8, 3),
-        "dtype": torch.float32,
-        "implementation": "fused",
-    }
     with pytest.raises(ValueError, match=message):
-        embed_rows(**arguments | change)
+        embed_rows(**arguments(**change))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"dtype": torch.float64}, "it takes bfloat16, float16, float32, not float64"),
+        ({"weight": torch.zeros(8, 3).double()}, "it takes .*, not float64"),
+        (
+            {"y_context": torch.zeros(2, 3, 7), "weight": torch.zeros(8, 9)},
+            "it takes at most 8 features of a token, not 9",
+        ),
+    ],
+)
+def test_what_fused_refuses(change, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        embed_rows(**arguments(**change))
+    embed_rows(**arguments(**change, implementation="torch"))

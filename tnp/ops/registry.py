@@ -173,7 +173,9 @@ _IMPLEMENTATIONS = {
         Implementation("attention", "fused", OURS, _triton, "own"),
         Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
         Implementation("embedding", "torch", (), _anywhere),
-        Implementation("embedding", "fused", ("tnp.ops.triton_embedding",), _triton, "own"),
+        Implementation(
+            "embedding", "fused", ("tnp.ops.embedding.triton_embedding",), _triton, "own"
+        ),
         Implementation("rms_norm", "torch", (), _anywhere),
         Implementation(
             "rms_norm",
@@ -200,7 +202,9 @@ _IMPLEMENTATIONS = {
             "own",
         ),
         Implementation("mixture_nll", "torch", (), _anywhere),
-        Implementation("mixture_nll", "fused", ("tnp.ops.triton_mixture_nll",), _triton, "own"),
+        Implementation(
+            "mixture_nll", "fused", ("tnp.ops.mixture_nll.triton_mixture_nll",), _triton, "own"
+        ),
         *(Implementation(op, "compiled", (), _compiled) for op in COMPILED),
         *(Implementation(op, "auto", ("tnp.ops.auto",), _anywhere, "own") for op in CANDIDATES),
     )

@@ -11,12 +11,14 @@ backward pass computes `a` again from the tokens.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
+from tnp.ops.embedding import GIVEN
 from tnp.ops.primitives import cast
-from tnp.ops.rows import as_batches, sum_partials, walking_programs
+from tnp.ops.rows import programs, bound_sum
 
 
 @dataclass(frozen=True)
@@ -177,72 +179,80 @@ def _embed_rows_bwd_kernel(
         tl.store(ptrs, tl.sum(dweight[i], 0), mask=offs_d < d_model)
 
 
-def sizes(x_context: torch.Tensor | None, x_target: torch.Tensor | None) -> tuple[int, int, int]:
-    """Batch, context points and targets of what is given."""
+def _grid(call: Call, config: Config, tile: dict[str, int]) -> tuple[int, int]:
+    n_tiles = triton.cdiv(call.problem["rows"], config.rows)
+    n_programs = programs(call.target, config.per_multiprocessor, n_tiles)
+    return n_programs, triton.cdiv(call.problem["d_model"], tile["BLOCK_D"])
+
+
+def _numbers(call: Call, points: tuple) -> tuple[list[int], dict[str, int]]:
+    """Strides and sizes as the kernels take them, D_X and D_Y."""
+    x_context, _, x_target = points
     given = x_target if x_context is None else x_context
     n_context = 0 if x_context is None else x_context.shape[1]
-    return given.shape[0], n_context, 0 if x_target is None else x_target.shape[1]
+    n_target = 0 if x_target is None else x_target.shape[1]
+    strides = [stride for x in points for stride in ((0, 0, 0) if x is None else x.stride())]
+    d_x = given.shape[-1]
+    numbers = [*strides, call.problem["rows"], n_context, n_target, call.problem["d_model"]]
+    return numbers, {"D_X": d_x, "D_Y": call.problem["width"] - d_x - 1}
 
 
-def _inputs(
-    x_context: torch.Tensor | None,
-    y_context: torch.Tensor | None,
-    x_target: torch.Tensor | None,
-    weight: torch.Tensor,
-) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
-    """Tensors, their strides, D_X and D_Y; weight stands in for what is not given, never read."""
-    x = x_target if x_context is None else x_context
-    tensors = [weight[None] if x is None else x for x in (x_context, y_context, x_target)]
-    strides = [stride for tensor in tensors for stride in tensor.stride()]
-    return tensors, strides, {"D_X": x.shape[-1], "D_Y": weight.shape[1] - x.shape[-1] - 1}
+def _readable(points: tuple, weight) -> list:
+    """What is not given is never read: weight stands in."""
+    return [weight if x is None else x for x in points]
 
 
-def forward(
-    x_context: torch.Tensor | None,
-    y_context: torch.Tensor | None,
-    x_target: torch.Tensor | None,
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """[B, M + N, d_model] in `dtype`, contiguous."""
-    batch, n_context, n_target = sizes(x_context, x_target)
-    n_rows, d_model = batch * (n_context + n_target), len(weight)
-    out = weight.new_empty(batch, n_context + n_target, d_model, dtype=dtype)
-    if out.numel() == 0:
-        return out
-    tensors, strides, widths = _inputs(x_context, y_context, x_target, weight)
-    n_programs = walking_programs(
-        weight.device, FORWARD_CONFIG.per_multiprocessor, triton.cdiv(n_rows, FORWARD_CONFIG.rows)
-    )
-    tile = FORWARD_CONFIG.tile(out.element_size())
-    _embed_rows_fwd_kernel[(n_programs, triton.cdiv(d_model, tile["BLOCK_D"]))](
-        *tensors, weight, out, *strides, n_rows, n_context, n_target, d_model,
-        **widths, **tile,
-    )  # fmt: skip
-    return out
+def empty(wanted, inputs):
+    x_context, _, x_target, weight, like = inputs
+    given = [x for x in (x_context, x_target) if x is not None]
+    n_points = sum(x.shape[1] for x in given)
+    return (like.new_empty(given[0].shape[0], n_points, weight.shape[0]),), ()
 
 
-def backward(
-    dout: torch.Tensor,
-    x_context: torch.Tensor | None,
-    y_context: torch.Tensor | None,
-    x_target: torch.Tensor | None,
-    weight: torch.Tensor,
-) -> torch.Tensor:
-    """dweight, float32."""
-    if dout.numel() == 0:
-        return torch.zeros_like(weight)
-    batch, n_context, n_target = sizes(x_context, x_target)
-    n_rows, d_model = batch * (n_context + n_target), len(weight)
-    dout = as_batches(dout if dout.stride(-1) == 1 else dout.contiguous())
-    tensors, strides, widths = _inputs(x_context, y_context, x_target, weight)
-    n_programs = walking_programs(
-        weight.device, BACKWARD_CONFIG.per_multiprocessor, triton.cdiv(n_rows, BACKWARD_CONFIG.rows)
-    )
-    partials = weight.new_empty(n_programs, *weight.shape)
-    tile = BACKWARD_CONFIG.tile(dout.element_size())
-    _embed_rows_bwd_kernel[(n_programs, triton.cdiv(d_model, tile["BLOCK_D"]))](
-        dout, *tensors, weight, partials, *dout.stride()[:2], *strides,
-        n_rows, n_context, n_target, d_model, **widths, **tile,
-    )  # fmt: skip
-    return sum_partials(partials)
+def prepare(call, config, inputs):
+    tile = config.tile(call.problem.itemsize)
+    numbers, widths = _numbers(call, inputs[:3])
+    kernel = Bound(_embed_rows_fwd_kernel, _grid(call, config, tile), *numbers, **widths, **tile)
+
+    def launch(inputs, scalars):
+        outputs, saved = empty((), inputs)
+        weight = inputs[3].contiguous()
+        kernel(*_readable(inputs[:3], weight), weight, *outputs)
+        return outputs, saved
+
+    return launch
+
+
+def empty_backward(wanted, inputs):
+    _, (*_, weight), _ = inputs
+    return None, None, None, weight.new_empty(weight.shape) if "weight" in wanted else None
+
+
+def prepare_backward(call, config, inputs):
+    (dout,), (*points, weight), _ = inputs
+    _, n_points, d_model = dout.shape
+    strides = dout.stride() if dout.stride(-1) == 1 else (n_points * d_model, d_model, 1)
+    tile = config.tile(dout.element_size())
+    grid = _grid(call, config, tile)
+    numbers, widths = _numbers(call, tuple(points))
+    kernel = Bound(_embed_rows_bwd_kernel, grid, *strides[:2], *numbers, **widths, **tile)
+    add = bound_sum(grid[0], weight.numel())
+
+    def launch(inputs, scalars):
+        (dout,), (*points, weight), _ = inputs
+        weight = weight.contiguous()
+        partials = weight.new_empty(grid[0], *weight.shape)
+        dweight = weight.new_empty(weight.shape)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        kernel(dout, *_readable(points, weight), weight, partials)
+        add(partials, dweight, 1.0)
+        return None, None, None, dweight
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=lambda call: (FORWARD_CONFIG,), options=GIVEN)
+BACKWARD = Kernel(
+    "triton", empty_backward, prepare_backward, configs=lambda call: (BACKWARD_CONFIG,),
+    options=GIVEN,
+)  # fmt: skip

@@ -18,15 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Kernel
+from tnp.launch import Bound
+from tnp.ops.losses import scaling
 from tnp.ops.primitives import INTERPRETED, KernelConfig, cast
-from tnp.ops.rows import as_batches, sum_partials
+from tnp.ops.rows import as_batches, bound_sum
 
 LOG_SQRT_2_PI = tl.constexpr(0.5 * math.log(2.0 * math.pi))
 LOG2_E_HIGH = tl.constexpr(1.44269502162933349609375)  # log2(e) as float32, and what it leaves out
 LOG2_E_LOW = tl.constexpr(1.925963033500011079e-08)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-SCALE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -129,44 +130,67 @@ def _mixture_nll_kernel(
                 tl.store(dy_ptrs, cast(dy, dy_ptr.dtype.element_ty), mask=rows < n_targets)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _scale_kernel(gradient_ptr, dloss_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gradient = tl.load(gradient_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
-    scaled = gradient * tl.load(dloss_ptr).to(tl.float32)
-    tl.store(out_ptr + offs, cast(scaled, out_ptr.dtype.element_ty), mask=offs < n)
+def configs(call):
+    return (CONFIG,)
 
 
-def loss_and_gradients(
-    parameters: torch.Tensor,
-    y: torch.Tensor,
-    sigma_min: float,
-    with_dparameters: bool,
-    with_dy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The mean, dparameters and dy, the latter two empty where not asked for."""
-    k, d_y = parameters.shape[-2], y.shape[-1]
-    y_rows = as_batches(y)
-    n_targets = y_rows.shape[0] * y_rows.shape[1]
+def empty(wanted, inputs):
+    parameters, y = inputs
+    loss = parameters.new_empty((), dtype=torch.float32)
+    dparameters = parameters.new_empty(parameters.shape if "parameters" in wanted else 0)
+    return (loss,), (dparameters, y.new_empty(y.shape if "y" in wanted else 0))
+
+
+def prepare(call, config, inputs):
+    n_targets, k = call.problem["rows"], call.problem["n_components"]
     block_k = triton.next_power_of_2(k)
-    n_programs = triton.cdiv(n_targets, CONFIG.elements // block_k)
-    partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
-    dparameters = parameters.new_empty(parameters.shape if with_dparameters else 0)
-    dy = y.new_empty(y.shape if with_dy else 0)
-    _mixture_nll_kernel[(n_programs,)](
-        parameters, y_rows, partials, dparameters, dy,
-        *y_rows.stride(), n_targets, y_rows.shape[1],
-        1.0 / n_targets, math.log(sigma_min) if sigma_min > 0 else 0.0,
-        K=k, BLOCK_K=block_k, D_Y=d_y, HAS_FLOOR=sigma_min > 0,
-        WITH_DPARAMETERS=with_dparameters, WITH_DY=with_dy, **CONFIG.kernel_arguments(),
+    n_programs = triton.cdiv(n_targets, config.elements // block_k)
+    y_rows = as_batches(inputs[1])
+    has_floor = call.problem["floor"]
+    kernel = Bound(
+        _mixture_nll_kernel, (n_programs,), *y_rows.stride(), n_targets, y_rows.shape[1],
+        K=k, BLOCK_K=block_k, D_Y=call.problem["d_y"], HAS_FLOOR=has_floor,
+        WITH_DPARAMETERS="parameters" in call.wanted, WITH_DY="y" in call.wanted,
+        **config.kernel_arguments(),
     )  # fmt: skip
-    return sum_partials(partials, 1.0 / n_targets), dparameters, dy
+    add = bound_sum(n_programs, 1)
+
+    def launch(inputs, scalars):
+        parameters, y = inputs
+        (loss,), (dparameters, dy) = empty(call.wanted, inputs)
+        partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
+        log_sigma_min = math.log(scalars[0]) if has_floor else 0.0
+        kernel(
+            parameters.contiguous(), as_batches(y), partials, dparameters, dy,
+            1.0 / n_targets, log_sigma_min,
+        )  # fmt: skip
+        add(partials, loss, 1.0 / n_targets)
+        return (loss,), (dparameters, dy)
+
+    return launch
 
 
-def scaled(gradient: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
-    """dloss · gradient in the gradient's dtype, contiguous."""
-    out = gradient.new_empty(gradient.shape)
-    _scale_kernel[(triton.cdiv(out.numel(), SCALE_BLOCK),)](
-        gradient, dloss, out, out.numel(), BLOCK=SCALE_BLOCK
-    )
-    return out
+def empty_backward(wanted, inputs):
+    _, _, saved = inputs
+    named = zip(("parameters", "y"), saved, strict=True)
+    return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
+
+
+def prepare_backward(call, config, inputs):
+    _, _, saved = inputs
+    named = zip(("parameters", "y"), saved, strict=True)
+    kernels = [scaling(x.numel()) if name in call.wanted else None for name, x in named]
+
+    def launch(inputs, scalars):
+        (dloss,), _, saved = inputs
+        results = empty_backward(call.wanted, inputs)
+        for kernel, gradient, result in zip(kernels, saved, results, strict=True):
+            if kernel is not None:
+                kernel(gradient, dloss, dloss, result, 1.0)
+        return results
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("floor",))
+BACKWARD = Kernel("triton", empty_backward, prepare_backward, options=("floor",))

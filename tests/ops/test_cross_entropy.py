@@ -1,0 +1,275 @@
+"""Cross-entropy of logits, and of a linear layer: extremes, what is ignored, refusals, memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tnp import plans, targets
+from tnp.gates.checks import error_ratio
+from tnp.launch import Bound
+from tnp.ops.cross_entropy import cross_entropy
+from tnp.ops.linear_cross_entropy import OPERATOR, condition, linear_cross_entropy
+from tnp.ops.linear_cross_entropy.triton_linear_cross_entropy import CONFIGS, ChunkConfig
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IGNORED = -100
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE)
+
+
+def classes(n: int, v: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(v, (n,), generator=generator).to(DEVICE)
+
+
+def differentiated(compute, leaves, target, implementation, factor=0.7):
+    """The loss, and the gradients of a multiple of it."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    loss = compute(*leaves, target, implementation=implementation)
+    return loss.detach(), *torch.autograd.grad(factor * loss, leaves)
+
+
+def check(compute, leaves, target, floor=5e-7) -> None:
+    """Within PyTorch's error: twice for the loss, three times for gradients."""
+    ours, own = (differentiated(compute, leaves, target, name) for name in ("triton", "torch"))
+    exact = differentiated(compute, [x.double() for x in leaves], target, "torch")
+    for at, (mine, theirs, right) in enumerate(zip(ours, own, exact, strict=True)):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        allowed = floor * right.norm().item()
+        assert error_ratio(mine, theirs, right, allowed) <= (3.0 if at else 2.0), at
+
+
+# On both sides of a tile's rows and of its logits: 64 rows of few classes, 4,096 of many.
+@pytest.mark.parametrize("n, v", [(1, 1), (63, 10), (65, 16), (2, 4095), (2, 4096), (2, 4097)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_sizes(n, v, dtype):
+    check(cross_entropy, [normal(n, v).to(dtype)], classes(n, v))
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+@pytest.mark.parametrize("magnitude", [1.0, 1e3, 1e6])
+def test_extreme_logits(shift, magnitude):
+    check(cross_entropy, [normal(9, 130) * magnitude + shift], classes(9, 130))
+
+
+def test_classes_that_cannot_be():
+    """−inf, and the least number that masks are made of, where all of a block is masked."""
+    for least in (float("-inf"), torch.finfo(torch.float32).min):
+        logits, target = normal(3, 5000), classes(3, 700) + 4200
+        logits[:, :4200] = least
+        ours, own = (
+            differentiated(cross_entropy, [logits], target, x) for x in ("triton", "torch")
+        )
+        for mine, theirs in zip(ours, own, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    alike = torch.full((2, 300), torch.finfo(torch.float32).min, device=DEVICE)
+    loss = cross_entropy(alike, classes(2, 300), implementation="triton")
+    assert loss.item() == pytest.approx(math.log(300))
+
+
+def test_what_is_not_finite_is_not_hidden():
+    for bad in (float("nan"), float("inf")):
+        logits = normal(3, 50)
+        logits[1, 7] = bad
+        assert not cross_entropy(logits, classes(3, 50), implementation="triton").isfinite()
+
+
+def test_a_target_that_is_no_class_is_seen():
+    for wrong in (50, -1, 2**40):
+        target = classes(3, 50)
+        target[1] = wrong
+        assert cross_entropy(normal(3, 50), target, implementation="triton").isnan()
+        x, weight = normal(3, 8), normal(50, 8)
+        assert linear_cross_entropy(x, weight, target, implementation="triton").isnan()
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_ignored_targets_have_no_gradient(some):
+    """NaN and gradients of 0 where none counts."""
+    target = classes(9, 50)
+    target[: 4 if some else 9] = IGNORED
+    logits, x, weight = normal(9, 50), normal(9, 8), normal(50, 8)
+    for compute, leaves in ((cross_entropy, [logits]), (linear_cross_entropy, [x, weight])):
+        ours, own = (differentiated(compute, leaves, target, y) for y in ("triton", "torch"))
+        assert ours[0].isnan() == (not some)
+        assert (ours[1][:4] == 0).all()
+        for mine, theirs in zip(ours, own, strict=True):
+            torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_a_scaled_loss_keeps_float16s_gradients():
+    """Of 1e-7 a logit: what float16 rounds to 0 unless the scale comes before the rounding."""
+    logits, target = normal(64, 600).half(), classes(64, 600)
+    x, weight = normal(64, 16).half(), (normal(600, 16) / 4).half()
+    for compute, leaves in ((cross_entropy, [logits]), (linear_cross_entropy, [x, weight])):
+        exact = differentiated(compute, [y.double() for y in leaves], target, "torch", 2.0**14)
+        ours = differentiated(compute, leaves, target, "triton", 2.0**14)
+        for mine, right in zip(ours[1:], exact[1:], strict=True):
+            assert (mine.double() - right).norm() <= 2e-3 * right.norm()
+
+
+def test_the_backward_pass_can_run_twice():
+    x, weight = (y.requires_grad_() for y in (normal(9, 8), normal(50, 8)))
+    loss = linear_cross_entropy(x, weight, classes(9, 50), implementation="triton")
+    once = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    again = torch.autograd.grad(2.0 * loss, (x, weight))
+    for one, two in zip(once, again, strict=True):
+        torch.testing.assert_close(2.0 * one, two)
+
+
+def test_inputs_stay_what_they_are():
+    logits, x, weight, target = normal(9, 50), normal(9, 8), normal(50, 8), classes(9, 50)
+    before = [y.clone() for y in (logits, x, weight, target)]
+    differentiated(cross_entropy, [logits], target, "triton")
+    differentiated(linear_cross_entropy, [x, weight], target, "triton")
+    assert all(map(torch.equal, before, (logits, x, weight, target)))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_one_gradient_alone(wanted):
+    leaves = [
+        x.requires_grad_(w) for x, w in zip((normal(9, 8), normal(50, 8)), wanted, strict=True)
+    ]
+    for name in ("triton", "torch"):
+        linear_cross_entropy(*leaves, classes(9, 50), implementation=name).backward()
+    for x, w in zip(leaves, wanted, strict=True):
+        assert (x.grad is not None) == w
+    both = differentiated(linear_cross_entropy, leaves, classes(9, 50), "torch", 2.0)
+    torch.testing.assert_close(leaves[wanted.index(True)].grad, both[1 + wanted.index(True)])
+
+
+# One chunk, chunks that divide the rows, and a last one of a single row.
+@pytest.mark.parametrize("n", [1, 4, 16, 17, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks(n, dtype):
+    v, d = 257, 12
+    x, weight = normal(n, d).to(dtype), normal(v, d, seed=2).to(dtype)
+    target = classes(n, v)
+    target[::5] = IGNORED
+    target[0] = 3
+    inputs = {"x": x, "weight": weight, "target": target}
+    check(linear_cross_entropy, [x, weight], target, condition(None, inputs))
+
+
+def test_strided_inputs():
+    x, weight = normal(8, 13).T, normal(8, 50).T
+    target = torch.stack([classes(13, 50)] * 2, 1)[:, 0]
+    check(linear_cross_entropy, [x, weight], target)
+    check(cross_entropy, [normal(50, 13).T], target)
+    check(cross_entropy, [normal(1, 50).expand(13, 50)], target)
+
+
+def test_rows_of_a_chunk():
+    config = ChunkConfig(4096, 16, 3, 2**30, 128)
+    assert config.rows(16_384, 128_256 * 2) == 4096
+    assert config.rows(100, 128_256 * 2) == 128
+    assert config.rows(4224, 128_256 * 2) == 2176  # two that are nearly equal
+    for config in CONFIGS:
+        assert config.multiple % 4 == 0
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of each tensor that is made, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+        self.known: dict[int, object] = {}  # kept, so that no address comes twice
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                self.known[x.untyped_storage()._cdata] = x
+        result = function(*args, **(kwargs or {}))
+        if result.untyped_storage()._cdata not in self.known:
+            self.known[result.untyped_storage()._cdata] = result
+            self.bytes.append(result.untyped_storage().nbytes())
+        return result
+
+
+def test_no_more_memory_than_a_chunk(monkeypatch):
+    """16,384 rows of 128,256 classes in bfloat16: beside the gradients less than 1.2 GB."""
+    n, d, v = 16_384, 4096, 128_256
+    monkeypatch.setattr(Bound, "__call__", lambda *_: None)
+    problem = OPERATOR.problem("bfloat16", rows=n, width=d, classes=v)
+    new = {"dtype": torch.bfloat16, "device": "meta"}
+    x, weight = torch.empty(n, d, **new), torch.empty(v, d, **new)
+    inputs = x, weight, torch.empty(n, dtype=torch.int64, device="meta")
+    plan = plans.build(
+        OPERATOR, "triton", inputs, (), ("x", "weight"), targets.named("NVIDIA H200")
+    )
+    assert plan.what.problem == problem
+    with Allocations() as forward:
+        (loss,), saved = plan.forward(inputs, ())
+    gradients = 2 * (n + v) * d
+    assert 1.0e9 < sum(forward.bytes) - gradients < 1.2e9
+    assert max(forward.bytes) < n * v  # half of the logits
+    with Allocations() as backward:
+        plan.backward((loss,), (), saved, ())
+    assert sum(backward.bytes) == gradients < 1.2e9  # what was saved is extra meanwhile
+
+
+@pytest.mark.parametrize("compute", [cross_entropy, linear_cross_entropy])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_in_one_graph(compute, backend):
+    leaves = [normal(9, 50)] if compute is cross_entropy else [normal(9, 8), normal(50, 8)]
+    eager = differentiated(compute, leaves, classes(9, 50), "triton")
+    compiled = torch.compile(compute, fullgraph=True, backend=backend)
+    for one, two in zip(
+        eager, differentiated(compiled, leaves, classes(9, 50), "triton"), strict=True
+    ):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=0.0)
+
+
+def test_no_rows():
+    for name in ("triton", "torch"):
+        none = torch.empty(0, dtype=torch.int64)
+        assert cross_entropy(torch.empty(0, 5), none, implementation=name).isnan()
+        x, weight = torch.empty(0, 8), torch.ones(5, 8)
+        assert linear_cross_entropy(x, weight, none, implementation=name).isnan()
+
+
+def test_pytorchs_form_is_pytorchs():
+    logits, target = normal(9, 50), classes(9, 50)
+    assert torch.equal(cross_entropy(logits, target), F.cross_entropy(logits, target))
+
+
+TARGET = torch.zeros(5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "logits, target, message",
+    [
+        (torch.zeros(5), TARGET, r"logits have shape \(5,\): they must be \[N, V\]"),
+        (torch.zeros(5, 3).long(), TARGET, "logits is torch.int64: it must be a float dtype"),
+        (torch.zeros(5, 3), TARGET.int(), "target is torch.int32: it must be torch.int64"),
+        (torch.zeros(5, 3), TARGET[:4], r"and target \(4,\): target must be \[5\]"),
+        (torch.zeros(5, 3), TARGET.to("meta"), "target is on meta and logits on cpu"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["torch", "triton", "auto"])
+def test_refusals(logits, target, message, implementation):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(logits, target, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": torch.zeros(5, 4)}, r"x is \(5, 4\) and weight \(7, 3\): they must be \[N, D\]"),
+        ({"x": torch.zeros(5, 3).half()}, "x is torch.float16 on cpu and weight torch.float32"),
+        ({"weight": torch.zeros(3)}, r"weight \(3,\): they must be"),
+        ({"target": TARGET[:4]}, r"x is \(5, 3\) and target \(4,\): target must be \[5\]"),
+        ({"x": torch.zeros(5, 3).bool()}, "x is torch.bool: it must be a float dtype"),
+    ],
+)
+def test_refusals_of_the_layer(change, message):
+    arguments = {"x": torch.zeros(5, 3), "weight": torch.zeros(7, 3), "target": TARGET} | change
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**arguments)

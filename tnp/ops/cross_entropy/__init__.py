@@ -1,0 +1,197 @@
+"""Cross-entropy of logits with the class that is right.
+
+    loss = mean over targets t that count of log Σ_j e^(x_j) − x_t
+
+A target of −100 does not count. In float32 whatever the logits' dtype, float64 where they are.
+The gradient goes to new memory: logits stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.inputs import require_floats
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100  # PyTorch's default
+
+
+def reference(logits, target):
+    """PyTorch's own, in float32 at least."""
+    import torch
+    import torch.nn.functional as F
+
+    exact = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    return F.cross_entropy(logits.to(exact), target, ignore_index=IGNORE_INDEX)
+
+
+def check_target(target, rows, name: str) -> None:
+    """Raises ValueError where `target` is not a class a row of `rows`, which is called `name`."""
+    if str(target.dtype) != "torch.int64":
+        raise ValueError(f"target is {target.dtype}: it must be torch.int64")
+    if target.shape != rows.shape[:1]:
+        raise ValueError(
+            f"{name} is {tuple(rows.shape)} and target {tuple(target.shape)}: target must be "
+            f"[{rows.shape[0]}]"
+        )
+    if target.device != rows.device:
+        raise ValueError(
+            f"target is on {target.device} and {name} on {rows.device}: they must be equal"
+        )
+
+
+def describe(logits, target) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    require_floats(logits=logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [N, V]")
+    check_target(target, logits, "logits")
+    return {"rows": logits.shape[0], "classes": logits.shape[1]}
+
+
+def draw_target(case, random, n, n_classes):
+    """Classes, of which a case may have one in `ignored` not count."""
+    import torch
+
+    target = random.integers(0, n_classes - 1, n, dtype=torch.int64)
+    if case["ignored"]:
+        target[:: case["ignored"]] = IGNORE_INDEX
+    return target
+
+
+def draw(case, random) -> dict:
+    """Normal logits.
+
+    A case may say their `magnitude` (1), by how many columns rows are `padded` behind, the
+    `masked` columns at the end that are −inf, and that one target in `ignored` does not count.
+    """
+    n, n_classes = case.problem["rows"], case.problem["classes"]
+    n_possible = n_classes - int(case["masked"])
+    padded = random(n, n_classes + int(case["padded"])) * (case["magnitude"] or 1.0)
+    padded[:, n_possible:] = float("-inf")
+    target = draw_target(case, random, n, n_possible)
+    return {"logits": padded[:, :n_classes], "target": target}
+
+
+def work(case, pass_) -> Work:
+    """Logits once; with the gradient, which may be made along with the loss, that written."""
+    size = case.problem["rows"] * case.problem["classes"] * case.problem.itemsize
+    return Work({}, size + 8 * case.problem["rows"], 4 if pass_ == "forward" else size)
+
+
+def _case(dtype, n, v, **draw) -> Case:
+    return Case(OPERATOR.problem(dtype, rows=n, classes=v), tuple(draw.items()))
+
+
+def cases(target) -> list[Case]:
+    """Few classes and many, ragged and strided; targets that do not count; logits that saturate."""
+    if target.kind != "cuda":
+        many = [("bfloat16", 3, 4097), ("float16", 7, 100), ("float32", 2, 8200)]
+    else:
+        many = [
+            ("bfloat16", 4096, 128_256), ("bfloat16", 333, 50_257), ("float16", 77, 262_144),
+            ("float32", 1000, 32_000), ("bfloat16", 100_003, 10),
+        ]  # fmt: skip
+    return [
+        *(_case(*one, ignored=3) for one in many),
+        _case("float32", 1, 1),
+        _case("float32", 67, 10),
+        _case("bfloat16", 67, 10, padded=3),
+        _case("float32", 9, 130, padded=2, masked=5),
+        _case("float32", 33, 257, magnitude=100.0),
+        _case("float32", 33, 257, magnitude=1e4, ignored=2),
+        _case("float16", 33, 257, magnitude=50.0),
+    ]
+
+
+def condition(case, inputs) -> float:
+    """The loss is one number, in which errors of targets cancel: PyTorch's own can be 0 by chance.
+
+    It is off by some roundings of a float32.
+    """
+    return 5e-7
+
+
+def within(model, run):
+    """Of a language model."""
+    if "vocabulary" not in model:
+        return None
+    return OPERATOR.problem(run["dtype"], rows=run["n_tokens"], classes=model["vocabulary"])
+
+
+def without_last_class(logits):
+    """For controls: logits whose last class is out of the question."""
+    import torch
+
+    last = torch.zeros_like(logits)
+    last[:, -1] = 1e4
+    return logits - last
+
+
+def _ignored_count(logits, target):
+    import torch
+
+    counted = (target != IGNORE_INDEX).sum() / max(target.numel(), 1)
+    return reference(logits, target) * torch.where(counted > 0, counted, 1.0)
+
+
+_CODE = "tnp.ops.cross_entropy.triton_cross_entropy"
+OPERATOR = Operator(
+    "cross_entropy",
+    inputs=("logits", "target"),
+    outputs=("loss",),
+    sizes=("rows", "classes"),
+    differentiated=("logits",),
+    backward_with_forward=True,
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        Implementation(
+            "triton",
+            forward=Operation("cross_entropy.forward", (f"{_CODE}:FORWARD",)),
+            backward=Operation("cross_entropy.backward", (f"{_CODE}:BACKWARD",)),
+            supported=triton_from(80),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    condition=condition,
+    within=within,
+    controls={
+        "targets are shifted by a row": lambda logits, target: reference(logits, target.roll(1)),
+        "the last class is missing": lambda logits, target: reference(
+            without_last_class(logits), target
+        ),
+        "ignored targets count": _ignored_count,
+    },
+)
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, *, implementation: str = "torch"
+) -> torch.Tensor:
+    """Mean nats per target that counts.
+
+    Args:
+        logits: [N, V], bfloat16, float16 or float32 (float64 for `torch` only), any strides; rows
+            that are not contiguous are copied.
+        target: [N], int64, each a class or −100, which does not count. What is neither gives NaN
+            from `triton`, and PyTorch's error from `torch`.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); NaN where no target counts, with gradient 0.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(OPERATOR, implementation, (logits, target))

@@ -1,0 +1,176 @@
+"""Cross-entropy of a linear layer's logits, which are never in memory at once.
+
+    loss = mean over targets t that count of log Σ_j e^(l_j) − l_t        l = x weightᵀ
+
+Logits are rounded to x's dtype, as the layer would give them; the loss is in float32. A target of
+−100 does not count. At 16,384 rows of 128,256 classes logits are 4.2 GB in 16 bits, and so is their
+gradient: both are made a chunk of rows at a time (as in Liger Kernel, arXiv 2410.10989, and as
+against Cut Cross-Entropy, arXiv 2411.09009, which multiplies twice).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.inputs import require_floats
+from tnp.ops.cross_entropy import check_target, draw_target, without_last_class
+from tnp.ops.cross_entropy import reference as loss_of_logits
+
+if TYPE_CHECKING:
+    import torch
+
+
+def reference(x, weight, target):
+    """All logits at once, through PyTorch."""
+    return loss_of_logits(x @ weight.T, target)
+
+
+def describe(x, weight, target) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    require_floats(x=x, weight=weight)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: "
+            "they must be [N, D] and [V, D]"
+        )
+    if (x.dtype, x.device) != (weight.dtype, weight.device):
+        raise ValueError(
+            f"x is {x.dtype} on {x.device} and weight {weight.dtype} on {weight.device}: "
+            "they must be equal"
+        )
+    check_target(target, x, "x")
+    return {"rows": x.shape[0], "width": x.shape[1], "classes": weight.shape[0]}
+
+
+def draw(case, random) -> dict:
+    """Normal x of the case's `magnitude` (1); a weight of x's dtype; one target in `ignored` is."""
+    n, d, v = (case.problem[name] for name in ("rows", "width", "classes"))
+    return {
+        "x": random(n, d) * (case["magnitude"] or 1.0),
+        "weight": random.weight(v, d).to(random.dtype),
+        "target": draw_target(case, random, n, v),
+    }
+
+
+def work(case, pass_) -> Work:
+    """One product, and with the gradients, which may be made along with the loss, three."""
+    problem = case.problem
+    n, d, v = (problem[name] for name in ("rows", "width", "classes"))
+    operands = (n + v) * d * problem.itemsize
+    products, written = (1, 4) if pass_ == "forward" else (3, operands)
+    return Work({problem.dtype: 2.0 * n * d * v * products}, operands + 8 * n, written)
+
+
+def _case(dtype, n, d, v, **draw) -> Case:
+    return Case(OPERATOR.problem(dtype, rows=n, width=d, classes=v), tuple(draw.items()))
+
+
+def cases(target) -> list[Case]:
+    """One chunk and several, the last one ragged; targets that do not count; sharp softmaxes."""
+    if target.kind != "cuda":
+        return [
+            _case("bfloat16", 23, 16, 200, ignored=3),
+            _case("float16", 19, 16, 300),
+            _case("float32", 21, 24, 257, ignored=5),
+            _case("float32", 1, 8, 1),
+            _case("float32", 9, 16, 33, magnitude=50.0),
+        ]
+    return [
+        _case("bfloat16", 5000, 256, 128_256, ignored=3),
+        _case("bfloat16", 777, 512, 50_257),
+        _case("float16", 1000, 768, 32_000, ignored=2),
+        _case("float32", 333, 264, 10_007, ignored=5),
+        _case("float32", 1, 8, 1),
+        _case("float32", 99, 64, 1000, magnitude=50.0),
+        _case("bfloat16", 99, 64, 1000, magnitude=10.0),
+    ]
+
+
+def condition(case, inputs) -> float:
+    """What rounding the logits costs the loss, a mean in which PyTorch's own error may cancel."""
+    import torch
+
+    x, weight, target = (inputs[name] for name in ("x", "weight", "target"))
+    counted = target >= 0
+    of_targets = (x[counted].float() * weight[target[counted]].float()).sum(1)
+    rounding = torch.finfo(x.dtype).eps * of_targets.norm().item() / max(int(counted.sum()), 1)
+    return max(5e-7, rounding / math.log(max(weight.shape[0], 2)))
+
+
+def within(model, run):
+    """Of a language model."""
+    if "vocabulary" not in model:
+        return None
+    return OPERATOR.problem(
+        run["dtype"], rows=run["n_tokens"], width=model["d_model"], classes=model["vocabulary"]
+    )
+
+
+_CODE = "tnp.ops.linear_cross_entropy.triton_linear_cross_entropy"
+OPERATOR = Operator(
+    "linear_cross_entropy",
+    inputs=("x", "weight", "target"),
+    outputs=("loss",),
+    sizes=("rows", "width", "classes"),
+    differentiated=("x", "weight"),
+    keeps=(),
+    backward_with_forward=True,
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        Implementation(
+            "triton",
+            forward=Operation("linear_cross_entropy.forward", (f"{_CODE}:FORWARD",)),
+            backward=Operation("linear_cross_entropy.backward", (f"{_CODE}:BACKWARD",)),
+            supported=triton_from(80),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    condition=condition,
+    within=within,
+    controls={
+        "targets are shifted by a row": lambda x, weight, target: reference(
+            x, weight, target.roll(1)
+        ),
+        "the last row is missing": lambda x, weight, target: reference(x[:-1], weight, target[:-1]),
+        "the last class is missing": lambda x, weight, target: loss_of_logits(
+            without_last_class(x @ weight.T), target
+        ),
+    },
+)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    implementation: str = "torch",
+) -> torch.Tensor:
+    """Mean nats per target that counts, of logits x weightᵀ.
+
+    Args:
+        x: [N, D], bfloat16, float16 or float32 (float64 for `torch` only), any strides.
+        weight: [V, D], of x's dtype.
+        target: [N], int64, each a class or −100, which does not count. What is neither gives NaN
+            from `triton`, and PyTorch's error from `torch`.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        A scalar, float32 (float64 for float64 x); NaN where no target counts, with gradient 0.
+        `triton` makes the gradients that are wanted along with it: beside them 1 GiB of logits is
+        in memory at once at most, and in the backward pass the gradients before they are scaled.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(OPERATOR, implementation, (x, weight, target))

@@ -1,0 +1,170 @@
+"""The loss of a linear layer's logits, a chunk of rows at a time, and its gradients along with it.
+
+    X_c Wᵀ → L    L → G = softmax(L) − onehot, in L's place    dX_c = G W    dW += Gᵀ X_c
+
+cuBLAS multiplies; a kernel between the products takes a row's maximum and sum in one pass over it,
+writes its loss, and puts the gradient where the logits were in a second. So the extra memory is one
+chunk of logits, and no product is made twice. Chunks of the vocabulary would let dW be summed in
+float32 at once, but need every row's sum first, which costs the first product again: a quarter of
+the whole.
+
+What the chunks cost is accuracy of dW in 16 bits: cuBLAS accumulates in float32, but between
+chunks dW lies in its own dtype, and is rounded once a chunk. A float32 accumulator would be twice
+dW's memory, as much as two chunks more. In float32 nothing is lost.
+
+The backward pass multiplies by dloss / n_counted. G is not divided by n before, nor dX and dW: in
+float16 most of it would be 0. dW is kept 2^−k of its size with 2^k ≈ √n, so that what adds up over
+many rows stays in float16's range, and what does not stays out of its subnormal numbers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Kernel
+from tnp.launch import Bound
+from tnp.ops.cross_entropy.triton_cross_entropy import (
+    IGNORE,
+    Config,
+    gradient,
+    mean,
+    row_statistics,
+    target_logit,
+)
+from tnp.ops.losses import scaling
+from tnp.ops.primitives import cast
+
+ROW_BYTES = 128  # rows of logits start at multiples: cuBLAS reads others at half its speed
+
+
+@dataclass(frozen=True)
+class ChunkConfig(Config):
+    """As cross-entropy's; how large a chunk of logits may be, and what its rows are a multiple of.
+
+    A multiple of 4 keeps every chunk's targets and losses at 16 bytes.
+    """
+
+    chunk_bytes: int
+    multiple: int
+
+    def rows(self, n_rows: int, row_bytes: int) -> int:
+        """Of a chunk: as equal as they get, the last one smaller."""
+        most = max(self.chunk_bytes // row_bytes // self.multiple, 1) * self.multiple
+        equal = triton.cdiv(n_rows, triton.cdiv(n_rows, most))
+        return triton.cdiv(equal, self.multiple) * self.multiple
+
+
+# 1 GiB holds 4,096 rows of 128,256 classes in 16 bits. Not timed yet.
+CONFIGS = (ChunkConfig(4096, 16, 3, 2**30, 128), ChunkConfig(4096, 16, 3, 2**29, 128))
+# Several chunks at sizes that the interpreter can run.
+INTERPRETED = (ChunkConfig(256, 4, 1, 2**12, 4),)
+
+
+@triton.jit(do_not_specialize=["n_rows", "stride_t"])
+def _softmax_gradient_kernel(
+    logits_ptr, target_ptr, nll_ptr, n_rows, n_classes, stride_n, stride_t,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WITH_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """The loss of each row, and the gradient in place of its logits."""
+    offs_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = offs_n < n_rows
+    target = tl.load(target_ptr + offs_n.to(tl.int64) * stride_t, mask=inside, other=IGNORE)
+    x_t = target_logit(logits_ptr, offs_n, target, inside, n_classes, stride_n)
+    m, s = row_statistics(logits_ptr, offs_n, inside, n_classes, stride_n, ROWS, BLOCK, STAGES)
+    tl.store(nll_ptr + offs_n, tl.where(target == IGNORE, 0.0, m - x_t + s), mask=inside)
+    if WITH_GRADIENT:
+        tl.debug_barrier()  # every thread has read x_t before another writes there
+        base = logits_ptr + offs_n.to(tl.int64)[:, None] * stride_n
+        for start in tl.range(0, n_classes, BLOCK, num_stages=STAGES):
+            offs = start + tl.arange(0, BLOCK)[None, :]
+            mask = inside[:, None] & (offs < n_classes)
+            x = tl.load(base + offs, mask=mask, other=0.0).to(tl.float32)
+            g = gradient(x, m, s, target, offs)
+            tl.store(base + offs, cast(g, logits_ptr.dtype.element_ty), mask=mask)
+
+
+def configs(call):
+    return INTERPRETED if call.target.kind == "interpreter" else CONFIGS
+
+
+def empty(wanted, inputs):
+    x, weight, _target = inputs
+    loss, per_target = (x.new_empty((), dtype=torch.float32) for _ in range(2))
+    dx = x.new_empty(x.shape if "x" in wanted else 0)
+    dweight = x.new_empty(weight.shape if "weight" in wanted else 0)
+    return (loss,), (dx, dweight, per_target)
+
+
+def _kept_scale(n_rows: int) -> float:
+    """Of the dW that is saved: about 1 / √n, and a power of two, which rounds nothing."""
+    return 2.0 ** -round(math.log2(n_rows) / 2)
+
+
+def prepare(call, config, inputs):
+    n, v = call.problem["rows"], call.problem["classes"]
+    itemsize = call.problem.itemsize
+    width = triton.cdiv(v * itemsize, ROW_BYTES) * ROW_BYTES // itemsize
+    rows = config.rows(n, width * itemsize)
+    starts = range(0, n, rows)
+    stride_t, tile = inputs[2].stride(0), config.tile(v)
+    kernels = {
+        size: Bound(
+            _softmax_gradient_kernel, (triton.cdiv(size, tile["ROWS"]),), size, v, width, stride_t,
+            WITH_GRADIENT=bool(call.wanted), **tile,
+        )
+        for size in (min(rows, n), n - starts[-1])
+    }  # fmt: skip
+    average, scale = mean(n, stride_t), _kept_scale(n)
+
+    def launch(inputs, scalars):
+        x, weight, target = inputs
+        (loss,), (dx, dweight, per_target) = empty(call.wanted, inputs)
+        buffer = x.new_empty(min(rows, n), width)
+        nll = x.new_empty(n, dtype=torch.float32)
+        for start in starts:
+            x_c, target_c, nll_c = (t[start : start + rows] for t in (x, target, nll))
+            logits = buffer[: len(x_c), :v]
+            torch.mm(x_c, weight.T, out=logits)
+            kernels[len(x_c)](logits, target_c, nll_c)
+            if "x" in call.wanted:
+                torch.mm(logits, weight, out=dx[start : start + rows])
+            if "weight" in call.wanted:
+                dweight.addmm_(logits.T, x_c, beta=float(start > 0), alpha=scale)
+        average(nll, target, loss, per_target)
+        return (loss,), (dx, dweight, per_target)
+
+    return launch
+
+
+def empty_backward(wanted, inputs):
+    _, _, (dx, dweight, _per_target) = inputs
+    named = (("x", dx), ("weight", dweight))
+    return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
+
+
+def prepare_backward(call, config, inputs):
+    _, _, (dx, dweight, _per_target) = inputs
+    factors = 1.0, 1.0 / _kept_scale(call.problem["rows"])
+    named = zip(("x", "weight"), (dx, dweight), factors, strict=True)
+    kernels = [
+        (scaling(x.numel(), with_per_target=True), factor) if name in call.wanted else None
+        for name, x, factor in named
+    ]
+
+    def launch(inputs, scalars):
+        (dloss,), _, (*saved, per_target) = inputs
+        results = empty_backward(call.wanted, inputs)
+        for kernel, kept, result in zip(kernels, saved, results, strict=True):
+            if kernel is not None:
+                scale, factor = kernel
+                scale(kept, dloss, per_target, result, factor)
+        return results
+
+    return launch
+
+
+FORWARD = Kernel("chunks", empty, prepare, configs=configs)
+BACKWARD = Kernel("scale", empty_backward, prepare_backward)
