@@ -30,3 +30,13 @@ def require_floats(**tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
+
+
+def require_one_device(**tensors: torch.Tensor) -> None:
+    """Raises ValueError naming the first that is not where the first of all is."""
+    (first, x), *others = tensors.items()
+    for name, other in others:
+        if other.device != x.device:
+            raise ValueError(
+                f"{name} is on {other.device} and {first} on {x.device}: they must be equal"
+            )
