@@ -301,7 +301,9 @@ class Operator:
     scalars: tuple[str, ...] = ()  # numbers that no choice depends on: scale, eps
     values: Mapping[str, float] = field(default_factory=dict)  # of scalars in gates and benchmarks
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
-    numbered: tuple[str, ...] = ()  # sizes that no tensor shows: a call passes them with its options
+    numbered: tuple[
+        str, ...
+    ] = ()  # sizes that no tensor shows: a call passes them with its options
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
     condition: Callable[[Case, dict], float] | None = None  # an error that no rounding undercuts

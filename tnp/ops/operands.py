@@ -51,17 +51,16 @@ def rows_of(x: torch.Tensor, tma: bool = False, contiguous: bool = False) -> Row
         tma: rows must start at multiples of 16 bytes, and none may be there twice.
         contiguous: they must follow one another.
     """
-    width = x.shape[-1]
-    n, shape, flat = x.numel() // width, (x.numel() // width, width), x.dim() == 2
-    if contiguous:
-        in_place = x.is_contiguous()
-    else:
-        in_place = x.stride(-1) == 1 and (flat or _collapses(x))
+    width, flat = x.shape[-1], x.dim() == 2
+    n = x.numel() // width
+    shape = n, width
+    rows_follow = x.is_contiguous() or (not contiguous and (flat or _collapses(x)))
+    in_place = rows_follow and x.stride(-1) == 1
     stride = (x if flat else x.view(shape)).stride(0) if in_place else width
     if in_place and tma:
         bytes_apart = stride * x.element_size()
-        in_place = x.data_ptr() % TMA_MULTIPLE == 0 and bytes_apart % TMA_MULTIPLE == 0
-        in_place = in_place and bytes_apart > 0
+        misses = x.data_ptr() % TMA_MULTIPLE or bytes_apart % TMA_MULTIPLE
+        in_place = bytes_apart > 0 and not misses
     if in_place:
         return Rows(n, width, stride, _itself, _itself if flat else lambda x: x.view(shape))
 
@@ -73,7 +72,7 @@ def rows_of(x: torch.Tensor, tma: bool = False, contiguous: bool = False) -> Row
 
 def _collapses(x: torch.Tensor) -> bool:
     """Whether all dimensions but the last are one, without a copy."""
-    sizes = [(size, step) for size, step in zip(x.shape, x.stride(), strict=True)][:-1]
+    sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     apart = [pair for pair in sizes if pair[0] != 1]
     pairs = zip(apart, apart[1:], strict=False)
     return all(step == inner * size for (_, step), (size, inner) in pairs)

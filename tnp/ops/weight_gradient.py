@@ -30,9 +30,7 @@ def add_product(x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.
     return lambda total, dy_t, x: total.addmm_(dy_t.float(), x.float())
 
 
-def _upcast(
-    dy_t: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _upcast(dy_t: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return torch.mm(dy_t.float(), x.float(), out=out)
 
 

@@ -212,7 +212,9 @@ OPERATOR = Operator(
         ),
         Implementation(
             "fused",
-            forward=Operation("mixture_heads.forward", (f"{_HOPPER}:FORWARD", f"{_TRITON}:FORWARD")),
+            forward=Operation(
+                "mixture_heads.forward", (f"{_HOPPER}:FORWARD", f"{_TRITON}:FORWARD")
+            ),
             backward=Operation(
                 "mixture_heads.backward", (f"{_HOPPER}:BACKWARD", f"{_TRITON}:BACKWARD")
             ),

@@ -282,12 +282,9 @@ def prepare_backward(call: Call, config, inputs):
         for _, n in parts
     ]  # fmt: skip
     dz_shape, whole = (parts[0][1], n_heads * width), len(parts) == 1
-    partial_shapes = [
-        (triton.cdiv(n, TILE.value), n_heads, N_OUT.value, width) for _, n in parts
-    ]
+    partial_shapes = [(triton.cdiv(n, TILE.value), n_heads, N_OUT.value, width) for _, n in parts]
     padding, padded_width = PADDED_OUT.value - N_OUT.value, n_heads * PADDED_OUT.value
-    dout_shape = rows.n, n_heads, PADDED_OUT.value
-    given_shape = rows.n, n_heads, N_OUT.value
+    dout_shape = *x.shape[:-1], n_heads, PADDED_OUT.value
 
     def each(dout, x, up, down):
         dz = x.new_empty(dz_shape)
@@ -306,7 +303,7 @@ def prepare_backward(call: Call, config, inputs):
         x = rows.matrix(x)
         # With zeros past the third output, in x's dtype.
         padded = x.new_zeros(dout_shape)
-        padded.narrow(2, 0, N_OUT.value).copy_(dout.reshape(given_shape))
+        padded.narrow(-1, 0, N_OUT.value).copy_(dout)
         padded = padded.view(rows.n, padded_width)
         return summed(up, each(padded, x, up, F.pad(down, (0, 0, 0, padding))))
 
