@@ -2,29 +2,30 @@
 
 Attention: the default of every kernel that serves a problem, and the entries of the tuned table.
 The other operators: their launchers at the model's sizes, K = 10 components, one dimension of x and
-of y, each with every switch it has. What of a kernel depends on rows is the same at any number.
+of y, each with every switch it has; of an operator of the contract every kernel and configuration
+that can serve. What of a kernel depends on rows is the same at any number.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from types import ModuleType
 
 import torch
 
+from tnp import targets
+from tnp.contract import Call, Case, Operation, Operator
 from tnp.ops import (
-    hopper_silu,
+    mixture_heads,
+    mlp,
     triton_embedding,
-    triton_matmul,
     triton_mixture_nll,
     triton_rms_norm,
     tuning,
 )
 from tnp.ops.attention.kernels import KERNELS, Problem
-from tnp.ops.mixture_heads import hopper as hopper_heads
-from tnp.ops.mixture_heads import triton_heads
-from tnp.ops.mlp import single
+from tnp.plans import build, describe, kernels_of
+from tnp.values import Random
 
 # dtype, head_dim, and n_context given or not. Away from the model's own type only the form with
 # n_context is compiled, which needs more registers, and float16 needs what bfloat16 needs.
@@ -51,7 +52,6 @@ EPS = 1e-6
 
 Users = tuple[tuple[str, str], ...]  # implementations, as operator and name
 Calls = Iterator[Callable[[], object]]
-Widths = tuple[int, ...]  # the model's first
 
 
 @dataclass(frozen=True)
@@ -140,50 +140,67 @@ def _mixture_nll(dtype: torch.dtype, every: bool) -> Calls:
     yield partial(triton_mixture_nll.scaled, parameters, _empty())
 
 
-def _mlp_single(dtype: torch.dtype, every: bool) -> Calls:
-    empty = partial(_empty, dtype=dtype)
-    for n_rows in (single.MANY_ROWS, N_ROWS) if every else (single.MANY_ROWS,):
-        x, up, down = empty(n_rows, D_MODEL), empty(D_FF, D_MODEL), empty(D_MODEL, D_FF)
-        yield partial(single.forward, x, up, down)
+def _of_contract(
+    operator: Operator, name: str, sizes: dict[str, int], capability: int, dtype: torch.dtype
+) -> Calls:
+    """Every kernel and configuration that can serve a problem, with gradients and without."""
+    target = targets.of_capability(capability)
+    case = Case(operator.problem(str(dtype).removeprefix("torch."), **sizes))
+    inputs = tuple(operator.draw(case, Random(case, torch.device("meta"))).values())
+    (found,) = (one for one in operator.implementations if one.name == name)
+    options = operator.call_options(case.problem)
+    for wanted in ((), operator.differentiated):
+        what = describe(operator, inputs, options, wanted, target)
+        if found.refuses(what) is not None:
+            continue
+        for kernel, config in _candidates(found.forward, what):
+            forced = {found.forward.name: (kernel.name, config)}
+            yield partial(
+                _launch, operator, name, inputs, options, wanted, target, forced, found.backward
+            )
 
 
-def _matmul(kernels: ModuleType, widths: Widths, dtype: torch.dtype, every: bool) -> Calls:
-    empty = partial(_empty, dtype=dtype)
-
-    def train(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        _h, saved = kernels.matmul_silu(x, up, True)
-        kernels.matmul_dsilu(x, down, saved)
-
-    for d in widths if every else widths[:1]:
-        x, up, down = empty(N_ROWS, d), empty(D_FF, d), empty(d, D_FF)
-        yield partial(train, x, up, down)
-        if every:
-            yield partial(kernels.matmul_silu, x, up, False)
+def _candidates(operation: Operation, what: Call, saves: str | None = None) -> Iterator[tuple]:
+    for kernel in kernels_of(operation, saves).values():
+        if kernel.refuses(what) is None:
+            yield from ((kernel, config) for config in kernel.configs(what))
 
 
-def _mixture_heads(kernels: ModuleType, widths: Widths, dtype: torch.dtype, every: bool) -> Calls:
-    empty = partial(_empty, dtype=dtype)
-    down, dout = empty(N_COMPONENTS, N_OUT, D_FF), _empty(N_ROWS, N_COMPONENTS, N_OUT)
-    for d in widths if every else widths[:1]:
-        x, up = empty(N_ROWS, d), empty(N_COMPONENTS, D_FF, d)
-        yield partial(kernels.forward, x, up, down)
-        yield partial(kernels.backward, dout, x, up, down)
+def _launch(operator, name, inputs, options, wanted, target, forced, backward) -> None:
+    """A forward pass, and every backward pass that reads what it saves."""
+    plan = build(operator, name, inputs, options, wanted, target, forced)
+    outputs, saved = plan.forward(inputs, operator.numbers)
+    if not wanted:
+        return
+    gradients = tuple(torch.empty_like(y) for y in outputs)
+    given = gradients, tuple(plan.kept(inputs, outputs)), saved
+    for kernel, config in _candidates(backward, plan.what, plan.kernel.saves):
+        kernel.prepare(plan.what, config, given)(given, operator.numbers)
 
 
-_MLP = (("mlp", "fused"), ("mlp", "single"))  # both have the backward pass of `fused`
-_HEADS = (("mixture_heads", "fused"),)
+def _mlp(name: str, capability: int, dtype: torch.dtype, every: bool) -> Calls:
+    for d_model in (D_MODEL, RAGGED) if every and name == "fused" else (D_MODEL,):
+        sizes = {"rows": N_ROWS, "d_model": d_model, "d_ff": D_FF}
+        yield from _of_contract(mlp.OPERATOR, name, sizes, capability, dtype)
+
+
+def _mixture_heads(capability: int, dtype: torch.dtype, every: bool) -> Calls:
+    for d_model in (D_MODEL, RAGGED) if every else (D_MODEL,):
+        sizes = {"rows": N_ROWS, "d_model": d_model, "d_ff": D_FF}
+        sizes |= {"n_components": N_COMPONENTS, "n_outputs": N_OUT}
+        yield from _of_contract(mixture_heads.OPERATOR, "fused", sizes, capability, dtype)
+
+
 PORTABLE = (
-    (_rms_norm, (("rms_norm", "fused"),)),
-    (_embedding, (("embedding", "fused"),)),
-    (_mixture_nll, (("mixture_nll", "fused"),)),
-    (_mlp_single, (("mlp", "single"),)),
-    (partial(_matmul, triton_matmul, (D_MODEL, RAGGED)), _MLP),
-    (partial(_mixture_heads, triton_heads, (D_MODEL, RAGGED)), _HEADS),
+    (_rms_norm, ("rms_norm", "fused")),
+    (_embedding, ("embedding", "fused")),
+    (_mixture_nll, ("mixture_nll", "fused")),
 )
-# For compute capability 9.0 and 16 bits.
-HOPPER = (
-    (partial(_matmul, hopper_silu, (D_MODEL,)), _MLP),
-    (partial(_mixture_heads, hopper_heads, (D_MODEL,)), _HEADS),
+# Operators of the contract, whose kernels say where they run.
+CONTRACT = (
+    (partial(_mlp, "single"), ("mlp", "single")),
+    (partial(_mlp, "fused"), ("mlp", "fused")),
+    (_mixture_heads, ("mixture_heads", "fused")),
 )
 
 
@@ -191,9 +208,10 @@ def _operators(capability: int) -> Iterator[Launch]:
     """Every form in bfloat16; in float32, whose tiles are others, and float16 the largest."""
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
     for dtype in dtypes if capability == 90 else dtypes[:2]:  # float16 needs what bfloat16 needs
-        families = PORTABLE
-        if capability == 90 and dtype != torch.float32:
-            families += HOPPER
-        for calls, users in families:
-            for call in calls(dtype, dtype == torch.bfloat16):
-                yield Launch(capability, dtype, users, call)
+        every = dtype == torch.bfloat16
+        for calls, user in PORTABLE:
+            for call in calls(dtype, every):
+                yield Launch(capability, dtype, (user,), call)
+        for calls, user in CONTRACT:
+            for call in calls(capability, dtype, every):
+                yield Launch(capability, dtype, (user,), call)
