@@ -129,9 +129,9 @@ def test_pytorch_runs_where_ours_cannot(capability):
 
 
 def test_limits_are_the_operators_own():
-    from tnp.ops import embedding, mixture_nll, rms_norm
-    from tnp.ops.mixture_heads import triton_heads
-    from tnp.ops.mlp import single
+    from tnp import targets
+    from tnp.contract import Call
+    from tnp.ops import embedding, mixture_heads, mixture_nll, mlp, rms_norm
 
     most = {
         (op, size): taken[-1]
@@ -142,12 +142,18 @@ def test_limits_are_the_operators_own():
         ("attention", "head_dim"): 128,
         ("embedding", "width"): embedding.MAX_WIDTH,
         ("rms_norm", "d_model"): rms_norm.MAX_WIDTH,
-        ("mlp", "d_model"): single.MAX_D,
-        ("mixture_heads", "n_outputs"): triton_heads.MAX_OUTPUTS.value,
+        ("mlp", "d_model"): mlp.MAX_D,
+        ("mixture_heads", "n_outputs"): mixture_heads.MAX_OUTPUTS,
         ("mixture_nll", "n_components"): mixture_nll.MAX_COMPONENTS,
         ("mixture_nll", "d_y"): mixture_nll.MAX_D_Y,
     }
-    widths = [d for d in range(1, 2 * single.MAX_D) if single.serves(d)]
+    single = next(one for one in mlp.OPERATOR.implementations if one.name == "single")
+
+    def serves(d_model: int) -> bool:
+        problem = mlp.OPERATOR.problem("bfloat16", rows=1, d_model=d_model, d_ff=8)
+        return single.refuses(Call(problem, targets.named("A100"))) is None
+
+    widths = [d for d in range(1, 2 * mlp.MAX_D) if serves(d)]
     assert widths == list(registry.LIMITS["mlp", "single"]["d_model"])
 
 
@@ -211,16 +217,11 @@ def test_the_sizes_of_a_benchmark_are_those_of_a_call(monkeypatch):
 
     monkeypatch.setattr(auto, "choose", choose)
     x = torch.randn(2, 5, 32)
-    up, down = torch.randn(48, 32), torch.randn(32, 48)
-    mlp(x, up, down, implementation="auto")
-    mixture_heads(x, up.expand(3, -1, -1), down[:3].expand(3, -1, -1), implementation="auto")
     add_rms_norm(x, x, torch.ones(32), implementation="auto")
     parameters = torch.randn(2, 5, 3, 3)
     mixture_nll(parameters.bfloat16(), torch.randn(2, 5, 1), implementation="auto")
-    row = {"batch": 2, "n_q": 5, "d_model": 32, "d_ff_storage": 48, "dtype": "float32"}
+    row = {"batch": 2, "n_q": 5, "d_model": 32, "dtype": "float32"}
     columns = {
-        "mlp": ("d_model", "d_ff_storage"),
-        "mixture_heads": ("d_model", "d_ff_storage", "n_components"),
         "rms_norm": ("d_model",),
         "mixture_nll": ("n_components",),
     }

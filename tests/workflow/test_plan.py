@@ -203,7 +203,7 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     kernels = {
         op: f"tnp/ops/{file}.py"
-        for op, file in (("mlp", "mlp/triton_mlp"), ("rms_norm", "triton_rms_norm"))
+        for op, file in (("mlp", "mlp/composed"), ("rms_norm", "triton_rms_norm"))
     }
 
     def used(files: list[str]) -> set[str]:
@@ -229,10 +229,12 @@ KERNELS = {
         "attention/hopper_backward",
         "hopper_matmul",
         "hopper_silu",
-        "matmul",
+        "mixture_heads/gradients",
         "mixture_heads/hopper",
         "mixture_heads/triton_heads",
-        "mlp/triton_mlp",
+        "mlp/composed",
+        "operands",
+        "projection/products",
         "triton_embedding",
         "triton_matmul",
         "triton_mixture_nll",
@@ -267,9 +269,9 @@ def test_what_a_backward_runs_is_its_source():
         for name in ("fused", "single")
     )
     assert single == fused | {"tnp/ops/mlp/single.py"}
-    assert "tnp/ops/mlp/triton_mlp.py" in fused and "tnp/ops/hopper_silu.py" in fused
+    assert "tnp/ops/mlp/composed.py" in fused and "tnp/ops/hopper_silu.py" in fused
     projection = used_kernels(sources.of_gate("projection"))
-    assert projection == {"tnp/ops/weight_gradient.py"}
+    assert projection == {"tnp/ops/projection/products.py", "tnp/ops/weight_gradient.py"}
 
 
 def test_what_auto_may_choose_is_its_source_and_gate():
