@@ -50,3 +50,13 @@ def positive_number(name: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value}: it must be positive and finite")
     return float(value)
+
+
+def require_one_device(**tensors: torch.Tensor) -> None:
+    """Raises ValueError naming the first that is not where the first of all is."""
+    (first, x), *others = tensors.items()
+    for name, other in others:
+        if other.device != x.device:
+            raise ValueError(
+                f"{name} is on {other.device} and {first} on {x.device}: they must be equal"
+            )

@@ -148,11 +148,11 @@ class Attention(nn.Module):
         )
 
     def project(
-        self, x: torch.Tensor, n_keys: int | None = None, first: int = 0
+        self, x: torch.Tensor, n_k: int | None = None, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q of the rows from `first` on, k and v of `n_keys` rows (all), [B, n_heads, rows, D]."""
+        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D]."""
         return project_qkv(
-            x, self.qkv, self.n_heads, n_keys=n_keys, first=first,
+            x, self.qkv, self.n_heads, n_k=n_k, first=first,
             implementation=self.variant.projection,
         )  # fmt: skip
 
@@ -365,7 +365,7 @@ class TransformerNP(nn.Module):
             h, update = self.embed(None, None, x_target, self.compute_dtype), None
             for block, (k, v) in zip(self.blocks, context, strict=True):
                 h, x = block.attention.norm(h, update)
-                q, _, _ = block.attention.project(x, n_keys=1)
+                q, _, _ = block.attention.project(x, n_k=1)
                 h, update = block.mlp(h, block.attention.attend(q, k, v))
             chunks.append(self.heads(h, update))
         return Prediction(torch.cat(chunks, dim=1), self.config.sigma_min)

@@ -3,17 +3,11 @@
 import pytest
 import torch
 
+from tests.ops.opaque import require_contracts
 from tnp.gates import projection as gate
 from tnp.gates.checks import error_ratio, max_abs_error, relative_error
 from tnp.gates.projection import BUDGETS, Case
-from tnp.ops.projection import (
-    _linear,
-    _linear_backward,
-    _project_qkv,
-    _project_qkv_backward,
-    linear,
-    project_qkv,
-)
+from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV, linear, project_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -25,11 +19,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 # Keys and queries of all rows, of one, of rows that overlap, meet and leave a gap.
 @pytest.mark.parametrize(
-    "n_keys, first", [(7, 0), (1, 0), (7, 6), (1, 6), (5, 2), (4, 4), (2, 5), (None, 0)]
+    "n_k, first", [(7, 0), (1, 0), (7, 6), (1, 6), (5, 2), (4, 4), (2, 5), (None, 0)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_share_of_the_rows(n_keys, first, dtype):
-    case = Case(3, 7, 24, n_keys, first, dtype)
+def test_any_share_of_the_rows(n_k, first, dtype):
+    case = Case(3, 7, 24, n_k, first, dtype)
     results = gate.run(case, DEVICE, dtype, "fused")
     own = gate.run(case, DEVICE, dtype, "torch")
     exact = gate.run(case, DEVICE, torch.float64, "torch")
@@ -51,9 +45,9 @@ def test_any_share_of_the_rows(n_keys, first, dtype):
 def test_negative_controls_fail(right, wrong, named):
     x, weight = draw(2, 7, 24), draw(72, 24)
     found = []
-    for n_keys, first in (right, wrong):
+    for n_k, first in (right, wrong):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        outputs = project_qkv(*leaves, 2, n_keys=n_keys, first=first, implementation="fused")
+        outputs = project_qkv(*leaves, 2, n_k=n_k, first=first, implementation="fused")
         found.append(torch.autograd.grad(sum(y.sum() for y in outputs), leaves))
     for name, ours, other in zip(("dx", "dweight"), *found, strict=True):
         if name in named:
@@ -85,14 +79,14 @@ def test_weight_gradients_are_float32_and_never_rounded(dtype):
 def test_weights_of_the_activations_dtype_keep_it():
     x = draw(2, 5, 16, dtype=torch.bfloat16)
     weight = draw(48, 16, dtype=torch.bfloat16).requires_grad_()
-    outputs = project_qkv(x, weight, 2, n_keys=3, first=3, implementation="fused")
+    outputs = project_qkv(x, weight, 2, n_k=3, first=3, implementation="fused")
     (dweight,) = torch.autograd.grad([y.float().square().sum() for y in outputs], weight)
     assert dweight.dtype == torch.bfloat16
 
 
 def test_outputs_are_views_of_rows():
     x, weight = draw(2, 7, 24), draw(72, 24)
-    q, k, v = project_qkv(x, weight, 3, n_keys=4, first=2, implementation="fused")
+    q, k, v = project_qkv(x, weight, 3, n_k=4, first=2, implementation="fused")
     assert q.shape == (2, 3, 5, 8) and k.shape == v.shape == (2, 3, 4, 8)
     assert all(y.transpose(1, 2).is_contiguous() for y in (q, k, v))
 
@@ -103,7 +97,7 @@ def test_strided_inputs_and_expanded_gradients():
     weight = draw(72, 24).requires_grad_()
     results = []
     for name in ("fused", "torch"):
-        outputs = project_qkv(x, weight, 2, n_keys=4, first=2, implementation=name)
+        outputs = project_qkv(x, weight, 2, n_k=4, first=2, implementation=name)
         outputs += (linear(x, weight, implementation=name),)
         loss = sum((i + 1) * y.sum() for i, y in enumerate(outputs))
         results.append((*outputs, *torch.autograd.grad(loss, (x, weight))))
@@ -129,19 +123,23 @@ def test_gradients_of_strided_rows(view, d_model):
     weight = draw(3 * d_model, d_model).requires_grad_()
     gradients = []
     for x in (view(d_model), view(d_model).contiguous()):
-        q, k, v = project_qkv(x, weight, 2, n_keys=4, first=2, implementation="fused")
+        q, k, v = project_qkv(x, weight, 2, n_k=4, first=2, implementation="fused")
         loss = (q * 1.5).sum() + (k * k).sum() + v.sum()
         gradients.append(torch.autograd.grad(loss, weight)[0])
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
 
 
-def test_outputs_that_no_loss_reads():
-    x, weight = draw(2, 7, 24).requires_grad_(), draw(72, 24).requires_grad_()
-    for output in range(3):
+@pytest.mark.parametrize("n_k, first", [(7, 0), (4, 0), (5, 2), (4, 4), (2, 5)])
+@pytest.mark.parametrize("read", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_outputs_that_no_loss_reads(n_k, first, read):
+    for of_x, of_weight in ((True, True), (True, False), (False, True)):
+        x, weight = draw(2, 7, 24).requires_grad_(of_x), draw(72, 24).requires_grad_(of_weight)
+        wanted = [leaf for leaf in (x, weight) if leaf.requires_grad]
         results = []
         for name in ("fused", "torch"):
-            y = project_qkv(x, weight, 2, n_keys=4, first=2, implementation=name)[output]
-            results.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+            qkv = project_qkv(x, weight, 2, n_k=n_k, first=first, implementation=name)
+            loss = sum((i + 1) * qkv[i].square().sum() for i in read)
+            results.append(torch.autograd.grad(loss, wanted))
         for ours, own in zip(*results, strict=True):
             torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
 
@@ -166,22 +164,19 @@ def test_no_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators_keep_their_contracts(dtype):
-    x, rows = draw(2, 7, 16, dtype=dtype), draw(5, 16, dtype=dtype)
-    weight, of_one = draw(48, 16), draw(8, 16)
-    torch.library.opcheck(_linear, (rows.requires_grad_(), of_one.requires_grad_()))
-    dy = draw(5, 8, dtype=dtype)
-    torch.library.opcheck(_linear_backward, (dy, rows.detach(), of_one.detach()))
-    for n_keys, first in ((7, 0), (4, 2)):
-        arguments = x.detach().requires_grad_(), weight.detach().requires_grad_(), n_keys, first
-        torch.library.opcheck(_project_qkv, arguments)
-        gradients = (draw(2, n, 16, dtype=dtype) for n in (7 - first, n_keys, n_keys))
-        torch.library.opcheck(_project_qkv_backward, (*gradients, x, weight, n_keys, first))
+    x, weight, of_one = draw(2, 7, 16, dtype=dtype), draw(48, 16), draw(8, 16)
+    leaves = [t.requires_grad_() for t in (x, of_one)]
+    require_contracts(OPERATOR_LINEAR, "fused", leaves)
+    for n_k, n_q in ((7, 7), (4, 5)):
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        options = ("n_heads", 2), ("n_q", n_q), ("n_k", n_k)
+        require_contracts(OPERATOR_QKV, "fused", leaves, options)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("n_keys, first", [(None, 0), (7, 0), (4, 2)])
-def test_compiles_in_one_graph(n_keys, first, backend, monkeypatch):
-    case = Case(2, 7, 16, n_keys, first, torch.float32)
+@pytest.mark.parametrize("n_k, first", [(None, 0), (7, 0), (4, 2)])
+def test_compiles_in_one_graph(n_k, first, backend, monkeypatch):
+    case = Case(2, 7, 16, n_k, first, torch.float32)
     eager = gate.run(case, DEVICE, torch.float32, "fused")
     for function in (linear, project_qkv):
         compiled = torch.compile(function, fullgraph=True, backend=backend)
@@ -195,7 +190,7 @@ def test_float64_by_torch():
     weight = draw(12, 4).double().requires_grad_()
     assert torch.autograd.gradcheck(linear, (x, weight))
     assert torch.autograd.gradcheck(lambda *leaves: project_qkv(*leaves, 2), (x, weight))
-    ragged = {"n_keys": 3, "first": 2}
+    ragged = {"n_k": 3, "first": 2}
     assert torch.autograd.gradcheck(lambda *leaves: project_qkv(*leaves, 2, **ragged), (x, weight))
 
 
@@ -205,11 +200,11 @@ def test_float64_by_torch():
         ({"x": torch.zeros(2, 7, 9)}, r"x is \(2, 7, 9\) and weight \(24, 8\): they must be"),
         ({"weight": torch.zeros(24)}, r"and weight \(24,\): they must be \[..., n_in\] and"),
         ({"weight": torch.zeros(24, 8, device="meta")}, "weight is on meta and x on cpu"),
-        ({"n_keys": 0}, r"n_keys is 0 and first 0: they must lie in \[1, 7\] and \[0, 6\]"),
-        ({"n_keys": 8}, r"n_keys is 8 and first 0: they must lie in \[1, 7\]"),
-        ({"first": 7}, r"n_keys is 7 and first 7: they must lie in .* \[0, 6\]"),
-        ({"first": -1}, "n_keys is 7 and first -1: they must lie in"),
-        ({"implementation": "quick"}, "unknown implementation 'quick' of projection"),
+        ({"n_k": 0}, r"n_k is 0 and first 0: they must lie in \[1, 7\] and \[0, 6\]"),
+        ({"n_k": 8}, r"n_k is 8 and first 0: they must lie in \[1, 7\]"),
+        ({"first": 7}, r"n_k is 7 and first 7: they must lie in .* \[0, 6\]"),
+        ({"first": -1}, "n_k is 7 and first -1: they must lie in"),
+        ({"implementation": "quick"}, "unknown implementation 'quick' of (linear|project_qkv)"),
     ],
 )
 def test_refusals(change, message):
@@ -217,7 +212,7 @@ def test_refusals(change, message):
     arguments |= {"implementation": "fused"} | change
     with pytest.raises(ValueError, match=message):
         project_qkv(**arguments)
-    if not change.keys() & {"n_keys", "first"}:
+    if not change.keys() & {"n_k", "first"}:
         del arguments["n_heads"]
         with pytest.raises(ValueError, match=message):
             linear(**arguments)

@@ -23,19 +23,19 @@ BUDGETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """[B, L, width]: keys of the first `n_keys` rows, queries from `first` on; None: `linear`."""
+    """[B, L, width]: keys of the first `n_k` rows, queries from `first` on; None: `linear`."""
 
     batch: int
     length: int
     width: int
-    n_keys: int | None
+    n_k: int | None
     first: int = 0
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         text = f"B={self.batch} L={self.length} D={self.width}"
         text += f" {str(self.dtype).removeprefix('torch.')}"
-        return f"{text} linear" if self.n_keys is None else f"{text} {self.n_keys}, {self.first}"
+        return f"{text} linear" if self.n_k is None else f"{text} {self.n_k}, {self.first}"
 
 
 GPU_CASES = (
@@ -67,9 +67,9 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 def _rows(case: Case) -> dict[str, slice]:
     """The rows of x that each output is of."""
-    if case.n_keys is None:
+    if case.n_k is None:
         return {"y": slice(None)}
-    keys = slice(0, case.n_keys)
+    keys = slice(0, case.n_k)
     return {"q": slice(case.first, None), "k": keys, "v": keys}
 
 
@@ -92,10 +92,10 @@ def run(case: Case, device: torch.device, dtype: torch.dtype, implementation: st
     x, weight, upstream = draw(case, device)
     x, weight = x.to(dtype), weight.double() if dtype == torch.float64 else weight
     leaves = x.requires_grad_(), weight.requires_grad_()
-    if case.n_keys is None:
+    if case.n_k is None:
         outputs = [linear(*leaves, implementation=implementation)]
     else:
-        rows = {"n_keys": case.n_keys, "first": case.first}
+        rows = {"n_k": case.n_k, "first": case.first}
         qkv = project_qkv(*leaves, 2, **rows, implementation=implementation)
         outputs = [y.transpose(1, 2).flatten(2) for y in qkv]
     dx, dweight = torch.autograd.grad(outputs, leaves, [dy.to(dtype) for dy in upstream.values()])

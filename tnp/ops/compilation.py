@@ -98,6 +98,8 @@ def collect(launches: Iterable["Launch"]) -> list[Job]:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from tnp.launch import watched
+
     jobs: list[Job] = []
 
     def instead_of_compiling(source, target, options, **_):
@@ -122,8 +124,9 @@ def collect(launches: Iterable["Launch"]) -> list[Job]:
     # What launchers ask to size their grids, and to decide whether tiles are split along the keys.
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     torch.cuda.get_device_properties = lambda device: properties
-    for launch in launches:
-        launch.call()
+    with watched():  # through Triton, every time
+        for launch in launches:
+            launch.call()
     return jobs
 
 

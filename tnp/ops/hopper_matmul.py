@@ -19,6 +19,8 @@ What is done with a product is the kernel's own: `tnp.ops.hopper_silu` and
 `tnp.ops.mixture_heads.hopper`.
 """
 
+from collections.abc import Callable
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from tnp.contract import Call
 from tnp.ops.hopper_primitives import barriers, opaque
 
 ROWS = gl.constexpr(64)  # of a matmul instruction; a tile has two such halves
@@ -38,7 +41,8 @@ TILE = gl.constexpr(128)  # rows and columns of a tile
 BLOCK_K = gl.constexpr(64)
 K = 512  # fills shared memory but for the blocks of w
 REGISTERS = gl.constexpr(240)
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {"bfloat16": gl.bfloat16, "float16": gl.float16}
+CAPABILITY = 90  # exactly
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 # A thread's 64 values of a half, 8 at a time.
@@ -220,27 +224,25 @@ def _order():
     return rows[:, None] * 8 + columns[None, :]
 
 
-def serves(x: torch.Tensor, width: int) -> bool:
-    """Whether these kernels multiply x [T, K] with a weight of `width` rows, on this device."""
-    return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and x.dtype in DTYPES
-        and x.shape[1] == K
-        and width % TILE.value == 0
-    )
+def refuses(call: Call, d_model: int, width: int) -> str | None:
+    """Why these kernels do not multiply rows of `d_model` with weights of `width` rows; or None."""
+    if call.target.kind != "cuda" or call.target.capability != CAPABILITY:
+        return f"it is written for compute capability {CAPABILITY / 10}"
+    if call.problem.dtype not in DTYPES:
+        return f"it takes {', '.join(DTYPES)}, not {call.problem.dtype}"
+    if d_model != K or width % TILE.value:
+        return f"it takes rows of {K}, not {d_model}, and widths that {TILE.value} divides"
+    return None
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, copied where its rows do not start at multiples of 16 bytes, as TMA wants them."""
-    step = x.stride(0) * x.element_size()
-    if x.data_ptr() % 16 == 0 and step % 16 == 0 and step > 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+def tiles(n_rows: int, n_columns: int) -> Callable[[torch.Tensor], TensorDescriptor]:
+    """What makes the descriptor of tiles [n_rows, n_columns] of a matrix, or of a tensor's rows."""
+    block = [n_rows, n_columns]
 
+    def descriptor(x: torch.Tensor) -> TensorDescriptor:
+        x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        dtype = DTYPES[str(x.dtype).removeprefix("torch.")]
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+        return TensorDescriptor.from_tensor(x, block, layout)
 
-def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles [rows, columns] of a matrix."""
-    block = [rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor.from_tensor(x, block, layout)
+    return descriptor

@@ -13,14 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from tnp.contract import Target
+from tnp.launch import Bound
 from tnp.ops.hopper_matmul import (
     BLOCK_K,
     REGISTERS,
     ROWS,
     TILE,
-    aligned,
     as_half,
-    descriptor,
     load_in_order,
     multiply,
     pipeline,
@@ -28,8 +28,10 @@ from tnp.ops.hopper_matmul import (
     quarters,
     sigmoid,
     store_in_order,
+    tiles,
 )
-from tnp.ops.hopper_primitives import multiprocessors
+from tnp.ops.operands import Rows
+from tnp.ops.triton_matmul import DSilu, Silu
 
 STAGES = 4
 
@@ -115,37 +117,50 @@ def matmul_dsilu_hopper_kernel(
     )
 
 
-def slope_shape(n_rows: int, width: int) -> tuple[int, int]:
+def saved_shape(n_rows: int, width: int) -> tuple[int, int]:
     """Of the slope of [n_rows, width]: whole tiles."""
     return triton.cdiv(n_rows, TILE.value) * TILE.value, width
 
 
-def matmul_silu(
-    x: torch.Tensor, w: torch.Tensor, save: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h [T, F] and, where `save`, the slope in the order of registers, of `slope_shape`."""
-    n_rows, width = x.shape[0], w.shape[0]
-    h = x.new_empty(n_rows, width)
-    slope = x.new_empty(slope_shape(n_rows, width)) if save else None
-    matmul_silu_hopper_kernel[(multiprocessors(x.device),)](
-        descriptor(aligned(x), ROWS.value, BLOCK_K.value),
-        descriptor(aligned(w), TILE.value, BLOCK_K.value),
-        descriptor(h, ROWS.value, BLOCK_K.value),
-        h if slope is None else slope, n_rows, width // TILE.value,
-        K_BLOCKS=x.shape[1] // BLOCK_K.value, STAGES=STAGES, HAS_SLOPE=save, num_warps=4,
+def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
+    """What computes h [T, F] and, where `save`, the slope in the order of registers.
+
+    It is called with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
+    """
+    shape, slope_shape = (rows.n, width), saved_shape(rows.n, width)
+    kernel = Bound(
+        matmul_silu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,
+        maps=(
+            tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value),
+            tiles(ROWS.value, BLOCK_K.value),
+        ),
+        K_BLOCKS=rows.width // BLOCK_K.value, STAGES=STAGES, HAS_SLOPE=save, num_warps=4,
     )  # fmt: skip
-    return h, slope
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        h = x.new_empty(shape)
+        slope = x.new_empty(slope_shape) if save else None
+        kernel(x, w, h, h if slope is None else slope)
+        return h, slope
+
+    return run
 
 
-def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """dz [T, F] from dy [T, K], w [K, F] and the slope that `matmul_silu` saved."""
-    n_rows, n_columns = dy.shape[0], w.shape[1] // TILE.value
-    dz = dy.new_empty(n_rows, w.shape[1])
-    matmul_dsilu_hopper_kernel[(multiprocessors(dy.device),)](
-        descriptor(aligned(dy), ROWS.value, BLOCK_K.value),
-        descriptor(aligned(w), BLOCK_K.value, TILE.value),
-        descriptor(dz, ROWS.value, BLOCK_K.value),
-        slope, n_rows, n_columns,
-        K_BLOCKS=dy.shape[1] // BLOCK_K.value, STAGES=STAGES, num_warps=4,
+def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
+    """What computes dz [T, F]: called with dy, read as `rows` say, w [K, F], and the slope."""
+    shape = rows.n, width
+    kernel = Bound(
+        matmul_dsilu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,
+        maps=(
+            tiles(ROWS.value, BLOCK_K.value), tiles(BLOCK_K.value, TILE.value),
+            tiles(ROWS.value, BLOCK_K.value),
+        ),
+        K_BLOCKS=rows.width // BLOCK_K.value, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
-    return dz
+
+    def run(dy: torch.Tensor, w: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        dz = dy.new_empty(shape)
+        kernel(dy, w, dz, slope)
+        return dz
+
+    return run

@@ -143,9 +143,11 @@ OURS = tuple(
 # What the feed-forward operators multiply with.
 MATMULS = tuple(
     f"tnp.ops.{module}"
-    for module in ("matmul", "hopper_matmul", "hopper_silu", "triton_matmul", "weight_gradient")
+    for module in ("operands", "hopper_matmul", "hopper_silu", "triton_matmul", "weight_gradient")
 )
-MLP = (*MATMULS, "tnp.ops.mlp.triton_mlp")
+MLP = (*MATMULS, "tnp.ops.mlp.composed")
+HEADS = tuple(f"tnp.ops.mixture_heads.{name}" for name in ("gradients", "triton_heads", "hopper"))
+PROJECTION = ("tnp.ops.weight_gradient", "tnp.ops.projection.products")
 # Operators whose plain form PyTorch's compiler would fuse: a baseline of their benchmarks.
 COMPILED = ("rms_norm", "mlp", "mixture_heads", "mixture_nll")
 HEAD_DIMS = (16, 32, 64, 128)
@@ -185,7 +187,7 @@ _IMPLEMENTATIONS = {
             "own",
         ),
         Implementation("projection", "torch", (), _anywhere),
-        Implementation("projection", "fused", ("tnp.ops.weight_gradient",), _anywhere, "own"),
+        Implementation("projection", "fused", PROJECTION, _anywhere, "own"),
         Implementation("mlp", "torch", (), _anywhere),
         Implementation("mlp", "fused", MLP, _triton, "own"),
         # Its backward is that of "fused".
@@ -197,7 +199,7 @@ _IMPLEMENTATIONS = {
         Implementation(
             "mixture_heads",
             "fused",
-            (*MATMULS, "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"),
+            (*MATMULS, *HEADS),
             _triton,
             "own",
         ),

@@ -10,13 +10,21 @@ operands' dtype. A program owns a tile of the result; programs that run together
 left operand and of the weight in L2 (groups of row tiles, as in Triton's matmul tutorial).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Target
+from tnp.launch import Bound
+from tnp.ops.operands import Rows
 from tnp.ops.primitives import INTERPRETED, KernelConfig, add_dot, cast
+
+# (x, w) → h and what is saved of z; (dy, w, saved) → dz.
+Silu = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+DSilu = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Row tiles of a group, which walks all columns before the next one starts.
 GROUP_M = tl.constexpr(8)
@@ -135,36 +143,52 @@ def _matmul_kernel(
         store_tile(z_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
 
 
-def _launch(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    z: torch.Tensor | None,
-    out: torch.Tensor,
-    epilogue: str,
-    w_is_kn: bool,
-) -> None:
-    config = CONFIGS[a.element_size()]
-    (n_rows, n_columns), n_inner = out.shape, a.shape[1]
-    grid = (triton.cdiv(n_rows, config.block_m) * triton.cdiv(n_columns, config.block_n),)
-    _matmul_kernel[grid](
-        a, w, out if z is None else z, out, n_rows, n_columns, n_inner, a.stride(0), w.stride(0),
-        EPILOGUE=epilogue, W_IS_KN=w_is_kn, K_MASKED=n_inner % config.block_k != 0,
+def _bound(
+    rows: Rows, width: int, stride_w: int, itemsize: int, epilogue: str, w_is_kn: bool
+) -> Bound:
+    config = CONFIGS[itemsize]
+    grid = (triton.cdiv(rows.n, config.block_m) * triton.cdiv(width, config.block_n),)
+    return Bound(
+        _matmul_kernel, grid, rows.n, width, rows.width, rows.stride, stride_w,
+        EPILOGUE=epilogue, W_IS_KN=w_is_kn, K_MASKED=rows.width % config.block_k != 0,
         **config.kernel_arguments(),
     )  # fmt: skip
 
 
-def matmul_silu(
-    x: torch.Tensor, w: torch.Tensor, save: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h = silu(x wᵀ) and, where `save`, z = x wᵀ, both [T, N] in x's dtype."""
-    h = x.new_empty(x.shape[0], w.shape[0])
-    z = torch.empty_like(h) if save else None
-    _launch(x, w, z, h, "silu_and_z" if save else "silu", w_is_kn=False)
-    return h, z
+def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
+    """What computes h = silu(x wᵀ) and, where `save`, z = x wᵀ, both [T, N] in x's dtype.
+
+    It is called with x, read as `rows` say, and w [N, K], contiguous in x's dtype.
+    """
+    epilogue = "silu_and_z" if save else "silu"
+    kernel = _bound(rows, width, rows.width, dtype.itemsize, epilogue, w_is_kn=False)
+    shape = rows.n, width
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        h = x.new_empty(shape)
+        z = x.new_empty(shape) if save else None
+        kernel(x, w, h if z is None else z, h)
+        return h, z
+
+    return run
 
 
-def matmul_dsilu(dy: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """dz = (dy w) ∘ silu'(z), [T, N] in dy's dtype."""
-    dz = torch.empty_like(z)
-    _launch(dy, w, z, dz, "dsilu", w_is_kn=True)
-    return dz
+def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
+    """What computes dz = (dy w) ∘ silu'(z), [T, N] in dy's dtype.
+
+    It is called with dy, read as `rows` say, w [K, N], contiguous in dy's dtype, and z.
+    """
+    kernel = _bound(rows, width, width, dtype.itemsize, "dsilu", w_is_kn=True)
+    shape = rows.n, width
+
+    def run(dy: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        dz = dy.new_empty(shape)
+        kernel(dy, w, z, dz)
+        return dz
+
+    return run
+
+
+def saved_shape(n_rows: int, width: int) -> tuple[int, int]:
+    """Of z."""
+    return n_rows, width

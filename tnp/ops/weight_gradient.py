@@ -4,21 +4,35 @@ They are summed over all rows in float32 and never rounded to the activations' d
 that where it is asked for a float32 result.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 
-def weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """dyᵀ x of dy [T, N] and x [T, K]: float32 [N, K], in `out` if given."""
-    if dy.is_cuda and dy.dtype != torch.float32:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
-    return torch.mm(dy.t().float(), x.float(), out=out)
+def transposed(n_rows: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What reads contiguous rows [..., width] as their transpose [width, n_rows], in one call."""
+    size, strides = (width, n_rows), (1, width)
+    return lambda dy: dy.as_strided(size, strides)
 
 
-def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """total += dyᵀ x, in place; total is float32 [N, K]."""
-    if dy.is_cuda and dy.dtype != torch.float32:
-        torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(dy.t().float(), x.float())
+def product(x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """What multiplies dyᵀ [N, T] and a matrix [T, K] like x: float32 [N, K], in `out` if given."""
+    if x.dtype == torch.float32:
+        return torch.mm
+    return partial(torch.mm, out_dtype=torch.float32) if x.is_cuda else _upcast
+
+
+def add_product(x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """What adds such a product to `total`, in place: called with total, dyᵀ and the matrix."""
+    if x.dtype != torch.float32 and x.is_cuda:
+        return _add
+    return lambda total, dy_t, x: total.addmm_(dy_t.float(), x.float())
+
+
+def _upcast(dy_t: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.mm(dy_t.float(), x.float(), out=out)
+
+
+def _add(total: torch.Tensor, dy_t: torch.Tensor, x: torch.Tensor) -> None:
+    torch.addmm(total, dy_t, x, out_dtype=torch.float32, out=total)

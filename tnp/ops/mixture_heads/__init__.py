@@ -2,179 +2,256 @@
 
     out_k = silu(x up_kᵀ) down_kᵀ        out [..., K, O], O = 1 + 2·d_y
 
-`implementation` is explicit and never falls back: asking for one that cannot run raises with the
-reason; only "auto" chooses (`tnp.ops.auto`). `torch` multiplies with all heads' up at once, `loop`
-head by head, `bmm` as a batch, `grouped_mm` through PyTorch's grouped matmul; their results are in
-x's dtype. `fused` is ours (`hopper`, `triton_heads`): the hidden rows, K · F wide, stay on the
-chip, and its result is float32, as it was summed. Weights are float32 parameters, cast to x's dtype
-(`tnp.ops.casting`).
+`torch` multiplies with all heads' up at once, `loop` head by head, `bmm` as a batch, `grouped_mm`
+through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours (`hopper`,
+`triton_heads`): the hidden rows, K · F wide, stay on the chip, and its result is float32, as it was
+summed. Weights are float32 parameters, cast to x's dtype (`tnp.ops.casting`).
 """
 
-import math
-from types import ModuleType
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from math import prod
+from typing import TYPE_CHECKING
 
-from tnp.inputs import require_floats
-from tnp.ops import auto, registry
-from tnp.ops.matmul import cast_weights, weight_gradients
-from tnp.ops.mixture_heads import hopper, triton_heads
+from tnp.contract import (
+    FLOATS,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Work,
+    on_cuda,
+    triton_from,
+)
 
-# A fact of the machine: torch.compile asks once instead of tracing into drivers.
-_require_supported = torch.compiler.assume_constant_result(registry.check)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Elements of the 16 bytes that grouped_mm wants rows to be multiples of.
 GROUPED_MULTIPLE = 8
+MAX_OUTPUTS = 16  # of a head, for `fused`
+N_OUTPUTS = 3  # of the model's heads: logit of the weight, mean, log sigma of one dimension
 
 
-def _kernels(x: torch.Tensor, down: torch.Tensor) -> ModuleType:
-    return hopper if hopper.serves(x, down) else triton_heads
-
-
-@torch.library.custom_op("tnp::mixture_heads", mutates_args=())
-def _mixture_heads(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    with torch.cuda.device_of(x):  # where Triton launches
-        weights = cast_weights(up, down, x.dtype)
-        return _kernels(x, weights[1]).forward(x, *weights)
-
-
-@_mixture_heads.register_fake
-def _(x, up, down):
-    return x.new_empty(x.shape[0], *down.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("tnp::mixture_heads_backward", mutates_args=())
-def _mixture_heads_backward(
-    dout: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.cuda.device_of(x):
-        weights = cast_weights(up, down, x.dtype)
-        kernels = _kernels(x, weights[1])
-        dx, dup, ddown = kernels.backward(dout.contiguous(), x, *weights)
-    return dx, *weight_gradients(dup, ddown, up, down)
-
-
-@_mixture_heads_backward.register_fake
-def _(dout, x, up, down):
-    return tuple(inputs.new_empty(inputs.shape) for inputs in (x, up, down))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dout):
-    return _mixture_heads_backward(dout, *ctx.saved_tensors)
-
-
-_mixture_heads.register_autograd(_backward, setup_context=_save)
-
-
-def _fused(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    return _mixture_heads(rows, up, down).view(*x.shape[:-1], *down.shape[:2])
-
-
-def mixture_heads_reference(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def reference(x, up, down):
     """The formula in x's dtype, with one matmul for all heads' hidden rows."""
-    hidden = F.silu(F.linear(x, up.flatten(0, 1).to(x.dtype))).unflatten(-1, up.shape[:2])
-    return torch.einsum("...kf,kof->...ko", hidden, down.to(x.dtype))
+    from torch import einsum
+    from torch.nn.functional import linear, silu
+
+    hidden = silu(linear(x, up.flatten(0, 1).to(x.dtype))).unflatten(-1, up.shape[:2])
+    return einsum("...kf,kof->...ko", hidden, down.to(x.dtype))
 
 
-def _loop(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _loop(x, up, down):
+    from torch import stack
+    from torch.nn.functional import linear, silu
+
     up, down = up.to(x.dtype), down.to(x.dtype)
-    heads = [
-        F.linear(F.silu(F.linear(x, up_k)), down_k) for up_k, down_k in zip(up, down, strict=True)
-    ]
-    return torch.stack(heads, dim=-2)
+    heads = [linear(silu(linear(x, up_k)), down_k) for up_k, down_k in zip(up, down, strict=True)]
+    return stack(heads, dim=-2)
 
 
-def _bmm(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _bmm(x, up, down):
+    from torch import bmm
+    from torch.nn.functional import silu
+
     rows = x.reshape(-1, x.shape[-1]).expand(len(up), -1, -1)
-    hidden = F.silu(torch.bmm(rows, up.to(x.dtype).mT))
-    out = torch.bmm(hidden, down.to(x.dtype).mT)
+    hidden = silu(bmm(rows, up.to(x.dtype).mT))
+    out = bmm(hidden, down.to(x.dtype).mT)
     return out.transpose(0, 1).reshape(*x.shape[:-1], *down.shape[:2])
 
 
-def _grouped_mm(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(x, up, down):
     """As `_bmm`; O is zero-padded to the width that grouped_mm wants rows to be multiples of."""
+    from torch.nn.functional import grouped_mm, pad, silu
+
     n_out = down.shape[1]
     rows = x.reshape(-1, x.shape[-1]).expand(len(up), -1, -1)
-    hidden = F.silu(F.grouped_mm(rows, up.to(x.dtype).mT))
-    down = F.pad(down.to(x.dtype), (0, 0, 0, -n_out % GROUPED_MULTIPLE))
-    out = F.grouped_mm(hidden, down.mT)[..., :n_out]
+    hidden = silu(grouped_mm(rows, up.to(x.dtype).mT))
+    down = pad(down.to(x.dtype), (0, 0, 0, -n_out % GROUPED_MULTIPLE))
+    out = grouped_mm(hidden, down.mT)[..., :n_out]
     return out.transpose(0, 1).reshape(*x.shape[:-1], len(up), n_out)
 
 
-IMPLEMENTATIONS = {
-    "torch": mixture_heads_reference,
-    "loop": _loop,
-    "bmm": _bmm,
-    "grouped_mm": _grouped_mm,
-    "fused": _fused,
-}
+def describe(x, up, down) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    from tnp.inputs import require_floats, require_one_device
+
+    if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
+        raise ValueError(
+            f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
+            "they must be [K, F, D] and [K, O, F]"
+        )
+    n_heads, d_ff, d_model = up.shape
+    if x.dim() == 0 or x.shape[-1] != d_model:
+        raise ValueError(f"x is {tuple(x.shape)}: it must be [..., D] with D = {d_model} of up")
+    require_floats(x=x, up=up, down=down)
+    require_one_device(x=x, up=up, down=down)
+    return {
+        "rows": prod(x.shape[:-1]), "d_model": d_model, "d_ff": d_ff, "n_components": n_heads,
+        "n_outputs": down.shape[1],
+    }  # fmt: skip
 
 
-def mixture_heads(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, implementation: str = "torch"
-) -> torch.Tensor:
+def draw(case, random) -> dict:
+    """Normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real` real.
+
+    With `wide`, x is columns `start` to `start + d_model` of a tensor that wide.
+    """
+    problem = case.problem
+    d_model, d_ff, n_heads = (problem[name] for name in ("d_model", "d_ff", "n_components"))
+    start = case["start"] or 0
+    x = random(problem["rows"], case["wide"] or d_model)[:, start : start + d_model]
+    up = random.weight(n_heads, d_ff, d_model)
+    down = random.weight(n_heads, problem["n_outputs"], d_ff)
+    if case["d_ff_real"]:
+        up[:, case["d_ff_real"] :] = 0.0
+        down[..., case["d_ff_real"] :] = 0.0
+    return {"x": x, "up": up, "down": down}
+
+
+def work(case, pass_) -> Work:
+    """As of `mlp`, with n_components · n_outputs numbers of x's dtype written a row."""
+    problem = case.problem
+    n, d_model, d_ff, n_heads, n_out = (size for _, size in problem.sizes)
+    products = {"forward": 1, "backward": 2}[pass_]
+    flops = products * 2.0 * n * n_heads * (case["d_ff_real"] or d_ff) * (d_model + n_out)
+    x, out = n * d_model * problem.itemsize, n * n_heads * n_out * problem.itemsize
+    weights = n_heads * d_ff * (d_model + n_out) * 4
+    if pass_ == "forward":
+        return Work({problem.dtype: flops}, x + weights, out)
+    return Work({problem.dtype: flops}, x + out + weights, x + weights)
+
+
+def cases(target) -> list[Case]:
+    """One row and many, padding, a ragged width, other numbers of heads and outputs, strided x."""
+
+    def case(dtype: str, rows: int, *sizes: int, heads: int, out: int = N_OUTPUTS, **drawn) -> Case:
+        d_model, d_ff, d_ff_real = sizes
+        if d_ff_real < d_ff:
+            drawn["d_ff_real"] = d_ff_real
+        problem = OPERATOR.problem(
+            dtype, rows=rows, d_model=d_model, d_ff=d_ff, n_components=heads, n_outputs=out
+        )
+        return Case(problem, tuple(drawn.items()))
+
+    if target.kind != "cuda":
+        return [
+            case("bfloat16", 70, 32, 48, 42, heads=3),
+            case("float16", 70, 32, 48, 42, heads=3),
+            case("float32", 1, 32, 42, 42, heads=2),
+            case("float32", 130, 42, 200, 170, heads=2, out=16),
+            case("bfloat16", 70, 32, 48, 42, heads=3, wide=40),
+            case("bfloat16", 70, 32, 48, 42, heads=3, wide=40, start=1),
+        ]
+    model = 512, 1408, 1365
+    return [
+        *(case("bfloat16", n, *model, heads=10) for n in (1, 63, 65, 564, 777, 11_000, 44_000)),
+        *(case("bfloat16", n, *model, heads=3) for n in (777, 11_000)),
+        case("bfloat16", 777, 512, 128, 100, heads=10),  # one tile wide
+        case("bfloat16", 777, *model, heads=10, wide=576),
+        case("bfloat16", 777, *model, heads=10, wide=576, start=1),  # no row starts at 16 bytes
+        case("float16", 777, *model, heads=10),
+        case("float32", 564, *model, heads=10),
+        case("bfloat16", 300, 512, 1365, 1365, heads=10),  # what a kernel multiplies is padded
+        case("bfloat16", 4097, 64, 96, 96, heads=3, out=16),
+    ]
+
+
+def within(model, run):
+    """Of every target."""
+    return OPERATOR.problem(
+        run["dtype"], rows=run["batch"] * run["n_target"], d_model=model["d_model"],
+        d_ff=model.get("d_ff_storage") or model["d_ff"], n_components=model["n_components"],
+        n_outputs=1 + 2 * model.get("d_y", 1),
+    )  # fmt: skip
+
+
+def _fused(call):
+    n_out = call.problem["n_outputs"]
+    if n_out > MAX_OUTPUTS:
+        return f"O is {n_out}: it takes at most {MAX_OUTPUTS} outputs a head"
+    return triton_from(80)(call)
+
+
+def _grouped(call):
+    d_ff, d_model = call.problem["d_ff"], call.problem["d_model"]
+    if d_ff % GROUPED_MULTIPLE or d_model % GROUPED_MULTIPLE:
+        return (
+            f"F is {d_ff} and D {d_model}: it takes multiples of {GROUPED_MULTIPLE}, whose rows "
+            "are whole multiples of 16 bytes"
+        )
+    if not call.aligned:
+        return "a row of x starts at no multiple of 16 bytes"
+    return on_cuda(90)(call)
+
+
+def _no_activation(x, up, down):
+    from torch import einsum
+
+    return einsum("...d,kfd,kof->...ko", x, up.to(x.dtype), down.to(x.dtype))
+
+
+_TRITON, _HOPPER = "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"
+_ANY_FLOAT = (*FLOATS, "float64")
+OPERATOR = Operator(
+    "mixture_heads",
+    inputs=("x", "up", "down"),
+    outputs=("out",),
+    sizes=("rows", "d_model", "d_ff", "n_components", "n_outputs"),
+    differentiated=("x", "up", "down"),
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        # For benchmarks and models that name it.
+        Implementation("loop", run=_loop, provider="torch", dtypes=_ANY_FLOAT, selectable=False),
+        Implementation("bmm", run=_bmm, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation(
+            "grouped_mm", run=_grouped_mm, provider="torch", dtypes=("bfloat16",),
+            supported=_grouped, selectable=False,
+        ),
+        Implementation(
+            "fused",
+            forward=Operation(
+                "mixture_heads.forward", (f"{_HOPPER}:FORWARD", f"{_TRITON}:FORWARD")
+            ),
+            backward=Operation(
+                "mixture_heads.backward", (f"{_HOPPER}:BACKWARD", f"{_TRITON}:BACKWARD")
+            ),
+            supported=_fused,
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    within=within,
+    controls={
+        "no activation": _no_activation,
+        "heads exchanged": lambda x, up, down: reference(x, up, down.flip(0)),
+        "outputs shifted": lambda x, up, down: reference(x, up, down.roll(1, 1)),
+    },
+)  # fmt: skip
+
+
+def mixture_heads(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -> Tensor:
     """silu(x up_kᵀ) down_kᵀ of every head k.
 
     Args:
-        x: [..., D]; bfloat16, float16 or float32 for `fused`, bfloat16 for `grouped_mm`, any float
-            dtype otherwise.
+        x: [..., D]; bfloat16, float16 or float32 for `fused`, bfloat16 for `grouped_mm`, float64
+            too otherwise.
         up: [K, F, D], down: [K, O, F]; any float dtype, as a rule float32 parameters. O is at most
             16 for `fused`; D and F are multiples of 8 for `grouped_mm`.
-        implementation: a name of `tnp.ops.registry.names("mixture_heads")`.
+        implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
         [..., K, O], float32 for `fused`, elsewhere in x's dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
-        RuntimeError: the implementation cannot run on this device and dtype.
+        RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
     """
-    if implementation == "auto":
-        _check(x, up, down, "torch")
-        sizes = dict(zip(("n_components", "d_ff", "d_model"), up.shape, strict=True))
-        sizes |= {"rows": math.prod(x.shape[:-1]), "n_outputs": down.shape[1]}
-        implementation = auto.resolve("mixture_heads", x.device, x.dtype, **sizes)
-    _check(x, up, down, implementation)
-    _require_supported("mixture_heads", implementation, x.device, x.dtype)
-    if x.numel() == 0:
-        out = mixture_heads_reference(x, up, down)
-        return out.float() if implementation == "fused" else out
-    return IMPLEMENTATIONS[implementation](x, up, down)
+    import tnp.dispatch as dispatch
 
-
-def _check(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, implementation: str) -> None:
-    if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
-        raise ValueError(
-            f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
-            "they must be [K, F, D] and [K, O, F]"
-        )
-    d = up.shape[2]
-    if x.dim() == 0 or x.shape[-1] != d:
-        raise ValueError(f"x is {tuple(x.shape)}: it must be [..., D] with D = {d} of up")
-    require_floats(x=x, up=up, down=down)
-    for name, weight in (("up", up), ("down", down)):
-        if weight.device != x.device:
-            raise ValueError(
-                f"{name} is on {weight.device} and x on {x.device}: they must be equal"
-            )
-    if implementation == "fused":
-        if x.dtype not in DTYPES:
-            raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
-        if down.shape[1] > triton_heads.MAX_OUTPUTS.value:
-            raise ValueError(
-                f"O is {down.shape[1]}: implementation 'fused' takes at most "
-                f"{triton_heads.MAX_OUTPUTS.value} outputs a head"
-            )
-    if implementation == "grouped_mm" and (d % GROUPED_MULTIPLE or up.shape[1] % GROUPED_MULTIPLE):
-        raise ValueError(
-            f"up is {tuple(up.shape)}: implementation 'grouped_mm' takes F and D that are "
-            f"multiples of {GROUPED_MULTIPLE}"
-        )
+    return dispatch.call(OPERATOR, implementation, (x, up, down))

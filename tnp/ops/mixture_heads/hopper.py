@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tnp.contract import Call, Kernel, Reason
+from tnp.launch import Bound
 from tnp.ops import hopper_matmul
 from tnp.ops.hopper_matmul import (
     ACC,
@@ -33,17 +35,19 @@ from tnp.ops.hopper_matmul import (
     REGISTERS,
     ROWS,
     TILE,
-    aligned,
-    descriptor,
     load,
     multiply,
     pipeline,
     produce,
     quarters,
     sigmoid,
+    tiles,
 )
-from tnp.ops.hopper_primitives import barriers, multiprocessors, opaque
-from tnp.ops.weight_gradient import add_weight_gradient
+from tnp.ops.hopper_primitives import barriers, opaque
+from tnp.ops.mixture_heads.gradients import chunks, summing
+from tnp.ops.mixture_heads.gradients import empty as empty_backward
+from tnp.ops.mixture_heads.triton_heads import empty
+from tnp.ops.operands import hidden_width, rows_of, weights
 
 # Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
 CHUNK_ROWS = 8192
@@ -228,70 +232,83 @@ def mixture_heads_bwd_hopper_kernel(
     )
 
 
-def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Float32 [T, n_heads, 3] of x [T, D] and contiguous weights, all in x's dtype."""
-    n_heads, width, d_model = up.shape
-    out = x.new_empty(x.shape[0], n_heads, N_OUT.value, dtype=torch.float32)
-    mixture_heads_hopper_kernel[(multiprocessors(x.device),)](
-        descriptor(aligned(x), ROWS.value, BLOCK_K.value),
-        descriptor(aligned(up.flatten(0, 1)), TILE.value, BLOCK_K.value),
-        down, out, x.shape[0], n_heads,
+def refuses(call: Call) -> Reason:
+    problem = call.problem
+    if problem["n_outputs"] != N_OUT.value:
+        return f"it takes {N_OUT.value} outputs a head, not {problem['n_outputs']}"
+    return hopper_matmul.refuses(call, problem["d_model"], hidden_width(problem["d_ff"]))
+
+
+def prepare(call: Call, config, inputs):
+    x, up, down = inputs
+    n_heads, width, d_model = up.shape[0], hidden_width(up.shape[1]), x.shape[-1]
+    rows, cast = rows_of(x, tma=True), weights(up, down, x.dtype, tma=True)
+    kernel = Bound(
+        mixture_heads_hopper_kernel, (call.target.multiprocessors,), rows.n, n_heads,
+        maps=(tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value)),
         COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
-    return out
+    shape, read = (*x.shape[:-1], n_heads, N_OUT.value), rows.pointed
+
+    def launch(inputs, scalars):
+        x, up, down = inputs
+        up, down = cast(up, down)
+        out = x.new_empty(shape, dtype=torch.float32)
+        kernel(read(x), up, down, out)
+        return (out,), ()
+
+    return launch
 
 
-def serves(x: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether these kernels take x [T, D] and down [n_heads, O, F], on this device."""
-    return down.shape[1] == N_OUT.value and hopper_matmul.serves(x, down.shape[2])
-
-
-def backward(
-    dout: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx in x's dtype, dup and ddown in float32, as `triton_heads.backward`.
-
-    x is taken in chunks of rows: dz of one, [CHUNK_ROWS, n_heads·F], is all of the hidden layer
+def prepare_backward(call: Call, config, inputs):
+    """x is taken in chunks of rows: dz of one, [CHUNK_ROWS, n_heads·F], is all of the hidden layer
     that reaches memory, and its buffer serves all chunks.
     """
-    n_rows, n_inner = x.shape
-    width = up.shape[0] * up.shape[1]
-    n_stored = min(CHUNK_ROWS, n_rows)
-    padding = PADDED_OUT.value - N_OUT.value
-    dout, padded_down = F.pad(dout.to(x.dtype), (0, padding)), F.pad(down, (0, 0, 0, padding))
-    x = aligned(x)
-    dx = x.new_empty(n_rows, n_inner)
-    dup = x.new_zeros(width, n_inner, dtype=torch.float32)
-    ddown = x.new_zeros(down.shape, dtype=torch.float32)
-    dz = x.new_empty(n_stored, width)
-    for start in range(0, n_rows, CHUNK_ROWS):
-        rows = slice(start, min(start + CHUNK_ROWS, n_rows))
-        chunk = dz[: rows.stop - start]
-        ddown += dz_and_ddown(x[rows], up, padded_down, dout[rows], chunk).sum(0)
-        torch.mm(chunk, up.flatten(0, 1), out=dx[rows])
-        add_weight_gradient(dup, chunk, x[rows])
-    return dx, dup.view(up.shape), ddown
+    _gradients, (x, up, down), _saved = inputs
+    n_heads, width, d_model = up.shape[0], hidden_width(up.shape[1]), x.shape[-1]
+    rows, cast = rows_of(x, tma=True), weights(up, down, x.dtype, tma=True)
+    summed, parts = summing(call, inputs[1]), chunks(rows.n, CHUNK_ROWS)
+    kernels = [
+        Bound(
+            mixture_heads_bwd_hopper_kernel, (call.target.multiprocessors,), n, n_heads,
+            maps=(
+                tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value),
+                tiles(PADDED_OUT.value, BLOCK_K.value), tiles(ROWS.value, PADDED_OUT.value),
+                tiles(ROWS.value, BLOCK_K.value),
+            ),
+            COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=BACKWARD_STAGES,
+            num_warps=4,
+        )
+        for _, n in parts
+    ]  # fmt: skip
+    dz_shape, whole = (parts[0][1], n_heads * width), len(parts) == 1
+    partial_shapes = [(triton.cdiv(n, TILE.value), n_heads, N_OUT.value, width) for _, n in parts]
+    padding, padded_width = PADDED_OUT.value - N_OUT.value, n_heads * PADDED_OUT.value
+    dout_shape = *x.shape[:-1], n_heads, PADDED_OUT.value
+
+    def each(dout, x, up, down):
+        dz = x.new_empty(dz_shape)
+        for (start, n), shape, kernel in zip(parts, partial_shapes, kernels, strict=True):
+            of_dout, of_x, of_dz = dout, x, dz
+            if not whole:
+                of_dout, of_x = dout.narrow(0, start, n), x.narrow(0, start, n)
+                of_dz = dz.narrow(0, 0, n)
+            partials = x.new_empty(shape, dtype=torch.float32)
+            kernel(of_x, up, down, of_dout, of_dz, partials)
+            yield start, n, of_dz, of_x, partials
+
+    def launch(inputs, scalars):
+        (dout,), (x, *both), _saved = inputs
+        up, down = cast(*both)
+        x = rows.matrix(x)
+        # With zeros past the third output, in x's dtype.
+        padded = x.new_zeros(dout_shape)
+        padded.narrow(-1, 0, N_OUT.value).copy_(dout)
+        padded = padded.view(rows.n, padded_width)
+        return summed(up, each(padded, x, up, F.pad(down, (0, 0, 0, padding))))
+
+    return launch
 
 
-def dz_and_ddown(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor
-) -> torch.Tensor:
-    """Fills dz [T, n_heads·F]; returns ddown's partial sums [⌈T / 128⌉, n_heads, 3, F], float32.
-
-    x [T, D], up [n_heads, F, D], down [n_heads, 16, F] and dout [T, n_heads, 16], all in x's dtype,
-    with zeros past the third output.
-    """
-    n_heads, width, d_model = up.shape
-    n_tiles = triton.cdiv(x.shape[0], TILE.value)
-    partials = x.new_empty(n_tiles, n_heads, N_OUT.value, width, dtype=torch.float32)
-    mixture_heads_bwd_hopper_kernel[(multiprocessors(x.device),)](
-        descriptor(aligned(x), ROWS.value, BLOCK_K.value),
-        descriptor(aligned(up.flatten(0, 1)), TILE.value, BLOCK_K.value),
-        descriptor(down.flatten(0, 1), PADDED_OUT.value, BLOCK_K.value),
-        descriptor(dout.flatten(1), ROWS.value, PADDED_OUT.value),
-        descriptor(dz, ROWS.value, BLOCK_K.value),
-        partials, x.shape[0], n_heads,
-        COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=BACKWARD_STAGES,
-        num_warps=4,
-    )  # fmt: skip
-    return partials
+FORWARD = Kernel("hopper", empty, prepare, supported=refuses)
+BACKWARD = Kernel("hopper", empty_backward, prepare_backward, supported=refuses)

@@ -24,14 +24,18 @@ import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
+from tnp.ops.mixture_heads import MAX_OUTPUTS
+from tnp.ops.mixture_heads.gradients import chunks, summing
+from tnp.ops.mixture_heads.gradients import empty as empty_backward
+from tnp.ops.operands import hidden_width, rows_of, weights
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
-from tnp.ops.weight_gradient import add_weight_gradient
 
 # Rows of the backward pass that are under way at once: dz takes 115 MB at K = 10, F = 1408.
 CHUNK_ROWS = 4096
-# A matmul is at least 16 wide.
-MAX_OUTPUTS = tl.constexpr(16)
+OUTPUTS = tl.constexpr(MAX_OUTPUTS)  # of a tile: a matmul is at least that wide
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,12 @@ def _mixture_heads_fwd_kernel(
     """Heads vary fastest: programs that run together share their rows of x."""
     head = tl.program_id(0) % n_heads
     offs_m = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_o = tl.arange(0, MAX_OUTPUTS)
+    offs_o = tl.arange(0, OUTPUTS)
     up_ptr += head.to(tl.int64) * n_hidden * n_inner
     down_ptr += head.to(tl.int64) * n_out * n_hidden
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
-    acc = tl.zeros([BLOCK_M, MAX_OUTPUTS], tl.float32)
+    acc = tl.zeros([BLOCK_M, OUTPUTS], tl.float32)
     for start_f in tl.range(0, n_hidden, BLOCK_F):
         offs_f = start_f + tl.arange(0, BLOCK_F)
         z = product_tile(
@@ -85,7 +89,7 @@ def _mixture_heads_bwd_kernel(
     head = tl.program_id(2)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    offs_o = tl.arange(0, MAX_OUTPUTS)
+    offs_o = tl.arange(0, OUTPUTS)
     up_ptr += head.to(tl.int64) * n_hidden * n_inner
     down_ptr += head.to(tl.int64) * n_out * n_hidden
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -112,49 +116,81 @@ def _mixture_heads_bwd_kernel(
     store_tile(ddown_ptr, tl.trans(ddown), offs_o, offs_f, n_out, n_hidden, n_hidden)
 
 
-def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """out, float32 [T, K, O], of x [T, D] and contiguous weights, all in x's dtype."""
-    n_rows, n_inner = x.shape
-    n_heads, n_out, n_hidden = down.shape
-    config = FORWARD_CONFIGS[x.element_size()]
-    out = x.new_empty(n_rows, n_heads, n_out, dtype=torch.float32)
-    _mixture_heads_fwd_kernel[(triton.cdiv(n_rows, config.block_m) * n_heads,)](
-        x, up, down, out, n_rows, n_heads, n_hidden, n_inner, n_out, x.stride(0),
+def empty(wanted, inputs):
+    """Of the forward operation, as all kernels leave it."""
+    x, _up, down = inputs
+    return (x.new_empty((*x.shape[:-1], *down.shape[:2]), dtype=torch.float32),), ()
+
+
+def configs(call: Call) -> tuple[HeadsConfig, ...]:
+    return (FORWARD_CONFIGS[call.problem.itemsize],)
+
+
+def prepare(call: Call, config: HeadsConfig, inputs):
+    x, up, down = inputs
+    n_heads, n_out, _ = down.shape
+    n_hidden, n_inner = hidden_width(up.shape[1]), x.shape[-1]
+    shape = *x.shape[:-1], n_heads, n_out
+    rows, cast = rows_of(x), weights(up, down, x.dtype)
+    kernel = Bound(
+        _mixture_heads_fwd_kernel, (triton.cdiv(rows.n, config.block_m) * n_heads,),
+        rows.n, n_heads, n_hidden, n_inner, n_out, rows.stride,
         K_MASKED=n_inner % config.block_k != 0, **config.kernel_arguments(),
     )  # fmt: skip
-    return out
+    read = rows.pointed
+
+    def launch(inputs, scalars):
+        x, up, down = inputs
+        up, down = cast(up, down)
+        out = x.new_empty(shape, dtype=torch.float32)
+        kernel(read(x), up, down, out)
+        return (out,), ()
+
+    return launch
 
 
-def backward(
-    dout: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx in x's dtype, dup and ddown in float32.
+def configs_backward(call: Call) -> tuple[HeadsConfig, ...]:
+    return (BACKWARD_CONFIGS[call.problem.itemsize],)
 
-    Args:
-        dout: contiguous float32 [T, K, O].
-        x: [T, D].
-        up, down: contiguous, in x's dtype.
-    """
-    n_rows, n_inner = x.shape
-    n_heads, n_out, n_hidden = down.shape
-    config = BACKWARD_CONFIGS[x.element_size()]
-    dx = x.new_empty(n_rows, n_inner)
-    dup = x.new_zeros(n_heads * n_hidden, n_inner, dtype=torch.float32)
-    ddown = x.new_zeros(down.shape, dtype=torch.float32)
-    n_stored = triton.cdiv(min(CHUNK_ROWS, n_rows), config.block_m) * config.block_m
-    dz = x.new_empty(n_heads * n_hidden, n_stored)
-    for start in range(0, n_rows, CHUNK_ROWS):
-        rows = slice(start, min(start + CHUNK_ROWS, n_rows))
-        n_chunk = rows.stop - start
-        n_tiles = triton.cdiv(n_chunk, config.block_m)
-        partials = ddown.new_empty(n_tiles, *ddown.shape)
-        _mixture_heads_bwd_kernel[(n_tiles, triton.cdiv(n_hidden, config.block_f), n_heads)](
-            dout[rows], x[rows], up, down, dz, partials,
-            n_chunk, n_heads, n_hidden, n_inner, n_out, x.stride(0), dz.stride(0),
+
+def prepare_backward(call: Call, config: HeadsConfig, inputs):
+    """dz is stored transposed, in whole tiles of rows."""
+    (dout,), (x, up, down), _saved = inputs
+    n_inner, n_hidden, (n_heads, n_out, _) = x.shape[-1], hidden_width(up.shape[1]), down.shape
+    rows, cast, summed = rows_of(x), weights(up, down, x.dtype), summing(call, inputs[1])
+    parts = chunks(rows.n, CHUNK_ROWS)
+    tiles = [triton.cdiv(n, config.block_m) for _, n in parts]
+    dz_shape = n_heads * n_hidden, max(tiles) * config.block_m
+    partial_shapes = [(n_tiles, n_heads, n_out, n_hidden) for n_tiles in tiles]
+    kernels = [
+        Bound(
+            _mixture_heads_bwd_kernel, (n_tiles, triton.cdiv(n_hidden, config.block_f), n_heads),
+            n, n_heads, n_hidden, n_inner, n_out, rows.stride, dz_shape[1],
             K_MASKED=n_inner % config.block_k != 0, **config.kernel_arguments(),
-        )  # fmt: skip
-        ddown += partials.sum(0)
-        dz_rows = dz[:, :n_chunk].t()
-        torch.mm(dz_rows, up.flatten(0, 1), out=dx[rows])
-        add_weight_gradient(dup, dz_rows, x[rows])
-    return dx, dup.view(up.shape), ddown
+        )
+        for (_, n), n_tiles in zip(parts, tiles, strict=True)
+    ]  # fmt: skip
+    dout_shape, strided = (rows.n, n_heads * n_out), not dout.is_contiguous()
+    whole = len(parts) == 1
+
+    def each(dout, x, up, down):
+        dz = x.new_empty(dz_shape)
+        for (start, n), shape, kernel in zip(parts, partial_shapes, kernels, strict=True):
+            of_dout, of_x = dout, x
+            if not whole:
+                of_dout, of_x = dout.narrow(0, start, n), x.narrow(0, start, n)
+            partials = x.new_empty(shape, dtype=torch.float32)
+            kernel(of_dout, of_x, up, down, dz, partials)
+            yield start, n, dz.narrow(1, 0, n).t(), of_x, partials
+
+    def launch(inputs, scalars):
+        (dout,), (x, *both), _saved = inputs
+        up, down = cast(*both)
+        dout = dout.contiguous() if strided else dout
+        return summed(up, each(dout if whole else dout.view(dout_shape), rows.matrix(x), up, down))
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs)
+BACKWARD = Kernel("triton", empty_backward, prepare_backward, configs=configs_backward)

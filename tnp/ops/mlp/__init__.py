@@ -2,165 +2,36 @@
 
     y = silu(x upᵀ) downᵀ
 
-`implementation` is explicit and never falls back: asking for one that cannot run raises with the
-reason; only "auto" chooses (`tnp.ops.auto`). `torch` is the formula in PyTorch, `fused` puts SiLU
-into the matmuls' epilogues (`triton_mlp`), `single` is one kernel, for few rows (`single`). Weights
-are float32 parameters, cast to x's dtype (`tnp.ops.casting`); ours accumulate their gradients in
-float32.
+`torch` is the formula in PyTorch, `fused` puts SiLU into the matmuls' epilogues (`composed`),
+`single` is one kernel, for few rows (`single`). Weights are float32 parameters, cast to x's dtype
+(`tnp.ops.casting`); ours accumulate their gradients in float32.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from math import prod
+from typing import TYPE_CHECKING
 
-from tnp.inputs import require_floats
-from tnp.ops import auto, registry
-from tnp.ops.matmul import cast_weights, hidden_width, saved_shape, weight_gradients
-from tnp.ops.mlp import single, triton_mlp
+from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 
-# A fact of the machine: torch.compile asks once instead of tracing into drivers.
-_require_supported = torch.compiler.assume_constant_result(registry.check)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-@torch.library.custom_op("tnp::mlp", mutates_args=())
-def _mlp(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, save: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, and for the backward pass h and what `matmul_silu` saves, empty unless `save`."""
-    with torch.cuda.device_of(x):  # where Triton launches
-        weights = cast_weights(up, down, x.dtype)
-        if save:
-            return triton_mlp.forward_saving(x, *weights)
-        return triton_mlp.forward(x, *weights), x.new_empty(0), x.new_empty(0)
+# Of `single`: a tile is at least 16 wide; 64 rows of 512 float32 sums fill the registers.
+MIN_D, MAX_D = 16, 512
 
 
-@_mlp.register_fake
-def _(x, up, down, save):
-    if not save:
-        return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)
-    width = hidden_width(up.shape[0])
-    h, saved = x.new_empty(x.shape[0], width), x.new_empty(saved_shape(x, width))
-    return x.new_empty(x.shape), h, saved
+def reference(x, up, down):
+    """The formula in PyTorch, in x's dtype."""
+    from torch.nn.functional import linear, silu
+
+    return linear(silu(linear(x, up.to(x.dtype))), down.to(x.dtype))
 
 
-@torch.library.custom_op("tnp::mlp_backward", mutates_args=())
-def _mlp_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    h: torch.Tensor,
-    saved: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.cuda.device_of(x):
-        weights = cast_weights(up, down, x.dtype)
-        if h.numel():
-            dx, dup, ddown = triton_mlp.backward(dy.contiguous(), x, *weights, h, saved)
-        else:
-            dx, dup, ddown = triton_mlp.backward_again(dy.contiguous(), x, *weights)
-    return dx, *weight_gradients(dup, ddown, up, down)
+def describe(x, up, down) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    from tnp.inputs import require_floats, require_one_device
 
-
-@torch.library.custom_op("tnp::mlp_single", mutates_args=())
-def _mlp_single(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    with torch.cuda.device_of(x):
-        return single.forward(x, *cast_weights(up, down, x.dtype))
-
-
-@_mlp_single.register_fake
-def _(x, up, down):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("tnp::mlp_single_backward", mutates_args=())
-def _mlp_single_backward(
-    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.cuda.device_of(x):
-        dx, dup, ddown = triton_mlp.backward_again(
-            dy.contiguous(), x, *cast_weights(up, down, x.dtype)
-        )
-    return dx, *weight_gradients(dup, ddown, up, down)
-
-
-def _gradients_fake(dy, x, up, down, *_):
-    return tuple(inputs.new_empty(inputs.shape) for inputs in (x, up, down))
-
-
-_mlp_backward.register_fake(_gradients_fake)
-_mlp_single_backward.register_fake(_gradients_fake)
-
-
-def _save(ctx, inputs, output) -> None:
-    x, up, down, _save = inputs
-    _y, h, saved = output
-    ctx.save_for_backward(x, up, down, h, saved)
-    ctx.mark_non_differentiable(h, saved)
-    ctx.set_materialize_grads(False)  # their gradients would be zeros of their size
-
-
-def _backward(ctx, dy, _dh, _dsaved):
-    if dy is None:
-        return None, None, None, None
-    return *_mlp_backward(dy, *ctx.saved_tensors), None
-
-
-def _save_single(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward_single(ctx, dy):
-    return _mlp_single_backward(dy, *ctx.saved_tensors)
-
-
-_mlp.register_autograd(_backward, setup_context=_save)
-_mlp_single.register_autograd(_backward_single, setup_context=_save_single)
-
-
-def mlp_reference(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The formula, in x's dtype."""
-    return F.linear(F.silu(F.linear(x, up.to(x.dtype))), down.to(x.dtype))
-
-
-def mlp(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, implementation: str = "torch"
-) -> torch.Tensor:
-    """silu(x upᵀ) downᵀ.
-
-    Args:
-        x: [..., D]; bfloat16, float16 or float32 (`torch`: any float dtype).
-        up: [F, D], down: [D, F]; any float dtype, as a rule float32 parameters. D must be a power
-            of two from 16 to 512 for `single`.
-        implementation: a name of `tnp.ops.registry.names("mlp")`.
-
-    Returns:
-        [..., D] in x's dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
-        RuntimeError: the implementation cannot run on this device and dtype.
-    """
-    if implementation == "auto":
-        _check(x, up, down, "torch")
-        sizes = {"rows": math.prod(x.shape[:-1]), "d_model": up.shape[1], "d_ff": up.shape[0]}
-        implementation = auto.resolve("mlp", x.device, x.dtype, **sizes)
-    _check(x, up, down, implementation)
-    _require_supported("mlp", implementation, x.device, x.dtype)
-    if implementation == "torch" or x.numel() == 0:
-        return mlp_reference(x, up, down)
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    if implementation == "single":
-        return _mlp_single(rows, up, down).view(x.shape)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, up, down))
-    save = wanted and len(rows) <= triton_mlp.SAVED_ROWS
-    return _mlp(rows, up, down, save)[0].view(x.shape)
-
-
-def _check(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, implementation: str) -> None:
     if up.dim() != 2 or down.shape != up.shape[::-1]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: they must be [F, D] and [D, F]"
@@ -168,15 +39,167 @@ def _check(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, implementation
     if x.dim() == 0 or x.shape[-1] != up.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}: it must be [..., D] with D = {up.shape[1]} of up")
     require_floats(x=x, up=up, down=down)
-    for name, weight in (("up", up), ("down", down)):
-        if weight.device != x.device:
-            raise ValueError(
-                f"{name} is on {weight.device} and x on {x.device}: they must be equal"
-            )
-    if implementation != "torch" and x.dtype not in DTYPES:
-        raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
-    if implementation == "single" and not single.serves(up.shape[1]):
-        raise ValueError(
-            f"D is {up.shape[1]}: implementation 'single' takes a power of two from "
-            f"{single.MIN_D} to {single.MAX_D}"
-        )
+    require_one_device(x=x, up=up, down=down)
+    return {"rows": prod(x.shape[:-1]), "d_model": up.shape[1], "d_ff": up.shape[0]}
+
+
+def draw(case, random) -> dict:
+    """Normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real` real.
+
+    With `wide`, x is columns `start` to `start + d_model` of a tensor that wide.
+    """
+    problem = case.problem
+    d_model, d_ff = problem["d_model"], problem["d_ff"]
+    start = case["start"] or 0
+    x = random(problem["rows"], case["wide"] or d_model)[:, start : start + d_model]
+    up, down = random.weight(d_ff, d_model), random.weight(d_model, d_ff)
+    if case["d_ff_real"]:
+        up[case["d_ff_real"] :] = 0.0
+        down[:, case["d_ff_real"] :] = 0.0
+    return {"x": x, "up": up, "down": down}
+
+
+def work(case, pass_) -> Work:
+    """Two products forward, four backward, of the real hidden units; float32 weights and gradients.
+
+    x is read and y written; backward x and dy are read and dx is written.
+    """
+    problem = case.problem
+    n, d_model, d_ff = (problem[name] for name in ("rows", "d_model", "d_ff"))
+    products = {"forward": 1, "backward": 2}[pass_]
+    flops = products * 4.0 * n * d_model * (case["d_ff_real"] or d_ff)
+    rows, weights = n * d_model * problem.itemsize, 2 * d_model * d_ff * 4
+    if pass_ == "forward":
+        return Work({problem.dtype: flops}, rows + weights, rows)
+    return Work({problem.dtype: flops}, 2 * rows + weights, rows + weights)
+
+
+def cases(target) -> list[Case]:
+    """One row and many, padding, a ragged width, one tile, strided and misaligned rows."""
+
+    def case(dtype: str, rows: int, d_model: int, d_ff: int, d_ff_real: int, **drawn) -> Case:
+        if d_ff_real < d_ff:
+            drawn["d_ff_real"] = d_ff_real
+        problem = OPERATOR.problem(dtype, rows=rows, d_model=d_model, d_ff=d_ff)
+        return Case(problem, tuple(drawn.items()))
+
+    if target.kind != "cuda":
+        return [
+            case("bfloat16", 70, 32, 48, 42),
+            case("float16", 70, 32, 48, 42),
+            case("float32", 1, 32, 42, 42),
+            case("float32", 130, 64, 200, 170),
+            case("bfloat16", 70, 32, 48, 42, wide=40),
+            case("bfloat16", 70, 32, 48, 42, wide=40, start=1),
+        ]
+    model = 512, 1408, 1365
+    return [
+        # Of more than 65,536 rows nothing is saved: computed again, in chunks.
+        *(case("bfloat16", n, *model) for n in (1, 63, 65, 564, 777, 11_000, 44_000, 70_000)),
+        case("bfloat16", 777, 512, 128, 100),  # one tile wide
+        case("bfloat16", 777, *model, wide=576),
+        case("bfloat16", 777, *model, wide=576, start=1),  # no row starts at 16 bytes
+        case("float16", 777, *model),
+        case("float32", 564, *model),
+        case("bfloat16", 300, 512, 1365, 1365),  # what a kernel multiplies is padded
+        case("bfloat16", 300, 64, 96, 96),
+    ]
+
+
+def within(model, run):
+    """The layer of every block: every row of context and targets."""
+    rows = run["batch"] * (run["n_context"] + run["n_target"])
+    d_ff = model.get("d_ff_storage") or model["d_ff"]
+    return OPERATOR.problem(run["dtype"], rows=rows, d_model=model["d_model"], d_ff=d_ff)
+
+
+def _single(call):
+    """Triton's support, and widths that a program keeps in registers."""
+    d = call.problem["d_model"]
+    if MIN_D <= d <= MAX_D and d & (d - 1) == 0:
+        return triton_from(80)(call)
+    return f"D is {d}: it takes a power of two from {MIN_D} to {MAX_D}"
+
+
+def _no_activation(x, up, down):
+    return x @ up.to(x.dtype).T @ down.to(x.dtype).T
+
+
+def _last_row_dropped(x, up, down):
+    from torch import cat
+
+    return cat([reference(x[:-1], up, down), x[-1:] * 0])
+
+
+def _halves_exchanged(x, up, down):
+    return reference(x, up.roll(up.shape[0] // 2, 0), down)
+
+
+_COMPOSED, _SINGLE = "tnp.ops.mlp.composed", "tnp.ops.mlp.single"
+_AGAIN = f"{_COMPOSED}:BACKWARD_HOPPER_AGAIN", f"{_COMPOSED}:BACKWARD_AGAIN"
+_BACKWARD = Operation(
+    "mlp.backward", (f"{_COMPOSED}:BACKWARD_SLOPE", f"{_COMPOSED}:BACKWARD_Z", *_AGAIN)
+)
+OPERATOR = Operator(
+    "mlp",
+    inputs=("x", "up", "down"),
+    outputs=("y",),
+    sizes=("rows", "d_model", "d_ff"),
+    differentiated=("x", "up", "down"),
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        Implementation(
+            "single",
+            forward=Operation("mlp.single", (f"{_SINGLE}:FORWARD",)),
+            backward=_BACKWARD,
+            supported=_single,
+        ),
+        Implementation(
+            "fused",
+            forward=Operation(
+                "mlp.forward",
+                (
+                    f"{_COMPOSED}:FORWARD_SLOPE",
+                    f"{_COMPOSED}:FORWARD_Z",
+                    f"{_COMPOSED}:FORWARD_HOPPER_AGAIN",
+                    f"{_COMPOSED}:FORWARD_AGAIN",
+                ),
+            ),
+            backward=_BACKWARD,
+            supported=triton_from(80),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    within=within,
+    controls={
+        "no activation": _no_activation,
+        "last row dropped": _last_row_dropped,
+        "rows of up shifted": _halves_exchanged,
+    },
+)
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -> Tensor:
+    """silu(x upᵀ) downᵀ.
+
+    Args:
+        x: [..., D]; bfloat16, float16 or float32 (`torch`: float64 too).
+        up: [F, D], down: [D, F]; any float dtype, as a rule float32 parameters. D must be a power
+            of two from 16 to 512 for `single`.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [..., D] in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(OPERATOR, implementation, (x, up, down))

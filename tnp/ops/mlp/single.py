@@ -6,20 +6,21 @@ A program owns a tile of rows, which it keeps on chip together with the [rows, D
 both weights once. Every tile of rows reads all of both weights (2.9 MB at D = 512, F = 1408), so
 this form serves few rows. Products and sums are float32; the hidden tile is rounded to x's dtype
 for the second matmul. Nothing is saved: the backward pass computes z and h again and goes on as
-`triton_mlp` does.
+`composed` does.
 """
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Kernel
+from tnp.launch import Bound
+from tnp.ops.mlp import MAX_D
+from tnp.ops.mlp.composed import empty_again
+from tnp.ops.operands import hidden_width, rows_of, weights
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops.triton_matmul import load_tile, product_tile, silu, store_tile
-
-# A tile is at least 16 wide; 64 rows of 512 float32 sums fill the registers.
-MIN_D, MAX_D = 16, 512
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,6 @@ CONFIGS = {
     2: (SingleConfig(32, 32, MAX_D, 8, 2), SingleConfig(64, 32, MAX_D, 8, 2)),
     4: (SingleConfig(16, 16, 32, 8, 1), SingleConfig(16, 16, 32, 8, 1)),
 }
-# From here on tiles of 64 rows keep every multiprocessor of an H100 or H200 (132) busy.
-MANY_ROWS = 132 * 64
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -69,16 +68,31 @@ def _mlp_kernel(
     store_tile(y_ptr, acc, offs_m, offs_d, n_rows, D, D)
 
 
-def serves(d: int) -> bool:
-    return MIN_D <= d <= MAX_D and d & (d - 1) == 0
+def configs(call):
+    """First that for many rows where its tiles keep every multiprocessor busy."""
+    few, many = CONFIGS[call.problem.itemsize]
+    are_many = call.problem["rows"] >= many.block_m * call.target.multiprocessors
+    return tuple(dict.fromkeys((many, few) if are_many else (few, many)))
 
 
-def forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """y [T, D] of x [T, D] and contiguous weights, all in x's dtype."""
-    n_rows, d = x.shape
-    config = CONFIGS[x.element_size()][n_rows >= MANY_ROWS]
-    y = x.new_empty(n_rows, d)
-    _mlp_kernel[(triton.cdiv(n_rows, config.block_m),)](
-        x, up, down, y, n_rows, up.shape[0], x.stride(0), D=d, **config.kernel_arguments()
-    )
-    return y
+def prepare(call, config, inputs):
+    x, up, down = inputs
+    shape, d = x.shape, x.shape[-1]
+    rows, cast = rows_of(x), weights(up, down, x.dtype)
+    kernel = Bound(
+        _mlp_kernel, (triton.cdiv(rows.n, config.block_m),), rows.n, hidden_width(up.shape[0]),
+        rows.stride, D=d, **config.kernel_arguments(),
+    )  # fmt: skip
+    read = rows.pointed
+
+    def launch(inputs, scalars):
+        x, up, down = inputs
+        up, down = cast(up, down)
+        y = x.new_empty(shape)
+        kernel(read(x), up, down, y)
+        return (y,), ()
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty_again, prepare, configs=configs, saves="again")

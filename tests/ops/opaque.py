@@ -1,0 +1,26 @@
+"""Operators of ours as PyTorch sees them: what torch.library checks of an operator."""
+
+import torch
+
+from tnp import opaque
+from tnp.contract import Operator
+from tnp.plans import wanted_of
+
+
+def require_contracts(
+    operator: Operator, implementation: str, inputs: list[torch.Tensor], options: tuple = ()
+) -> None:
+    """Schema, fake tensors and autograd of its custom operator, with gradients and without.
+
+    PyTorch's check of registered gradients differentiates, so the backward operator is seen too.
+    """
+    for leaves in (inputs, [x.detach() for x in inputs]):
+        values = operator.describe(*leaves, **dict(options))
+        dtype = str(leaves[0].dtype).removeprefix("torch.")
+        sizes = tuple(values[name] for name in operator.sizes)
+        text = opaque._decided(
+            operator.name, implementation, dtype, leaves[0].device, wanted_of(operator, leaves),
+            options, (), sizes,
+        )  # fmt: skip
+        call = *leaves, *operator.numbers, text
+        torch.library.opcheck(getattr(torch.ops.tnp, operator.name).default, call)

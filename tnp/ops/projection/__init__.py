@@ -1,0 +1,307 @@
+"""Projections without bias, and those of attention: queries, keys and values of the rows that need
+them.
+
+    y = x wᵀ        q = x[:, first:] w_qᵀ    k = x[:, :n_k] w_kᵀ    v = x[:, :n_k] w_vᵀ
+
+`torch` multiplies through PyTorch's own linear layer, all three projections as one matmul where all
+rows need all of them. `fused` projects only what is asked for, hands q, k and v over in the layout
+attention reads, takes their gradients in the layout attention writes, and accumulates the gradients
+of weights in float32 and never rounds them. The matmuls are cuBLAS's in both.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from operator import index
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _require_product(x, weight) -> None:
+    """Raises ValueError where x [..., n_in] and weight [n_out, n_in] do not go together."""
+    from tnp.inputs import require_floats, require_one_device
+
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., n_in] and "
+            "[n_out, n_in]"
+        )
+    require_floats(x=x, weight=weight)
+    require_one_device(x=x, weight=weight)
+
+
+# ------------------------------------------------------------------------------- linear
+
+
+def reference(x, weight):
+    """PyTorch's linear layer, in x's dtype."""
+    from torch.nn.functional import linear as product
+
+    return product(x, weight.to(x.dtype))
+
+
+def describe(x, weight) -> dict:
+    """Sizes; ValueError where the tensors do not go together."""
+    _require_product(x, weight)
+    return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
+
+
+def draw(case, random) -> dict:
+    """Normal x, weights scaled by their fan-in."""
+    problem = case.problem
+    weight = random.weight(problem["n_out"], problem["n_in"])
+    return {"x": random(problem["rows"], problem["n_in"]), "weight": weight}
+
+
+def work(case, pass_) -> Work:
+    """A product forward, two backward; the weight and its gradient are float32."""
+    problem = case.problem
+    n, n_in, n_out = (size for _, size in problem.sizes)
+    x, y, weight = n * n_in * problem.itemsize, n * n_out * problem.itemsize, n_in * n_out * 4
+    if pass_ == "forward":
+        return Work({problem.dtype: 2.0 * n * n_in * n_out}, x + weight, y)
+    return Work({problem.dtype: 4.0 * n * n_in * n_out}, x + y + weight, x + weight)
+
+
+def cases(target) -> list[Case]:
+    """One row and many, ragged widths."""
+    sizes = ((1, 32, 32), (18, 32, 8), (33, 42, 20))
+    if target.kind == "cuda":
+        sizes = ((1, 512, 512), (777, 512, 1365), (36_096, 512, 512))
+    problems = (
+        OPERATOR_LINEAR.problem(dtype, rows=rows, n_in=n_in, n_out=n_out)
+        for dtype in FLOATS
+        for rows, n_in, n_out in sizes
+    )
+    return [Case(problem) for problem in problems]
+
+
+def within(model, run):
+    """Attention's output: every row of context and targets."""
+    rows, d_model = run["batch"] * (run["n_context"] + run["n_target"]), model["d_model"]
+    return OPERATOR_LINEAR.problem(run["dtype"], rows=rows, n_in=d_model, n_out=d_model)
+
+
+# -------------------------------------------------------------------------- project_qkv
+
+
+def reference_qkv(x, weight, n_heads, n_q=None, n_k=None):
+    """PyTorch's linear layers: one where every row is a query and a key, else two."""
+    from torch.nn.functional import linear as product
+
+    n_rows, d_model = x.shape[1:]
+    n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
+    w = weight.to(x.dtype)
+    if n_q == n_k == n_rows:
+        q, k, v = product(x, w).chunk(3, -1)
+    else:
+        q = product(x[:, n_rows - n_q :], w[:d_model])
+        k, v = product(x[:, :n_k], w[d_model:]).chunk(2, -1)
+    return tuple(y.unflatten(-1, (n_heads, -1)).transpose(1, 2) for y in (q, k, v))
+
+
+def describe_qkv(x, weight, n_heads, n_q=None, n_k=None) -> dict:
+    """Sizes; ValueError where they do not go together."""
+    _require_product(x, weight)
+    d_model = x.shape[-1]
+    if x.dim() != 3 or len(weight) != 3 * d_model or n_heads < 1 or d_model % n_heads:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and n_heads {n_heads}: they must "
+            "be [B, L, d_model], [3·d_model, d_model] and a divisor of d_model"
+        )
+    batch, n_rows = x.shape[:2]
+    n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
+    if not 1 <= n_k <= n_rows or not 1 <= n_q <= n_rows:
+        raise ValueError(
+            f"n_k is {n_k} and first {n_rows - n_q}: they must lie in [1, {n_rows}] and "
+            f"[0, {n_rows - 1}]"
+        )
+    return {
+        "batch": batch, "rows": n_rows, "d_model": d_model, "n_heads": n_heads, "n_q": n_q,
+        "n_k": n_k,
+    }  # fmt: skip
+
+
+def draw_qkv(case, random) -> dict:
+    """Normal x, weights scaled by their fan-in."""
+    problem = case.problem
+    x = random(*(problem[name] for name in ("batch", "rows", "d_model")))
+    return {"x": x, "weight": random.weight(3 * problem["d_model"], problem["d_model"])}
+
+
+def work_qkv(case, pass_) -> Work:
+    """As of `linear`, of the rows that are asked for."""
+    problem = case.problem
+    batch, rows, d, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
+    x, qkv = batch * rows * d * problem.itemsize, batch * (n_q + 2 * n_k) * d * problem.itemsize
+    flops, weight = 2.0 * batch * (n_q + 2 * n_k) * d * d, 3 * d * d * 4
+    if pass_ == "forward":
+        return Work({problem.dtype: flops}, x + weight, qkv)
+    return Work({problem.dtype: 2 * flops}, x + qkv + weight, x + weight)
+
+
+def cases_qkv(target) -> list[Case]:
+    """Queries and keys of all rows, of one, of rows that overlap, meet and leave a gap."""
+
+    def case(dtype: str, batch: int, rows: int, d_model: int, n_k: int, first: int = 0) -> Case:
+        n_heads = 8 if d_model == 512 else 2
+        return Case(
+            OPERATOR_QKV.problem(
+                dtype, batch=batch, rows=rows, d_model=d_model, n_heads=n_heads, n_q=rows - first,
+                n_k=n_k,
+            )
+        )  # fmt: skip
+
+    if target.kind != "cuda":
+        return [
+            case("bfloat16", 2, 9, 32, 4),
+            case("bfloat16", 2, 9, 32, 4, 4),
+            case("bfloat16", 1, 9, 32, 9),
+            case("float16", 2, 9, 32, 5, 2),
+            case("float32", 3, 9, 32, 1, 8),
+        ]
+    return [
+        case("bfloat16", 64, 564, 512, 64),
+        case("bfloat16", 4, 11_000, 512, 10_000),
+        case("bfloat16", 4, 11_000, 512, 10_000, 10_000),
+        case("bfloat16", 1, 777, 512, 777),
+        case("bfloat16", 3, 65, 512, 1, 64),
+        case("float16", 2, 333, 512, 100, 33),
+        case("float32", 2, 333, 512, 100, 33),
+    ]
+
+
+def within_qkv(model, run):
+    """Of a block that projects every row."""
+    rows = run["n_context"] + run["n_target"]
+    return OPERATOR_QKV.problem(
+        run["dtype"], batch=run["batch"], rows=rows, d_model=model["d_model"],
+        n_heads=model["n_heads"], n_q=rows, n_k=rows,
+    )  # fmt: skip
+
+
+def _products(problem) -> tuple[float, ...]:
+    """What the cost of projections depends on; the number of heads is how they are read."""
+    batch, _rows, d_model, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
+    return batch * n_q, batch * n_k, d_model
+
+
+_CODE = "tnp.ops.projection.products"
+_ANY_FLOAT = (*FLOATS, "float64")
+OPERATOR_LINEAR = Operator(
+    "linear",
+    family="projection",
+    inputs=("x", "weight"),
+    outputs=("y",),
+    sizes=("rows", "n_in", "n_out"),
+    differentiated=("x", "weight"),
+    implementations=(
+        Implementation("torch", run=reference, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation(
+            "fused",
+            forward=Operation("linear.forward", (f"{_CODE}:LINEAR",)),
+            backward=Operation("linear.backward", (f"{_CODE}:LINEAR_BACKWARD",)),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    within=within,
+    controls={
+        "weight shifted": lambda x, weight: reference(x, weight.roll(1, 0)),
+        "rows shifted": lambda x, weight: reference(x.roll(1, -1), weight),
+    },
+)
+OPERATOR_QKV = Operator(
+    "project_qkv",
+    family="projection",
+    inputs=("x", "weight"),
+    outputs=("q", "k", "v"),
+    sizes=("batch", "rows", "d_model", "n_heads", "n_q", "n_k"),
+    numbered=("n_heads", "n_q", "n_k"),
+    differentiated=("x", "weight"),
+    implementations=(
+        Implementation("torch", run=reference_qkv, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation(
+            "fused",
+            forward=Operation("project_qkv.forward", (f"{_CODE}:QKV",)),
+            backward=Operation("project_qkv.backward", (f"{_CODE}:QKV_BACKWARD",)),
+        ),
+    ),
+    describe=describe_qkv,
+    draw=draw_qkv,
+    reference=reference_qkv,
+    work=work_qkv,
+    cases=cases_qkv,
+    within=within_qkv,
+    coordinates=_products,
+    controls={
+        "rows shifted": lambda x, weight, **sizes: reference_qkv(x.roll(1, 1), weight, **sizes),
+        "queries are keys": lambda x, weight, **sizes: reference_qkv(
+            x, weight.roll(x.shape[-1], 0), **sizes
+        ),
+    },
+)
+OPERATORS = OPERATOR_LINEAR, OPERATOR_QKV
+
+
+def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tensor:
+    """x wᵀ.
+
+    Args:
+        x: [..., n_in]; bfloat16, float16 or float32 (`torch`: float64 too).
+        weight: [n_out, n_in], any float dtype, as a rule a float32 parameter; cast to x's.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [..., n_out] in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run on this device and dtype.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(OPERATOR_LINEAR, implementation, (x, weight))
+
+
+def project_qkv(
+    x: Tensor,
+    weight: Tensor,
+    n_heads: int,
+    *,
+    n_k: int | None = None,
+    first: int = 0,
+    implementation: str = "torch",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of the rows from `first` on, keys and values of the first `n_k` rows.
+
+    Args:
+        x: [B, L, d_model], of the dtypes that `linear` takes.
+        weight: [3·d_model, d_model], those of q, k and v in turn; as a rule a float32 parameter.
+        n_heads: how many equal shares d_model is read as.
+        n_k: from 1 to L; L where None.
+        first: from 0 to L − 1.
+        implementation: as for `linear`.
+
+    Returns:
+        q [B, n_heads, L − first, D], k and v [B, n_heads, n_k, D], views of [B, rows, d_model].
+
+    Raises:
+        ValueError, RuntimeError: as `linear`.
+    """
+    import tnp.dispatch as dispatch
+
+    # `index` has torch.compile take a symbolic number for a constant of the graph.
+    options: tuple = (("n_heads", index(n_heads)),)
+    if first:
+        options += (("n_q", index(x.shape[1] - first) if x.dim() == 3 else 1),)
+    if n_k is not None:
+        options += (("n_k", index(n_k)),)
+    return dispatch.call(OPERATOR_QKV, implementation, (x, weight), (), options)

@@ -1,0 +1,255 @@
+"""Projections by PyTorch's own products: as few calls as they take, none that reads more than rows.
+
+Gradients of weights are accumulated in float32. What a call costs the host is what its calls of
+PyTorch cost: shapes, strides and which products there are are decided once a plan.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tnp.contract import Call, Kernel
+from tnp.ops.casting import cast_weight
+from tnp.ops.weight_gradient import product, transposed
+
+Read = Callable[[torch.Tensor], torch.Tensor]
+
+
+def empty_gradients(wanted, inputs):
+    """Of x and weight."""
+    named = zip(("x", "weight"), inputs[1], strict=True)
+    return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
+
+
+# ------------------------------------------------------------------------------- linear
+
+
+def empty_linear(wanted, inputs):
+    x, weight = inputs
+    return (x.new_empty((*x.shape[:-1], weight.shape[0])),), ()
+
+
+def prepare_linear(call: Call, config, inputs):
+    x, weight = inputs
+    dtype = x.dtype
+    if _is_matrix(x):
+
+        def launch(inputs, scalars):
+            x, weight = inputs
+            return (F.linear(x, cast_weight(weight, dtype)),), ()
+
+        return launch
+    shape, rows = (*x.shape[:-1], weight.shape[0]), (call.problem["rows"], x.shape[-1])
+
+    def launch_copied(inputs, scalars):
+        x, weight = inputs
+        return (F.linear(x.reshape(rows), cast_weight(weight, dtype)).view(shape),), ()
+
+    return launch_copied
+
+
+def _is_matrix(x: torch.Tensor) -> bool:
+    """Whether PyTorch multiplies x [..., n_in] as one matrix of rows, without a copy."""
+    apart = zip(x.stride()[:-2], x.stride()[1:-1], x.shape[1:-1], strict=True)
+    return x.dim() >= 2 and all(outer == inner * size for outer, inner, size in apart)
+
+
+def prepare_linear_backward(call: Call, config, inputs):
+    (dy,), (x, weight), _saved = inputs
+    dtype, n_rows, (n_out, n_in) = x.dtype, call.problem["rows"], weight.shape
+    strided, flat = not dy.is_contiguous(), x.dim() == 2
+    x_wanted, weight_wanted = (name in call.wanted for name in ("x", "weight"))
+    multiply = torch.mm if flat else torch.matmul
+    times, dy_t, rows = product(x), transposed(n_rows, n_out), (n_rows, n_in)
+    cast_back = weight.dtype != torch.float32
+
+    def launch(inputs, scalars):
+        (dy,), (x, weight), _saved = inputs
+        dx = dweight = None
+        if strided:
+            dy = dy.contiguous()
+        if x_wanted:
+            dx = multiply(dy, cast_weight(weight, dtype))
+        if weight_wanted:
+            dweight = times(dy_t(dy), x if flat else x.reshape(rows))
+            if cast_back:
+                dweight = dweight.to(weight.dtype)
+        return dx, dweight
+
+    return launch
+
+
+# -------------------------------------------------------------------------- project_qkv
+
+
+def empty_qkv(wanted, inputs, n_heads, n_q=None, n_k=None):
+    batch, n_rows, d_model = inputs[0].shape
+
+    def rows(n):
+        n = n_rows if n is None else n
+        return inputs[0].new_empty(batch, n, n_heads, d_model // n_heads).transpose(1, 2)
+
+    return (rows(n_q), rows(n_k), rows(n_k)), ()
+
+
+def prepare_qkv(call: Call, config, inputs):
+    x, _weight = inputs
+    dtype, (batch, n_rows, d_model), n_heads = x.dtype, x.shape, call.problem["n_heads"]
+    n_q, n_k = call.problem["n_q"], call.problem["n_k"]
+    first, head_dim = n_rows - n_q, d_model // n_heads
+    # [B, rows, d_model] as [B, n_heads, rows, D].
+    of_q, of_k = (
+        ((batch, n_heads, n, head_dim), (n * d_model, head_dim, d_model, 1)) for n in (n_q, n_k)
+    )
+
+    def launch(inputs, scalars):
+        x, weight = inputs
+        w_q, w_k, w_v = cast_weight(weight, dtype).chunk(3)
+        rows = x.narrow(1, first, n_q) if first else x
+        keys = x if n_k == n_rows else x.narrow(1, 0, n_k)
+        q, k, v = F.linear(rows, w_q), F.linear(keys, w_k), F.linear(keys, w_v)
+        return (q.as_strided(*of_q), k.as_strided(*of_k), v.as_strided(*of_k)), ()
+
+    return launch
+
+
+def prepare_qkv_backward(call: Call, config, inputs):
+    """Each of the three gradients may be missing."""
+    gradients, (x, weight), _saved = inputs
+    lie_right = [dy is None or _lies_as_rows(dy) for dy in gradients]
+    all_right = all(lie_right)
+    given = [dy is not None for dy in gradients]
+    gradient_of_x = _of_x(call, x, given) if "x" in call.wanted else None
+    gradient_of_weight = _of_weight(call, x, weight, given) if "weight" in call.wanted else None
+
+    def launch(inputs, scalars):
+        gradients, (x, weight), _saved = inputs
+        if not all_right:
+            pairs = zip(gradients, lie_right, strict=True)
+            gradients = [dy if right else dy.transpose(1, 2).contiguous() for dy, right in pairs]
+        dx = dweight = None
+        if gradient_of_x:
+            dx = gradient_of_x(*gradients, x, weight)
+        if gradient_of_weight:
+            dweight = gradient_of_weight(gradients, x)
+        return dx, dweight
+
+    return launch
+
+
+def _lies_as_rows(dy: torch.Tensor) -> bool:
+    """Whether [B, n_heads, rows, D] lies as [B, rows, n_heads · D]."""
+    return dy.transpose(1, 2).is_contiguous()
+
+
+def _of_x(call: Call, x: torch.Tensor, given: list[bool]) -> Callable[..., torch.Tensor]:
+    """dx = dq w_q of the rows from `first` on, plus dk w_k + dv w_v of the first n_k."""
+    shape, dtype, (batch, n_rows, d_model) = x.shape, x.dtype, x.shape
+    n_q, n_k = call.problem["n_q"], call.problem["n_k"]
+    first, each = n_rows - n_q, (batch, d_model, d_model)
+    of_q, of_k = (((batch, n, d_model), (n * d_model, d_model, 1)) for n in (n_q, n_k))
+    has_q, has_keys = given[0], given[1] or given[2]
+
+    def of_all_queries(dq, dk, dv, x, weight):
+        w_q, w_k, w_v = cast_weight(weight, dtype).chunk(3)
+        dx = torch.matmul(dq.as_strided(*of_q), w_q)
+        if has_keys:
+            head = dx if n_k == n_rows else dx.narrow(1, 0, n_k)
+            for dy, w in ((dk, w_k), (dv, w_v)):
+                if dy is not None:
+                    head.baddbmm_(dy.as_strided(*of_k), w.expand(each))
+        return dx
+
+    if has_q and first == 0:
+        return of_all_queries
+
+    # Rows before `start` get nothing of queries. Keys come first where they share none with them.
+    start = first if has_q else n_rows
+    keys_begin = has_keys and n_k <= start
+    zeros_from = n_k if keys_begin else 0
+    n_zeros = start - zeros_from
+
+    def of_parts(dq, dk, dv, x, weight):
+        w = cast_weight(weight, dtype)
+        row, column = w.stride()
+        strides = d_model * row, 0, row, column
+        w_q, w_k, w_v = w.as_strided((3, *each), strides).unbind()
+        dx = x.new_empty(shape)
+        if n_zeros:
+            dx.narrow(1, zeros_from, n_zeros).zero_()
+        if has_q:
+            torch.bmm(dq.as_strided(*of_q), w_q, out=dx.narrow(1, first, n_q))
+        if has_keys:
+            head, begin = dx.narrow(1, 0, n_k), keys_begin
+            for dy, w in ((dk, w_k), (dv, w_v)):
+                if dy is not None and begin:
+                    torch.bmm(dy.as_strided(*of_k), w, out=head)
+                    begin = False
+                elif dy is not None:
+                    head.baddbmm_(dy.as_strided(*of_k), w)
+        return dx
+
+    return of_parts
+
+
+def _of_weight(
+    call: Call, x: torch.Tensor, weight: torch.Tensor, given: list[bool]
+) -> Callable[..., torch.Tensor]:
+    shape, dtype, (batch, n_rows, d_model) = weight.shape, weight.dtype, x.shape
+    n_q, n_k = call.problem["n_q"], call.problem["n_k"]
+    queries, keys = _rows(x, n_rows - n_q, n_q), _rows(x, 0, n_k)
+    times, has_q, has_keys = product(x), given[0], given[1] or given[2]
+    of_q, of_k = (transposed(batch * n, d_model) for n in (n_q, n_k))
+    same = n_q == n_k == n_rows
+
+    def gradient(gradients, x):
+        dweight = x.new_empty(shape, dtype=torch.float32)
+        of_queries = queries(x) if has_q else None
+        of_keys = None
+        if has_keys:
+            of_keys = of_queries if same and has_q else keys(x)
+        reads = (of_q, of_queries), (of_k, of_keys), (of_k, of_keys)
+        for out, dy, (dy_t, rows) in zip(dweight.chunk(3), gradients, reads, strict=True):
+            if dy is None:
+                out.zero_()
+            else:
+                times(dy_t(dy), rows, out=out)
+        return dweight if dtype == torch.float32 else dweight.to(dtype)
+
+    return gradient
+
+
+def _rows(x: torch.Tensor, start: int, n: int) -> Read:
+    """What reads rows `start` to `start + n` of x [B, L, D] as one matrix [B · n, D].
+
+    PyTorch copies strided rows an element a thread: elements of 16 bytes, where they can be such,
+    take a third of the time (H200).
+    """
+    shape, dtype = (x.shape[0] * n, x.shape[-1]), x.dtype
+    if n == x.shape[1]:
+        return lambda x: x.reshape(shape)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x.narrow(1, start, n).reshape(shape)
+
+    part = x.narrow(1, start, n)
+    wide = 16 // x.element_size()
+    by_wide = all(size % wide == 0 for size in (x.shape[2], *x.stride()[:2]))
+    if part.is_contiguous() or x.stride(2) != 1 or x.data_ptr() % 16 or not by_wide:
+        return plain
+    wide_shape = shape[0], shape[1] // wide
+
+    def in_wide_elements(x: torch.Tensor) -> torch.Tensor:
+        if x.storage_offset() % wide:  # of storage that starts elsewhere
+            return plain(x)
+        rows = x.view(torch.complex128).narrow(1, start, n)
+        return rows.reshape(wide_shape).view(dtype)
+
+    return in_wide_elements
+
+
+LINEAR = Kernel("cublas", empty_linear, prepare_linear)
+LINEAR_BACKWARD = Kernel("cublas", empty_gradients, prepare_linear_backward)
+QKV = Kernel("cublas", empty_qkv, prepare_qkv)
+QKV_BACKWARD = Kernel("cublas", empty_gradients, prepare_qkv_backward)
