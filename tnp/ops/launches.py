@@ -1,8 +1,7 @@
-"""What the compile gate compiles: every launch that could be chosen, on the meta device.
+"""What the compile gate compiles of operators without a declaration, on the meta device.
 
-Attention: the default of every kernel that serves a problem, and the entries of the tuned table.
-The other operators: their launchers at the model's sizes, K = 10 components, one dimension of x and
-of y, each with every switch it has. What of a kernel depends on rows is the same at any number.
+Their launchers run at the model's sizes, K = 10 components, one dimension of x and of y, each with
+every switch it has. What of a kernel depends on rows is the same at any number.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,28 +18,11 @@ from tnp.ops import (
     triton_matmul,
     triton_mixture_nll,
     triton_rms_norm,
-    tuning,
 )
-from tnp.ops.attention.kernels import KERNELS, Problem
 from tnp.ops.mixture_heads import hopper as hopper_heads
 from tnp.ops.mixture_heads import triton_heads
 from tnp.ops.mlp import single
 
-# dtype, head_dim, and n_context given or not. Away from the model's own type only the form with
-# n_context is compiled, which needs more registers, and float16 needs what bfloat16 needs.
-TYPES = (
-    *((torch.bfloat16, 64, given) for given in (False, True)),
-    (torch.float16, 64, True),
-    (torch.float32, 64, True),
-    *product((torch.bfloat16, torch.float32), (16, 32), [True]),
-    (torch.bfloat16, 128, True),  # float32 spills there in every tile: slow, and still right
-)
-# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
-# keys that the forward pass splits tiles along them.
-SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
-N_HEADS = 8
-
-# Of the other operators.
 N_ROWS, N_CONTEXT = 1100, 100
 D_MODEL, D_FF = 512, 1408
 # A width that no tile divides. At no multiple of 16, where loads are narrow, tiles of 16 bits spill
@@ -64,51 +46,14 @@ class Launch:
     call: Callable[[], object]
 
 
-def committed_launches(capabilities: Iterable[int]) -> Iterator[Launch]:
+def undeclared(capabilities: Iterable[int]) -> Iterator[Launch]:
     """Every launch that could be chosen on GPUs of these compute capabilities."""
     for capability in capabilities:
-        for (dtype, head_dim, given), (batch, n_q, n_k) in product(TYPES, SIZES):
-            for (operation, name), kernel in KERNELS.items():
-                size = (batch, N_HEADS, n_q, n_k, head_dim)
-                problem = Problem(operation, dtype, *size, capability)
-                if kernel.unsupported(problem) is None:
-                    yield attention(problem, name, kernel.configs(problem)[0], given)
         yield from _operators(capability)
-    for entry in tuning.table():
-        problem = tuning.problem_of(entry)
-        config = tuning.config_of(entry, problem)
-        if config is None:
-            raise ValueError(f"no candidate of its kernel: {entry} in {tuning.TABLE}")
-        for given in (False, True):
-            yield attention(problem, entry["kernel"], config, given)
-
-
-def attention(problem: Problem, name: str, config: object, given: bool) -> Launch:
-    """A launch of one kernel of attention; `given` says whether n_context is."""
-    both = problem.operation == "forward"
-    operations = ("separate", "fused") if both else (problem.operation,)
-    users = tuple(("attention", operation) for operation in operations)
-    run = KERNELS[problem.operation, name].run
-    arguments = (*_attention_arguments(problem, given), problem.head_dim**-0.5, config)
-    return Launch(problem.capability, problem.dtype, users, partial(run, *arguments))
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _attention_arguments(problem: Problem, given: bool) -> list:
-    """The tensors of an operation and n_context, as the model passes them."""
-    empty = partial(_empty, dtype=problem.dtype)
-    batch, n_heads, n_q, n_k = problem.batch, problem.n_heads, problem.n_q, problem.n_k
-    projection = empty(batch, max(n_q, n_k), 3, n_heads, problem.head_dim)
-    q, k, v = projection.permute(2, 0, 3, 1, 4)
-    inputs = [q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]]
-    n_context = _empty(batch, dtype=torch.int32) if given else None
-    if problem.operation == "forward":
-        return [*inputs, n_context]
-    o, do = (empty(batch, n_q, n_heads, problem.head_dim).transpose(1, 2) for _ in range(2))
-    return [do, *inputs, o, _empty(batch, n_heads, n_q), n_context]
 
 
 # Calls of one operator's launchers. Where not `every` form is asked for, the one that a training

@@ -65,6 +65,30 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem:
     )
 
 
+# ---------------------------------------------------------------------------------- the compiler
+
+# dtype, head_dim, and n_keys given or not. Away from the model's own type only the form with n_keys
+# is compiled, which needs more registers, and float16 needs what bfloat16 needs.
+_TYPES = (
+    ("bfloat16", 64, False),
+    ("bfloat16", 64, True),
+    ("float16", 64, True),
+    ("float32", 64, True),
+    *((dtype, head_dim, True) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
+    ("bfloat16", 128, True),  # float32 spills there in every tile: slow, and still right
+)
+# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
+# keys that the forward pass splits tiles along them.
+_SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
+
+
+def compiled(operator: Operator) -> Iterable[Problem]:
+    """What kernels are compiled for, of 8 heads; at other sizes they are the same."""
+    for (dtype, head_dim, given), (batch, n_q, n_k) in product(_TYPES, _SIZES):
+        sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+        yield operator.problem(dtype, **sizes, n_keys=given)
+
+
 # --------------------------------------------------------------------------------------- the gate
 
 # On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
