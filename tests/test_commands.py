@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "command", ["tnp.train --help", "tnp.ops.compilation --help", "tnp.bench.child"]
+    "command", ["tnp.train --help", "tnp.gates.compile --help", "tnp.bench.child"]
 )
 def test_a_command_says_how_it_is_used(command):
     done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)

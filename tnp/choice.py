@@ -98,19 +98,23 @@ def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
         theirs = _comparable(operator, call.problem, entry["problem"])
         if theirs is not None:
             distance = operator.distance(call.problem, theirs)
-            source = whose or ("nearest" if distance else "tuned")
-            found.append((distance, entry["mode"] == EVERY_MODE, entry, source))
-    found.sort(key=lambda one: one[:2])
+            other = len(call.problem.options) - len(theirs.options)
+            source = whose or ("nearest" if distance or other else "tuned")
+            found.append((other, distance, entry["mode"] == EVERY_MODE, entry, source))
+    found.sort(key=lambda one: one[:3])
     return [(entry, source) for *_, entry, source in found]
 
 
 def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem | None:
-    """An entry's problem where it says something about this one."""
+    """An entry's problem where it says something about this one.
+
+    One without an option that is on says something too: after those with it, before a default.
+    """
     try:
         theirs = operator.from_json(json.dumps(content))
     except (ValueError, KeyError):  # the operator has changed since
         return None
-    same = (theirs.dtype, theirs.options) == (problem.dtype, problem.options)
+    same = theirs.dtype == problem.dtype and set(theirs.options) <= set(problem.options)
     fixed = all(theirs[name] == problem[name] for name in operator.fixed)
     return theirs if same and fixed else None
 
@@ -178,6 +182,12 @@ def _parsed(path: Path) -> tuple[Entry, ...]:
         if not {"of", "problem", "choice"} <= entry.keys():
             raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
     return entries
+
+
+def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entry:
+    """What a table holds of an operator's implementation, or of an operation's kernel."""
+    found = {"of": of, "mode": EVERY_MODE, "problem": json.loads(problem.json), "choice": chosen}
+    return found if config is None else found | {"config": as_json(config)}
 
 
 def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) -> Path:

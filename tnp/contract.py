@@ -306,10 +306,12 @@ class Operator:
     ] = ()  # sizes that no tensor shows: a call passes them with its options
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
-    condition: Callable[[Case, dict], float] | None = None  # an error that no rounding undercuts
+    # (case, inputs) → by result, the relative error that no rounding undercuts
+    condition: Callable[[Case, dict], Mapping[str, float]] | None = None
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
     spot: Callable[..., Any] | None = None  # float64 of a part, where the whole does not fit
     within: Callable[[Mapping, Mapping], Problem | None] = _within_nothing
+    compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
     fixed: tuple[str, ...] = ()  # sizes that a table's entry must share exactly
     coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
     backward_with_forward: bool = False  # the gradient may be made along with the result

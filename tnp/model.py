@@ -13,7 +13,7 @@ alone would drop most of them. The cast costs under 1 % of a step at the shapes 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from torch.utils.checkpoint import (
 )
 
 from tnp.inputs import require_count
+from tnp.opaque import custom_op
+from tnp.ops.attention import OPERATOR as attention_operator
 from tnp.ops.attention import attention
 from tnp.ops.embedding import embed_rows
 from tnp.ops.mixture_heads import mixture_heads
@@ -36,14 +38,6 @@ from tnp.tasks import Task
 from tnp.variants import Variant
 
 NORM_EPS = 1e-6
-# Forward passes of attention, PyTorch's and ours.
-ATTENTION_OPERATORS = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.tnp.attention.default,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -230,9 +224,21 @@ class Block(nn.Module):
         return self.mlp(*self.attention(h, update, n_context, first))
 
 
+@cache
+def _attention_operators() -> frozenset[torch._ops.OpOverload]:
+    """Forward passes of attention as PyTorch sees them: ours, and those that its forms dispatch."""
+    names = [
+        name.partition("::")[2]
+        for implementation in attention_operator.implementations
+        for name in implementation.dispatches
+    ]
+    theirs = {getattr(torch.ops.aten, name).default for name in names}
+    return frozenset({custom_op(attention_operator), *theirs})
+
+
 def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
     """What a block keeps where only attention is too expensive to compute again."""
-    if operator in ATTENTION_OPERATORS:
+    if operator in _attention_operators():
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -20,7 +20,7 @@ from tnp.variants import Variant
 ROOT = Path(__file__).resolve().parent.parent
 
 # Which kernel runs, of our own; and which implementation, where "auto" may choose.
-TUNED = ROOT / "tnp/ops/tuned/attention.json"
+TUNED = ROOT / "tnp/tuned/nvidia-h200.json"
 CHOSEN = ROOT / "tnp/ops/tuned/implementations.json"
 
 # How rows and tables are written, not what is measured: a column added there voids no measurement.

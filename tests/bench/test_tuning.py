@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,9 +16,11 @@ import yaml
 
 from tests.bench.configurations import TIMING
 from tests.workflow.conftest import Checkout
+from tnp import choice, plans
 from tnp.bench import tuning
+from tnp.contract import Kernel
 from tnp.gates import GATES
-from tnp.ops.attention import kernels
+from tnp.ops.attention import OPERATOR
 from tnp.schemas import TABLES
 from tnp.store import build_database, read_table, write_table
 from workflow import tuning_plan
@@ -51,14 +53,18 @@ class Config:
     seconds: float = 0.0
 
 
-def run(q, k, v, n_context, scale, config):
-    time.sleep(config.seconds)
-    if config.factor == 0:
-        raise RuntimeError("out of resource: shared memory")
-    if config.factor < 0:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    p = torch.softmax(scale * q @ k.mT, -1)
-    return p @ v * config.factor, p.sum(-1)
+def prepare(call, config, inputs):
+    def launch(inputs, scalars):
+        q, k, v, _n_keys = inputs
+        time.sleep(config.seconds)
+        if config.factor == 0:
+            raise RuntimeError("out of resource: shared memory")
+        if config.factor < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        p = torch.softmax(scalars[0] * q @ k.mT, -1)
+        return (p @ v * config.factor,), (p.sum(-1),)
+
+    return launch
 
 
 @pytest.fixture
@@ -66,12 +72,10 @@ def trials(monkeypatch):
     """Rows of the trials of these configurations; a second kernel cannot serve the problem."""
 
     def measure(*configs: Config) -> list[dict]:
-        found = {
-            ("forward", "first"): kernels.Kernel(run, lambda problem: None, lambda _: configs),
-            ("forward", "second"): kernels.Kernel(run, lambda problem: "it is not", lambda _: ()),
-        }
-        for module in (kernels, tuning):
-            monkeypatch.setattr(module, "KERNELS", found)
+        first = Kernel("first", None, prepare, configs=lambda call: configs)
+        second = replace(first, name="second", supported=lambda call: "it is not")
+        found = {kernel.name: kernel for kernel in (first, second)}
+        monkeypatch.setattr(plans, "kernels_of", lambda *_: found)
         rows = tuning.measure_trials(parameters(), time.perf_counter())
         pa.Table.from_pylist(rows, schema=TABLES["trials"])
         return rows
@@ -101,7 +105,7 @@ def test_what_fails_is_a_row_and_the_others_are_timed(trials):
     assert rows[4]["reason"] == "CUDA out of memory."
 
 
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@pytest.mark.parametrize("operation", tuning.OPERATIONS)
 def test_every_operation_runs_as_it_is_launched(operation):
     rows = tuning.measure_trials(parameters(operation=operation), time.perf_counter())
     assert {row["status"] for row in rows} == {"ok"}
@@ -112,17 +116,17 @@ def test_every_operation_runs_as_it_is_launched(operation):
 # In every process of the test: a kernel that ends it, then ours.
 CRASHING = """
 import os
-from tnp.ops.attention import kernels
+from dataclasses import replace
+from tnp.contract import anywhere
+from tnp.ops.attention import few_keys, triton_forward
 
-def crash(*arguments):
+def crash(call, config, inputs):
     os.kill(os.getpid(), 11)
 
-ours = dict(kernels.KERNELS)
-kernels.KERNELS.clear()
-kernels.KERNELS["forward", "crashing"] = kernels.Kernel(
-    crash, lambda problem: None, ours["forward", "triton"].configs
+few_keys.FORWARD = replace(
+    few_keys.FORWARD, name="crashing", prepare=crash, supported=anywhere,
+    configs=triton_forward.FORWARD.configs,
 )
-kernels.KERNELS.update(ours)
 """
 
 
@@ -265,19 +269,11 @@ def tune(parameters, timeout_s):
 def test_the_rule_enters_the_winners_in_the_table(tmp_path):
     checkout = Checkout(tmp_path / "checkout")
     checkout.append("tnp/bench/tuning.py", FAKE_TUNE)
-    table = checkout.folder / "tnp/ops/tuned/attention.json"
-    other = {
-        "operation": "forward",
-        "dtype": "bfloat16",
-        "head_dim": 16,
-        "capability": 80,
-        "batch_heads": 4,
-        "n_q": 64,
-        "n_k": 64,
-        "kernel": "triton",
-        "config": {},
-    }
-    table.write_text(json.dumps([other]))
+    table = checkout.folder / "tnp/tuned/nvidia-h200.json"
+    problem = OPERATOR.problem("bfloat16", batch=2, n_heads=2, n_q=64, n_k=64, head_dim=32)
+    other = choice.entry("attention.forward", problem, "triton", {})
+    before = {"version": choice.VERSION, "capability": 90, "entries": [other]}
+    table.write_text(json.dumps(before))
     checkout.config["shapes"]["larger"] = {"batch": 2, "n_context": 30, "n_target": 2}
     checkout.config["tuning"] = {
         "shapes": ["larger", "tiny"],
@@ -286,7 +282,7 @@ def test_the_rule_enters_the_winners_in_the_table(tmp_path):
     }
     status, output = checkout.run("tune")
     assert status == 0 and "nothing to do" in output, output
-    assert json.loads(table.read_text()) == [other] and not checkout.calls()
+    assert json.loads(table.read_text()) == before and not checkout.calls()
 
     checkout.append("tnp/bench/provenance.py", FAKE_GPU)
     checkout.config["device"] = "auto"
@@ -309,13 +305,13 @@ def test_the_rule_enters_the_winners_in_the_table(tmp_path):
     assert statuses == [["ok", "ok"], ["ok", "killed"]]
     assert [file.stem for file in files] == ["fused--tiny--a2", "fused--tiny"]
     assert "2 of 4 problems have something better than the default" in output
-    kept, *entries = json.loads(table.read_text())
-    assert kept == other
-    # Both shapes fall into one bucket: the larger speaks for it, where the default stays.
-    assert [entry["operation"] for entry in entries] == ["forward", "fused"]
-    for entry in entries:
-        assert (entry["batch_heads"], entry["n_q"], entry["n_k"]) == (4, 32, 32)
-        assert (entry["kernel"], entry["config"]) == ("hopper", {"block_m": 7})
+    entries = json.loads(table.read_text())["entries"]
+    assert other in entries
+    found = {(entry["of"], entry["problem"]["sizes"]["n_k"]): entry for entry in entries}
+    for operation in ("forward", "fused"):
+        for n_k, kernel, block_m in ((30, "hopper", 7), (24, "triton", 9)):  # larger, tiny
+            entry = found[f"attention.{operation}", n_k]
+            assert (entry["choice"], entry["config"]) == (kernel, {"block_m": block_m})
 
 
 FAKE_OPERATORS = """

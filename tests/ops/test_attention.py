@@ -1,20 +1,23 @@
 """The public function: autograd, compilation, what it refuses. The kernels have their own tests."""
 
+import json
 import threading
 
 import pytest
 import torch
 
 from tests.dtypes import DTYPES
+from tnp import dispatch, opaque, plans
+from tnp.contract import OWN
 from tnp.gates import attention_cases as cases
 from tnp.gates.attention_cases import BUDGETS, Case
 from tnp.gates.checks import error_ratio, max_abs_error
-from tnp.ops import registry
-from tnp.ops.attention import OURS, _attention, _attention_backward, attention, describe_launch
+from tnp.ops.attention import OPERATOR, attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEW, MANY = Case(2, 2, 70, 15), Case(1, 2, 70, 140)
-COUNTED = Case(2, 2, 70, 140, n_context=(9, 140))
+COUNTED = Case(2, 2, 70, 140, n_keys=(9, 140))
+OURS = [own.name for own in OPERATOR.implementations if own.provider == OWN]
 ours = pytest.mark.parametrize("implementation", OURS)
 
 
@@ -28,7 +31,7 @@ def ratios(case: Case, outs, inputs, do) -> dict[str, float]:
 
 def assert_within_budgets(case: Case, implementation: str) -> None:
     inputs, do = cases.draw(case, DEVICE)
-    outs = cases.run(inputs, do, implementation, cases.n_context(case, DEVICE))
+    outs = cases.run(inputs, do, implementation, cases.n_keys(case, DEVICE))
     for name, ratio in ratios(case, outs, inputs, do).items():
         assert ratio <= BUDGETS[name], name
 
@@ -130,21 +133,25 @@ def test_no_queries(implementation):
 @pytest.mark.parametrize("case", [FEW, MANY, COUNTED], ids=str)
 def test_operators_keep_their_contracts(implementation, case):
     inputs, do = cases.draw(case, DEVICE)
-    lengths = cases.n_context(case, DEVICE)
-    torch.library.opcheck(_attention, (*inputs, lengths, 0.125, implementation))
+    lengths = cases.n_keys(case, DEVICE)
+    told = {"implementation": implementation, "saves": "", "wanted": ["q", "k", "v"]}
+    text = json.dumps(told | {"options": [], "dtype": "bfloat16"})
+    op = opaque.custom_op(OPERATOR)
+    torch.library.opcheck(op, (*inputs, lengths, 0.125, text))
     q, k, v = (x.detach() for x in inputs)
-    o, lse = _attention(q, k, v, lengths, 0.125, implementation)
-    saved = (do, q, k, v, o, lse, lengths, 0.125, implementation)
-    torch.library.opcheck(_attention_backward, saved)
+    (o,), saved = op(q, k, v, lengths, 0.125, text)
+    sizes = (case.batch, case.n_heads, case.n_q, case.n_k, case.head_dim)
+    arguments = ([do], [q, k, v, lengths, o], saved, sizes, 0.125, text)
+    torch.library.opcheck(torch.ops.tnp.attention_backward.default, arguments)
 
 
 @ours
 @pytest.mark.parametrize("case", [FEW, MANY, COUNTED], ids=str)
 def test_compiles_in_one_graph(implementation, case):
     inputs, do = cases.draw(case, DEVICE)
-    lengths = cases.n_context(case, DEVICE)
+    lengths = cases.n_keys(case, DEVICE)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    o = compiled(*inputs, n_context=lengths, implementation=implementation)
+    o = compiled(*inputs, n_keys=lengths, implementation=implementation)
     gradients = torch.autograd.grad(o, inputs, do)
     eager = cases.run(inputs, do, implementation, lengths)
     for a, b in zip((o, *gradients), eager, strict=True):
@@ -157,7 +164,7 @@ def test_compiles_in_one_graph(implementation, case):
 @pytest.mark.parametrize("case", [FEW, MANY, COUNTED], ids=str)
 def test_captures_in_a_cuda_graph(implementation, case):
     inputs, do = cases.draw(case, DEVICE)
-    lengths = cases.n_context(case, DEVICE)
+    lengths = cases.n_keys(case, DEVICE)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         eager = cases.run(inputs, do, implementation, lengths)
@@ -172,48 +179,60 @@ def test_captures_in_a_cuda_graph(implementation, case):
         assert max_abs_error(a, b) <= 1e-2 * b.abs().max()
 
 
-def test_a_launch_is_described_by_kernel_and_configuration():
-    (q, k, _v), _do = cases.draw(FEW, DEVICE)
-    assert '"kernel": "few_keys"' in describe_launch(q, k, "backward", "fused")
-    assert describe_launch(q, k, "forward", "sdpa_flash") is None
+def test_a_plan_says_what_it_runs():
+    inputs, do = cases.draw(FEW, DEVICE)
+    plan = plans.build(OPERATOR, "fused", (*inputs, None), (), ("q", "k", "v"))
+    plan.run((*inputs, None), (0.125,)).backward(do)
+    assert set(plan.choices) == {"attention.forward", "attention.fused"}
+    assert {chosen["choice"] for chosen in plan.choices.values()} == {"few_keys"}
 
 
-def bad_n_context():
+def bad_n_keys():
     right = torch.ones(1, dtype=torch.int32)
-    yield "n_context is torch.int64", right.long()
+    yield "n_keys is torch.int64", right.long()
     yield "must be int32 of shape", right.repeat(2)
-    yield "n_context is on meta", right.to("meta")
-    yield "it must be an int32 tensor", [8]
+    yield "n_keys is on meta", right.to("meta")
+    yield "it must be a tensor", [8]
 
 
-@pytest.mark.parametrize("message, n_context", list(bad_n_context()))
-@pytest.mark.parametrize("implementation", [*OURS, "reference"])
-def test_bad_n_context_is_one_sentence(implementation, message, n_context):
+@pytest.mark.parametrize("message, n_keys", list(bad_n_keys()))
+@pytest.mark.parametrize("implementation", [*OURS, "reference", "sdpa_flash"])
+def test_bad_n_keys_is_one_sentence(implementation, message, n_keys):
     x = torch.zeros(1, 2, 8, 64)
     with pytest.raises(ValueError, match=message):
-        attention(x, x, x, n_context=n_context, implementation=implementation)
+        attention(x, x, x, n_keys=n_keys, implementation=implementation)
 
 
-def test_n_context_needs_an_implementation_that_knows_it():
-    x, n_context = torch.zeros(1, 2, 8, 64), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="separate, fused, reference, not 'sdpa_flash'"):
-        attention(x, x, x, n_context=n_context)
+def test_n_keys_needs_an_implementation_that_knows_it():
+    x, n_keys = torch.zeros(1, 2, 8, 64), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="'sdpa_flash' cannot run here: .* not take n_keys"):
+        attention(x, x, x, n_keys=n_keys)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it is an assertion on the device")
+@ours
 @pytest.mark.parametrize("wrong", [0, 9])
-def test_n_context_out_of_range(wrong):
-    x, n_context = torch.zeros(1, 2, 8, 64), torch.tensor([wrong], dtype=torch.int32)
+def test_n_keys_out_of_range_is_clamped_or_found_where_asked_for(
+    implementation, wrong, monkeypatch
+):
+    x, n_keys = torch.randn(1, 2, 8, 64), torch.tensor([wrong], dtype=torch.int32)
+    clamped = attention(x, x, x, n_keys=n_keys.clamp(1, 8), implementation=implementation)
+    o = attention(x, x, x, n_keys=n_keys, implementation=implementation)
+    assert torch.equal(o, clamped)
+    monkeypatch.setenv("TNP_CHECK", "1")  # read when a plan is made
+    monkeypatch.setattr(dispatch, "of_operator", {})
+    monkeypatch.setattr(plans, "of_operator", dispatch.of_operator)
     with pytest.raises(RuntimeError, match="between 1 and n_k = 8"):
-        attention(x, x, x, n_context=n_context, implementation="separate")
+        attention(x, x, x, n_keys=n_keys, implementation=implementation)
+    o = attention(x, x, x, n_keys=n_keys.clamp(1, 8), implementation=implementation)
+    assert torch.equal(o, clamped)
 
 
 def bad_inputs():
     x = torch.zeros(1, 2, 8, 64)
     yield "q has shape", (x[0], x, x)
-    yield "head_dim is 48", (x[..., :48], x[..., :48], x[..., :48])
     yield "k is torch.float32 and q is torch.bfloat16", (x.bfloat16(), x, x)
-    yield "q is torch.float64", (x.double(), x.double(), x.double())
+    yield "q is torch.int64: it must be a float dtype", (x.long(), x.long(), x.long())
     yield "n_k is 0", (x, x[:, :, :0], x[:, :, :0])
     yield "they must be equal", (x, x, x[:, :, :4])
     yield "agree in batch, heads", (x, x[:, :1], x[:, :1])
@@ -228,11 +247,24 @@ def test_bad_input_is_one_sentence(implementation, message, inputs):
         attention(*inputs, implementation=implementation)
 
 
+@ours
+def test_what_ours_do_not_take_is_one_sentence(implementation):
+    x = torch.zeros(1, 2, 8, 64)
+    start = f"'{implementation}' cannot run here: it takes"
+    with pytest.raises(RuntimeError, match=f"{start} head_dim 16, 32, 64, 128, not 48"):
+        attention(x[..., :48], x[..., :48], x[..., :48], implementation=implementation)
+    with pytest.raises(RuntimeError, match=f"{start} bfloat16, float16, float32, not float64"):
+        attention(x.double(), x.double(), x.double(), implementation=implementation)
+
+
 def test_bad_scale_and_unknown_implementation():
     x = torch.zeros(1, 2, 8, 64)
-    for scale in (-1.0, 0.0, float("nan"), float("inf")):
+    assert torch.equal(attention(x, x, x, scale=1), attention(x, x, x, scale=1.0))
+    for scale in (-1.0, 0.0, float("nan"), float("inf"), -1):
         with pytest.raises(ValueError, match=f"scale is {scale}"):
             attention(x, x, x, scale=scale, implementation="separate")
+    with pytest.raises(ValueError, match="q has shape"):
+        attention(x[0, 0, 0, 0], x, x)
     with pytest.raises(ValueError, match="unknown implementation 'sdpa_flsh'"):
         attention(x, x, x, implementation="sdpa_flsh")
 
@@ -242,4 +274,3 @@ def test_an_implementation_that_cannot_run_says_why():
     x = torch.zeros(1, 2, 8, 64)
     with pytest.raises(RuntimeError, match="'sdpa_cudnn' cannot run here: cuDNN needs a CUDA"):
         attention(x, x, x, implementation="sdpa_cudnn")
-    assert registry.get("attention", "separate").unsupported(DEVICE, torch.bfloat16) is None

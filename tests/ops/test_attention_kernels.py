@@ -1,30 +1,26 @@
-"""Every kernel, called directly: float64, batches of different n_context, controls.
+"""Every kernel, called directly: float64, batches of different n_keys, controls.
 
 On the CPU the portable ones are interpreted, and those for Hopper skipped.
 """
 
+import gc
 import json
-from dataclasses import asdict, dataclass, replace
-from types import ModuleType
+import weakref
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from tests.dtypes import DTYPES, FLOAT32
+from tnp import choice, plans, targets
+from tnp.contract import Call
 from tnp.gates import attention_cases as cases
 from tnp.gates import rounding
 from tnp.gates.attention_cases import BUDGETS, Case
 from tnp.gates.checks import OUTPUT_BUDGET, distance, error_ratio, max_abs_error
-from tnp.ops.attention import (
-    few_keys,
-    hopper_backward,
-    hopper_forward,
-    triton_backward,
-    triton_forward,
-)
-from tnp.ops.attention.kernels import Problem
+from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, triton_backward
 from tnp.ops.attention.primitives import LOG2_E
-from tnp.ops.attention.reference import attention_reference
+from tnp.ops.attention.torch_forms import reference as formula
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALE = 0.125
@@ -33,37 +29,54 @@ BATCH = Case(3, 1, 67, 60, dtype=torch.bfloat16 if DEVICE.type == "cuda" else to
 COUNTS = [1, 60, 40]
 
 
+SIZES = {"batch": 4, "n_heads": 8, "n_q": 564, "n_k": 64, "head_dim": 64}
+# An H200's multiprocessors: what decides whether queries are split into segments.
+TARGET = replace(targets.of_device(DEVICE), multiprocessors=132)
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """A forward and a backward pass of the modules, with their default configurations."""
+    """A forward and a backward kernel, launched by plans, with their default configurations."""
 
-    forward: ModuleType
-    backward: ModuleType
-    operation: str
+    forward: str
+    backward: str
+    implementation: str
 
-    def run(self, q, k, v, do, n_context=None) -> tuple[torch.Tensor, ...]:
+    def run(self, q, k, v, do, n_keys=None, config=None) -> tuple[torch.Tensor, ...]:
         """o, dq, dk, dv; skips the test where the kernels do not serve the problem."""
-        inputs = (q, k, v)
-        config = self._default(self.forward, "forward", "forward_configs", inputs)
-        o, lse = self.forward.forward(*inputs, n_context, SCALE, config)
-        name = f"backward_{self.operation}"
-        config = self._default(self.backward, self.operation, f"{name}_configs", inputs)
-        backward = getattr(self.backward, name)
-        return o, *backward(do, *inputs, o, lse, n_context, SCALE, config)
+        plan, inputs = self.plan(q, k, v, n_keys, config=config)
+        (o,), saved = plan.forward(inputs, (SCALE,))
+        return o, *plan.backward((do,), tuple(plan.kept(inputs, (o,))), saved, (SCALE,))
 
-    def _default(self, module, operation, configs, inputs):
-        problem = Problem.of(operation, *inputs)
-        if reason := module.unsupported(problem):
-            pytest.skip(reason)
-        return getattr(module, configs)(problem)[0]
+    def lse(self, q, k, v, n_keys=None, config=None) -> torch.Tensor:
+        """Of the rows, to base 2."""
+        plan, inputs = self.plan(q, k, v, n_keys, forward_config=config)
+        return plan.forward(inputs, (SCALE,))[1][0]
+
+    def plan(self, q, k, v, n_keys=None, wanted=("q", "k", "v"), config=None, forward_config=None):
+        """With these kernels forced, of `config` backward; and the inputs as it takes them."""
+        inputs = (q, k, v, n_keys)
+        what = plans.describe(OPERATOR, inputs, (), wanted, TARGET)
+        backward = SEPARATE if self.implementation == "separate" else FUSED
+        forced = {}
+        for operation, name, given in (
+            (FORWARD, self.forward, forward_config),
+            (backward, self.backward, config),
+        ):
+            kernel = plans.kernels_of(operation)[name]
+            if reason := kernel.refuses(what):
+                pytest.skip(reason)
+            forced[operation.name] = name, given or kernel.configs(what)[0]
+        arguments = OPERATOR, self.implementation, inputs, (), wanted, TARGET, forced
+        return plans.build(*arguments), inputs
 
 
 KERNELS = {
-    "separate": Kernels(triton_forward, triton_backward, "separate"),
-    "fused": Kernels(triton_forward, triton_backward, "fused"),
-    "few_keys": Kernels(few_keys, few_keys, "fused"),
-    "hopper separate": Kernels(hopper_forward, hopper_backward, "separate"),
-    "hopper fused": Kernels(hopper_forward, hopper_backward, "fused"),
+    "separate": Kernels("triton", "triton", "separate"),
+    "fused": Kernels("triton", "triton", "fused"),
+    "few_keys": Kernels("few_keys", "few_keys", "fused"),
+    "hopper separate": Kernels("hopper", "hopper", "separate"),
+    "hopper fused": Kernels("hopper", "hopper", "fused"),
 }
 
 
@@ -78,24 +91,24 @@ def draw(case: Case) -> list[torch.Tensor]:
     return [*(x.detach() for x in inputs), do]
 
 
-def counts(*n_context: int) -> torch.Tensor:
-    return torch.tensor(n_context, dtype=torch.int32, device=DEVICE)
+def counts(*n_keys: int) -> torch.Tensor:
+    return torch.tensor(n_keys, dtype=torch.int32, device=DEVICE)
 
 
-def reference(q, k, v, do, n_context=None, dtype=torch.float64) -> list[torch.Tensor]:
+def reference(q, k, v, do, n_keys=None, dtype=torch.float64) -> list[torch.Tensor]:
     """o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
     samples = []
-    for b, n_keys in enumerate([k.shape[2]] * len(q) if n_context is None else n_context.tolist()):
+    for b, length in enumerate([k.shape[2]] * len(q) if n_keys is None else n_keys.tolist()):
         inputs = [x[b].to(dtype).requires_grad_() for x in (q, k, v)]
-        o = attention_reference(inputs[0], *(x[:, :n_keys] for x in inputs[1:]), SCALE)
+        o = formula(inputs[0], *(x[:, :length] for x in inputs[1:]), None, SCALE)
         samples.append((o.detach(), *torch.autograd.grad(o, inputs, do[b].to(dtype))))
     return [torch.stack(heads) for heads in zip(*samples, strict=True)]
 
 
-def ratios(outs, inputs, n_context=None) -> dict[str, float]:
-    own = reference(*inputs, n_context, dtype=inputs[0].dtype)
-    exact = reference(*inputs, n_context)
-    floors = rounding.attention(*inputs, SCALE, None if n_context is None else n_context.tolist())
+def ratios(outs, inputs, n_keys=None) -> dict[str, float]:
+    own = reference(*inputs, n_keys, dtype=inputs[0].dtype)
+    exact = reference(*inputs, n_keys)
+    floors = rounding.attention(*inputs, SCALE, None if n_keys is None else n_keys.tolist())
     results = zip(BUDGETS, outs, own, exact, strict=True)
     return {name: error_ratio(*tensors, floors[name]) for name, *tensors in results}
 
@@ -108,33 +121,33 @@ def test_within_budgets(kernels, n_q, n_k, dtype):
         assert ratio <= BUDGETS[name], name
 
 
-@pytest.mark.parametrize("n_context", [None, [1, 1]])
-def test_one_key_is_its_value_and_has_no_gradient_to_q_and_k(kernels, n_context):
-    inputs = draw(Case(2, 2, 63, 1 if n_context is None else 5, dtype=torch.float32))
-    n_context = None if n_context is None else counts(*n_context)
-    exact = reference(*inputs, n_context)
-    for out, expected in zip(kernels.run(*inputs, n_context), exact, strict=True):
+@pytest.mark.parametrize("n_keys", [None, [1, 1]])
+def test_one_key_is_its_value_and_has_no_gradient_to_q_and_k(kernels, n_keys):
+    inputs = draw(Case(2, 2, 63, 1 if n_keys is None else 5, dtype=torch.float32))
+    n_keys = None if n_keys is None else counts(*n_keys)
+    exact = reference(*inputs, n_keys)
+    for out, expected in zip(kernels.run(*inputs, n_keys), exact, strict=True):
         assert max_abs_error(out, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_k, n_context", [(2, [1, 2]), (64, [64, 63]), (127, [1, 65])])
-def test_a_sample_has_its_own_keys(kernels, n_k, n_context, dtype):
+@pytest.mark.parametrize("n_k, n_keys", [(2, [1, 2]), (64, [64, 63]), (127, [1, 65])])
+def test_a_sample_has_its_own_keys(kernels, n_k, n_keys, dtype):
     inputs = draw(Case(2, 2, 65, n_k, dtype=dtype))
-    outs = kernels.run(*inputs, counts(*n_context))
-    for name, ratio in ratios(outs, inputs, counts(*n_context)).items():
+    outs = kernels.run(*inputs, counts(*n_keys))
+    for name, ratio in ratios(outs, inputs, counts(*n_keys)).items():
         assert ratio <= BUDGETS[name], name
     for gradient in outs[2:]:
-        for b, n_keys in enumerate(n_context):
-            assert (gradient[b, :, n_keys:] == 0).all()
+        for b, length in enumerate(n_keys):
+            assert (gradient[b, :, length:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 32, 128])
 def test_head_dims(kernels, head_dim, dtype):
     inputs = draw(Case(2, 1, 70, 40, head_dim, dtype))
-    n_context = counts(40, 17)
-    for name, ratio in ratios(kernels.run(*inputs, n_context), inputs, n_context).items():
+    n_keys = counts(40, 17)
+    for name, ratio in ratios(kernels.run(*inputs, n_keys), inputs, n_keys).items():
         assert ratio <= BUDGETS[name], name
 
 
@@ -150,29 +163,27 @@ def test_counts_are_clamped_to_the_keys_there_are(kernels):
     assert all(map(torch.equal, wild, kernels.run(*inputs, counts(1, 60, 40))))
 
 
-@pytest.mark.parametrize("n_k, n_context", [(BATCH.n_k, COUNTS), (200, [1, 200, 130])])
-def test_padding_changes_nothing(kernels, n_k, n_context):
+@pytest.mark.parametrize("n_k, n_keys", [(BATCH.n_k, COUNTS), (200, [1, 200, 130])])
+def test_padding_changes_nothing(kernels, n_k, n_keys):
     q, k, v, do = draw(replace(BATCH, n_k=n_k))
     garbage = [x.clone() for x in (k, v)]
     for x in garbage:
-        for b, n_keys in enumerate(n_context):
-            x[b, :, n_keys:] = 1e30
-    clean, padded = (kernels.run(q, *kv, do, counts(*n_context)) for kv in ((k, v), garbage))
+        for b, length in enumerate(n_keys):
+            x[b, :, length:] = 1e30
+    clean, padded = (kernels.run(q, *kv, do, counts(*n_keys)) for kv in ((k, v), garbage))
     assert all(map(torch.equal, padded, clean))
 
 
-@pytest.mark.parametrize("n_context", [None, COUNTS])
-def test_every_element_is_written(kernels, n_context, monkeypatch):
-    empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+@pytest.mark.parametrize("n_keys", [None, COUNTS])
+def test_every_element_is_written(kernels, n_keys, monkeypatch):
+    empty = torch.Tensor.new_empty_strided
 
     def poisoned(self, *size, **options):
-        out = empty(self, *size, **options)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
+        return empty(self, *size, **options).fill_(float("nan"))
 
     inputs = draw(BATCH)
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(float("nan")))
-    for out in kernels.run(*inputs, None if n_context is None else counts(*n_context)):
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", poisoned)
+    for out in kernels.run(*inputs, None if n_keys is None else counts(*n_keys)):
         assert out.isfinite().all()
 
 
@@ -217,12 +228,11 @@ def test_few_keys_of_which_one_has_all_the_weight(kernels, n_k, magnitude, dtype
 
 
 @pytest.mark.blas
-@pytest.mark.parametrize("forward", [triton_forward, few_keys])
+@pytest.mark.parametrize("forward", ["separate", "few_keys"])
 @pytest.mark.parametrize("magnitude", [0.0, 1.0, 8.0, 30.0])
 def test_lse(forward, magnitude):
     q, k, v, do = draw(Case(2, 2, 70, 40, dtype=torch.float32, magnitude=magnitude))
-    config = forward.forward_configs(Problem.of("forward", q, k))[0]
-    _o, lse = forward.forward(q, k, v, counts(40, 33), SCALE, config)
+    lse = KERNELS[forward].lse(q, k, v, counts(40, 33))
     floor = rounding.attention(q, k, v, do, SCALE, (40, 33))["lse"]
     scores = SCALE * q.double() @ k.double().mT
     scores[1, :, :, 33:] = float("-inf")
@@ -238,22 +248,22 @@ def test_scores_far_below_zero(kernels):
         assert max_abs_error(out, expected) <= 1e-3
 
 
-def one_key_too_many(kernels, inputs, n_context):
-    return kernels.run(*inputs, n_context + 1)
+def one_key_too_many(kernels, inputs, n_keys):
+    return kernels.run(*inputs, n_keys + 1)
 
 
-def padding_attended(kernels, inputs, n_context):
+def padding_attended(kernels, inputs, n_keys):
     return kernels.run(*inputs)
 
 
-def samples_swapped(kernels, inputs, n_context):
-    return kernels.run(*inputs, n_context.flip(0))
+def samples_swapped(kernels, inputs, n_keys):
+    return kernels.run(*inputs, n_keys.flip(0))
 
 
 @pytest.mark.parametrize("wrong", [one_key_too_many, padding_attended, samples_swapped])
 def test_negative_controls_fail(kernels, wrong):
-    inputs, n_context = draw(Case(2, 2, 70, 40)), counts(12, 30)
-    for name, ratio in ratios(wrong(kernels, inputs, n_context), inputs, n_context).items():
+    inputs, n_keys = draw(Case(2, 2, 70, 40)), counts(12, 30)
+    for name, ratio in ratios(wrong(kernels, inputs, n_keys), inputs, n_keys).items():
         assert ratio > 5 * BUDGETS[name], name
 
 
@@ -303,11 +313,10 @@ def test_a_delta_of_zero_fails_where_the_floor_is_the_budget(n_k, magnitude):
     """ds = p dp in place of p (dp − delta): where one key has all the weight, dq and dk show it."""
     inputs = draw(Case(2, 1, 70, n_k, dtype=torch.float32, magnitude=magnitude))
     q, k, v, do = inputs
-    config = triton_forward.forward_configs(Problem.of("forward", q, k))[0]
-    o, lse = triton_forward.forward(q, k, v, None, SCALE, config)
-    config = triton_backward.backward_separate_configs(Problem.of("separate", q, k))[0]
-    no_o = torch.zeros_like(o)
-    gradients = triton_backward.backward_separate(do, q, k, v, no_o, lse, None, SCALE, config)
+    plan, tensors = KERNELS["separate"].plan(q, k, v)
+    (o,), saved = plan.forward(tensors, (SCALE,))
+    kept = tuple(plan.kept(tensors, (torch.zeros_like(o),)))
+    gradients = plan.backward((do,), kept, saved, (SCALE,))
     found = ratios((o, *gradients), inputs)
     assert found["dq"] > 5 * BUDGETS["dq"] and found["dk"] > 5 * BUDGETS["dk"]
     assert found["dv"] <= BUDGETS["dv"]
@@ -316,29 +325,61 @@ def test_a_delta_of_zero_fails_where_the_floor_is_the_budget(n_k, magnitude):
 def test_split_reduction_is_the_single_pass(monkeypatch):
     """A segment a tile: dk and dv of the portable kernels through float32 partials."""
     inputs = draw(Case(3, 1, 67, 60, dtype=torch.float32))
-    n_context = counts(*COUNTS)
-    whole = KERNELS["separate"].run(*inputs, n_context)
-    segments, sum_partials = [], triton_backward.sum_partials
+    n_keys = counts(*COUNTS)
+    whole = KERNELS["separate"].run(*inputs, n_keys)
+    segments, partials = [], triton_backward.Partials
 
-    def counted(partials, dk, dv):
-        segments.append(len(partials))
-        sum_partials(partials, dk, dv)
+    def counted(k, n):
+        segments.append(n)
+        return partials(k, n)
 
     monkeypatch.setattr(triton_backward, "MIN_SEGMENT_TILES", 1)
-    monkeypatch.setattr(triton_backward, "sum_partials", counted)
-    split, again = (KERNELS["separate"].run(*inputs, n_context) for _ in range(2))
+    monkeypatch.setattr(triton_backward, "Partials", counted)
+    split, again = (KERNELS["separate"].run(*inputs, n_keys) for _ in range(2))
     assert segments == [3, 3]
     assert all(map(torch.equal, split, again))
     for a, b in zip(split, whole, strict=True):
         assert max_abs_error(a, b) <= 1e-5 and a.stride() == b.stride()
 
 
-def test_configurations_survive_json():
-    for operation in ("forward", "separate", "fused"):
-        problem = Problem(operation, torch.bfloat16, 4, 8, 11_000, 10_000, 64, 90)
-        module = triton_forward if operation == "forward" else triton_backward
-        name = "forward" if operation == "forward" else f"backward_{operation}"
-        configs = getattr(module, f"{name}_configs")(problem)
-        assert len(set(configs)) == len(configs) > 1
-        for config in configs:
-            assert type(config)(**json.loads(json.dumps(asdict(config)))) == config
+def test_gradients_that_nobody_wants_are_not_given(kernels):
+    q, k, v, do = draw(BATCH)
+    every = kernels.run(q, k, v, do)[1:]
+    for wanted in (("q",), ("v",), ("q", "k")):
+        plan, inputs = kernels.plan(q, k, v, wanted=wanted)
+        (o,), saved = plan.forward(inputs, (SCALE,))
+        some = plan.backward((do,), tuple(plan.kept(inputs, (o,))), saved, (SCALE,))
+        for name, gradient, expected in zip("qkv", some, every, strict=True):
+            assert gradient is None if name not in wanted else torch.equal(gradient, expected)
+
+
+def test_an_output_gradient_of_any_strides(kernels):
+    """Expanded, as of a sum; its last dimension not contiguous; of one key, whose stride is 0."""
+    q, k, v, do = draw(BATCH)
+    ones = torch.ones_like(do)
+    expected = kernels.run(q, k, v, ones)
+    turned = ones.mT.contiguous().mT
+    assert turned.stride(-1) != 1
+    for strange in (ones[:1, :1, :1, :1].expand_as(ones), turned):
+        assert all(map(torch.equal, kernels.run(q, k, v, strange), expected))
+
+
+def test_a_launch_keeps_no_tensor(kernels):
+    q, k, v, do = (x.clone() for x in draw(BATCH))
+    plan, inputs = kernels.plan(q, k, v)
+    (o,), saved = plan.forward(inputs, (SCALE,))
+    plan.backward((do,), tuple(plan.kept(inputs, (o,))), saved, (SCALE,))
+    gone = [weakref.ref(x) for x in (q, k, v, do, o, *saved)]
+    del q, k, v, do, o, saved, inputs
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)
+    assert plan.backwards
+
+
+def test_configurations_differ():
+    what = Call(OPERATOR.problem("bfloat16", **SIZES), targets.named("H200"), ("q",))
+    for operation in (FORWARD, SEPARATE, FUSED):
+        for kernel in plans.kernels_of(operation).values():
+            configs = kernel.configs(what)
+            as_json = [json.dumps(choice.as_json(config)) for config in configs]
+            assert len(set(as_json)) == len(configs) > 0

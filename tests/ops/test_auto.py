@@ -319,5 +319,5 @@ def test_what_only_pytorch_takes_it_gets(monkeypatch):
 def test_padded_keys_are_for_ours():
     q = torch.randn(2, 2, 7, 16)
     lengths = torch.tensor([3, 7], dtype=torch.int32)
-    padded = attention(q, q, q, n_context=lengths, implementation="auto")
-    assert torch.equal(padded, attention(q, q, q, n_context=lengths, implementation="fused"))
+    padded = attention(q, q, q, n_keys=lengths, implementation="auto")
+    assert torch.equal(padded, attention(q, q, q, n_keys=lengths, implementation="fused"))

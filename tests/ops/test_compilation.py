@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tnp.catalog import catalog
 from tnp.gates import KERNEL_GATES, blocking_reason, kernels, run_gate
-from tnp.ops import compilation, registry
+from tnp.gates import compile as compilation
 
 ROOT = str(Path(compilation.__file__).parents[2])
 KERNEL = re.compile(r"^def _?(\w+)_kernel\(", re.MULTILINE)
@@ -19,30 +20,40 @@ KERNEL = re.compile(r"^def _?(\w+)_kernel\(", re.MULTILINE)
 # None is the default, and of `rms_norm`.
 PREAMBLE = """
 import json, torch
-from tnp.ops import compilation, launches
-from tnp.ops.attention.kernels import KERNELS, Problem
+from tnp import plans, targets
+from tnp.choice import as_json
+from tnp.contract import Call
+from tnp.gates import compile
+from tnp.ops import triton_rms_norm
+from tnp.ops.attention import FORWARD, OPERATOR
 from tnp.ops.attention.primitives import LaunchConfig
-from tnp.ops.norms import BackwardConfig
-from tnp.ops.rms_norm import RMS_NORM
 
-def attention(operation, kernel, dtype, head_dim, capability, config):
-    problem = Problem(operation, dtype, 2, 2, 200, 500, head_dim, capability)
-    config = config or KERNELS[operation, kernel].configs(problem)[0]
-    return launches.attention(problem, kernel, config, False)
+def attention(name, dtype, head_dim, capability, config=None):
+    sizes = dict(batch=2, n_heads=2, n_q=200, n_k=500, head_dim=head_dim)
+    problem, target = OPERATOR.problem(dtype, **sizes), targets.of_capability(capability)
+    own = next(one for one in OPERATOR.implementations if one.name == name)
+    if config is None:
+        return list(compile.launches(OPERATOR, problem, target, own))
+    forced = {FORWARD.name: ("triton", config)}
+    def call():
+        compile._launch(OPERATOR, own, problem, target, (), forced)
+    return [compile.Launch(capability, dtype, ((OPERATOR.name, name),), call)]
 
 def rms_norm(config):
-    inputs = tuple(torch.empty(size, device="meta") for size in ((100, 512), 512))
+    x, weight = (torch.empty(size, device="meta") for size in ((100, 512), 512))
     def call():
-        launches.planned(RMS_NORM, inputs, {"rms_norm.backward": ("rows", config)})
-    return launches.Launch(80, torch.float32, (("rms_norm", "fused"),), call)
+        triton_rms_norm.BACKWARD_CONFIG = config
+        triton_rms_norm.backward(x, x, x, weight, 1e-6)
+    return [compile.Launch(80, "float32", (("rms_norm", "fused"),), call)]
 
 def rows(*launches):
-    print(json.dumps([compilation.compiled(job) for job in compilation.collect(launches)]))
+    jobs = compile.collect(launch for each in launches for launch in each)
+    print(json.dumps([compile.compiled(job) for job in jobs]))
 """
 
 
 def rows(*launches: str) -> list[dict]:
-    """`compilation.compiled` of the launches, in a process that can compile."""
+    """`gates.compile.compiled` of the launches, in a process that can compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     logging = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
     child = subprocess.run(
@@ -61,13 +72,16 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     assert {row["target"] for row in rows} == {"sm_80", "sm_90a", "sm_100a"}
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
     users = {tuple(user) for row in rows for user in row["users"]}
-    assert users == {user for user, gates in KERNEL_GATES.items() if "kernels" in gates}
+    declared = {
+        (operator.name, own.name)
+        for operator in catalog().operators.values()
+        for own in operator.implementations
+        if own.forward is not None
+    }
+    assert users == declared | {user for user, gates in KERNEL_GATES.items() if "kernels" in gates}
     hopper = {(row["target"], row["dtype"]) for row in rows if "hopper" in row["kernel"]}
     assert hopper == {("sm_90a", "bfloat16"), ("sm_90a", "float16")}
-    ops = Path(compilation.__file__).parent
-    # Kernels of packages that the registry does not name are launched by no gate of it.
-    known = {ops, *(ops / op for op in registry.operators())}
-    sources = (path.read_text() for path in ops.rglob("*.py") if path.parent in known)
+    sources = (path.read_text() for path in Path(ROOT, "tnp/ops").rglob("*.py"))
     written = {name for source in sources for name in KERNEL.findall(source)}
     assert {row["kernel"] for row in rows} == written
     bad = [
@@ -81,12 +95,12 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
 
 def test_a_spill_is_seen():
     """The control: float32 tiles of 128 × 32, or 16 rows, are too large for the registers."""
-    small, large, forward, norm, norm_sum = rows(
-        'attention("forward", "triton", torch.float32, 64, 90, LaunchConfig(16, 16, 4, 1))',
-        'attention("forward", "triton", torch.float32, 64, 90, LaunchConfig(128, 32, 4, 1))',
-        "rms_norm(BackwardConfig(16384, 4, 1, 1))",
+    small, large, norm, norm_sum = rows(
+        'attention("fused", "float32", 64, 90, LaunchConfig(16, 16, 4, 1))',
+        'attention("fused", "float32", 64, 90, LaunchConfig(128, 32, 4, 1))',
+        "rms_norm(triton_rms_norm.BackwardConfig(16384, 4, 1, 1))",
     )
-    assert norm["spill_bytes"] > 0 == norm_sum["spill_bytes"] == forward["spill_bytes"]
+    assert norm["spill_bytes"] > 0 == norm_sum["spill_bytes"]
     assert norm["users"] == norm_sum["users"] == [["rms_norm", "fused"]]
     assert small["spill_bytes"] == 0 < large["spill_bytes"]
     assert json.loads(large["launch_config"])["BLOCK_M"] == 128
@@ -94,20 +108,20 @@ def test_a_spill_is_seen():
 
 def test_a_serialized_matmul_and_an_overrun_are_seen():
     serialized, overrun = rows(
-        'attention("forward", "triton", torch.bfloat16, 128, 90, LaunchConfig(128, 256, 4, 1))',
-        'attention("forward", "triton", torch.bfloat16, 128, 90, LaunchConfig(64, 128, 4, 6))',
+        'attention("fused", "bfloat16", 128, 90, LaunchConfig(128, 256, 4, 1))',
+        'attention("fused", "bfloat16", 128, 90, LaunchConfig(64, 128, 4, 6))',
     )
     assert "wgmma.mma_async instructions are serialized" in serialized["warnings"]
     assert overrun["shared_bytes"] > overrun["shared_limit_bytes"]
 
 
 def test_equal_launches_compile_once_and_know_who_launches_them():
-    separate = 'attention("separate", "triton", torch.bfloat16, 64, 80, None)'
-    fused = 'attention("fused", "triton", torch.bfloat16, 64, 80, None)'
+    separate, fused = (f'attention("{name}", "bfloat16", 64, 80)' for name in ("separate", "fused"))
     compiled = rows(separate, separate, fused)
     users = {row["kernel"]: row["users"] for row in compiled}
     assert len(users) == len(compiled)
     assert users["delta"] == [["attention", "fused"], ["attention", "separate"]]
+    assert users["attention_fwd"] == users["delta"]
     assert users["attention_bwd_dq"] == [["attention", "separate"]]
     assert users["attention_bwd_fused"] == [["attention", "fused"]]
 

@@ -7,7 +7,7 @@ from tnp.ops.attention.hopper_forward import (
     KEY_PARTS,
     MIN_BLOCKS_SAVED,
     TILE_ROWS,
-    _squared_norms,
+    bound_norms,
     schedule,
 )
 
@@ -41,11 +41,13 @@ def test_schedule_splits_only_where_it_pays():
 def test_squared_norms_are_the_largest_of_tiles_and_of_parts(n_q, n_k, counted):
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 3, n, 64, generator=generator).to(DEVICE) for n in (n_q, n_k))
-    n_context = None
+    n_keys = None
     if counted:
-        n_context = torch.tensor([1, n_k], dtype=torch.int32, device=DEVICE)
+        n_keys = torch.tensor([1, n_k], dtype=torch.int32, device=DEVICE)
         k[0, :, 1:] = 1e30  # padding
-    norms = _squared_norms(q, k, n_context)
+    kernel, n_norms = bound_norms(q, k, counted)
+    norms = q.new_empty(n_norms)
+    kernel(q, k, norms, n_keys if counted else q)
     if counted:
         k[0, :, 1:] = 0.0
     tiles, parts = norms.split([norms.numel() - 6 * KEY_PARTS.value, 6 * KEY_PARTS.value])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tnp.ops.attention import attention
-from tnp.ops.attention.sdpa import with_aligned_rows
+from tnp.ops.attention.torch_forms import with_aligned_rows
 from tnp.ops.embedding import embed_rows
 from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mixture_nll import mixture_nll

@@ -256,7 +256,7 @@ def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
 def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
     files = sources.of_gate("skip_unread")
     assert used_kernels(files) == KERNELS
-    assert "tnp/ops/tuned/attention.json" in files
+    assert "tnp/tuned/nvidia-h200.json" in files
     # Else an edited kernel would void what PyTorch's steps wait for.
     for gate in ("baseline", "checkpointing", "cuda_graphs"):
         assert used_kernels(sources.of_gate(gate)) == set()
@@ -288,7 +288,7 @@ def test_what_auto_may_choose_is_its_source_and_gate():
     assert chosen == {"tnp/ops/auto.py", "tnp/ops/tuned/implementations.json"}
     assert mlp["single"] | mlp["fused"] < mlp["auto"]
     attention = sources.of_op({"op": "attention", "implementation": "auto"})
-    assert "tnp/ops/tuned/attention.json" in attention
+    assert "tnp/tuned/nvidia-h200.json" in attention
     assert "tnp/ops/attention/peers.py" not in attention
     others = sources.of_step(steps["matrix--mid--fused"]), sources.of_gate("mlp")
     assert not any(chosen & set(files) for files in others)
@@ -341,7 +341,7 @@ def test_a_hash_of_a_module_does_not_see_comments(tmp_path, monkeypatch):
 
 def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
     files = sources.of_gate("attention_forward")
-    assert "tnp/ops/tuned/attention.json" in files
+    assert "tnp/tuned/nvidia-h200.json" in files
     found = [sources.fingerprint(*of) for of in (
         ("gate", files), ("gate", files[::-1]), ("benchmark", files),
         ("gate", [file for file in files if not file.endswith(".json")]),

@@ -9,12 +9,13 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from tnp import plans
 from tnp.bench.child import reporting
 from tnp.bench.isolate import with_provenance
 from tnp.bench.operators import (
@@ -34,9 +35,13 @@ from tnp.bench.sampled import measured_columns
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import measure_interleaved, synchronize
 from tnp.bench.workloads import Output, input_sets
-from tnp.ops.attention.kernels import KERNELS, Problem
-from tnp.ops.tuning import candidates, choose
+from tnp.choice import as_json
+from tnp.contract import Call, Kernel, Operation
+from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE
 
+OPERATIONS: dict[str, Operation] = {
+    operation.name.rpartition(".")[2]: operation for operation in (FORWARD, SEPARATE, FUSED)
+}
 PROBLEM = ("operation", "shape", "batch", "n_q", "n_k", "n_heads", "head_dim", "dtype")
 
 
@@ -144,6 +149,23 @@ def measure_trials(
     return [trial.row for trial in trials]
 
 
+@dataclass
+class _Candidate:
+    """A kernel with a configuration; all sets of inputs are laid out alike, and launched alike."""
+
+    kernel: Kernel
+    what: Call
+    config: object
+    launch: Callable | None = None
+
+    def __call__(self, inputs: tuple, scalars: tuple[float]) -> tuple[torch.Tensor, ...]:
+        """Outputs and what is saved, or gradients."""
+        if self.launch is None:
+            self.launch = self.kernel.prepare(self.what, self.config, inputs)
+        results = self.launch(inputs, scalars)
+        return (*results[0], *results[1]) if isinstance(results[0], tuple) else results
+
+
 def _each(
     trials: list[_Trial],
     work: Callable[[_Trial], None],
@@ -167,17 +189,21 @@ def _each(
 
 def _trials(parameters: dict, device: torch.device) -> list[_Trial]:
     """Every candidate, the default first; those that must not be tried have their status."""
-    operation, scale = parameters["operation"], parameters["head_dim"] ** -0.5
+    operation, scale = OPERATIONS[parameters["operation"]], parameters["head_dim"] ** -0.5
     inputs = _inputs(parameters, device)
-    q, k = inputs[0][:2] if operation == "forward" else inputs[0][1:3]
-    problem = Problem.of(operation, q, k)
+    what = _called(inputs[0] if operation is FORWARD else inputs[0][1][:3])
     trials = []
-    for kernel, config in candidates(problem):
-        launch_config = json.dumps(asdict(config))
-        name = f"{kernel} {launch_config}"
-        run = KERNELS[operation, kernel].run
-        calls = [partial(run, *tensors, None, scale, config) for tensors in inputs]
-        row = _key(parameters) | {"capability": problem.capability, "kernel": kernel}
+    candidates = [
+        _Candidate(kernel, what, config)
+        for kernel in plans.kernels_of(operation).values()
+        if kernel.refuses(what) is None
+        for config in kernel.configs(what)
+    ]
+    for candidate in candidates:
+        kernel, launch_config = candidate.kernel, json.dumps(as_json(candidate.config))
+        name = f"{kernel.name} {launch_config}"
+        calls = [partial(candidate, tensors, (scale,)) for tensors in inputs]
+        row = _key(parameters) | {"capability": what.target.capability, "kernel": kernel.name}
         row |= {"launch_config": launch_config, "is_default": not trials}
         trials.append(_Trial(name, calls, row))
         if name in parameters.get("ended_by", {}):
@@ -185,11 +211,15 @@ def _trials(parameters: dict, device: torch.device) -> list[_Trial]:
     return trials
 
 
+def _called(inputs: Sequence[torch.Tensor]) -> Call:
+    return plans.describe(OPERATOR, (*inputs[:3], None), wanted=OPERATOR.differentiated)
+
+
 def _key(parameters: dict) -> dict[str, object]:
     return {name: parameters[name] for name in PROBLEM}
 
 
-def _inputs(parameters: dict, device: torch.device) -> list[list[torch.Tensor]]:
+def _inputs(parameters: dict, device: torch.device) -> list[tuple]:
     """The tensors of an operation, as the model passes them, in sets that overflow the cache."""
     batch, n_heads, n_q, n_k, head_dim = size = [
         parameters[name] for name in ("batch", "n_heads", "n_q", "n_k", "head_dim")
@@ -200,15 +230,16 @@ def _inputs(parameters: dict, device: torch.device) -> list[list[torch.Tensor]]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    def tensors() -> list[torch.Tensor]:
+    def tensors() -> tuple:
         q, k, v = normal(batch, max(n_q, n_k), 3, n_heads, head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]
+        inputs = (q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k], None)
         if pass_ == "forward":
-            return [q, k, v]
-        choice = choose(Problem.of("forward", q, k, v))
-        forward = KERNELS["forward", choice.kernel].run
-        o, lse = forward(q, k, v, None, head_dim**-0.5, choice.config)
-        return [normal(batch, n_q, n_heads, head_dim).transpose(1, 2), q, k, v, o, lse]
+            return inputs
+        what = _called(inputs)
+        kernel, choice = plans.choose_kernel(FORWARD, OPERATOR, what)
+        outputs, saved = kernel.prepare(what, choice.config, inputs)(inputs, (head_dim**-0.5,))
+        do = normal(batch, n_q, n_heads, head_dim).transpose(1, 2)
+        return (do,), (*inputs, *outputs), saved
 
     n_bytes = attention_bytes(
         *size, dtype.itemsize, "forward" if pass_ == "forward" else "backward"

@@ -3,6 +3,7 @@
 To add an operator, write a function of (parameters, pass_, device) and enter it in `WORKLOADS`.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
+from tnp import plans
 from tnp.bench.roofline import (
     add_rms_norm_bytes,
     attention_bytes,
@@ -21,7 +23,9 @@ from tnp.bench.roofline import (
     mlp_flops,
     nll_bytes,
 )
-from tnp.ops.attention import attention, describe_launch
+from tnp.catalog import catalog
+from tnp.ops.attention import OPERATOR as ATTENTION
+from tnp.ops.attention import attention
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
@@ -107,6 +111,23 @@ def attention_workload(parameters: dict, pass_: str, device: torch.device) -> Wo
 
     flops = float(attention_flops(*size, pass_))
     return Workload(calls, flops, n_bytes, check, launch_config)
+
+
+def describe_launch(
+    q: torch.Tensor, k: torch.Tensor, pass_: str, implementation: str
+) -> str | None:
+    """What runs in a "forward" or "backward" pass of attention, kernel and configuration as JSON.
+
+    None for what is not ours.
+    """
+    found = catalog().load("attention", implementation)
+    if found.run is not None:
+        return None
+    operation = found.forward if pass_ == "forward" else found.backward
+    what = plans.describe(ATTENTION, (q, k, k, None), wanted=ATTENTION.differentiated)
+    chosen = plans.choose_kernel(operation, ATTENTION, what)[1].describe()
+    kernel, config = chosen.pop("choice"), chosen.pop("config")
+    return json.dumps({"kernel": kernel} | chosen | config)
 
 
 def _attention_head_reference(

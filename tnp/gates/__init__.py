@@ -41,7 +41,7 @@ GATES = {
     "mixture_nll": Gate(8, ("tnp.ops.mixture_nll",), "mixture_nll"),
     "checkpointing": Gate(9, _MODEL),
     "cuda_graphs": Gate(10, _MODEL),
-    "kernels": Gate(11, ("tnp.ops.compilation",)),
+    "kernels": Gate(11, ("tnp.gates.compile",)),
 }
 
 # Gates that prove an implementation of an operator: those that use another do not wait for them.

@@ -4,19 +4,21 @@ from collections.abc import Iterator
 
 import torch
 
+from tnp.contract import Operation
 from tnp.gates import attention_cases as cases
 from tnp.gates.attention_forward import REPEATS
 from tnp.gates.checks import Check, distance, error_ratio, max_abs_error, require_ours
+from tnp.ops.attention import SEPARATE
 
 GRADIENTS = ("dq", "dk", "dv")
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    yield from gradient_checks(device, "separate", repeatable=GRADIENTS)
+    yield from gradient_checks(device, SEPARATE, repeatable=GRADIENTS)
 
 
 def gradient_checks(
-    device: torch.device, operation: str, repeatable: tuple[str, ...]
+    device: torch.device, operation: Operation, repeatable: tuple[str, ...]
 ) -> Iterator[Check]:
     """Every kernel of a backward operation; those of its gradients that must repeat bit by bit.
 
@@ -24,17 +26,18 @@ def gradient_checks(
     is off from float64.
     """
     require_ours(device)
+    implementation = operation.name.rpartition(".")[2]
     for case in cases.cases(device):
         inputs, do = cases.draw(case, device)
         pytorch = cases.pytorch_own(case, inputs, do)[1:]
         exact = cases.reference(case, inputs, do)[1:]
         floors = cases.floors(case, inputs, do)
-        for kernel, config in cases.launches(operation, inputs):
+        for kernel, config in cases.launches(operation, case, inputs):
             first = cases.backward(case, inputs, do, operation, kernel, config)
             for name, ours, own, reference in zip(GRADIENTS, first, pytorch, exact, strict=True):
                 yield Check(f"{kernel}: {name} against float64, {case}", "error_ratio",
                             error_ratio(ours, own, reference, floors[name]), cases.BUDGETS[name],
-                            operation)  # fmt: skip
+                            implementation)  # fmt: skip
             repeats = REPEATS[device.type]
             differences = dict.fromkeys(GRADIENTS, 0.0)
             for _ in range(repeats):
@@ -45,4 +48,4 @@ def gradient_checks(
                 moving = name not in repeatable and kernel == "hopper"
                 bound = distance(once, reference) if moving else 0.0
                 yield Check(f"{kernel}: {name} repeats: {repeats}, {case}", "max_abs_difference",
-                            differences[name], bound, operation)  # fmt: skip
+                            differences[name], bound, implementation)  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from tnp.gates import attention_cases as cases
 from tnp.gates.checks import Check, error_ratio, max_abs_error, require_ours
-from tnp.ops.attention import attention
+from tnp.ops.attention import FORWARD, attention
 
 # The specification's bound, for inputs of unit variance in bfloat16.
 MAX_ABS_ERROR = 1e-2
@@ -21,11 +21,11 @@ def checks(device: torch.device) -> Iterator[Check]:
         pytorch = cases.pytorch_own(case, inputs, do)[0]
         exact = cases.reference(case, inputs, do)[0]
         floor = cases.floors(case, inputs, do)["o"]
-        for kernel, config in cases.launches("forward", inputs):
+        for kernel, config in cases.launches(FORWARD, case, inputs):
             o, _lse = cases.forward(case, inputs, kernel, config)
             yield Check(f"{kernel}: o against float64, {case}", "error_ratio",
                         error_ratio(o, pytorch, exact, floor), cases.BUDGETS["o"])  # fmt: skip
-            if case.magnitude == 1 and case.n_context is None:
+            if case.magnitude == 1 and case.n_keys is None:
                 yield Check(f"{kernel}: o against PyTorch, {case}", "max_abs_error",
                             max_abs_error(o, pytorch), MAX_ABS_ERROR)  # fmt: skip
             repeats = REPEATS[device.type]

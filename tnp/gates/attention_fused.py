@@ -10,7 +10,8 @@ import torch
 
 from tnp.gates.attention_backward import gradient_checks
 from tnp.gates.checks import Check
+from tnp.ops.attention import FUSED
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    yield from gradient_checks(device, "fused", repeatable=("dk", "dv"))
+    yield from gradient_checks(device, FUSED, repeatable=("dk", "dv"))

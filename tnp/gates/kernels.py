@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from tnp.gates.checks import Check
-from tnp.ops.compilation import compile_all
+from tnp.gates.compile import compile_all
 
 
 def kernel_rows() -> list[dict]:

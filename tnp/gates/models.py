@@ -9,8 +9,7 @@ import torch
 from tnp.gates.checks import max_abs_error
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops import registry
-from tnp.ops.attention import OURS
-from tnp.ops.attention.sdpa import BACKENDS
+from tnp.ops.attention import OPERATOR
 from tnp.step import TrainingStep
 from tnp.tasks import GaussianProcessTasks, Task
 from tnp.variants import OPERATORS, Variant
@@ -44,7 +43,7 @@ def scale(device: torch.device) -> Scale:
 
 def implementations(device: torch.device) -> Iterator[str]:
     """PyTorch's attention backends and ours, those that run here in the dtype the gates use."""
-    for name in (*BACKENDS, *OURS):
+    for name in (own.name for own in OPERATOR.implementations if own.selectable):
         # One that cannot run here has no result to check; its benchmarks say why in their rows.
         with contextlib.suppress(RuntimeError):
             registry.check("attention", name, device, scale(device).dtype)

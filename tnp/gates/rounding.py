@@ -42,16 +42,16 @@ def attention(
     v: torch.Tensor,
     do: torch.Tensor,
     scale: float,
-    n_context: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Floors:
     """Floors of o, dq, dk, dv, and of lse in nats.
 
-    q and do [B, H, n_q, D], k and v [B, H, n_k, D], of which sample b counts n_context[b] keys.
+    q and do [B, H, n_q, D], k and v [B, H, n_k, D], of which sample b counts lengths[b] keys.
     A head at a time to bound the memory.
     """
     sums: dict[str, torch.Tensor] = {}
     for b in range(q.shape[0]):
-        n_keys = k.shape[2] if n_context is None else n_context[b]
+        n_keys = k.shape[2] if lengths is None else lengths[b]
         for h in range(q.shape[1]):
             rows = (q[b, h], k[b, h, :n_keys], v[b, h, :n_keys], do[b, h])
             variances = _head(*(x.detach().double() for x in rows), scale)

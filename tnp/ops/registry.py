@@ -165,15 +165,15 @@ _IMPLEMENTATIONS = {
     (implementation.op, implementation.name): implementation
     for implementation in (
         Implementation(
-            "attention", "sdpa_flash", ("tnp.ops.attention.sdpa",), _half_precision_on_cuda
+            "attention", "sdpa_flash", ("tnp.ops.attention.torch_forms",), _half_precision_on_cuda
         ),
-        Implementation("attention", "sdpa_cudnn", ("tnp.ops.attention.sdpa",), _cudnn),
+        Implementation("attention", "sdpa_cudnn", ("tnp.ops.attention.torch_forms",), _cudnn),
         Implementation("attention", "flex", ("tnp.ops.attention.peers",), _flex),
         Implementation("attention", "fa3", ("tnp.ops.attention.peers",), _fa3, "fa3-fwd"),
         Implementation("attention", "fa4", ("tnp.ops.attention.peers",), _fa4, "flash-attn-4"),
         Implementation("attention", "separate", OURS, _triton, "own"),
         Implementation("attention", "fused", OURS, _triton, "own"),
-        Implementation("attention", "reference", ("tnp.ops.attention.reference",), _anywhere),
+        Implementation("attention", "reference", ("tnp.ops.attention.torch_forms",), _anywhere),
         Implementation("embedding", "torch", (), _anywhere),
         Implementation(
             "embedding", "fused", ("tnp.ops.embedding.triton_embedding",), _triton, "own"

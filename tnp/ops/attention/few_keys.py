@@ -16,30 +16,33 @@ few to fill the GPU, the backward pass splits the queries into segments that wri
 partials, which a second launch adds up in a fixed order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Call, Kernel, Reason, Support
+from tnp.launch import Bound
 from tnp.ops.attention.primitives import (
-    FULL_GRID,
     LOG2_E,
     LaunchConfig,
-    empty_partials,
-    empty_rows,
+    Partials,
+    backward,
+    checked,
+    empty,
+    empty_backward,
+    full_grid,
     head_ptr,
     key_count,
     load_rows,
+    lse_layout,
     row_strides,
+    rows_layout,
     store_rows,
-    sum_partials,
 )
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
-
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
 
 MAX_KEYS = 128
 # A segment shorter than this costs more in partials than its parallelism gains.
@@ -101,14 +104,14 @@ def _program(n_q, n_heads, chunk):
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _few_keys_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_context_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     n_heads, n_q, n_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
-    HAS_N_CONTEXT: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     b, pid_bh, begin = _program(n_q, n_heads, TILES * BLOCK_M)
     q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
@@ -118,7 +121,7 @@ def _few_keys_fwd_kernel(
     lse_ptr += pid_bh.to(tl.int64) * n_q
 
     offs_n = tl.arange(0, BLOCK_N)
-    n_keys = key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT)
+    n_keys = key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
     k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, True)
     v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, True)
     for tile in tl.range(0, TILES):
@@ -135,7 +138,7 @@ def _few_keys_fwd_kernel(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "chunk"])
 def _few_keys_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, n_context_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -144,7 +147,7 @@ def _few_keys_bwd_kernel(
     stride_dkb, stride_dkh, stride_dkn,
     stride_dks, n_heads, n_q, n_k, chunk, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_N_CONTEXT: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv share strides; `chunk` queries, a multiple of BLOCK_M, belong to a program."""
     b, pid_bh, begin = _program(n_q, n_heads, chunk)
@@ -156,7 +159,7 @@ def _few_keys_bwd_kernel(
     lse_ptr += pid_bh.to(tl.int64) * n_q
 
     offs_n = tl.arange(0, BLOCK_N)
-    n_keys = key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT)
+    n_keys = key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
     k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, True)
     v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, True)
     dk_t = tl.zeros([HEAD_DIM, BLOCK_N], tl.float32)
@@ -188,88 +191,96 @@ def _block_n(n_k: int) -> int:
     return 64 if n_k <= 64 else MAX_KEYS
 
 
-def unsupported(problem: "Problem") -> str | None:
-    """Why these kernels cannot serve the problem, or None."""
-    if problem.n_k > MAX_KEYS:
-        return f"its tile holds {MAX_KEYS} keys and there are {problem.n_k}"
-    configs = forward_configs if problem.operation == "forward" else backward_configs
-    if not configs(problem):
-        return f"no tile of {problem.n_k} keys at head_dim {problem.head_dim} fits the registers"
-    return None
-
-
-def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
+def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
     """Candidates, the default first; none where the forward pass is unsupported."""
-    block_n = _block_n(problem.n_k)
-    tiles = FORWARD_TILES.get((block_n, problem.dtype.itemsize, problem.head_dim), ())
+    block_n = _block_n(call.problem["n_k"])
+    tiles = FORWARD_TILES.get((block_n, call.problem.itemsize, call.problem["head_dim"]), ())
     return tuple(ForwardConfig(block_m, block_n, *rest) for block_m, *rest in tiles)
 
 
-def backward_configs(problem: "Problem") -> tuple[LaunchConfig, ...]:
+def backward_configs(call: Call) -> tuple[LaunchConfig, ...]:
     """Candidates, the default first; none where the backward pass is unsupported."""
-    block_n = _block_n(problem.n_k)
-    key = block_n, problem.dtype.itemsize, problem.head_dim
+    block_n = _block_n(call.problem["n_k"])
+    key = block_n, call.problem.itemsize, call.problem["head_dim"]
     tiles = BACKWARD_TILES.get(key, ())
-    if problem.capability in WIDE_TARGETS:
+    if call.target.capability in WIDE_TARGETS:
         tiles = WIDE_BACKWARD_TILES.get(key, ()) + tiles
     return tuple(LaunchConfig(block_m, block_n, *rest) for block_m, *rest in tiles)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: ForwardConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+def _supported(configs: Callable[[Call], tuple]) -> Support:
+    def supported(call: Call) -> Reason:
+        n_k, head_dim = call.problem["n_k"], call.problem["head_dim"]
+        if n_k > MAX_KEYS:
+            return f"its tile holds {MAX_KEYS} keys and there are {n_k}"
+        if not configs(call):
+            return f"no tile of {n_k} keys at head_dim {head_dim} fits the registers"
+        return None
+
+    return supported
+
+
+def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
+    """One launch, which walks `tiles` tiles of queries a program."""
+    q, k, v, n_keys = inputs
     batch, n_heads, n_q, head_dim = q.shape
-    o = empty_rows(q, n_q)
-    lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
+    of_o, of_lse = rows_layout(q), lse_layout(q)
     chunks = triton.cdiv(n_q, config.tiles * config.block_m)
-    _few_keys_fwd_kernel[(batch * n_heads * chunks,)](
-        q, k, v, o, lse, q if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o),
-        n_heads, n_q, k.shape[2], scale * LOG2_E,
-        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
+    kernel = Bound(
+        _few_keys_fwd_kernel, (batch * n_heads * chunks,),
+        *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3], n_heads, n_q, k.shape[2],
+        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
-    return o, lse
+
+    def launch(inputs, scalars):
+        q, k, v, n_keys = inputs
+        o = q.new_empty_strided(*of_o)
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
+        return (o,), (lse,)
+
+    return checked(launch, call)
 
 
-def backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: LaunchConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]; o is not read."""
+@backward
+def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
+    """One launch, or one that leaves parts and one that adds them up; o is not read."""
     batch, n_heads, n_q, head_dim = q.shape
-    n_k = k.shape[2]
     n_tiles = triton.cdiv(n_q, config.block_m)
-    segments = max(1, min(FULL_GRID // (batch * n_heads), n_tiles // MIN_SEGMENT_TILES))
+    segments = full_grid(call.target) // (batch * n_heads)
+    segments = max(1, min(segments, n_tiles // MIN_SEGMENT_TILES))
     chunk = triton.cdiv(n_tiles, segments) * config.block_m
     segments = triton.cdiv(n_q, chunk)
-    dq, dk, dv = empty_rows(q, n_q), empty_rows(k, n_k), empty_rows(v, n_k)
-    partials = None if segments == 1 else empty_partials(k, segments)
-    dk_part, dv_part = (dk, dv) if partials is None else partials[0]
-    _few_keys_bwd_kernel[(batch * n_heads * segments,)](
-        q, k, v, do, lse, dq, dk_part, dv_part, q if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dq),
-        *row_strides(dk), 0 if partials is None else partials.stride(0),
-        n_heads, n_q, n_k, chunk, scale, scale * LOG2_E,
-        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
+    of_q, of_k = rows_layout(q), rows_layout(k)
+    partials = Partials(k, segments) if segments > 1 else None
+    kernel = Bound(
+        _few_keys_bwd_kernel, (batch * n_heads * segments,),
+        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
+        *of_q[1][:3], *of_k[1][:3], partials.stride if partials else 0,
+        n_heads, n_q, k.shape[2], chunk,
+        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
-    if partials is not None:
-        sum_partials(partials, dk, dv)
-    return dq, dk, dv
+
+    def launch(do, q, k, v, n_keys, o, lse, scale):
+        dq = q.new_empty_strided(*of_q)
+        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
+        kernel(
+            q, k, v, do, lse, dq, dk_part, dv_part, q if n_keys is None else n_keys,
+            scale, scale * LOG2_E,
+        )  # fmt: skip
+        if partials:
+            partials.add(dk_part, dk, dv)
+        return dq, dk, dv
+
+    return launch
 
 
+FORWARD = Kernel(
+    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, ("n_keys",)
+)
 # One launch without atomics is both the deterministic form and the fused one.
-backward_separate, backward_separate_configs = backward, backward_configs
-backward_fused, backward_fused_configs = backward, backward_configs
+BACKWARD = Kernel(
+    "few_keys", empty_backward, prepare_backward, _supported(backward_configs), backward_configs,
+    ("n_keys",),
+)  # fmt: skip

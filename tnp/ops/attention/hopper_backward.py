@@ -7,32 +7,37 @@ query tiles, where lse is +inf, so that no loop over queries needs a mask.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tnp.ops.attention.hopper_dkdv import PADDED_ROWS, DkdvConfig, attention_dkdv
-from tnp.ops.attention.hopper_dq import DqConfig, attention_dq
-from tnp.ops.attention.hopper_primitives import refuses
-from tnp.ops.attention.primitives import empty_rows, head_ptr, load_rows, row_strides, store_rows
-
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
+from tnp.ops.attention.hopper_dkdv import PADDED_ROWS, DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
+from tnp.ops.attention.hopper_primitives import supported
+from tnp.ops.attention.primitives import (
+    LOG2_E,
+    backward,
+    empty_backward,
+    flat,
+    head_ptr,
+    load_rows,
+    row_strides,
+    rows_layout,
+    store_rows,
+)
 
 TILE_ROWS = 64
 
 
 @dataclass(frozen=True)
 class SeparateConfig:
+    """One configuration a launch."""
+
     dkdv: DkdvConfig
     dq: DqConfig
-
-    def __post_init__(self) -> None:
-        for name, kind in (("dkdv", DkdvConfig), ("dq", DqConfig)):
-            if isinstance(getattr(self, name), dict):
-                object.__setattr__(self, name, kind(**getattr(self, name)))
 
 
 @triton.jit(do_not_specialize=["n_q"])
@@ -80,31 +85,22 @@ def _finish_dq_kernel(
     store_rows(dq_ptr, dq, offs_m, n_q, stride_dqm, HEAD_DIM)
 
 
-def _n_tiles(q: torch.Tensor) -> int:
+def _n_tiles(q: Tensor) -> int:
     """Query tiles of all heads, each head's padded to PADDED_ROWS."""
     padded = PADDED_ROWS.value
     return q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], padded) * (padded // TILE_ROWS)
 
 
-def _statistics(o, do, lse, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded lse and delta [2, rows], and dq's float32 tiles [rows, D], 0, where `fused`."""
-    n_heads, n_q, head_dim = o.shape[1:]
-    rows = _n_tiles(o) * TILE_ROWS
-    statistics = lse.new_empty(2, rows)
-    dq = lse.new_empty(rows if fused else TILE_ROWS, head_dim)
-    _statistics_kernel[(_n_tiles(o),)](
-        o, do, lse, statistics, dq, *row_strides(o), *row_strides(do), n_heads, n_q,
+def _bound_statistics(o: Tensor, do: Tensor, fused: bool) -> Bound:
+    """Of o, do, lse, padded lse and delta [2, rows], and dq's tiles, which become 0 if `fused`."""
+    _batch, n_heads, n_q, head_dim = o.shape
+    return Bound(
+        _statistics_kernel, (_n_tiles(o),), *row_strides(o), *row_strides(do), n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value, FUSED=fused,
     )  # fmt: skip
-    return statistics, dq
 
 
-def unsupported(problem: "Problem") -> str | None:
-    """Why these kernels cannot serve the problem, or None."""
-    return refuses(problem)
-
-
-def backward_separate_configs(problem: "Problem") -> tuple[SeparateConfig, ...]:
+def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
     return tuple(
         SeparateConfig(dkdv, dq)
@@ -113,49 +109,68 @@ def backward_separate_configs(problem: "Problem") -> tuple[SeparateConfig, ...]:
     )
 
 
-def backward_fused_configs(problem: "Problem") -> tuple[DkdvConfig, ...]:
+def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
     return (DkdvConfig(4, 1, 208),)
 
 
-def backward_separate(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: SeparateConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]."""
-    statistics, tiles = _statistics(o, do, lse, fused=False)
-    dk, dv = attention_dkdv(
-        do, q, k, v, statistics, tiles, n_context, scale, config.dkdv, fused=False
-    )
-    dq = attention_dq(do, q, k, v, statistics, n_context, scale, config.dq)
-    return dq, dk, dv
+@backward
+def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
+    """Statistics, dk and dv, and dq."""
+    counted, rows = n_keys is not None, _n_tiles(q) * TILE_ROWS
+    of_q, of_k, of_statistics = rows_layout(q), rows_layout(k), flat(2 * rows)
+    statistics_kernel = _bound_statistics(o, do, fused=False)
+    dkdv_kernel = bound_dkdv(q, k, counted, rows, config.dkdv, fused=False)
+    dq_kernel = bound_dq(q, k, counted, config.dq, call.target.multiprocessors)
+
+    def launch(do, q, k, v, n_keys, o, lse, scale):
+        statistics = lse.new_empty_strided(*of_statistics)
+        delta = statistics.narrow(0, rows, rows)
+        statistics_kernel(o, do, lse, statistics, statistics)
+        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        n_keys = lse if n_keys is None else n_keys
+        scales = scale, scale * LOG2_E
+        dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, *scales)
+        dq = q.new_empty_strided(*of_q)
+        dq_kernel(q, do, k, v, dq, statistics, n_keys, *scales)
+        return dq, dk, dv
+
+    return launch
 
 
-def backward_fused(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: DkdvConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv as `backward_separate`; dq differs by rounding from run to run."""
-    n_heads, n_q, head_dim = q.shape[1:]
-    statistics, tiles = _statistics(o, do, lse, fused=True)
-    dk, dv = attention_dkdv(do, q, k, v, statistics, tiles, n_context, scale, config, fused=True)
-    dq = empty_rows(q, n_q)
-    _finish_dq_kernel[(_n_tiles(q),)](
-        tiles, dq, *row_strides(dq), n_heads, n_q, scale,
+@backward
+def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
+    """Statistics, dk and dv with dq added up on the way, and dq put in order."""
+    _batch, n_heads, n_q, head_dim = q.shape
+    n_tiles, rows = _n_tiles(q), _n_tiles(q) * TILE_ROWS
+    of_q, of_k = rows_layout(q), rows_layout(k)
+    n_of_tiles = rows * head_dim
+    of_workspace = flat(n_of_tiles + 2 * rows)
+    statistics_kernel = _bound_statistics(o, do, fused=True)
+    kernel = bound_dkdv(q, k, n_keys is not None, rows, config, fused=True)
+    finish_kernel = Bound(
+        _finish_dq_kernel, (n_tiles,), *of_q[1][:3], n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
     )  # fmt: skip
-    return dq, dk, dv
+
+    def launch(do, q, k, v, n_keys, o, lse, scale):
+        tiles = lse.new_empty_strided(*of_workspace)
+        statistics = tiles.narrow(0, n_of_tiles, 2 * rows)
+        delta = tiles.narrow(0, n_of_tiles + rows, rows)
+        statistics_kernel(o, do, lse, statistics, tiles)
+        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        n_keys = lse if n_keys is None else n_keys
+        kernel(q, do, k, v, statistics, delta, tiles, dk, dv, n_keys, scale, scale * LOG2_E)
+        dq = q.new_empty_strided(*of_q)
+        finish_kernel(tiles, dq, scale)
+        return dq, dk, dv
+
+    return launch
+
+
+SEPARATE = Kernel(
+    "hopper", empty_backward, prepare_separate, supported, separate_configs, ("n_keys",)
+)
+FUSED = Kernel(
+    "hopper", empty_backward, prepare_fused, supported, fused_configs, ("n_keys",), moving=("dq",)
+)

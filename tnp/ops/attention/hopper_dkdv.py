@@ -14,8 +14,8 @@ to run. The tiles hold dq in the order of the matmul's registers, which needs no
 
 from dataclasses import dataclass
 
-import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,19 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from tnp.launch import Bound
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
-    head_descriptor,
+    flat_map,
+    head_map,
     load_tile,
     product_ptx,
     reduce_add,
     ring,
     tile,
 )
-from tnp.ops.attention.primitives import LOG2_E, empty_rows
 from tnp.ops.hopper_primitives import barriers, opaque
 
 ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
@@ -88,14 +88,14 @@ class Pipeline:
     n_stages: gl.tensor  # to walk through
     STAGES: gl.constexpr
     TILES: gl.constexpr
-    HAS_N_CONTEXT: gl.constexpr
+    HAS_N_KEYS: gl.constexpr
     FUSED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, full, empty, ds_full, ds_empty,
         n_heads, n_q, n_k, keys, n_stages,
-        STAGES, TILES, HAS_N_CONTEXT, FUSED,
+        STAGES, TILES, HAS_N_KEYS, FUSED,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
@@ -104,13 +104,13 @@ class Pipeline:
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
         self.keys, self.n_stages = keys, n_stages
         self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
-        self.HAS_N_CONTEXT = gl.constexpr(HAS_N_CONTEXT)
+        self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
         self.FUSED = gl.constexpr(FUSED)
 
     @gluon.jit
     def place(self):
         """Sample, head, and first key of the program: kept from the start they would spill."""
-        n_k = self.n_k if self.HAS_N_CONTEXT else opaque(self.n_k)
+        n_k = self.n_k if self.HAS_N_KEYS else opaque(self.n_k)
         return place(opaque(gl.program_id(0)), self.n_heads, n_k)
 
     @gluon.jit
@@ -186,7 +186,7 @@ def _store_rows(pipe, ptr, x, WARPGROUP: gl.constexpr):
     b, h, first_key = pipe.place()
     row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, S))
-    if pipe.HAS_N_CONTEXT:
+    if pipe.HAS_N_KEYS:
         x = gl.where((row < pipe.keys)[:, None], x, 0.0)
     first = ((b.to(gl.int64) * pipe.n_k + row) * pipe.n_heads + h) * HEAD_DIM
     ptrs = ptr + first[:, None] + column[None, :]
@@ -319,15 +319,15 @@ def _dq_consumer(pipe, dq_desc):
 @gluon.jit(do_not_specialize=["n_heads", "n_q", "n_k"])
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
-    n_context_ptr, n_heads, n_q, n_k, scale, scale_log2,
+    n_keys_ptr, n_heads, n_q, n_k, scale, scale_log2,
     STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_N_CONTEXT: gl.constexpr, FUSED: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     b, _h, first_key = place(gl.program_id(0), n_heads, n_k)
     keys = n_k
     n_stages = gl.cdiv(n_q, TILES * ROWS)
-    if HAS_N_CONTEXT:
-        keys = gl.maximum(gl.minimum(gl.load(n_context_ptr + b), n_k), 1)
+    if HAS_N_KEYS:
+        keys = gl.maximum(gl.minimum(gl.load(n_keys_ptr + b), n_k), 1)
         n_stages = gl.where(first_key < keys, n_stages, 0)
     pipe = Pipeline(
         allocate_tiles(q_desc, STAGES),
@@ -342,7 +342,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         ),
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
         n_heads, n_q, n_k, keys, n_stages,
-        STAGES, TILES, HAS_N_CONTEXT, FUSED,
+        STAGES, TILES, HAS_N_KEYS, FUSED,
     )  # fmt: skip
     if FUSED:
         gl.warp_specialize(
@@ -367,38 +367,32 @@ def _attention_bwd_dkdv_hopper_kernel(
         )
 
 
-def attention_dkdv(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    statistics: torch.Tensor,
-    dq_tiles: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: DkdvConfig,
-    *,
-    fused: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv [B, H, n_k, D] laid out [B, n_k, H, D]; where `fused` dq is added to `dq_tiles`.
+def bound_dkdv(
+    q: Tensor, k: Tensor, counted: bool, rows: int, config: DkdvConfig, *, fused: bool
+) -> Bound:
+    """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, n_keys or any tensor, scale, scale·log2(e).
 
-    statistics: lse and delta, float32 [2, rows], each head's rows padded to PADDED_ROWS.
-    dq_tiles: float32 [rows, D], each 64 rows a tile of unscaled dq in the order of registers.
+    dk and dv are laid out [B, n_k, H, D].
+
+    Args:
+        q, k: [B, H, n, D], whose sizes count.
+        counted: whether n_keys is given.
+        rows: of lse and delta, each head's padded to PADDED_ROWS.
+        config: what to launch with.
+        fused: dq is added to its tiles, float32 [rows, D], each 64 rows a tile of unscaled dq in
+            the order of registers. Where not, they are never read.
     """
-    batch, n_heads, n_q, _head_dim = q.shape
-    n_k = k.shape[2]
-    dk, dv = empty_rows(k, n_k), empty_rows(v, n_k)
-    rows = ROWS.value
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k, size = k.shape[2], ROWS.value
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    tile_layout = gl.NVMMASharedLayout.get_default_for([rows, rows], gl.float32)
-    _attention_bwd_dkdv_hopper_kernel[(triton.cdiv(n_k, BLOCK_N.value) * batch * n_heads,)](
-        *(head_descriptor(x, rows * config.tiles) for x in (q, do)),
-        *(head_descriptor(x, rows) for x in (k, v)),
-        *(TensorDescriptor.from_tensor(x, [rows * config.tiles], row_layout) for x in statistics),
-        TensorDescriptor.from_tensor(dq_tiles, [rows, rows], tile_layout), dk, dv,
-        dq_tiles if n_context is None else n_context,
-        n_heads, n_q, n_k, scale, scale * LOG2_E,
+    tile_layout = gl.NVMMASharedLayout.get_default_for([size, size], gl.float32)
+    of_q = head_map(size * config.tiles)
+    of_rows = flat_map([rows], [size * config.tiles], row_layout)
+    of_tiles = flat_map([rows if fused else 1, head_dim], [size, size], tile_layout)
+    return Bound(
+        _attention_bwd_dkdv_hopper_kernel, (triton.cdiv(n_k, BLOCK_N.value) * batch * n_heads,),
+        n_heads, n_q, n_k,
+        maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
         STAGES=config.num_stages, TILES=config.tiles, REGISTERS=config.registers,
-        HAS_N_CONTEXT=n_context is not None, FUSED=fused, num_warps=4,
+        HAS_N_KEYS=counted, FUSED=fused, num_warps=4,
     )  # fmt: skip
-    return dk, dv

@@ -11,8 +11,8 @@ ragged comes first, so that the loop needs no mask.
 
 from dataclasses import dataclass
 
-import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,16 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from tnp.launch import Bound
 from tnp.ops.attention.hopper_dkdv import PADDED_ROWS
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
-    head_descriptor,
+    head_map,
     load_tile,
     ring,
     tile,
 )
-from tnp.ops.attention.primitives import LOG2_E, empty_rows
-from tnp.ops.hopper_primitives import barriers, multiprocessors, opaque
+from tnp.ops.hopper_primitives import barriers, opaque
 
 CONSUMERS = gl.constexpr(3)
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
@@ -62,27 +62,27 @@ class Pipeline:
     row_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # k and v
     empty: gl.shared_memory_descriptor
-    n_context_ptr: gl.tensor
+    n_keys_ptr: gl.tensor
     n_tiles: gl.tensor
     n_heads: gl.tensor
     n_q: gl.tensor
     n_k: gl.tensor
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
-    HAS_N_CONTEXT: gl.constexpr
+    HAS_N_KEYS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q, do, k, v, row_full, row_empty, full, empty, n_context_ptr, n_tiles, n_heads,
-        n_q, n_k, BLOCK_N, STAGES, HAS_N_CONTEXT,
+        self, q, do, k, v, row_full, row_empty, full, empty, n_keys_ptr, n_tiles, n_heads,
+        n_q, n_k, BLOCK_N, STAGES, HAS_N_KEYS,
     ):  # fmt: skip
         self.q, self.do, self.k, self.v = q, do, k, v
         self.row_full, self.row_empty = row_full, row_empty
         self.full, self.empty = full, empty
-        self.n_context_ptr, self.n_tiles = n_context_ptr, n_tiles
+        self.n_keys_ptr, self.n_tiles = n_keys_ptr, n_tiles
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
         self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK_N), gl.constexpr(STAGES)
-        self.HAS_N_CONTEXT = gl.constexpr(HAS_N_CONTEXT)
+        self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
 
     @gluon.jit
     def item(self, index):
@@ -90,9 +90,9 @@ class Pipeline:
         keys = opaque(self.n_k)
         tiles_per_head = gl.cdiv(self.n_q, TILE_ROWS)
         bh = index // tiles_per_head
-        if self.HAS_N_CONTEXT:
-            n_context = gl.load(self.n_context_ptr + bh // self.n_heads)
-            keys = gl.maximum(gl.minimum(n_context, keys), 1)
+        if self.HAS_N_KEYS:
+            n_keys = gl.load(self.n_keys_ptr + bh // self.n_heads)
+            keys = gl.maximum(gl.minimum(n_keys, keys), 1)
         return bh, (index % tiles_per_head) * TILE_ROWS, keys
 
 
@@ -214,10 +214,10 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k"])
 def _attention_bwd_dq_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, stats_ptr, n_context_ptr,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, stats_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, scale, scale_log2,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_N_CONTEXT: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
     pipe = Pipeline(
         allocate_tiles(q_desc, 2 * CONSUMERS),
@@ -225,7 +225,7 @@ def _attention_bwd_dq_hopper_kernel(
         allocate_tiles(k_desc, STAGES),
         allocate_tiles(v_desc, STAGES),
         barriers(2, 1), barriers(2, CONSUMERS), barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
-        n_context_ptr, n_tiles, n_heads, n_q, n_k, BLOCK_N, STAGES, HAS_N_CONTEXT,
+        n_keys_ptr, n_tiles, n_heads, n_q, n_k, BLOCK_N, STAGES, HAS_N_KEYS,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -239,30 +239,24 @@ def _attention_bwd_dq_hopper_kernel(
     )
 
 
-def attention_dq(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    statistics: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: DqConfig,
-) -> torch.Tensor:
-    """dq [B, H, n_q, D] laid out [B, n_q, H, D].
+def bound_dq(q: Tensor, k: Tensor, counted: bool, config: DqConfig, multiprocessors: int) -> Bound:
+    """Of q, do, k, v, dq, the statistics, n_keys or any tensor, scale and scale·log2(e).
 
-    statistics: lse and delta, float32 [2, rows], each head's rows padded to PADDED_ROWS.
+    The statistics are lse and delta, float32 [2, rows], each head's rows padded to PADDED_ROWS.
+
+    Args:
+        q, k: [B, H, n, D], whose sizes count.
+        counted: whether n_keys is given.
+        config: what to launch with.
+        multiprocessors: of the GPU, on each of which a program runs.
     """
     batch, n_heads, n_q, _head_dim = q.shape
-    dq = empty_rows(q, n_q)
     n_tiles = triton.cdiv(n_q, TILE_ROWS.value) * batch * n_heads
-    _attention_bwd_dq_hopper_kernel[(min(n_tiles, multiprocessors(q.device)),)](
-        head_descriptor(q, ROWS.value), head_descriptor(do, ROWS.value),
-        head_descriptor(k, config.block_n), head_descriptor(v, config.block_n),
-        head_descriptor(dq, ROWS.value),
-        statistics, statistics if n_context is None else n_context,
-        n_tiles, n_heads, n_q, k.shape[2], scale, scale * LOG2_E,
+    of_q, of_k = head_map(ROWS.value), head_map(config.block_n)
+    return Bound(
+        _attention_bwd_dq_hopper_kernel, (min(n_tiles, multiprocessors),),
+        n_tiles, n_heads, n_q, k.shape[2],
+        maps=(of_q, of_q, of_k, of_k, of_q),
         BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
-        HAS_N_CONTEXT=n_context is not None, num_warps=4,
+        HAS_N_KEYS=counted, num_warps=4,
     )  # fmt: skip
-    return dq

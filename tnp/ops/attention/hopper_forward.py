@@ -5,13 +5,16 @@ fixed reference is safe; then the kernel; last, where tiles were split along the
 are added up in a fixed order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
 from tnp.ops.attention.hopper_forward_kernel import (
     KEY_PARTS,
     PART_WIDTH,
@@ -19,20 +22,20 @@ from tnp.ops.attention.hopper_forward_kernel import (
     TILE_ROWS,
     attention_fwd_hopper_kernel,
 )
-from tnp.ops.attention.hopper_primitives import head_descriptor, refuses
+from tnp.ops.attention.hopper_primitives import head_map, supported
 from tnp.ops.attention.primitives import (
     LOG2_E,
-    empty_rows,
+    checked,
+    empty,
+    flat,
     head_ptr,
     key_count,
     load_rows,
+    lse_layout,
     row_strides,
+    rows_layout,
     store_rows,
 )
-from tnp.ops.hopper_primitives import multiprocessors
-
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
 
 COMBINE_ROWS = 32
 # Blocks of keys (0.6 µs each on an H200) that splitting must save a program: parts cost 10 µs.
@@ -62,12 +65,12 @@ def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _norm_kernel(
-    q_ptr, k_ptr, norm_ptr, n_context_ptr,
+    q_ptr, k_ptr, norm_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     n_heads, n_q, n_k,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_N_CONTEXT: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Largest ‖q‖² of every query tile, then largest ‖k‖² of every part of each head's keys."""
     q_tiles = tl.cdiv(n_q, TILE)
@@ -81,7 +84,7 @@ def _norm_kernel(
         length = tl.cdiv(n_k, KEY_PARTS * BLOCK) * BLOCK
         bh, start = (index - n_tiles) // KEY_PARTS, (index - n_tiles) % KEY_PARTS * length
         rows = head_ptr(k_ptr, stride_kb, stride_kh, bh, n_heads)
-        n_rows = key_count(n_context_ptr, bh // n_heads, n_k, HAS_N_CONTEXT)
+        n_rows = key_count(n_keys_ptr, bh // n_heads, n_k, HAS_N_KEYS)
         stride = stride_kn
     largest = tl.zeros([BLOCK], tl.float32)
     for offset in tl.range(start, tl.minimum(start + length, n_rows), BLOCK):
@@ -126,28 +129,23 @@ def _combine_kernel(
     tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
-def _squared_norms(
-    q: torch.Tensor, k: torch.Tensor, n_context: torch.Tensor | None
-) -> torch.Tensor:
-    """Largest ‖q‖² of each query tile of each head, then ‖k‖² of each part of each head's keys."""
-    heads, head_dim = q.shape[0] * q.shape[1], q.shape[3]
-    programs = heads * (triton.cdiv(q.shape[2], TILE_ROWS.value) + KEY_PARTS.value)
-    norms = q.new_empty(programs, dtype=torch.float32)
-    _norm_kernel[(programs,)](
-        q, k, norms, norms if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), q.shape[1], q.shape[2], k.shape[2],
+def bound_norms(q: Tensor, k: Tensor, counted: bool) -> tuple[Bound, int]:
+    """Of q, k, the norms and n_keys or any tensor; and how many norms it writes.
+
+    Largest ‖q‖² of each query tile of each head, then ‖k‖² of each part of each head's keys, of
+    keys that count where `counted`.
+    """
+    batch, n_heads, n_q, head_dim = q.shape
+    programs = batch * n_heads * (triton.cdiv(n_q, TILE_ROWS.value) + KEY_PARTS.value)
+    kernel = Bound(
+        _norm_kernel, (programs,), *row_strides(q), *row_strides(k), n_heads, n_q, k.shape[2],
         HEAD_DIM=head_dim, TILE=TILE_ROWS.value, KEY_PARTS=KEY_PARTS.value, BLOCK=ROWS.value,
-        HAS_N_CONTEXT=n_context is not None,
+        HAS_N_KEYS=counted,
     )  # fmt: skip
-    return norms
+    return kernel, programs
 
 
-def unsupported(problem: "Problem") -> str | None:
-    """Why this kernel cannot serve the problem, or None."""
-    return refuses(problem)
-
-
-def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
+def configs(call: Call) -> tuple[ForwardConfig, ...]:
     """Candidates, the default first."""
     return (
         ForwardConfig(64, 8, 160),
@@ -155,41 +153,50 @@ def forward_configs(problem: "Problem") -> tuple[ForwardConfig, ...]:
     )
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: ForwardConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
+    """Norms, the kernel, and the sum of parts where tiles are split."""
+    q, k, v, n_keys = inputs
     batch, n_heads, n_q, head_dim = q.shape
-    n_k = k.shape[2]
-    o = empty_rows(q, n_q)
-    lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
+    n_k, counted = k.shape[2], n_keys is not None
+    of_o, of_lse = rows_layout(q), lse_layout(q)
     n_tiles = triton.cdiv(n_q, TILE_ROWS.value) * batch * n_heads
     blocks = triton.cdiv(n_k, config.block_n)
-    programs = multiprocessors(q.device)
-    # With n_context, whose share is what would depend on the samples' sizes.
-    n_whole, n_split, share = schedule(n_tiles, blocks, programs, may_split=n_context is None)
-    part_rows = 2 * programs * TILE_ROWS.value if n_split else 0
-    parts = q.new_empty(part_rows, PART_WIDTH.value, dtype=torch.float32)
-    descriptors = [
-        head_descriptor(x, rows)
-        for x, rows in ((q, ROWS.value), (k, config.block_n), (v, config.block_n), (o, ROWS.value))
-    ]
-    norms = _squared_norms(q, k, n_context)
-    attention_fwd_hopper_kernel[(programs,)](
-        *descriptors, lse, parts, norms, lse if n_context is None else n_context,
-        n_tiles, n_heads, n_q, n_k, n_whole, share, scale * LOG2_E,
+    programs = call.target.multiprocessors
+    # With n_keys, whose share is what would depend on the samples' sizes.
+    n_whole, n_split, share = schedule(n_tiles, blocks, programs, may_split=not counted)
+    norm_kernel, n_norms = bound_norms(q, k, counted)
+    n_parts = 2 * programs * TILE_ROWS.value * PART_WIDTH.value if n_split else 0
+    of_workspace = flat(n_parts + n_norms)
+    rows = ROWS.value
+    kernel = Bound(
+        attention_fwd_hopper_kernel, (programs,), n_tiles, n_heads, n_q, n_k, n_whole, share,
+        maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
         BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
-        HAS_N_CONTEXT=n_context is not None, num_warps=4,
+        HAS_N_KEYS=counted, num_warps=4,
     )  # fmt: skip
+    combine_kernel = None
     if n_split:
-        _combine_kernel[n_split, TILE_ROWS.value // COMBINE_ROWS](
-            parts, o, lse, *row_strides(o), n_heads, n_q, n_tiles - n_split, share, blocks,
+        combine_kernel = Bound(
+            _combine_kernel, (n_split, TILE_ROWS.value // COMBINE_ROWS),
+            *of_o[1][:3], n_heads, n_q, n_tiles - n_split, share, blocks,
             TILE=TILE_ROWS.value, BLOCK_M=COMBINE_ROWS, HEAD_DIM=head_dim,
             PART_WIDTH=PART_WIDTH.value,
         )  # fmt: skip
-    return o, lse
+
+    def launch(inputs, scalars):
+        q, k, v, n_keys = inputs
+        o = q.new_empty_strided(*of_o)
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        parts = lse.new_empty_strided(*of_workspace)
+        norms = parts.narrow(0, n_parts, n_norms) if n_parts else parts
+        n_keys = lse if n_keys is None else n_keys
+        norm_kernel(q, k, norms, n_keys)
+        kernel(q, k, v, o, lse, parts, norms, n_keys, scalars[0] * LOG2_E)
+        if combine_kernel:
+            combine_kernel(parts, o, lse)
+        return (o,), (lse,)
+
+    return checked(launch, call)
+
+
+FORWARD = Kernel("hopper", empty, prepare, supported, configs, ("n_keys",))

@@ -75,7 +75,7 @@ class Pipeline:
     full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
     empty: gl.shared_memory_descriptor
     norm_ptr: gl.tensor
-    n_context_ptr: gl.tensor
+    n_keys_ptr: gl.tensor
     n_tiles: gl.tensor
     n_heads: gl.tensor
     n_q: gl.tensor
@@ -85,24 +85,24 @@ class Pipeline:
     scale_log2: gl.tensor
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
-    HAS_N_CONTEXT: gl.constexpr
+    HAS_N_KEYS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, q_full, q_empty, tile_reference, full, empty,
-        norm_ptr, n_context_ptr,
+        norm_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        BLOCK_N, STAGES, HAS_N_CONTEXT,
+        BLOCK_N, STAGES, HAS_N_KEYS,
     ):  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.q_full, self.q_empty = q_full, q_empty
         self.tile_reference = tile_reference
         self.full, self.empty = full, empty
-        self.norm_ptr, self.n_context_ptr = norm_ptr, n_context_ptr
+        self.norm_ptr, self.n_keys_ptr = norm_ptr, n_keys_ptr
         self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
         self.n_whole, self.share, self.scale_log2 = n_whole, share, scale_log2
         self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK_N), gl.constexpr(STAGES)
-        self.HAS_N_CONTEXT = gl.constexpr(HAS_N_CONTEXT)
+        self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
 
     @gluon.jit
     def n_items(self):
@@ -127,10 +127,10 @@ class Pipeline:
             last = gl.minimum(begin + self.share - split * blocks, blocks)
         tiles_per_head = gl.cdiv(opaque(self.n_q), TILE_ROWS)
         bh = index // tiles_per_head
-        if self.HAS_N_CONTEXT:
+        if self.HAS_N_KEYS:
             exists = index < self.n_tiles
-            n_context = gl.load(self.n_context_ptr + bh // self.n_heads, mask=exists, other=0)
-            keys = gl.maximum(gl.minimum(n_context, keys), 1)
+            n_keys = gl.load(self.n_keys_ptr + bh // self.n_heads, mask=exists, other=0)
+            keys = gl.maximum(gl.minimum(n_keys, keys), 1)
             last = gl.cdiv(keys, self.BLOCK_N)
         return index, bh, (index % tiles_per_head) * TILE_ROWS, keys, first, last
 
@@ -320,10 +320,10 @@ def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k", "n_whole", "share"])
 def attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr, norm_ptr, n_context_ptr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr, norm_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_N_CONTEXT: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
     """o and lse of whole query tiles, and parts of those that are split."""
     pipe = Pipeline(
@@ -333,8 +333,8 @@ def attention_fwd_hopper_kernel(
         barriers(2, 1), barriers(2, CONSUMERS),
         gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
-        norm_ptr, n_context_ptr, n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        BLOCK_N, STAGES, HAS_N_CONTEXT,
+        norm_ptr, n_keys_ptr, n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
+        BLOCK_N, STAGES, HAS_N_KEYS,
     )  # fmt: skip
     gl.warp_specialize(
         [

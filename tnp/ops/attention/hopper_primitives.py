@@ -4,7 +4,8 @@ A descriptor spans a whole [B, H, L, D] tensor with whatever strides it has, so 
 fused projection are read and written in place; rows past the end read as 0 and are not written.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from triton._C.libtriton import ir
@@ -14,8 +15,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
+from tnp.contract import Call, Reason
 
 
 def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -26,15 +26,30 @@ def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-def refuses(problem: "Problem") -> str | None:
-    """Why the Hopper kernels cannot serve the problem, or None."""
-    if problem.capability != 90:
+def head_map(rows: int) -> Callable[[torch.Tensor], TensorDescriptor]:
+    """What makes a `head_descriptor`, for a `Bound`."""
+    return partial(head_descriptor, rows=rows)
+
+
+def flat_map(
+    shape: list[int], block: list[int], layout: gl.NVMMASharedLayout
+) -> Callable[[torch.Tensor], TensorDescriptor]:
+    """What makes the descriptor of numbers in rows that start where a workspace's part does."""
+    strides = [*shape[1:], 1]
+    return lambda x: TensorDescriptor(x, shape, strides, block, layout)
+
+
+def supported(call: Call) -> Reason:
+    """Why the Hopper kernels cannot serve a call, or None."""
+    problem = call.problem
+    if call.target.kind != "cuda" or call.target.capability != 90:
         return "it uses instructions of compute capability 9.0 alone"
-    if problem.dtype.itemsize != 2 or problem.head_dim != 64:
+    if problem.itemsize != 2 or problem["head_dim"] != 64:
         return (
-            f"it is written for 16-bit floats and D = 64, not {problem.dtype}, {problem.head_dim}"
+            "it is written for 16-bit floats and D = 64, not "
+            f"{problem.dtype}, {problem['head_dim']}"
         )
-    if not problem.aligned:
+    if not call.aligned:
         return "TMA reads rows that start at multiples of 16 bytes"
     return None
 

@@ -1,21 +1,20 @@
 """What the attention kernels share: loads of row tiles, launch configurations."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tnp.contract import Call, Target
+from tnp.launch import Bound
 from tnp.ops.primitives import KernelConfig, cast
 
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
-
 LOG2_E = 1.4426950408889634
-
-# Programs that keep every multiprocessor of an H100 or H200 (132) busy twice over.
-FULL_GRID = 264
+CHECK_VARIABLE = "TNP_CHECK"
 
 # Elements a program of the reduction adds up.
 SUM_BLOCK = 1024
@@ -31,13 +30,18 @@ class LaunchConfig(KernelConfig):
     num_stages: int
 
 
-def candidates(configs: dict, problem: "Problem") -> tuple:
+def candidates(configs: dict, call: Call) -> tuple:
     """The entry of the problem's bytes per element and head_dim, 64's where there is none.
 
     float32 at 128 has none: every tile spills there, which is slow and still right.
     """
-    itemsize = problem.dtype.itemsize
-    return configs.get((itemsize, problem.head_dim)) or configs[itemsize, 64]
+    itemsize = call.problem.itemsize
+    return configs.get((itemsize, call.problem["head_dim"])) or configs[itemsize, 64]
+
+
+def full_grid(target: Target) -> int:
+    """Programs that keep every multiprocessor busy twice over."""
+    return 2 * target.multiprocessors
 
 
 @triton.jit
@@ -67,29 +71,111 @@ def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
 
 
 @triton.jit
-def key_count(n_context_ptr, b, n_k, HAS_N_CONTEXT: tl.constexpr):
-    """How many keys sample b has: all n_k, or what n_context says, clamped to what there is."""
-    if HAS_N_CONTEXT:
-        return tl.minimum(tl.maximum(tl.load(n_context_ptr + b), 1), n_k)
+def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
+    """How many keys sample b has: all n_k, or what n_keys says, clamped to what there is."""
+    if HAS_N_KEYS:
+        return tl.minimum(tl.maximum(tl.load(n_keys_ptr + b), 1), n_k)
     return n_k
 
 
-def row_strides(x: torch.Tensor) -> tuple[int, int, int]:
+# ---------------------------------------------------------------------- what a launch allocates
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, as new_empty_strided takes
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
     """Batch, head and row strides of [B, H, L, D], whose last dimension is contiguous."""
     return x.stride()[:3]
 
 
-def empty_rows(like: torch.Tensor, n_rows: int) -> torch.Tensor:
-    """Uninitialized [B, H, n_rows, D] laid out [B, n_rows, H, D], as the projections read it."""
-    batch, n_heads, _, head_dim = like.shape
-    return like.new_empty(batch, n_rows, n_heads, head_dim).transpose(1, 2)
+def rows_layout(like: Tensor) -> Layout:
+    """[B, H, L, D] laid out [B, L, H, D], as the projections read it."""
+    _batch, n_heads, n_rows, head_dim = like.shape
+    row = n_heads * head_dim
+    return tuple(like.shape), (n_rows * row, head_dim, row, 1)
 
 
-def empty_partials(like: torch.Tensor, segments: int) -> torch.Tensor:
-    """Uninitialized float32 [segments, 2, B, H, L, D], laid out [segments, 2, B, L, H, D]."""
-    batch, n_heads, n_rows, head_dim = like.shape
-    shape = (segments, 2, batch, n_rows, n_heads, head_dim)
-    return like.new_empty(shape, dtype=torch.float32).transpose(3, 4)
+def lse_layout(q: Tensor) -> Layout:
+    """[B, H, n_q], contiguous."""
+    batch, n_heads, n_q, _head_dim = q.shape
+    return (batch, n_heads, n_q), (n_heads * n_q, n_q, 1)
+
+
+def flat(n: int) -> Layout:
+    """Of a workspace of n numbers."""
+    return (n,), (1,)
+
+
+def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
+    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+    q = inputs[0]
+    o = q.new_empty_strided(*rows_layout(q))
+    return (o,), (q.new_empty_strided(*lse_layout(q), dtype=torch.float32),)
+
+
+def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]."""
+    named = zip(("q", "k", "v"), inputs[1], strict=False)
+    return tuple(x.new_empty_strided(*rows_layout(x)) if n in wanted else None for n, x in named)
+
+
+# ------------------------------------------------------------------------------- around a launch
+
+
+def checked(launch: Callable, call: Call) -> Callable:
+    """The launch of a forward pass; with TNP_CHECK=1 it asserts first that n_keys is in range.
+
+    Kernels clamp it: the assertion would take as long as a small launch.
+    """
+    if not call.problem["n_keys"] or os.environ.get(CHECK_VARIABLE) != "1":
+        return launch
+    n_k = call.problem["n_k"]
+
+    def after_check(inputs, scalars):
+        n_keys = inputs[3]
+        inside = ((n_keys >= 1) & (n_keys <= n_k)).all()
+        torch._assert_async(inside, f"n_keys must lie between 1 and n_k = {n_k}")
+        return launch(inputs, scalars)
+
+    return after_check
+
+
+def backward(decide: Callable) -> Callable:
+    """`prepare` of a backward kernel.
+
+    `decide(call, config, do, q, k, v, n_keys, o, lse)` returns a launch of the same tensors and
+    the scale, which gives dq, dk and dv. It sees do as the kernels can read it: copied where its
+    last dimension is not contiguous, or where another is expanded, as of a sum's gradient.
+    """
+
+    def prepare(call: Call, config: object, inputs: tuple) -> Callable:
+        (do,), kept, (lse,) = inputs
+        copies = _unreadable(do)
+        run = decide(call, config, do.contiguous() if copies else do, *kept, lse)
+        given = tuple(name in call.wanted for name in ("q", "k", "v"))
+        some = not all(given)
+
+        def launch(inputs, scalars):
+            (do,), kept, (lse,) = inputs
+            if copies:
+                do = do.contiguous()
+            gradients = run(do, *kept, lse, *scalars)
+            if some:
+                return tuple([x if one else None for x, one in zip(gradients, given, strict=True)])
+            return gradients
+
+        return launch
+
+    return prepare
+
+
+def _unreadable(x: Tensor) -> bool:
+    steps = zip(x.stride(), x.shape, strict=True)
+    expanded = any(step == 0 and size > 1 for step, size in steps)
+    return expanded or (x.stride(-1) != 1 and x.shape[-1] > 1)
+
+
+# --------------------------------------------------------------------- gradients in several parts
 
 
 @triton.jit
@@ -106,8 +192,24 @@ def _sum_partials_kernel(partials_ptr, dk_ptr, dv_ptr, n, n_segments, BLOCK: tl.
     tl.store(dv_ptr + offs, cast(dv, dv_ptr.dtype.element_ty), mask=offs < n)
 
 
-def sum_partials(partials: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Write the sums of `empty_partials`, filled, to dk and dv of `empty_rows`, in fixed order."""
-    _sum_partials_kernel[(triton.cdiv(dk.numel(), SUM_BLOCK),)](
-        partials, dk, dv, dk.numel(), len(partials), BLOCK=SUM_BLOCK
-    )
+class Partials:
+    """dk and dv as float32 parts, one a segment of the queries, and their sum in a fixed order.
+
+    Args:
+        k: [B, H, n_k, D], like dk and dv.
+        segments: how many parts there are.
+    """
+
+    def __init__(self, k: Tensor, segments: int) -> None:
+        self.n = k.numel()
+        self.stride = 2 * self.n  # of a segment: dk and dv, each laid out [B, L, H, D]
+        self.layout = flat(segments * self.stride)
+        self.add = Bound(
+            _sum_partials_kernel, (triton.cdiv(self.n, SUM_BLOCK),), self.n, segments,
+            BLOCK=SUM_BLOCK,
+        )  # fmt: skip
+
+    def allocate(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The workspace, which starts with the first part of dk, and the first part of dv."""
+        parts = like.new_empty_strided(*self.layout, dtype=torch.float32)
+        return parts, parts.narrow(0, self.n, self.n)

@@ -16,30 +16,30 @@ Every sum has a fixed order: results are equal from run to run. (Dao, FlashAtten
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
 from tnp.ops.attention.primitives import (
-    FULL_GRID,
     LOG2_E,
     LaunchConfig,
+    Partials,
+    backward,
     candidates,
-    empty_partials,
-    empty_rows,
+    empty_backward,
+    full_grid,
     head_ptr,
     key_count,
     load_rows,
+    lse_layout,
     row_strides,
+    rows_layout,
     store_rows,
-    sum_partials,
 )
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
-
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
 
 DELTA_ROWS = 32
 # A segment shorter than this costs more in partials than its parallelism gains.
@@ -48,15 +48,10 @@ MIN_SEGMENT_TILES = 8
 
 @dataclass(frozen=True)
 class SeparateConfig:
-    """One configuration a launch; each may be the dict that it became in JSON."""
+    """One configuration a launch."""
 
     dkdv: LaunchConfig
     dq: LaunchConfig
-
-    def __post_init__(self):
-        for name in ("dkdv", "dq"):
-            if isinstance(config := getattr(self, name), dict):
-                object.__setattr__(self, name, LaunchConfig(**config))
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,7 @@ def _dkdv_tile(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "segment"])
 def _attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, n_context_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -147,7 +142,7 @@ def _attention_bwd_dkdv_kernel(
     stride_dkb, stride_dkh, stride_dkn,
     stride_dks, n_heads, n_q, n_k, segment, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_N_CONTEXT: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv share strides; `segment` queries, a multiple of BLOCK_M, belong to a program."""
     n_blocks = tl.cdiv(n_k, BLOCK_N)
@@ -161,14 +156,14 @@ def _attention_bwd_dkdv_kernel(
     lse_ptr += pid_bh.to(tl.int64) * n_q
     delta_ptr += pid_bh.to(tl.int64) * n_q
 
-    n_keys = key_count(n_context_ptr, pid_bh // n_heads, n_k, HAS_N_CONTEXT)
+    n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
     k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, True)
     v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, True)
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     begin = tl.program_id(1) * segment
     end = tl.minimum(begin + segment, n_q)
-    if HAS_N_CONTEXT:
+    if HAS_N_KEYS:
         end = tl.where(start_n < n_keys, end, begin)  # a tile of padding has nothing to add
     full_end = begin + (end - begin) // BLOCK_M * BLOCK_M
     for start_m in tl.range(begin, full_end, BLOCK_M):
@@ -186,7 +181,7 @@ def _attention_bwd_dkdv_kernel(
     dv_ptr = head_ptr(dv_ptr, stride_dkb, stride_dkh, pid_bh, n_heads) + partial
     store_rows(dv_ptr, dv, offs_n, n_keys, stride_dkn, HEAD_DIM)
     store_rows(dk_ptr, dk * scale, offs_n, n_keys, stride_dkn, HEAD_DIM)
-    if HAS_N_CONTEXT:
+    if HAS_N_KEYS:
         # Zeros to the padding alone: a `where` on dk and dv costs a register across the loop.
         padding = tl.where(offs_n < n_keys, n_k, offs_n)
         zeros = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
@@ -213,7 +208,7 @@ def _dq_tile(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "first_program"])
 def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, n_context_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -221,7 +216,7 @@ def _attention_bwd_dq_kernel(
     stride_dqb, stride_dqh, stride_dqm,
     first_program, n_heads, n_q, n_k, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_N_CONTEXT: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Programs from first_program on own a tile of queries each."""
     pid = tl.program_id(0) - first_program
@@ -239,7 +234,7 @@ def _attention_bwd_dq_kernel(
     lse = tl.load(lse_ptr + row_ptrs, mask=offs_m < n_q, other=float("inf"))
     delta = tl.load(delta_ptr + row_ptrs, mask=offs_m < n_q, other=0.0)
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    n_keys = key_count(n_context_ptr, pid_bh // n_heads, n_k, HAS_N_CONTEXT)
+    n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
     n_full = n_keys // BLOCK_N * BLOCK_N
     for start_n in tl.range(0, n_full, BLOCK_N):
         dq = _dq_tile(
@@ -257,7 +252,7 @@ def _attention_bwd_dq_kernel(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "n_dkdv_programs"])
 def _attention_bwd_fused_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, n_context_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -266,130 +261,127 @@ def _attention_bwd_fused_kernel(
     stride_dkb, stride_dkh, stride_dkn,
     n_heads, n_q, n_k, n_dkdv_programs, scale, scale_log2,
     HEAD_DIM: tl.constexpr, DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr,
-    DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, HAS_N_CONTEXT: tl.constexpr,
+    DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The first programs own a tile of keys, the others a tile of queries."""
     if tl.program_id(0) < n_dkdv_programs:
         _attention_bwd_dkdv_kernel(
-            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, n_context_ptr,
+            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, n_keys_ptr,
             stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
             stride_vb, stride_vh, stride_vn, stride_dob, stride_doh, stride_dom,
             stride_dkb, stride_dkh, stride_dkn, 0, n_heads, n_q, n_k, n_q, scale, scale_log2,
-            HEAD_DIM, DKDV_BLOCK_M, DKDV_BLOCK_N, HAS_N_CONTEXT,
+            HEAD_DIM, DKDV_BLOCK_M, DKDV_BLOCK_N, HAS_N_KEYS,
         )  # fmt: skip
     else:
         _attention_bwd_dq_kernel(
-            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, n_context_ptr,
+            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, n_keys_ptr,
             stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
             stride_vb, stride_vh, stride_vn, stride_dob, stride_doh, stride_dom,
             stride_dqb, stride_dqh, stride_dqm, n_dkdv_programs, n_heads, n_q, n_k, scale,
-            scale_log2, HEAD_DIM, DQ_BLOCK_M, DQ_BLOCK_N, HAS_N_CONTEXT,
+            scale_log2, HEAD_DIM, DQ_BLOCK_M, DQ_BLOCK_N, HAS_N_KEYS,
         )  # fmt: skip
 
 
-def n_segments(n_programs: int, n_tiles: int) -> int:
-    """Segments the queries are split into: 1 where the key tiles fill the GPU by themselves."""
-    wanted = triton.cdiv(FULL_GRID, n_programs)
-    return max(1, min(wanted, n_tiles // MIN_SEGMENT_TILES))
-
-
-def unsupported(problem: "Problem") -> str | None:
-    """Always None: these kernels serve every problem."""
-    return None
-
-
-def backward_separate_configs(problem: "Problem") -> tuple[SeparateConfig, ...]:
+def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
-    pairs = product(candidates(DKDV_CONFIGS, problem), candidates(DQ_CONFIGS, problem))
+    pairs = product(candidates(DKDV_CONFIGS, call), candidates(DQ_CONFIGS, call))
     return tuple(SeparateConfig(dkdv, dq) for dkdv, dq in pairs)
 
 
-def backward_fused_configs(problem: "Problem") -> tuple[FusedConfig, ...]:
+def fused_configs(call: Call) -> tuple[FusedConfig, ...]:
     """Candidates, the default first."""
-    return candidates(FUSED_CONFIGS, problem)
+    return candidates(FUSED_CONFIGS, call)
 
 
-def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Σ_d do·o, [B, H, n_q] in float32."""
+def _bound_delta(o: Tensor, do: Tensor) -> Bound:
+    """Of o, do, and Σ_d do·o [B, H, n_q] in float32, which it writes."""
     batch, n_heads, n_q, head_dim = o.shape
-    delta = torch.empty_like(lse)
-    _delta_kernel[(triton.cdiv(n_q, DELTA_ROWS) * batch * n_heads,)](
-        o, do, delta, *row_strides(o), *row_strides(do), n_heads, n_q,
-        HEAD_DIM=head_dim, BLOCK_M=DELTA_ROWS,
+    return Bound(
+        _delta_kernel, (triton.cdiv(n_q, DELTA_ROWS) * batch * n_heads,),
+        *row_strides(o), *row_strides(do), n_heads, n_q, HEAD_DIM=head_dim, BLOCK_M=DELTA_ROWS,
     )  # fmt: skip
-    return delta
 
 
-def _dkdv(q, k, v, do, lse, delta, n_context, scale, config: LaunchConfig):
+def segments_of(n_programs: int, n_q: int, block_m: int, full: int) -> tuple[int, int]:
+    """(segments, queries of one): one of all queries where the key tiles fill the GPU alone.
+
+    A segment is of whole tiles of block_m queries; `full` programs fill the GPU.
+    """
+    n_tiles = triton.cdiv(n_q, block_m)
+    wanted = triton.cdiv(full, n_programs)
+    segment = triton.cdiv(n_tiles, max(1, min(wanted, n_tiles // MIN_SEGMENT_TILES))) * block_m
+    return triton.cdiv(n_q, segment), segment
+
+
+@backward
+def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
+    """delta, dk and dv, perhaps in parts and their sum, and dq."""
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k, counted = k.shape[2], n_keys is not None
+    of_q, of_k, of_delta = rows_layout(q), rows_layout(k), lse_layout(q)
+    n_programs = triton.cdiv(n_k, config.dkdv.block_n) * batch * n_heads
+    full = full_grid(call.target)
+    segments, segment = segments_of(n_programs, n_q, config.dkdv.block_m, full)
+    partials = Partials(k, segments) if segments > 1 else None
+    strides = *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do)
+    delta_kernel = _bound_delta(o, do)
+    dkdv_kernel = Bound(
+        _attention_bwd_dkdv_kernel, (n_programs, segments),
+        *strides, *of_k[1][:3], partials.stride if partials else 0, n_heads, n_q, n_k, segment,
+        HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dkdv.kernel_arguments(),
+    )  # fmt: skip
+    dq_kernel = Bound(
+        _attention_bwd_dq_kernel, (triton.cdiv(n_q, config.dq.block_m) * batch * n_heads,),
+        *strides, *of_q[1][:3], 0, n_heads, n_q, n_k,
+        HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dq.kernel_arguments(),
+    )  # fmt: skip
+
+    def launch(do, q, k, v, n_keys, o, lse, scale):
+        delta = lse.new_empty_strided(*of_delta)
+        delta_kernel(o, do, delta)
+        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
+        n_keys = q if n_keys is None else n_keys
+        scales = scale, scale * LOG2_E
+        dkdv_kernel(q, k, v, do, lse, delta, dk_part, dv_part, n_keys, *scales)
+        if partials:
+            partials.add(dk_part, dk, dv)
+        dq = q.new_empty_strided(*of_q)
+        dq_kernel(q, k, v, do, lse, delta, dq, n_keys, *scales)
+        return dq, dk, dv
+
+    return launch
+
+
+@backward
+def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
+    """delta, and one launch for dk, dv and dq."""
     batch, n_heads, n_q, head_dim = q.shape
     n_k = k.shape[2]
-    n_programs = triton.cdiv(n_k, config.block_n) * batch * n_heads
-    n_tiles = triton.cdiv(n_q, config.block_m)
-    segments = n_segments(n_programs, n_tiles)
-    segment = triton.cdiv(n_tiles, segments) * config.block_m
-    segments = triton.cdiv(n_q, segment)
-    dk, dv = empty_rows(k, n_k), empty_rows(v, n_k)
-    partials = None if segments == 1 else empty_partials(k, segments)
-    dk_part, dv_part = (dk, dv) if partials is None else partials[0]
-    _attention_bwd_dkdv_kernel[(n_programs, segments)](
-        q, k, v, do, lse, delta, dk_part, dv_part, q if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dk),
-        0 if partials is None else partials.stride(0),
-        n_heads, n_q, n_k, segment, scale, scale * LOG2_E,
-        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
-    )  # fmt: skip
-    if partials is not None:
-        sum_partials(partials, dk, dv)
-    return dk, dv
-
-
-def backward_separate(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: SeparateConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]."""
-    batch, n_heads, n_q, head_dim = q.shape
-    delta = _delta(o, do, lse)
-    dk, dv = _dkdv(q, k, v, do, lse, delta, n_context, scale, config.dkdv)
-    dq = empty_rows(q, n_q)
-    _attention_bwd_dq_kernel[(triton.cdiv(n_q, config.dq.block_m) * batch * n_heads,)](
-        q, k, v, do, lse, delta, dq, q if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dq),
-        0, n_heads, n_q, k.shape[2], scale, scale * LOG2_E,
-        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.dq.kernel_arguments(),
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def backward_fused(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: FusedConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]."""
-    batch, n_heads, n_q, head_dim = q.shape
-    n_k = k.shape[2]
-    delta = _delta(o, do, lse)
-    dq, dk, dv = empty_rows(q, n_q), empty_rows(k, n_k), empty_rows(k, n_k)
+    of_q, of_k, of_delta = rows_layout(q), rows_layout(k), lse_layout(q)
     n_dkdv = triton.cdiv(n_k, config.dkdv_block_n) * batch * n_heads
     n_dq = triton.cdiv(n_q, config.dq_block_m) * batch * n_heads
-    _attention_bwd_fused_kernel[(n_dkdv + n_dq,)](
-        q, k, v, do, lse, delta, dq, dk, dv, q if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do), *row_strides(dq),
-        *row_strides(dk), n_heads, n_q, n_k, n_dkdv, scale, scale * LOG2_E,
-        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
+    delta_kernel = _bound_delta(o, do)
+    kernel = Bound(
+        _attention_bwd_fused_kernel, (n_dkdv + n_dq,),
+        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
+        *of_q[1][:3], *of_k[1][:3], n_heads, n_q, n_k, n_dkdv,
+        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
-    return dq, dk, dv
+
+    def launch(do, q, k, v, n_keys, o, lse, scale):
+        delta = lse.new_empty_strided(*of_delta)
+        delta_kernel(o, do, delta)
+        dq = q.new_empty_strided(*of_q)
+        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        n_keys = q if n_keys is None else n_keys
+        kernel(q, k, v, do, lse, delta, dq, dk, dv, n_keys, scale, scale * LOG2_E)
+        return dq, dk, dv
+
+    return launch
+
+
+SEPARATE = Kernel(
+    "triton", empty_backward, prepare_separate, configs=separate_configs, options=("n_keys",)
+)
+FUSED = Kernel("triton", empty_backward, prepare_fused, configs=fused_configs, options=("n_keys",))

@@ -6,31 +6,33 @@ For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m
     o  = o·2^(m − m') + p v   and at the end  o / l,  lse = m + log2(l)
 
 Products accumulate in float32; p is rounded to the inputs' dtype for the second matmul. Saved for
-the backward pass: `lse` [B, H, n_q] in float32, to base 2. A sample with n_context ends its loop
+the backward pass: `lse` [B, H, n_q] in float32, to base 2. A sample with n_keys ends its loop
 there. (Dao, FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
     candidates,
-    empty_rows,
+    checked,
+    empty,
     head_ptr,
     key_count,
     load_rows,
+    lse_layout,
     row_strides,
+    rows_layout,
     store_rows,
 )
 from tnp.ops.primitives import add_dot, cast, dot
-
-if TYPE_CHECKING:
-    from tnp.ops.attention.kernels import Problem
 
 # By bytes per element and head_dim, the default first; none spills on any target. In 16 bits at 64
 # the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000 keys). The
@@ -69,14 +71,14 @@ def _fwd_tile(
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_context_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     n_heads, n_q, n_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_N_CONTEXT: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
     n_blocks = tl.cdiv(n_q, BLOCK_M)
     pid_bh = tl.program_id(0) // n_blocks
@@ -89,7 +91,7 @@ def _attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    n_keys = key_count(n_context_ptr, pid_bh // n_heads, n_k, HAS_N_CONTEXT)
+    n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
     n_full = n_keys // BLOCK_N * BLOCK_N
     for start_n in tl.range(0, n_full, BLOCK_N):
         acc, l_i, m_i = _fwd_tile(
@@ -107,33 +109,30 @@ def _attention_fwd_kernel(
     tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
-def unsupported(problem: "Problem") -> str | None:
-    """Always None: these kernels serve every problem."""
-    return None
-
-
-def forward_configs(problem: "Problem") -> tuple[LaunchConfig, ...]:
+def configs(call: Call) -> tuple[LaunchConfig, ...]:
     """Candidates, the default first."""
-    return candidates(CONFIGS, problem)
+    return candidates(CONFIGS, call)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    n_context: torch.Tensor | None,
-    scale: float,
-    config: LaunchConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
+    """One launch, a program a tile of queries."""
+    q, k, v, n_keys = inputs
     batch, n_heads, n_q, head_dim = q.shape
-    o = empty_rows(q, n_q)
-    lse = q.new_empty(batch, n_heads, n_q, dtype=torch.float32)
-    grid = (triton.cdiv(n_q, config.block_m) * batch * n_heads,)
-    _attention_fwd_kernel[grid](
-        q, k, v, o, lse, q if n_context is None else n_context,
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o),
-        n_heads, n_q, k.shape[2], scale * LOG2_E,
-        HEAD_DIM=head_dim, HAS_N_CONTEXT=n_context is not None, **config.kernel_arguments(),
+    of_o, of_lse = rows_layout(q), lse_layout(q)
+    kernel = Bound(
+        _attention_fwd_kernel, (triton.cdiv(n_q, config.block_m) * batch * n_heads,),
+        *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3], n_heads, n_q, k.shape[2],
+        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
-    return o, lse
+
+    def launch(inputs, scalars):
+        q, k, v, n_keys = inputs
+        o = q.new_empty_strided(*of_o)
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
+        return (o,), (lse,)
+
+    return checked(launch, call)
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("n_keys",))

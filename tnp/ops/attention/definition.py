@@ -1,0 +1,188 @@
+"""What attention is measured by: inputs, work, the cases of its gate, and what must fail there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Case, Operator, Problem, Target, Work
+from tnp.ops.attention.torch_forms import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tnp.values import Random
+
+
+def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
+    """q, k, v, views of one projection [B, L, 3, H, D] as in a model.
+
+    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn.
+    """
+    p, drawn = case.problem, dict(case.draw)
+    projection = random(p["batch"], max(p["n_q"], p["n_k"]), 3, p["n_heads"], p["head_dim"])
+    projection[:, :, :2] *= drawn.get("magnitude", 1.0)
+    q, k, v = projection.permute(2, 0, 3, 1, 4)
+    n_keys = None
+    if "lengths" in drawn:
+        import torch
+
+        lengths = [int(length) for length in drawn["lengths"].split(",")]
+        n_keys = torch.tensor(lengths, dtype=torch.int32, device=projection.device)
+    elif p["n_keys"]:
+        n_keys = random.integers(1, p["n_k"], p["batch"])
+    tensors = {"q": q[:, :, : p["n_q"]], "k": k[:, :, : p["n_k"]], "v": v[:, :, : p["n_k"]]}
+    return tensors | {"n_keys": n_keys}
+
+
+def work(case: Case, pass_: str) -> Work:
+    """Two products forward; five backward, since the scores are computed again."""
+    p = case.problem
+    products = {"forward": 2.0, "backward": 5.0}[pass_]
+    flops = products * 2 * p["batch"] * p["n_heads"] * p["n_q"] * p["n_k"] * p["head_dim"]
+    row = p["batch"] * p["n_heads"] * p["head_dim"] * p.itemsize
+    n_q, n_k = row * p["n_q"], row * p["n_k"]
+    if pass_ == "forward":
+        return Work({p.dtype: flops}, n_q + 2 * n_k, n_q)
+    return Work({p.dtype: flops}, 3 * n_q + 2 * n_k, n_q + 2 * n_k)
+
+
+def coordinates(problem: Problem) -> tuple[float, ...]:
+    """What costs: heads of all samples, queries, keys."""
+    return problem["batch"] * problem["n_heads"], problem["n_q"], problem["n_k"]
+
+
+def within(operator: Operator, model: Mapping, run: Mapping) -> Problem:
+    """A layer's: every row asks, context rows answer."""
+    return operator.problem(
+        run["dtype"],
+        batch=run["batch"],
+        n_heads=model["n_heads"],
+        n_q=run["n_context"] + run["n_target"],
+        n_k=run["n_context"],
+        head_dim=model["d_model"] // model["n_heads"],
+    )
+
+
+# ---------------------------------------------------------------------------------- the compiler
+
+# dtype, head_dim, and n_keys given or not. Away from the model's own type only the form with n_keys
+# is compiled, which needs more registers, and float16 needs what bfloat16 needs.
+_TYPES = (
+    ("bfloat16", 64, False),
+    ("bfloat16", 64, True),
+    ("float16", 64, True),
+    ("float32", 64, True),
+    *((dtype, head_dim, True) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
+    ("bfloat16", 128, True),  # float32 spills there in every tile: slow, and still right
+)
+# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
+# keys that the forward pass splits tiles along them.
+_SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
+
+
+def compiled(operator: Operator) -> Iterable[Problem]:
+    """What kernels are compiled for, of 8 heads; at other sizes they are the same."""
+    for (dtype, head_dim, given), (batch, n_q, n_k) in product(_TYPES, _SIZES):
+        sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+        yield operator.problem(dtype, **sizes, n_keys=given)
+
+
+# --------------------------------------------------------------------------------------- the gate
+
+# On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
+# where 2^s overflows float32, from 8 on no fixed reference is safe, at 0 all keys are equal. Of few
+# keys at magnitude 12 and more one has all the weight, and dq and dk are differences of equals.
+_EDGES = (1, 63, 64, 65, 127, 564, 777, 10_000, 11_000, 205_000)
+
+
+def cases(operator: Operator, target: Target) -> Iterable[Case]:
+    """Ragged, far apart, of one key, and of a length for every sample."""
+
+    def case(batch, n_heads, n_q, n_k, head_dim=64, dtype="bfloat16", **drawn) -> Case:
+        sizes = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+        problem = operator.problem(dtype, **sizes, n_keys="lengths" in drawn)
+        return Case(problem, tuple(drawn.items()))
+
+    if target.kind != "cuda":
+        return (
+            case(1, 2, 1, 65, dtype="float32"),
+            case(2, 2, 67, 65, dtype="float32"),
+            case(1, 2, 130, 63),
+            case(1, 2, 130, 63, dtype="float16"),
+            case(2, 1, 40, 33, 16),
+            *(case(1, 1, 70, 40, dtype="float32", magnitude=size) for size in (8.0, 30.0)),
+            *(case(1, 2, 40, 5, dtype=dtype, magnitude=12.0) for dtype in FLOATS),
+            case(2, 1, 70, 40, dtype="float32", lengths="7,40"),
+            case(2, 1, 70, 140, lengths="7,140"),
+        )
+    return (
+        *(case(1, 1, n, 200) for n in _EDGES),
+        *(case(1, 1, 200, n) for n in _EDGES),
+        case(2, 3, 127, 65),
+        case(4, 8, 564, 64),
+        case(64, 8, 564, 64),
+        case(3, 8, 1100, 1000),
+        case(1, 2, 777, 564, dtype="float16"),
+        case(2, 3, 300, 100, dtype="float16"),
+        case(1, 2, 200, 130, dtype="float32"),
+        *(case(1, 2, 300, 200, head_dim) for head_dim in (16, 32, 128)),
+        *(case(1, 2, 777, 564, magnitude=size) for size in (0.0, 2.5, 8.0, 40.0)),
+        *(case(1, 2, 300, 200, dtype="float32", magnitude=size) for size in (8.0, 12.0, 30.0)),
+        *(case(2, 3, 300, 11, dtype=dtype, magnitude=12.0) for dtype in FLOATS),
+        *(case(2, 3, 300, 3, dtype=dtype, magnitude=30.0) for dtype in FLOATS),
+        case(2, 3, 300, 100, magnitude=8.0),
+        case(4, 2, 1500, 1000, lengths="1,64,777,1000"),
+        case(3, 2, 300, 128, lengths="1,65,128"),
+        case(2, 2, 700, 600, magnitude=8.0, lengths="65,600"),
+        case(1, 1, 11_000, 10_000),
+        # More tiles than multiprocessors: whole ones and then parts, some online; by sample.
+        case(1, 8, 3300, 3000, magnitude=1.6),
+        case(1, 8, 3300, 3000, dtype="float16"),
+        case(4, 8, 2000, 1000, lengths="1,64,777,1000"),
+    )
+
+
+def _first_key_left_out(q, k, v, n_keys, scale):
+    return reference(q, k[:, :, 1:], v[:, :, 1:], None if n_keys is None else n_keys - 1, scale)
+
+
+def _keys_and_values_exchanged(q, k, v, n_keys, scale):
+    return reference(q, v, k, n_keys, scale)
+
+
+CONTROLS = {
+    "the first key left out": _first_key_left_out,
+    "keys and values exchanged": _keys_and_values_exchanged,
+}
+
+
+def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:
+    """What float32 must be expected to lose of each result, relative to it (`gates.rounding`).
+
+    Where one key has all the weight dq and dk are what equal terms leave of one another: no
+    arithmetic in float32 has them right. An output gradient is drawn, any will do.
+    """
+    import torch
+
+    from tnp.gates import rounding
+
+    (scale,) = operator.numbers
+    q, k, v, n_keys = (inputs[name] for name in operator.tensors)
+    generator = torch.Generator(q.device).manual_seed(0)
+    do = torch.randn(q.shape, device=q.device, generator=generator)
+    lengths = [k.shape[2]] * len(q) if n_keys is None else n_keys.tolist()
+    floors = rounding.attention(q, k, v, do, scale, lengths)
+    squares = dict.fromkeys(("o", "dq", "dk", "dv"), 0.0)
+    for b, h in product(range(q.shape[0]), range(q.shape[1])):  # a head at a time: memory
+        rows = (q[b, h], k[b, h, : lengths[b]], v[b, h, : lengths[b]])
+        head = [x.detach().double().requires_grad_() for x in rows]
+        o = torch.softmax(scale * head[0] @ head[1].mT, -1) @ head[2]
+        results = (o, *torch.autograd.grad(o, head, do[b, h].double()))
+        for name, x in zip(squares, results, strict=True):
+            squares[name] += x.detach().square().sum().item()
+    return {
+        name: floors[name] / square**0.5 if square else float("inf")
+        for name, square in squares.items()
+    }

@@ -1,0 +1,81 @@
+"""Attention in PyTorch: the formula, and scaled_dot_product_attention with one backend forced.
+
+Torch is imported where a function runs: the declaration names these functions, and planning reads
+it without torch.
+"""
+
+ALIGNMENT = 16  # bytes
+
+
+def reference(q, k, v, n_keys, scale):
+    """softmax(scale · q kᵀ) v in whatever dtype it is given; sample b has n_keys[b] keys.
+
+    Args:
+        q: [B, H, n_q, D].
+        k, v: [B, H, n_k, D].
+        n_keys: [B], or None for n_k everywhere.
+        scale: a number.
+    """
+    import torch
+
+    s = scale * (q @ k.transpose(-2, -1))
+    if n_keys is not None:
+        padding = torch.arange(k.shape[2], device=k.device) >= n_keys[:, None]
+        s = s.masked_fill(padding[:, None, None], float("-inf"))
+    return torch.softmax(s, dim=-1) @ v
+
+
+def with_aligned_rows(x):
+    """x, copied where a row does not start at a multiple of 16 bytes.
+
+    The flash backend reads 16 bytes at a time and does not check: a misaligned address ends the
+    process's CUDA context.
+    """
+    item = x.element_size()
+    strides = (n * item for n, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    if any(offset % ALIGNMENT for offset in (x.data_ptr(), *strides)):
+        import torch
+
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _sdpa(backend, q, k, v, scale):
+    import torch
+
+    if q.is_cuda and not torch.compiler.is_compiling():  # Inductor aligns what it hands over
+        q, k, v = map(with_aligned_rows, (q, k, v))
+    with torch.nn.attention.sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def sdpa_flash(q, k, v, n_keys, scale):
+    """PyTorch's flash backend; RuntimeError where it cannot run."""
+    from torch.nn.attention import SDPBackend
+
+    return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale)
+
+
+def sdpa_cudnn(q, k, v, n_keys, scale):
+    """PyTorch's cuDNN backend; RuntimeError where it cannot run."""
+    from torch.nn.attention import SDPBackend
+
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, scale)
+
+
+def flash_supported(call):
+    """Any of its dtypes on the CPU, 16-bit floats on CUDA."""
+    if call.target.kind == "cuda" and call.problem.itemsize != 2:
+        return f"SDPA's flash backend on CUDA takes bfloat16 or float16, not {call.problem.dtype}"
+    return None
+
+
+def cudnn_supported(call):
+    """16-bit floats on GPUs from 8.0 on."""
+    if call.target.kind != "cuda":
+        return f"cuDNN needs a CUDA device, not {call.target.kind}"
+    if call.problem.itemsize != 2:
+        return f"SDPA's cuDNN backend takes bfloat16 or float16, not {call.problem.dtype}"
+    if call.target.capability < 80:
+        return "SDPA's cuDNN backend needs compute capability 8.0 or newer"
+    return None
