@@ -141,6 +141,8 @@ TABLES: dict[str, pa.Schema] = {
             *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
             ("op", pa.string()),  # whose implementation is named; null is attention
             *RUN,
+            ("problem", pa.string()),  # JSON of what was computed; "" where it is no operator's
+            ("kernel", pa.string()),  # that computed it: "forward, backward"; "" where not ours
         ],
         "steps": [
             *STEP_KEY,

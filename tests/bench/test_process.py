@@ -100,7 +100,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
         "    time.sleep(600)\n"
         "gates = types.ModuleType('tnp.gates')\n"
-        "gates.run_gate, gates.GATES, gates.blocking_reason = run_gate, {}, None\n"
+        "gates.run_gate, gates.gate, gates.blocking_reason = run_gate, None, None\n"
         "gates.gates_of = None\n"
         "sys.modules['tnp.gates'] = gates\n"
     )

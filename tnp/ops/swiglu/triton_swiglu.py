@@ -77,12 +77,13 @@ def prepare_backward(call, config, inputs):
     kernel = Bound(
         _swiglu_bwd_kernel, (triton.cdiv(n, config.block),), n, **config.kernel_arguments()
     )
+    wants_gate, wants_up = "gate" in call.wanted, "up" in call.wanted
 
     def launch(inputs, scalars):
         (dy,), (gate, up), _saved = inputs
         dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
         kernel(dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup)
-        return dgate, dup
+        return dgate if wants_gate else None, dup if wants_up else None
 
     return launch
 
