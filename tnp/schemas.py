@@ -86,6 +86,19 @@ OP_SIZES = [
     ("n_components", pa.int32()),
 ]
 
+# Of an operator whose problem is declared (`tnp/contract.py`); null in rows from before.
+CONTRACT = [
+    ("problem", pa.string()),  # JSON: op, dtype, sizes and options that are on
+    ("draw", pa.string()),  # JSON: how values were drawn; "{}" where nothing is said
+    ("provider", pa.string()),  # "own", "torch", or the package that the implementation is of
+    ("packages", pa.string()),  # JSON: name → version of the packages that it needs
+    ("rank", pa.int32()),  # its place among the operator's implementations; 0 is PyTorch's form
+    ("precision", pa.string()),  # of its products, where below the problem's dtype; else ""
+    ("with_forward", pa.bool_()),  # the backward pass was timed with its forward
+    ("forced", pa.string()),  # JSON: operation → kernel and configuration of a tuning trial
+    ("peak_memory_bytes", pa.int64()),  # of one call, beyond its inputs; null on a CPU
+]
+
 # The process that measured the row, a number drawn for each. In rows from before there was one it
 # is null, and those of one device and `recorded_at` are a run.
 RUN = [("run_id", pa.string())]
@@ -176,6 +189,7 @@ TABLES: dict[str, pa.Schema] = {
             *EVIDENCE,
             ("gates", pa.string()),  # those the implementation waits for, joined by "|"
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
+            *CONTRACT,
         ],
         "samples": [
             ("config_id", pa.string()),

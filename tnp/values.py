@@ -59,15 +59,13 @@ class Upstream:
 
     def __init__(self, random: Random, drawn: dict) -> None:
         self._random, self._drawn = random, drawn
-        self._known: dict[str, torch.Tensor] = {}
+        self.known: dict[str, torch.Tensor] = {}  # by output, those that were asked for
 
     def __call__(self, output: str, like: torch.Tensor) -> torch.Tensor:
         """The gradient of an output that looks like this, in its dtype."""
-        found = self._drawn.get(f"d{output}")
-        if found is None:
-            found = self._known.get(output)
-        if found is None:
-            shape = tuple(like.shape)
-            found = self._random(*shape) if shape else torch.ones((), device=like.device)
-            self._known[output] = found
-        return found.to(like.dtype)
+        if output not in self.known:
+            found, shape = self._drawn.get(f"d{output}"), tuple(like.shape)
+            if found is None:
+                found = self._random(*shape) if shape else torch.ones((), device=like.device)
+            self.known[output] = found
+        return self.known[output].to(like.dtype)

@@ -52,7 +52,7 @@ def of_op(parameters: dict) -> list[str]:
     """The other operators, which the benchmark can time as well, are left out."""
     op, name = parameters["op"], parameters["implementation"]
     others = {f"tnp.ops.{other}" for other in registry.operators() if other != op}
-    return _using(["tnp.bench.operators"], set() if op in CEILINGS else {(op, name)}, others)
+    return _using(["tnp.bench.measure"], set() if op in CEILINGS else {(op, name)}, others)
 
 
 def of_training(parameters: dict) -> list[str]:

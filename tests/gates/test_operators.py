@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tnp import catalog as catalogs
-from tnp import plans
 from tnp.contract import OWN, Budget, Case, Implementation
 from tnp.gates import generic_gates, operators, run_gate
 from tnp.gates.checks import Unsupported
@@ -40,9 +39,7 @@ def of_swiglu(monkeypatch):
             known = [one for one in operator.implementations if one.name != implementation.name]
             operator = replace(operator, implementations=(*known, implementation))
         monkeypatch.setattr(catalogs, "_own_operators", lambda: [operator])
-        catalog = catalogs.Catalog()
-        for module in (operators, plans):
-            monkeypatch.setattr(module, "catalog", lambda: catalog)
+        catalogs.catalog.cache_clear()
         monkeypatch.setattr(operators.routes, "checks", lambda *_: iter(()))
         if forward is not None:
             monkeypatch.setattr(triton_swiglu, "FORWARD", forward)
@@ -50,7 +47,9 @@ def of_swiglu(monkeypatch):
             monkeypatch.setattr(triton_swiglu, "BACKWARD", backward)
         return list(operators.checks("swiglu", name, DEVICE))
 
-    return run
+    yield run
+    monkeypatch.undo()
+    catalogs.catalog.cache_clear()
 
 
 def red(checks: list) -> list[str]:
