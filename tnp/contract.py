@@ -159,7 +159,8 @@ class Kernel:
 
     `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
     only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
-    `empty(wanted, inputs)` returns the same, uninitialized: it is all that a compiler sees.
+    `empty(wanted, inputs)` returns the same, uninitialized: it is all that a compiler sees. Of a
+    forward operation it is also passed, by name, what a call passed of `Operator.numbered`.
 
     Of a backward operation `inputs` are (gradients, kept, saved): gradients of the outputs, the
     tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns
@@ -280,6 +281,9 @@ def _within_nothing(model: Mapping, run: Mapping) -> Problem | None:
 class Operator:
     """What all implementations of an operator have in common.
 
+    `condition` gives the relative error that no rounding can undercut, of a case and its inputs by
+    name: one number, or one by result, the gradients called "d" + input.
+
     `spot` is for problems of which float64 does not fit: (case, inputs, gradients) → {result:
     (index, float64)}. It computes a part of the results from the inputs by name. Where `gradients`
     is None results are outputs; else they are the inputs' gradients, "d" + name, of these gradients
@@ -305,9 +309,12 @@ class Operator:
     scalars: tuple[str, ...] = ()  # numbers that no choice depends on: scale, eps
     values: Mapping[str, float] = field(default_factory=dict)  # of scalars in gates and benchmarks
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
+    numbered: tuple[
+        str, ...
+    ] = ()  # sizes that no tensor shows: a call passes them with its options
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
-    condition: Callable[[Case, dict], float] | None = None  # an error that no rounding undercuts
+    condition: Callable[[Case, dict], Any] | None = None  # see above
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = _within_nothing
@@ -368,6 +375,11 @@ class Operator:
         at = self.coordinates or (lambda problem: tuple(size for _, size in problem.sizes))
         pairs = zip(at(one), at(other), strict=True)
         return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+
+    def call_options(self, problem: Problem) -> Pairs:
+        """What a call of this problem passes as options: those that are on, and sizes."""
+        on = tuple(pair for pair in problem.options if pair[0] not in self.optional)
+        return on + tuple((name, problem[name]) for name in self.numbered)
 
     @property
     def numbers(self) -> tuple[float, ...]:

@@ -95,11 +95,8 @@ def _decided(
             return None
         (saves,) = forms
     else:
-        problem = operator.problem(
-            dtype,
-            **dict(zip(operator.sizes, sizes, strict=True)),
-            **dict.fromkeys(given, True) | dict(options),
-        )
+        named = dict(zip(operator.sizes, sizes, strict=True))
+        problem = operator.problem(dtype, **dict.fromkeys(given, True) | dict(options) | named)
         what = Call(problem, targets.of_device(device), wanted)
         chosen, found = choose_implementation(operator, implementation, what)
         if found.run is not None:
@@ -113,7 +110,7 @@ def _decided(
 def _sizeless(operator: Operator, dtype: str, given: tuple[str, ...], options: tuple):
     """A problem of which only dtype and options are known."""
     sizes = dict.fromkeys(operator.sizes, 1)
-    return operator.problem(dtype, **sizes, **dict.fromkeys(given, True) | dict(options))
+    return operator.problem(dtype, **dict.fromkeys(given, True) | dict(options) | sizes)
 
 
 def _require(operator: Operator, found: Implementation, what: Call) -> None:
@@ -209,7 +206,9 @@ def _define(operator: Operator) -> Any:
 
     def fake_forward(*arguments):
         known = spec(arguments[-1])
-        outputs, saved = known.kernel(known.found.forward).empty(known.wanted, arguments[:n])
+        numbered = {one: value for one, value in known.options if one in operator.numbered}
+        kernel = known.kernel(known.found.forward)
+        outputs, saved = kernel.empty(known.wanted, arguments[:n], **numbered)
         return list(outputs), list(saved)
 
     def backward(gradients, kept, saved, sizes, *rest):
@@ -219,7 +218,7 @@ def _define(operator: Operator) -> Any:
         pairs = zip(operator.kept, kept, strict=True)
         given = {one: True for one, x in pairs if one in operator.optional and x is not None}
         named = dict(zip(operator.sizes, map(int, sizes), strict=True))
-        problem = operator.problem(known.dtype, **named, **given, **dict(known.options))
+        problem = operator.problem(known.dtype, **given | dict(known.options) | named)
         what = Call(
             problem, targets.of_device(first.device), known.wanted, aligned((*gradients, *kept))
         )

@@ -137,7 +137,8 @@ def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tup
         found = catalog().load(operator.name, implementation)
         if found.forward is not None:
             kernel = next(iter(kernels_of(found.forward).values()))
-            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs)[0]]
+            sizes = {size: what.problem[size] for size in operator.numbered}
+            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs, **sizes)[0]]
 
             def run(*arguments: Any, **options: Any) -> Any:
                 outputs = operator.reference(*arguments, **options)
@@ -283,18 +284,14 @@ class PlainPlan:
     def __init__(self, what: Call, found: Implementation, chosen: Choice) -> None:
         self.what, self.found, self.chosen = what, found, chosen
         self.choices: dict[str, dict] = {}
-        self.function, self.options = found.run, _options_of(what, found)
+        operator = catalog().operators[what.problem.op]
+        self.function, self.options = found.run, dict(operator.call_options(what.problem))
         if found.compile:
             self.function = compiled(found)
 
     def run(self, inputs: tuple, scalars: tuple) -> Any:
         """The operator's outputs."""
         return self.function(*inputs, *scalars, **self.options)
-
-
-def _options_of(what: Call, found: Implementation) -> dict[str, Any]:
-    optional = catalog().operators[what.problem.op].optional
-    return {name: value for name, value in what.problem.options if name not in optional}
 
 
 def compiled(found: Implementation) -> Any:

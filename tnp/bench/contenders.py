@@ -146,9 +146,7 @@ class Contenders:
         self.pass_, self.device, self.forced = pass_, device, parameters.get("forced", {})
         # A forward pass beside a backward one saves what that needs, as in training.
         self.trains = "backward" in passes(parameters)
-        self.options = {
-            name: value for name, value in problem.options if name not in self.operator.optional
-        }
+        self.options = dict(self.operator.call_options(problem))
         self.sets, self.upstreams = [], []
         replicate = parameters["replicate"]
         random = Random(self.case, device, replicate)

@@ -18,7 +18,8 @@ def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[
     wanted = plan.what.wanted
     with torch.no_grad():
         outputs, saved = plan.forward(inputs, numbers)
-        says_outputs, says_saved = plan.kernel.empty(wanted, inputs)
+        numbered = {name: setting.case.problem[name] for name in operator.numbered}
+        says_outputs, says_saved = plan.kernel.empty(wanted, inputs, **numbered)
         found = list(_different(operator.outputs, outputs, says_outputs))
         names = tuple(f"saved tensor {i}" for i in range(max(len(saved), len(says_saved))))
         found += _different(names, saved, says_saved)

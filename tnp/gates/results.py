@@ -52,7 +52,7 @@ class Setting:
     operator: Operator
     case: Case
     inputs: Inputs
-    options: dict  # of a call: without the inputs that may be None
+    options: dict  # of a call
     wanted: tuple[str, ...]
     upstream: Gradient
     budget: Budget
@@ -70,9 +70,7 @@ class Setting:
         """Draws the inputs and computes what is expected."""
         drawn = operator.draw(case, Random(case, device))
         inputs = {name: drawn.get(name) for name in operator.tensors}
-        options = {
-            name: value for name, value in case.problem.options if name not in operator.optional
-        }
+        options = dict(operator.call_options(case.problem))
         wanted = wanted_of(operator, found, case)
         upstream = Upstream(Random(case, device, seed=1), drawn)
         budget = found.budget or operator.budget
@@ -131,7 +129,9 @@ class Setting:
         if not value.is_floating_point():
             return 0.0 if torch.equal(value, own) else math.inf
         floor = self.floors.get(name, 0.0) if isinstance(self.floors, Mapping) else self.floors
-        return error_ratio(value, own, exact, floor * exact.norm().item())
+        # Infinite where the result is zero and nothing can be said relative to it.
+        floor = floor if math.isinf(floor) else floor * exact.norm().item()
+        return error_ratio(value, own, exact, floor)
 
 
 def in_float64(inputs: Inputs) -> Inputs:
