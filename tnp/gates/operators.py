@@ -93,12 +93,13 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
     by_size = sorted(served, key=lambda case: operator.work(case, "forward").bytes)
     of_routes = by_size[len(by_size) // 2]
     missed = dict(operator.controls)
-    known: set[str] = set()  # pairs that have served a case
+    known: set[tuple] = set()  # pairs that have served a case with the same options
     for case in served:
         setting = Setting.of(operator, subject.found, case, subject.target, device)
         for pair in _pairs(subject, setting):
-            thorough = device.type == "cuda" or pair.name not in known
-            known.add(pair.name)
+            kind = pair, case.problem.options
+            thorough = device.type == "cuda" or kind not in known
+            known.add(kind)
             yield from _of_pair(subject, setting, pair, thorough)
         missed = {what: broken for what, broken in missed.items() if not _is_red(setting, broken)}
         if case is of_routes:
@@ -174,22 +175,23 @@ class Forced:
 
 
 def _of_pair(subject: Subject, setting: Setting, pair: Pair, thorough: bool) -> Iterator[Check]:
+    """On a GPU all is checked of every case; in the interpreter of the first with its options."""
     run = Forced(subject, setting, pair, setting.wanted)
     first = run.results()
     yield from against_float64(subject, setting, first, "", pair.name)
     moving = pair.moving | set(subject.found.moving)
-    repeats = REPEATS[subject.device.type]
-    again = (run.results() for _ in range(repeats))
-    yield from _same(subject, setting, pair, first, again, moving, f"repeats: {repeats}")
+    if thorough:
+        repeats = REPEATS[subject.device.type]
+        again = (run.results() for _ in range(repeats))
+        yield from _same(subject, setting, pair, first, again, moving, f"repeats: {repeats}")
     if subject.found.provider != OWN or subject.found.compile:
         return
     yield from _of_memory(subject, setting, pair, run, first, moving)
     if pair.forward is not None:
-        yield from _of_layout(subject, setting, pair, run)
-    if setting.wanted:  # what nobody differentiates may be computed by another kernel
+        yield from _of_layout(subject, setting, pair, run, thorough)
+    if thorough and setting.wanted:  # what nobody differentiates may be computed by another kernel
         alone = Forced(subject, setting, Pair(pair.forward), ()).results()
         yield from against_float64(subject, setting, alone, " without gradients", pair.name)
-    if thorough and setting.wanted:
         yield from _of_gradients(subject, setting, pair, run)
 
 
@@ -235,10 +237,12 @@ def _of_memory(
     yield subject.check(setting, "inputs are left alone", "inputs changed", changed, 0, pair.name)
 
 
-def _of_layout(subject: Subject, setting: Setting, pair: Pair, run: Forced) -> Iterator[Check]:
+def _of_layout(
+    subject: Subject, setting: Setting, pair: Pair, run: Forced, thorough: bool
+) -> Iterator[Check]:
     """For all gradients that are wanted, and for each alone."""
     runs = [run]
-    if len(setting.wanted) > 1:
+    if thorough and len(setting.wanted) > 1:
         runs += [Forced(subject, setting, pair, (name,)) for name in setting.wanted]
     for one in runs:
         faults = layout.faults(one.plan, pair.backward, setting)
