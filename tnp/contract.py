@@ -284,7 +284,20 @@ def _within_nothing(model: Mapping, run: Mapping) -> Problem | None:
 
 @dataclass(frozen=True)
 class Operator:
-    """What all implementations of an operator have in common."""
+    """What all implementations of an operator have in common.
+
+    `condition` gives the relative error that no rounding can undercut, of a case and its inputs by
+    name: one number, or one by result, the gradients called "d" + input.
+
+    `spot` is for problems of which float64 does not fit: (case, inputs, gradients) → {result:
+    (index, float64)}. It computes a part of the results from the inputs by name. Where `gradients`
+    is None results are outputs; else they are the inputs' gradients, "d" + name, of these gradients
+    of the outputs by name. `index` says which part of a whole result the float64 one is: the last
+    head is (-1, -1). Options are in `case.problem`, scalars are `numbers`.
+
+    `draw` may give gradients of outputs as well, "d" + output, where a model's have a layout of
+    their own.
+    """
 
     name: str
     inputs: tuple[str, ...]  # tensors in the order of a call; "n_keys?" may be None
@@ -292,7 +305,7 @@ class Operator:
     sizes: tuple[str, ...]
     implementations: tuple[Implementation, ...]  # PyTorch's plain form first, then boldest last
     describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, dtype
-    draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name
+    draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name: see above
     reference: Callable[..., Any]  # (*inputs, *scalars, **options) in any float dtype
     work: Callable[[Case, str], Work]  # (case, "forward" or "backward")
     cases: Callable[[Target], Iterable[Case]]  # of its gate
@@ -306,10 +319,9 @@ class Operator:
     ] = ()  # sizes that no tensor shows: a call passes them with its options
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
-    # (case, inputs) → by result, the relative error that no rounding undercuts
-    condition: Callable[[Case, dict], Mapping[str, float]] | None = None
+    condition: Callable[[Case, dict], Any] | None = None  # see above
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
-    spot: Callable[..., Any] | None = None  # float64 of a part, where the whole does not fit
+    spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = _within_nothing
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
     fixed: tuple[str, ...] = ()  # sizes that a table's entry must share exactly

@@ -86,8 +86,18 @@ OP_SIZES = [
     ("n_components", pa.int32()),
 ]
 
-# What was computed (`tnp.contract.Problem.json`) and, as JSON, how its values were drawn.
-PROBLEM = [("problem", pa.string()), ("draw", pa.string())]
+# Of an operator whose problem is declared (`tnp/contract.py`); null in rows from before.
+CONTRACT = [
+    ("problem", pa.string()),  # JSON: op, dtype, sizes and options that are on
+    ("draw", pa.string()),  # JSON: how values were drawn; "{}" where nothing is said
+    ("provider", pa.string()),  # "own", "torch", or the package that the implementation is of
+    ("packages", pa.string()),  # JSON: name → version of the packages that it needs
+    ("rank", pa.int32()),  # its place among the operator's implementations; 0 is PyTorch's form
+    ("precision", pa.string()),  # of its products, where below the problem's dtype; else ""
+    ("with_forward", pa.bool_()),  # the backward pass was timed with its forward
+    ("forced", pa.string()),  # JSON: operation → kernel and configuration of a tuning trial
+    ("peak_memory_bytes", pa.int64()),  # of one call, beyond its inputs; null on a CPU
+]
 
 # The process that measured the row, a number drawn for each. In rows from before there was one it
 # is null, and those of one device and `recorded_at` are a run.
@@ -144,8 +154,8 @@ TABLES: dict[str, pa.Schema] = {
             *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
             ("op", pa.string()),  # whose implementation is named; null is attention
             *RUN,
-            ("problem", pa.string()),  # of the case, as in table "ops"; null where there is none
-            ("kernel", pa.string()),  # JSON: operation → kernel that the check forced
+            ("problem", pa.string()),  # JSON of what was computed; "" where it is no operator's
+            ("kernel", pa.string()),  # that computed it: "forward, backward"; "" where not ours
         ],
         "steps": [
             *STEP_KEY,
@@ -179,14 +189,7 @@ TABLES: dict[str, pa.Schema] = {
             *EVIDENCE,
             ("gates", pa.string()),  # those the implementation waits for, joined by "|"
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
-            *PROBLEM,
-            ("provider", pa.string()),  # "own", "torch", or the package it comes from
-            ("packages", pa.string()),  # JSON: name → version, of what is neither
-            ("rank", pa.int32()),  # among the operator's implementations; 0 is PyTorch's plain form
-            ("precision", pa.string()),  # number format below the dtype: "e4m3"; "" is none
-            ("with_forward", pa.bool_()),  # pass "backward" was timed with its forward
-            ("forced", pa.string()),  # JSON: operation → kernel and configuration, of a trial
-            ("peak_memory_bytes", pa.int64()),  # allocated while the pass ran, inputs left out
+            *CONTRACT,
         ],
         "samples": [
             ("config_id", pa.string()),

@@ -1,4 +1,6 @@
-"""Random values of inputs, for gates and benchmarks: `Operator.draw` is handed a `Random`."""
+"""Random values for gates and benchmarks: of inputs, for which `Operator.draw` is handed a
+`Random`, and of the gradients that arrive at outputs.
+"""
 
 import math
 
@@ -42,3 +44,28 @@ class Random:
         return torch.randint(
             low, high + 1, shape, generator=self._generator, device=self.device, dtype=dtype
         )
+
+
+class Upstream:
+    """Gradients that arrive at an operator's outputs: normal, of a number 1, the same every time.
+
+    `draw` may give an output's gradient itself, by the name "d" + output, where a model's has a
+    layout of its own.
+
+    Args:
+        random: what numbers are drawn from.
+        drawn: what `Operator.draw` gave.
+    """
+
+    def __init__(self, random: Random, drawn: dict) -> None:
+        self._random, self._drawn = random, drawn
+        self.known: dict[str, torch.Tensor] = {}  # by output, those that were asked for
+
+    def __call__(self, output: str, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of an output that looks like this, in its dtype."""
+        if output not in self.known:
+            found, shape = self._drawn.get(f"d{output}"), tuple(like.shape)
+            if found is None:
+                found = self._random(*shape) if shape else torch.ones((), device=like.device)
+            self.known[output] = found
+        return self.known[output].to(like.dtype)

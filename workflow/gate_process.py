@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tnp.bench.process import run_child
-from tnp.gates import GATES, blocking_reason
+from tnp.gates import blocking_reason
+from tnp.gates import gate as about
 
 
 def run(
@@ -36,8 +37,8 @@ def red(files: Iterable[str], implementations: Mapping[str, str]) -> str | None:
 def _not_finished(gate: str, status: str, reason: str) -> dict[str, list[dict]]:
     row = {
         "gate": gate,
-        "phase": GATES[gate].phase,
-        "op": GATES[gate].op,
+        "phase": about(gate).phase,
+        "op": about(gate).op,
         "implementation": "",
         "check": status,
         "metric": "",

@@ -14,6 +14,7 @@ from tnp.bench.kernel_code import digest, module_hash
 from tnp.bench.outcome import implementation_of
 from tnp.bench.sizes import CEILINGS
 from tnp.gates import GATES, KERNEL_GATES
+from tnp.gates import gate as about_gate
 from tnp.ops import registry
 from tnp.variants import Variant
 
@@ -29,15 +30,18 @@ NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store", "tnp.ops.tables"})
 
 def of_gate(gate: str) -> list[str]:
     """A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
+    about = about_gate(gate)
+    if gate not in GATES:  # generic: it names all its modules
+        return _using(about.modules, set())
     used = {
         (op, name)
         for op, name in _implementations()
         if gate in KERNEL_GATES.get((op, name), ())
         or name.startswith("sdpa_")
         or name in ("reference", "torch")
-        or (GATES[gate].ours and name in ("separate", "fused"))
+        or (about.ours and name in ("separate", "fused"))
     }
-    return _using([f"tnp.gates.{gate}", *GATES[gate].modules], used)
+    return _using([f"tnp.gates.{gate}", *about.modules], used)
 
 
 def of_step(parameters: dict) -> list[str]:
@@ -48,7 +52,7 @@ def of_op(parameters: dict) -> list[str]:
     """The other operators, which the benchmark can time as well, are left out."""
     op, name = parameters["op"], parameters["implementation"]
     others = {f"tnp.ops.{other}" for other in registry.operators() if other != op}
-    return _using(["tnp.bench.operators"], set() if op in CEILINGS else {(op, name)}, others)
+    return _using(["tnp.bench.measure"], set() if op in CEILINGS else {(op, name)}, others)
 
 
 def of_training(parameters: dict) -> list[str]:

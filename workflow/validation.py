@@ -11,7 +11,7 @@ import jsonschema
 import yaml
 
 from tnp.bench.sizes import OPERATOR_SIZES
-from tnp.gates import GATES, KERNEL_GATES
+from tnp.gates import GATES, KERNEL_GATES, generic_gates
 from tnp.ops import registry
 from tnp.task_sources import MAX_POINTS
 from tnp.variants import OPERATORS, Variant
@@ -116,7 +116,7 @@ _VALIDATOR = jsonschema.validators.extend(
 def _faults(config: dict) -> Iterator[Fault]:
     """What a schema cannot say: names defined in one place must exist in the other."""
     shapes, variants, model = config["shapes"], config["variants"], config["model"]
-    yield from _not_among(("gates",), "gate", config["gates"], GATES)
+    yield from _not_among(("gates",), "gate", config["gates"], [*GATES, *generic_gates()])
     yield from _of_model(("model",), model)
     for name, sizes in shapes.items():
         yield from _of_points(("shapes", name), sizes, MAX_COUNT)
@@ -213,7 +213,7 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
     for key, known in (("shape", shapes), ("variant", variants), ("source", MAX_POINTS)):
         if run[key] not in known:
             yield Fault((*place, key), unknown(key, run[key], known))
-    if place[-1] in GATES:
+    if place[-1] in (*GATES, *generic_gates()):
         yield Fault(place, "a gate has the same name: rename the run")
     model = run.get("model", config["model"])
     yield from _of_model((*place, "model"), model)

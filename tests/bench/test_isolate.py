@@ -152,9 +152,9 @@ def measure_op(parameters, started, suspect):
         os.kill(os.getpid(), signal.SIGSEGV)
     return failure_rows("op", parameters, "ok", "")
 
-operators = types.ModuleType("tnp.bench.operators")
-operators.measure_op = measure_op
-sys.modules["tnp.bench.operators"] = operators
+measure = types.ModuleType("tnp.bench.measure")
+measure.measure_op = measure_op
+sys.modules["tnp.bench.measure"] = measure
 """
 THREE = {name: f"attention--tiny--{name}" for name in ("sdpa_flash", "sdpa_cudnn", "flex")}
 

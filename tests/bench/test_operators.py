@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.bench.configurations import TIMING, op_parameters
-from tnp.bench import operators, workloads
-from tnp.bench.operators import Inaccurate, checked_error, measure_op
+from tnp.bench import measure, undeclared, workloads
+from tnp.bench.measure import Inaccurate, checked_error, measure_op
 from tnp.bench.outcome import twins
 from tnp.ops import auto
 from tnp.schemas import PROVENANCE, RUN, TABLES
@@ -111,7 +111,7 @@ def test_implementations_take_turns_on_the_same_inputs(monkeypatch):
         return right(q, k, v, implementation=implementation)
 
     monkeypatch.setattr(workloads, "attention", attention)
-    monkeypatch.setattr(operators, "passes", lambda op: ("forward",))
+    monkeypatch.setattr(measure, "passes", lambda parameters: ("forward",))
     measure_op(op_parameters(implementations=BOTH), time.perf_counter())
     assert len({inputs for _, inputs in calls}) == 1
     timed = [name for name, _ in calls][-2 - 2 * TIMING["min_samples"] : -2]  # 2: the checks
@@ -193,7 +193,7 @@ def test_a_device_that_is_lost_ends_the_job(attention, monkeypatch):
 
     suspects = []
     attention(crash)
-    monkeypatch.setattr(operators, "synchronize", synchronize)
+    monkeypatch.setattr(measure, "synchronize", synchronize)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         measure_op(op_parameters(implementations=BOTH), time.perf_counter(), suspects.append)
     assert suspects[-1] == ["reference"]
@@ -263,7 +263,7 @@ def test_compiled_is_pytorchs_plain_form_under_compile(op, monkeypatch):
         return right(function, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(operators, "require_supported", lambda *_: None)
+    monkeypatch.setattr(undeclared, "require_supported", lambda *_: None)
     torch._dynamo.reset()
     rows = of_rows(op, "torch", "compiled")
     assert {row["status"] for row in rows.values()} == {"ok"}
@@ -324,15 +324,15 @@ def test_an_unknown_operator_is_named():
 def test_an_impossible_rate_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     cuda = torch.device("cuda")
-    operators.refuse_impossible(cuda, "bfloat16", 790.0, 4200.0)
-    with pytest.raises(operators.AboveCeiling, match="1200 TFLOP/s"):
-        operators.refuse_impossible(cuda, "bfloat16", 1200.0, 4200.0)
+    measure.refuse_impossible(cuda, "bfloat16", 790.0, 4200.0)
+    with pytest.raises(measure.AboveCeiling, match="1200 TFLOP/s"):
+        measure.refuse_impossible(cuda, "bfloat16", 1200.0, 4200.0)
 
 
 def test_short_kernels_are_launched_from_graphs_of_whole_rotations():
     def launches(device: str, *calls_ms: float, n_inputs: int = 3) -> int:
-        contenders = [operators.Contender([None] * n_inputs, 0.0, ms) for ms in calls_ms]
-        return operators.launches_per_run(contenders, torch.device(device))
+        contenders = [measure.Contender([None] * n_inputs, 0.0, ms) for ms in calls_ms]
+        return measure.launches_per_run(contenders, torch.device(device))
 
     assert launches("cuda", 5.0, 0.5) == 21  # all of them, however slow: launched alike
     assert launches("cuda", 0.5, n_inputs=25) == 25

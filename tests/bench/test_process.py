@@ -13,7 +13,7 @@ import pytest
 from tests.bench.configurations import step_parameters
 from tests.bench.processes import is_alive, wait_until
 from tnp.bench import child as child_module
-from tnp.bench import provenance
+from tnp.bench import process, provenance
 from tnp.bench.isolate import run_isolated
 from tnp.bench.process import ROOT, DeviceMissing, device_lock, run_child
 from workflow import gate_process
@@ -91,6 +91,32 @@ def test_what_a_child_started_ends_with_it(child, tmp_path, end):
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
 
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
+    """A grandchild, such as a compile worker, whatever ends the process that measures."""
+    pid_file = tmp_path / "pid"
+    (tmp_path / "started_by_a_child.py").write_text(
+        CHILD.format(
+            body="    started = subprocess.Popen(['sleep', '600'])\n"
+            f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
+            "    time.sleep(600)\n"
+        )
+    )
+    code = "from tnp.bench.process import run_child; run_child(['started_by_a_child'], "
+    code += "{'device': 'cpu', 'device_slug': 'cpu'}, 600)"
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths},
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    grandchild = int(pid_file.read_text())
+    assert is_alive(grandchild)
+    parent.send_signal(end)
+    parent.wait()
+    wait_until(lambda: not is_alive(grandchild))
+
+
 def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
     (tmp_path / "sitecustomize.py").write_text(
@@ -100,7 +126,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
         "    time.sleep(600)\n"
         "gates = types.ModuleType('tnp.gates')\n"
-        "gates.run_gate, gates.GATES, gates.blocking_reason = run_gate, {}, None\n"
+        "gates.run_gate, gates.gate, gates.blocking_reason = run_gate, None, None\n"
         "gates.gates_of = None\n"
         "sys.modules['tnp.gates'] = gates\n"
     )
@@ -178,6 +204,15 @@ def test_who_holds_a_lock_without_saying_so_is_unknown(own_temporary_folder):
     with device_lock("cpu", say=said.append):
         assert said[0].startswith("waiting for another job on cpu (an unknown process, lock ")
     holder.wait()
+
+
+def test_two_gpus_of_one_model_have_locks_of_their_own(monkeypatch, own_temporary_folder):
+    with device_lock("nvidia-h200"):
+        monkeypatch.setattr(process, "gpu_uuid", lambda: "GPU-2")
+        with device_lock("nvidia-h200", say=pytest.fail):
+            assert (own_temporary_folder / "tnp-GPU-2.lock").exists()
+        with device_lock("cpu", say=pytest.fail):
+            assert (own_temporary_folder / "tnp-cpu.lock").exists()
 
 
 def test_what_times_nothing_shares_the_device():

@@ -25,7 +25,7 @@ def main(kind: str, parent: str, report: str) -> None:
 
             note(tables=measure_step(parameters, started))
         else:
-            from tnp.bench.operators import measure_op
+            from tnp.bench.measure import measure_op
 
             note(tables=measure_op(parameters, started, lambda names: note(suspects=names)))
 

@@ -12,6 +12,8 @@ from importlib import metadata
 from tnp.bench.kernel_code import digest
 from tnp.bench.policy import Policy
 from tnp.bench.sizes import CEILINGS
+from tnp.catalog import AUTO, catalog
+from tnp.contract import OWN
 from tnp.gates import gates_of
 from tnp.ops import registry
 from tnp.schemas import OP_KEY, OP_SIZES
@@ -23,6 +25,7 @@ STEP_SPEC = (
     *("checkpoint", "cuda_graph", "optimizer"),
 )
 NAMES = ("config_id", "implementation", "shape", "pass", "replicate")
+_SIZES = frozenset(name for name, _ in OP_KEY + OP_SIZES)
 OP_SPEC = tuple(name for name, _ in OP_KEY + OP_SIZES if name not in NAMES)
 
 
@@ -37,8 +40,10 @@ def of_step(parameters: dict) -> dict[str, str | None]:
     }
 
 
-def of_op(parameters: dict) -> dict[str, str | None]:
+def of_op(parameters: dict) -> dict[str, object]:
     """The same of one implementation of an operator, `parameters["implementation"]`."""
+    if "problem" in parameters:
+        return _of_contract(parameters)
     op, name = parameters["op"], parameters["implementation"]
     is_ceiling = op in CEILINGS
     return {
@@ -47,6 +52,35 @@ def of_op(parameters: dict) -> dict[str, str | None]:
         "timing_hash": _timing_hash(parameters),
         "role": None if is_ceiling else registry.role(op, name),
         "gates": "" if is_ceiling else "|".join(gates_of(op, name)),
+    }
+
+
+def _of_contract(parameters: dict) -> dict[str, object]:
+    """Of an implementation of a declared operator. Nothing is imported for it."""
+    op, name = parameters["op"], parameters["implementation"]
+    operator = catalog().operator(op)
+    problem = operator.from_json(parameters["problem"])
+    is_auto = name.partition(":")[0] == AUTO
+    listed = None if is_auto else catalog().listed(op, name)
+    provider = listed.provider if listed else OWN
+    rank = listed.rank if listed else None
+    forced = parameters.get("forced")
+    draw = json.dumps(parameters.get("draw", {}), sort_keys=True)
+    sizes = {size: value for size, value in problem.sizes if size in _SIZES}
+    return sizes | {
+        "spec_hash": _hash([problem.json, draw, forced]),
+        "source_hash": _modules_hash(parameters.get("modules", {}).get(name)),
+        "timing_hash": _timing_hash(parameters),
+        "role": OWN if provider == OWN else "baseline" if rank == 0 else "peer",
+        "gates": "|".join(gates_of(op, name)),
+        "problem": problem.json,
+        "draw": draw,
+        "provider": provider,
+        "packages": json.dumps(listed.packages if listed else {}, sort_keys=True),
+        "rank": rank,
+        "precision": listed.own.precision if listed and listed.own else "",
+        "with_forward": operator.backward_with_forward,
+        "forced": json.dumps(forced) if forced else None,
     }
 
 

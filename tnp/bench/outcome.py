@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from tnp.bench import evidence
 from tnp.bench.sizes import CEILINGS
+from tnp.catalog import catalog
 from tnp.ops import registry
-from tnp.schemas import OP_KEY, OP_SIZES, STEP_KEY, VARIANT
+from tnp.schemas import CONTRACT, OP_KEY, OP_SIZES, STEP_KEY, VARIANT
 
 Rows = dict[str, list[dict[str, object]]]  # by table
 
@@ -14,11 +15,12 @@ MAX_REASON = 300
 # Ended from outside, by the time limit or for want of host memory: it may go well another time.
 TRANSIENT = ("killed", "timeout")
 
-_TWIN = "--twin"
+SEPARATOR = "--"  # of an implementation, and what tells a contender from others of it
+_TWIN = f"{SEPARATOR}twin"
 _KEYS = {
     "step": [name for name, _ in STEP_KEY + VARIANT],
     "stage": [name for name, _ in STEP_KEY],
-    "op": [*(name for name, _ in OP_KEY + OP_SIZES), "twin"],
+    "op": [*(name for name, _ in OP_KEY + OP_SIZES + CONTRACT), "twin"],
 }
 
 
@@ -47,8 +49,15 @@ def key(kind: str, parameters: dict) -> dict[str, object]:
     return row | (evidence.of_step(parameters) if kind == "step" else evidence.of_op(parameters))
 
 
-def passes(op: str) -> tuple[str, ...]:
-    return ("forward",) if op in CEILINGS else ("forward", "backward")
+def passes(parameters: dict) -> tuple[str, ...]:
+    """Of an operator's job: those that it names, else all that the operator has."""
+    if "passes" in parameters:
+        return tuple(parameters["passes"])
+    if "problem" in parameters:
+        trained = bool(catalog().operator(parameters["op"]).differentiated)
+    else:
+        trained = parameters["op"] not in CEILINGS
+    return ("forward", "backward") if trained else ("forward",)
 
 
 def only(parameters: dict, contenders: Iterable[str]) -> dict:
@@ -61,7 +70,8 @@ def of_contender(parameters: dict, contender: str) -> dict:
     """What an operator's job says of one of its contenders: the parameters of its rows."""
     return parameters | {
         "implementation": implementation_of(contender),
-        "twin": contender != implementation_of(contender),
+        "twin": _TWIN in contender,
+        "forced": parameters.get("forced", {}).get(contender),
         "config_id": parameters["implementations"][contender],
     }
 
@@ -72,7 +82,8 @@ def twins(implementation: str, n: int) -> list[str]:
 
 
 def implementation_of(contender: str) -> str:
-    return contender.partition(_TWIN)[0]
+    """The name before what tells a twin or a trial from others of the same implementation."""
+    return contender.partition(SEPARATOR)[0]
 
 
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
@@ -84,7 +95,7 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
         "ops": [
             key(kind, of_contender(parameters, contender)) | {"pass": pass_} | outcome
             for contender in parameters["implementations"]
-            for pass_ in passes(parameters["op"])
+            for pass_ in passes(parameters)
         ]
     }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tnp.bench.outcome import one_line
+from tnp.bench.provenance import gpu_uuid
 
 ROOT = Path(__file__).parents[2]
 SHOWN_LINES = 30
@@ -38,8 +39,9 @@ def run_child(
 
     The child reads `parameters`, as JSON, from its standard input, and writes to the file
     descriptor REPORT (`tnp.bench.child.reporting`). All its files are anonymous, so that nothing is
-    left behind by a kill. The whole process group ends with it, and with this process. The last
-    lines it printed are printed here.
+    left behind by a kill. It has a process group of its own, with all that it starts, and the whole
+    group ends when the child does: by itself, by a crash, by the time limit, by an interrupt of
+    this process, or because this process ended. The last lines it printed are printed here.
 
     Args:
         command: the module, and arguments of its own.
@@ -113,10 +115,38 @@ def _lines(file: BinaryIO) -> list[str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent`, which started it, ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Have the kernel kill this process when process `parent`, which started it, ends.
+
+    Where this process leads a group, what it started ends with it, however it ends. To be called
+    before there are threads.
+    """
+    _watch_group()
+    _signal_at_end_of(parent, signal.SIGKILL)
+
+
+def _signal_at_end_of(parent: int, number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends, or at once if it has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def _watch_group() -> None:
+    """Start a process that kills this one's group when this one has ended.
+
+    `run_child` does so itself, but where it was killed, nobody else is left to.
+    """
+    leader = os.getpid()
+    if os.getpgrp() != leader or os.fork():
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(leader, signal.SIGKILL))
+        _signal_at_end_of(leader, signal.SIGTERM)
+        while True:
+            signal.pause()
+    finally:
+        os._exit(1)
 
 
 def say_on_stderr(text: str) -> None:
@@ -129,11 +159,15 @@ def device_lock(
 ) -> Iterator[None]:
     """One timing job on a device at a time on this machine, whoever started it; waits its turn.
 
+    `device` is "cpu" or the slug of the first visible GPU, whose UUID names the lock: jobs on
+    several GPUs of one model run side by side.
+
     What times nothing may share the device with others of its kind (`shared`). The lock goes with
     the process that holds it, however that ends. Waiting is said through `say` before it begins.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    path = Path(tempfile.gettempdir(), f"tnp-{device}.lock")
+    lock = (None if device == "cpu" else gpu_uuid()) or device
+    path = Path(tempfile.gettempdir(), f"tnp-{lock}.lock")
     with _lock_file(path) as descriptor:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

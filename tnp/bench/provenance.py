@@ -71,6 +71,14 @@ def device_slug() -> str:
         return re.sub(r"[^a-z0-9]+", "-", pynvml.nvmlDeviceGetName(gpu).lower()).strip("-")
 
 
+def gpu_uuid() -> str | None:
+    """Of the first visible NVIDIA GPU; None without one. Imports no torch."""
+    with _nvml() as present:
+        gpu = _first_visible_gpu() if present else None
+        found = None if gpu is None else _read(pynvml.nvmlDeviceGetUUID, gpu)
+        return found.decode() if isinstance(found, bytes) else found
+
+
 @dataclass(frozen=True)
 class Reading:
     """What NVML said at one moment of `time.perf_counter`; None of what it does not tell."""

@@ -18,7 +18,7 @@ import torch
 from tnp import plans
 from tnp.bench.child import reporting
 from tnp.bench.isolate import with_provenance
-from tnp.bench.operators import (
+from tnp.bench.measure import (
     MAX_RELATIVE_ERROR,
     Contender,
     Inaccurate,

@@ -1,13 +1,18 @@
-"""Correctness gates: one module a phase, each yielding the checks that must hold before timing.
+"""Correctness gates: what must hold before anything is timed.
+
+A gate of an operator's implementation is generic, `op--swiglu--triton`, and there is one of each
+(`tnp.gates.operators`). Every other gate is a module here. Each yields checks.
 
 A gate runs on the device it is asked for. On the CPU, Triton kernels run in Triton's interpreter
 (the process must start with TRITON_INTERPRET=1) and each row's `mode` says so.
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from tnp.catalog import AUTO, catalog
+from tnp.contract import OWN
 from tnp.ops import registry
 
 
@@ -25,6 +30,9 @@ class Gate:
     op: str = "attention"
     ours: bool = False
 
+
+GENERIC = "op"  # a generic gate is op--operator--implementation
+OPERATORS_PHASE = 2  # in which operators are gated, one by one
 
 _MODEL = ("tnp.model", "tnp.step", "tnp.ops.attention")
 GATES = {
@@ -61,10 +69,71 @@ KERNEL_GATES = {
 }
 
 
+def generic_gate(op: str, name: str) -> str:
+    """The name of the gate of one implementation of an operator."""
+    return f"{GENERIC}--{op}--{name}"
+
+
+def generic_gates() -> list[str]:
+    """One gate of each implementation that there is, but of what stands for another.
+
+    Those of other packages too, since "auto" may take them; PyTorch's own are what others are
+    compared with.
+    """
+    found = catalog()
+    return [
+        generic_gate(op, name)
+        for op in found.operators
+        for name in found.names(op)
+        if found.listed(op, name).entry or found.listed(op, name).own.provider != "torch"
+    ]
+
+
+def gate(name: str) -> Gate:
+    """Of a gate by its name; ValueError for one that does not exist."""
+    if name in GATES:
+        return GATES[name]
+    if name in generic_gates():
+        _, op, implementation = name.split("--")
+        modules = "tnp.gates.operators", *_modules(op, implementation)
+        return Gate(OPERATORS_PHASE, modules, op)
+    choices = ", ".join([*GATES, *generic_gates()])
+    raise ValueError(f"unknown gate {name!r}: choose from {choices}")
+
+
+def _modules(op: str, name: str) -> Iterator[str]:
+    """Ours that an implementation is made of; those of other packages are theirs."""
+    yield catalog().operator(op).describe.__module__
+    own = catalog().listed(op, name).own
+    for operation in filter(None, (own and own.forward, own and own.backward)):
+        yield from (path.partition(":")[0] for path in operation.kernels)
+
+
+def _of_contract(op: str, name: str) -> list[str]:
+    """Gates of an implementation of an operator of the catalog, or of ours that "auto" may take."""
+    if name.partition(":")[0] != AUTO:
+        listed = catalog().listed(op, name)
+        return [generic_gate(op, name)] if listed.provider == OWN else []
+    own = catalog().operator(op).implementations
+    return [generic_gate(op, one.name) for one in own if one.provider == OWN and one.selectable]
+
+
 def gates_of(op: str, name: str) -> list[str]:
     """Gates that prove the implementation `name` of `op`, or all that "auto" may choose."""
+    if op in catalog().operators:
+        return _of_contract(op, name)
     proving = [KERNEL_GATES.get((op, one), ()) for one in registry.candidates(op, name)]
     return list(dict.fromkeys(gate for gates in proving for gate in gates))
+
+
+def candidates(op: str, name: str) -> tuple[str, ...]:
+    """What may run where `name` is asked for: itself, or what "auto" chooses from."""
+    if op not in catalog().operators:
+        return registry.candidates(op, name)
+    if name.partition(":")[0] != AUTO:
+        return (name,)
+    listed = [catalog().listed(op, one) for one in catalog().names(op)]
+    return tuple(one.name for one in listed if one.own is None or one.own.selectable)
 
 
 def gates_for(
@@ -93,9 +162,9 @@ def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) ->
     A check that names an implementation stops only what uses it, or lets "auto" choose it, for the
     row's operator or, where the row has none, the gate's.
     """
-    used = {op: registry.candidates(op, name) for op, name in implementations.items()}
+    used = {op: candidates(op, name) for op, name in implementations.items()}
     for row in rows:
-        concerned = ("", *used.get(row.get("op") or GATES[row["gate"]].op, ()))
+        concerned = ("", *used.get(row.get("op") or gate(row["gate"]).op, ()))
         if row["implementation"] not in concerned or row["status"] == "unsupported":
             continue
         if row["status"] != "ok":  # it raised, was killed or took too long
@@ -115,8 +184,7 @@ def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
     one row with status "unsupported"; a gate that raises keeps the checks made so far and ends in
     a row with status "error": both with the reason.
     """
-    if name not in GATES:
-        raise ValueError(f"unknown gate {name!r}: choose from {', '.join(GATES)}")
+    about = gate(name)
     import torch
     import triton
 
@@ -125,24 +193,29 @@ def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
     interpreted = "interpreter" if triton.knobs.runtime.interpret else "cpu"
     common = {
         "gate": name,
-        "phase": GATES[name].phase,
-        "op": GATES[name].op,
+        "phase": about.phase,
+        "op": about.op,
         "mode": "gpu" if device_type == "cuda" else interpreted,
     }
+    # A generic gate's rows name its implementation, the one that says why it stopped as well.
+    whose = "" if name in GATES else name.split("--")[2]
     rows: list[dict] = []
     tables = {"gates": rows, "kernels": []}
 
     def ended(status: str, reason: str) -> dict:
         reason = " ".join(reason.split())[:500]
         blank = {"implementation": "", "check": status, "metric": "", "value": None, "bound": None}
+        blank |= {"implementation": whose, "problem": "", "kernel": ""}
         return common | blank | {"passed": None, "status": status, "reason": reason}
 
+    device = torch.device(device_type)
     try:
-        module = importlib.import_module(f"tnp.gates.{name}")
-        for check in module.checks(torch.device(device_type)):
+        module = importlib.import_module(f"tnp.gates.{'operators' if whose else name}")
+        made = module.checks(about.op, whose, device) if whose else module.checks(device)
+        for check in made:
             fields = asdict(check)
             del fields["larger_is_better"]
-            fields["op"] = check.op or GATES[name].op
+            fields["op"] = check.op or about.op
             rows.append(common | fields | {"passed": check.passed, "status": "ok", "reason": ""})
         if hasattr(module, "kernel_rows"):
             tables["kernels"] = module.kernel_rows()

@@ -18,7 +18,8 @@ class Check:
 
     `implementation` names the one implementation the check is about ("" where it is about all), of
     operator `op` ("" for the gate's): a red check stops only what uses it. `larger_is_better` turns
-    the comparison round (cosines).
+    the comparison round (cosines). `problem` is the JSON of what was computed and `kernel` the
+    kernels that computed it, where the check is of those.
     """
 
     check: str
@@ -28,6 +29,8 @@ class Check:
     implementation: str = ""
     larger_is_better: bool = False
     op: str = ""
+    problem: str = ""
+    kernel: str = ""
 
     @property
     def passed(self) -> bool:

@@ -244,7 +244,6 @@ def collect(launches: Iterable[Launch]) -> list[Job]:
 
     Triton keeps what it compiled by device: each capability is a device of its own here.
     """
-    import torch
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -10,7 +10,7 @@ from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import CEILINGS
-from tnp.gates import GATES, gates_of
+from tnp.gates import GATES, gates_of, generic_gates
 from workflow import plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, keep, named
 from workflow.progress import Progress

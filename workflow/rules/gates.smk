@@ -7,7 +7,7 @@ rule gate:
     log:
         f"{LOGS}/{{gate}}{{attempt}}.log",
     wildcard_constraints:
-        gate=one_of(GATES),
+        gate=one_of([*GATES, *generic_gates()]),
     priority: GATE_PRIORITY
     threads: max(1, workflow.cores // GATES_AT_ONCE)
     resources:

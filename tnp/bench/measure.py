@@ -1,6 +1,6 @@
-"""Benchmark of one operator: its implementations in turn, on the same inputs, with cold caches.
+"""Benchmark of one operator: its contenders in turn, on the same inputs, with cold caches.
 
-Outputs are checked again after timing.
+Outputs are checked again after timing. What contenders run is of `tnp.bench.contenders`.
 """
 
 import math
@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from tnp.bench import undeclared
+from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
 from tnp.bench.outcome import (
@@ -23,13 +25,11 @@ from tnp.bench.outcome import (
     key,
     of_contender,
     passes,
-    require_supported,
 )
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import above_ceiling
 from tnp.bench.sampled import measured_columns, sample_rows
-from tnp.bench.sizes import CEILINGS
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import (
     call_ms,
@@ -37,8 +37,8 @@ from tnp.bench.timing import (
     measure_interleaved,
     synchronize,
 )
-from tnp.bench.workloads import WORKLOADS, Output, Workload
-from tnp.ops import auto, registry
+from tnp.catalog import AUTO, catalog
+from tnp.launch import watched
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
@@ -49,6 +49,9 @@ GRAPH_LAUNCHES = 20
 # Share of the largest reference value that an output may be off. An absolute bound sees nothing
 # at 200,000 keys, where an attention output is about as small as the bound; the gates hold those.
 MAX_RELATIVE_ERROR = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
+# The same of products in narrower formats: some five standard deviations of what their rounding
+# leaves in a product of normal numbers, over the largest of as many deviations.
+MAX_RELATIVE_ERROR |= {"e4m3": 1e-1, "int8": 5e-2, "int4": 2.5e-1}
 
 
 class Inaccurate(ValueError):
@@ -69,12 +72,23 @@ class Contender:
     calls: list[Callable[[], Output]]
     compile_s: float
     call_ms: float
+    peak_memory_bytes: int | None = None  # of one call, beyond what was there
 
     @classmethod
     def prepare(cls, calls: list[Callable[[], Output]], device: torch.device) -> "Contender":
         """Compile and run each of `calls`, then time the first."""
         compile_s = sum(first_call(call, device) for call in calls)
         return cls(calls, compile_s, call_ms(calls[0], device))
+
+    def again(self, device: torch.device) -> "Contender":
+        """Timed once more, by nobody watched: it decides how all are timed. And its memory."""
+        if device.type != "cuda":
+            return replace(self, call_ms=call_ms(self.calls[0], device))
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        again_ms = call_ms(self.calls[0], device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return replace(self, call_ms=again_ms, peak_memory_bytes=peak)
 
 
 def measure_op(
@@ -86,17 +100,17 @@ def measure_op(
     are measured without it.
 
     Args:
-        parameters: the op key, `implementations` (contender → config_id), `timing`, `device`, and
-            `modules`, the hashes of an implementation's modules by its name and theirs.
+        parameters: what `tnp.bench.contenders.job` gives: `implementations` (contender →
+            config_id), `timing`, `device`; and `modules`, the hashes of an implementation's modules
+            by its name and theirs.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
         suspect: told whom to blame should this process not survive what comes next.
 
     Raises:
         Exception: the inputs do not fit, or an error made the device useless to this process.
     """
-    op, device = parameters["op"], torch.device(parameters["device"])
-    if op not in WORKLOADS:
-        raise ValueError(f"unknown op {op!r}: choose from {', '.join(WORKLOADS)}")
+    device = torch.device(parameters["device"])
+    prepare = Contenders if "problem" in parameters else undeclared.of
     tables: Rows = {"ops": [], "samples": []}
     code = {
         name: _code(parameters, name)
@@ -104,9 +118,9 @@ def measure_op(
     }
     # A backward runs on the stream of its forward.
     with capturable_stream(device):
-        for pass_ in passes(op):
+        for pass_ in passes(parameters):
             suspect([])
-            workload = WORKLOADS[op](parameters, pass_, device)
+            workload = prepare(parameters, pass_, device)
             setup_s = time.perf_counter() - started
             outcomes = _measure_pass(parameters, pass_, workload, device, suspect, code)
             for contender, (columns, samples) in outcomes.items():
@@ -126,16 +140,18 @@ def measure_op(
 
 def _code(parameters: dict, name: str) -> Code:
     """What the implementation runs on as far as that is known before it runs."""
-    op = parameters["op"]
-    provider = "torch" if op in CEILINGS else registry.get(op, name).provider
     modules = parameters.get("modules", {}).get(name, {})
-    return Code(packages=packages([provider]), modules=modules)
+    if "problem" not in parameters:
+        return Code(packages=packages(undeclared.packages(parameters["op"], name)), modules=modules)
+    is_auto = name.partition(":")[0] == AUTO
+    theirs = {} if is_auto else catalog().listed(parameters["op"], name).packages
+    return Code(packages=packages(theirs), modules=modules)
 
 
 def _measure_pass(
     parameters: dict,
     pass_: str,
-    workload: Workload,
+    workload: Contenders | undeclared.Undeclared,
     device: torch.device,
     suspect: Callable[[list[str]], None],
     code: dict[str, Code],
@@ -144,7 +160,7 @@ def _measure_pass(
 
     The kernels that an implementation launches are added to its `code`.
     """
-    op, dtype = parameters["op"], parameters["dtype"]
+    dtype = parameters["dtype"]
     outcomes: dict[str, tuple[dict[str, object], list[dict[str, object]]]] = {}
 
     def each(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
@@ -162,17 +178,14 @@ def _measure_pass(
         return done
 
     def prepare(name: str) -> Contender:
-        implementation = implementation_of(name)
-        if op not in CEILINGS:
-            require_supported(op, implementation, device, getattr(torch, dtype))
+        workload.require_supported(name)
         kernels: dict[str, str] = {}
         try:
-            with launches() as kernels:
-                contender = Contender.prepare(workload.calls(implementation), device)
+            with watched(), launches() as kernels:
+                contender = Contender.prepare(workload.calls(name), device)
         finally:
-            code[implementation].kernels |= kernels
-        # Again, without noting launches: it decides how all are timed.
-        return replace(contender, call_ms=call_ms(contender.calls[0], device))
+            code[implementation_of(name)].kernels |= kernels
+        return contender.again(device)
 
     contenders = each(prepare, parameters["implementations"])
     n_launches = launches_per_run(contenders.values(), device)
@@ -187,27 +200,24 @@ def _measure_pass(
         )
     measured = dict(zip(runs, measurements, strict=True))
 
-    def launch_config(name: str) -> str | None:
-        if name != "auto":
-            return workload.launch_config(implementation_of(name))
-        choice = auto.of_row(parameters, device)
-        return choice.describe(workload.launch_config(choice.implementation))
-
     def columns(name: str) -> dict[str, object]:
-        own, (_, output) = measured[name], runs[name]
+        own, (_, output), counted = measured[name], runs[name], workload.counted(name)
         timings = summarize(own.samples_ms, "time_ms")
         median_s = timings["time_ms_p50"] / 1e3
-        tflops = None if workload.flops is None else workload.flops / median_s / 1e12
-        gb_per_s = workload.bytes / median_s / 1e9
-        refuse_impossible(device, dtype, tflops, gb_per_s)
+        tflops = None if counted.flops is None else counted.flops / median_s / 1e12
+        gb_per_s = counted.bytes / median_s / 1e9
+        tensor = counted.tensor_flops and counted.tensor_flops / median_s / 1e12
+        refuse_impossible(device, "bfloat16", tensor, gb_per_s)
+        bound = workload.precision(name) or dtype
         return (
             {"status": "ok", "reason": own.note}
             | timings
-            | {"flops": workload.flops, "bytes": workload.bytes}
+            | {"flops": counted.flops, "bytes": counted.bytes}
             | {"tflops": tflops, "gb_per_s": gb_per_s}
-            | {"launch_config": launch_config(name)}
-            | {"max_abs_error": checked_error(workload.check(output()), dtype)}
+            | {"launch_config": workload.launch_config(name)}
+            | {"max_abs_error": checked_error(workload.check(name, output()), bound)}
             | {"compile_s": contenders[name].compile_s}
+            | {"peak_memory_bytes": contenders[name].peak_memory_bytes}
             | measured_columns(own, conditions)
         )
 
@@ -245,7 +255,9 @@ def replayed(
 
 
 def detached(output: Output) -> Output:
-    return tuple(map(detached, output)) if isinstance(output, tuple) else output.detach()
+    if isinstance(output, tuple):
+        return tuple(map(detached, output))
+    return None if output is None else output.detach()
 
 
 def refuse_impossible(
@@ -259,7 +271,10 @@ def refuse_impossible(
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:
-    """Largest absolute error over (measured, reference) pairs; Inaccurate past the bound."""
+    """Largest absolute error over (measured, reference) pairs; Inaccurate past the bound.
+
+    `dtype` is the format that was computed in, a key of `MAX_RELATIVE_ERROR`.
+    """
     worst = 0.0
     for measured, reference in pairs:
         error = (measured.detach().to(reference.dtype) - reference).abs().max().item()

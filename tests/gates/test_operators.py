@@ -1,0 +1,273 @@
+"""The generic gate: green of all that is ours, and red of each thing that it is there to find."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tnp import catalog as catalogs
+from tnp.contract import OWN, Budget, Case, Implementation
+from tnp.gates import generic_gates, operators, run_gate
+from tnp.gates.checks import Unsupported
+from tnp.ops import swiglu as package
+from tnp.ops.swiglu import OPERATOR, triton_swiglu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.blas
+@pytest.mark.parametrize("gate", generic_gates())
+def test_gate_is_green(gate):
+    rows = run_gate(gate, DEVICE.type)["gates"]
+    if [row["status"] for row in rows] == ["unsupported"]:
+        pytest.skip(rows[0]["reason"])
+    red = [row for row in rows if not row["passed"]]
+    assert rows and not red, "\n".join(map(str, red))
+
+
+@pytest.fixture
+def of_swiglu(monkeypatch):
+    """Checks of SwiGLU's kernels at two cases of float32, with what is changed of it."""
+
+    def run(forward=None, backward=None, implementation=None, name="triton", **changes) -> list:
+        def cases(target):
+            sizes = ((7, 100), (3, 33))
+            return [Case(OPERATOR.problem("float32", rows=r, width=w)) for r, w in sizes]
+
+        operator = replace(OPERATOR, **{"cases": cases} | changes)
+        if implementation is not None:
+            known = [one for one in operator.implementations if one.name != implementation.name]
+            operator = replace(operator, implementations=(*known, implementation))
+        monkeypatch.setattr(catalogs, "_own_operators", lambda: [operator])
+        catalogs.catalog.cache_clear()
+        monkeypatch.setattr(operators.routes, "checks", lambda *_: iter(()))
+        if forward is not None:
+            monkeypatch.setattr(triton_swiglu, "FORWARD", forward)
+        if backward is not None:
+            monkeypatch.setattr(triton_swiglu, "BACKWARD", backward)
+        return list(operators.checks("swiglu", name, DEVICE))
+
+    yield run
+    monkeypatch.undo()
+    catalogs.catalog.cache_clear()
+
+
+def red(checks: list) -> list[str]:
+    return [check.check for check in checks if not check.passed]
+
+
+def changed(kernel, change):
+    """The kernel, what it launches passed through `change(result, n)`; `n` counts launches."""
+    launches = []
+
+    def prepare(call, config, inputs):
+        launch = kernel.prepare(call, config, inputs)
+
+        def changed_launch(inputs, scalars):
+            launches.append(None)
+            return change(launch(inputs, scalars), len(launches))
+
+        return changed_launch
+
+    return replace(kernel, prepare=prepare)
+
+
+def test_without_a_fault_it_is_green_and_names_what_it_tested(of_swiglu):
+    checks = of_swiglu()
+    assert red(checks) == []
+    assert {check.implementation for check in checks} == {"triton"}
+    assert {check.kernel for check in checks} == {"triton, triton", ""}
+    problems = {check.problem for check in checks if check.kernel}
+    assert problems == {case.problem.json for case in _cases()}
+    named = " ".join(check.check for check in checks)
+    for what in ("y against", "dgate against", "dup alone against", "y without gradients",
+                 "repeats", "memory full of NaN", "expanded", "transposed", "control"):  # fmt: skip
+        assert what in named
+
+
+def _cases():
+    return [Case(OPERATOR.problem("float32", rows=r, width=w)) for r, w in ((7, 100), (3, 33))]
+
+
+def test_a_wrong_gradient_is_red(of_swiglu):
+    def wrong(gradients, n):
+        dgate, dup = gradients
+        return dgate, None if dup is None else dup * 1.001
+
+    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, wrong)))
+    assert "dup against float64, " + str(_cases()[0]) in found
+    assert not any(what.startswith("dgate") for what in found)
+
+
+def test_a_gradient_that_is_wrong_alone_is_red(of_swiglu):
+    def wrong(gradients, n):
+        return (
+            gradients
+            if None not in gradients
+            else tuple(None if x is None else -x for x in gradients)
+        )
+
+    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, wrong)))
+    assert found and all("alone" in what for what in found)
+
+
+def test_a_missing_gradient_is_red(of_swiglu):
+    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, lambda g, n: (g[0], None))))
+    assert any(what.startswith("dup against float64") for what in found)
+
+
+def test_a_gradient_that_nobody_asked_for_is_red(of_swiglu):
+    def both(gradients, n):
+        given = next(x for x in gradients if x is not None)
+        return tuple(torch.zeros_like(given) if x is None else x for x in gradients)
+
+    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, both)))
+    assert found and all("`Kernel.empty`" in what and "alone" in what for what in found)
+
+
+def test_another_layout_than_a_compiler_is_told_is_red(of_swiglu):
+    def transposed(result, n):
+        (y,), saved = result
+        return (y.mT.contiguous().mT,), saved
+
+    found = red(of_swiglu(forward=changed(triton_swiglu.FORWARD, transposed)))
+    assert found and all("laid out as `Kernel.empty` says" in what for what in found)
+
+
+def test_another_dtype_than_pytorchs_is_red(of_swiglu):
+    def narrow(result, n):
+        (y,), saved = result
+        return (y.half(),), saved
+
+    found = red(of_swiglu(forward=changed(triton_swiglu.FORWARD, narrow)))
+    assert any(what.startswith("y against float64") for what in found)
+
+
+def moving(result, n):
+    (y,), saved = result
+    return (y * (1 + n % 2 * 1.2e-7),), saved
+
+
+def test_what_moves_between_runs_is_red_unless_it_may(of_swiglu):
+    kernel = changed(triton_swiglu.FORWARD, moving)
+    found = red(of_swiglu(forward=kernel, budget=Budget(10.0, 10.0)))
+    assert found and all(what.startswith(("repeats", "memory")) for what in found)
+    may = replace(kernel, moving=("y",))
+    assert red(of_swiglu(forward=may, budget=Budget(10.0, 10.0))) == []
+
+
+def test_what_may_move_is_held_to_its_bound(of_swiglu):
+    def far(result, n):
+        (y,), saved = result
+        return (y * (1 + (n == 2)),), saved
+
+    may = replace(changed(triton_swiglu.FORWARD, far), moving=("y",))
+    assert any(what.startswith("y, repeats") for what in red(of_swiglu(forward=may)))
+
+
+def test_memory_that_is_left_as_it_was_is_red(of_swiglu):
+    def prepare(call, config, inputs):
+        launch = triton_swiglu.prepare(call, config, inputs)
+
+        def leaves_one(inputs, scalars):
+            (y,), saved = launch(inputs, scalars)
+            out = y.new_empty(y.shape)
+            fresh = out[-1, -1].isnan()
+            out.copy_(y)
+            out[-1, -1] = torch.where(fresh, out.new_tensor(float("nan")), y[-1, -1])
+            return (out,), saved
+
+        return leaves_one
+
+    found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
+    assert found and all(what.startswith("memory full of NaN") for what in found)
+
+
+def test_a_read_past_the_end_is_red(of_swiglu):
+    def prepare(call, config, inputs):
+        launch = triton_swiglu.prepare(call, config, inputs)
+
+        def reads_on(inputs, scalars):
+            (y,), saved = launch(inputs, scalars)
+            gate = inputs[0]
+            size = gate.untyped_storage().nbytes() // gate.element_size()
+            end = gate.storage_offset() + gate.numel()
+            beyond = gate.as_strided((1,), (1,), min(end, size - 1))
+            return (y + (beyond if end < size else 0) * 0,), saved
+
+        return reads_on
+
+    found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
+    assert found and all(what.startswith("memory full of NaN") for what in found)
+
+
+def test_an_input_that_is_written_to_is_red(of_swiglu):
+    def prepare(call, config, inputs):
+        launch = triton_swiglu.prepare(call, config, inputs)
+
+        def writes(inputs, scalars):
+            result = launch(inputs, scalars)
+            inputs[1].detach().mul_(-1)
+            return result
+
+        return writes
+
+    found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
+    assert any(what.startswith("inputs are left alone") for what in found)
+
+
+def test_a_control_that_passes_is_red(of_swiglu):
+    found = red(of_swiglu(controls={"nothing broken": OPERATOR.reference}))
+    assert found == ["control must fail: nothing broken"]
+
+
+def test_a_control_that_shows_in_one_case_alone_is_enough(of_swiglu):
+    def wide(gate, up):
+        return OPERATOR.reference(gate, up) * (1.1 if gate.shape[-1] == 100 else 1.0)
+
+    assert red(of_swiglu(controls={"wide rows scaled": wide})) == []
+
+
+def test_what_serves_no_case_is_unsupported_with_the_reason(of_swiglu):
+    own = Implementation("elsewhere", run=OPERATOR.reference, supported=lambda call: "not here")
+    with pytest.raises(Unsupported, match="^not here$"):
+        of_swiglu(implementation=own, name="elsewhere")
+
+
+def test_a_function_of_ours_is_gated_too(of_swiglu):
+    own = Implementation("ours", run=OPERATOR.reference)
+    assert red(of_swiglu(implementation=own, name="ours")) == []
+
+    def scaled(gate, up):
+        return OPERATOR.reference(gate, up) * 1.01
+
+    found = red(of_swiglu(implementation=replace(own, run=scaled), name="ours"))
+    assert found and all("against float64" in what for what in found)
+
+
+def test_an_emulated_format_is_judged_apart_from_its_kernel(of_swiglu):
+    """What the format holds is rounded to bfloat16; the kernel computes exactly with that."""
+
+    def held(case, inputs):
+        return {name: x.bfloat16().float() for name, x in inputs.items()}
+
+    def run(gate, up):
+        return OPERATOR.reference(gate.bfloat16().float(), up.bfloat16().float())
+
+    budget = Budget(emulate=held)
+    own = Implementation("narrow", run=run, budget=budget, gradients=())
+    checks = of_swiglu(implementation=own, name="narrow")
+    assert red(checks) == []
+    assert any("y of the originals" in check.check for check in checks)
+    assert red(of_swiglu(implementation=replace(own, run=OPERATOR.reference), name="narrow"))
+    assert red(of_swiglu(implementation=replace(own, budget=None), name="narrow"))
+
+
+def test_every_own_implementation_has_a_gate():
+    found = catalogs.catalog()
+    own = {
+        f"op--{op}--{name}" for op in found.operators for name in found.names(op)
+        if found.listed(op, name).provider == OWN
+    }  # fmt: skip
+    assert own and own <= set(generic_gates())
+    assert package.OPERATOR.name in found.operators

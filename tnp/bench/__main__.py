@@ -1,0 +1,183 @@
+"""Times one problem of an operator with everything that is installed.
+
+    python -m tnp.bench rope --help
+    python -m tnp.bench swiglu --rows 16384 --width 14336 --both
+    python -m tnp.bench swiglu --rows 64 --width 512 --dtype float32 --implementations torch triton
+
+Sizes and options are those that the operator declares. Each implementation is a row of the table,
+with its medians or with the reason why it did not run. Results are checked against float64 after
+they were timed. All run in a process of their own, in turn, on the first visible GPU or the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tnp.catalog import AUTO, catalog
+from tnp.commands import Parser, size, table
+from tnp.contract import FLOATS, Operator, Problem
+
+PROGRAM = "python -m tnp.bench"
+TIMEOUT_S = 900.0
+DTYPES = (*FLOATS, "float64")
+HEADER = (
+    "implementation", "provider", "forward µs", "backward µs", "rate", "speedup", "max error", ""
+)  # fmt: skip
+NUMBERS = (2, 3, 4, 5, 6)  # columns
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 where nothing could be timed; 2 for arguments that are wrong."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    outer = Parser(prog=PROGRAM, description=__doc__, add_help=False,
+                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    outer.add_argument("operator", help=f"one of {', '.join(catalog().operators)}")
+    if not arguments or arguments[0] in ("-h", "--help"):
+        outer.print_help()
+        return 0 if arguments else 2
+    try:
+        operator = catalog().operator(arguments[0])
+    except ValueError as error:
+        outer.error(str(error))
+    parser = _parser(operator)
+    wanted = parser.parse_args(arguments[1:])
+    names = wanted.implementations or catalog().names(operator.name)
+    try:
+        problem = _problem(operator, wanted)
+        for name in names:
+            if name.partition(":")[0] != AUTO:
+                catalog().listed(operator.name, name)
+    except ValueError as error:
+        parser.error(str(error))
+    passes = ["forward"] * (not wanted.backward) + ["backward"] * (wanted.backward or wanted.both)
+    if "backward" in passes and not operator.differentiated:
+        parser.error(f"{operator.name} has no backward pass")
+    return _measure(operator, problem, names, passes, wanted.iters)
+
+
+def _parser(operator: Operator) -> Parser:
+    """Options of an operator's command."""
+    about = (catalog_doc(operator) or operator.name).splitlines()[0]
+    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
+    for name in operator.sizes:
+        parser.add_argument(_option(name), type=size, required=True, metavar="N", dest=name)
+    for name, kind in operator.options.items():
+        if kind is bool:
+            parser.add_argument(_option(name), action="store_true", dest=name)
+        elif isinstance(kind, tuple):
+            parser.add_argument(_option(name), choices=kind, type=type(kind[0]), dest=name)
+        else:
+            parser.add_argument(_option(name), type=kind, metavar=kind.__name__, dest=name)
+    for name in operator.optional:
+        help_text = f"with the tensor {name}"
+        parser.add_argument(_option(name), action="store_true", dest=name, help=help_text)
+    parser.add_argument("--dtype", choices=DTYPES, default=FLOATS[0], help="of the activations")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(catalog().names(operator.name))}, auto; all",
+    )
+    passes = parser.add_mutually_exclusive_group()
+    passes.add_argument("--backward", action="store_true", help="time the backward pass alone")
+    passes.add_argument(
+        "--both", action="store_true", help="time the forward pass and the backward"
+    )
+    parser.add_argument("--iters", type=size, metavar="N", help="samples of each, exactly so many")
+    return parser
+
+
+def catalog_doc(operator: Operator) -> str:
+    """What the module that declares an operator says of it."""
+    return (sys.modules[operator.describe.__module__].__doc__ or "").strip()
+
+
+def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
+    names = (*operator.sizes, *operator.options, *operator.optional)
+    values = {name: getattr(wanted, name) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    return operator.problem(wanted.dtype, **given)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _measure(
+    operator: Operator, problem: Problem, names: list[str], passes: list[str], iters: int | None
+) -> int:
+    from tnp.bench.contenders import job
+    from tnp.bench.isolate import run_isolated
+    from tnp.bench.policy import Policy
+    from tnp.bench.process import DeviceMissing, device_lock
+    from tnp.bench.provenance import device_slug
+
+    timing = Policy()
+    if iters is not None:
+        timing = Policy(min_samples=iters, half_width=float("inf"), long_samples=iters)
+    slug = device_slug()
+    device = "cpu" if slug == "cpu" else "cuda"
+    parameters = job(problem, names, device, slug, passes=passes, timing=timing, shape="asked")
+    try:
+        with device_lock(slug):
+            rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]
+    except DeviceMissing as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    print(f"{problem} on {slug}\n")
+    print(table(HEADER, lines(rows, names, passes), NUMBERS))
+    if operator.backward_with_forward and "backward" in passes:
+        print("\nbackward is timed with its forward")
+    return 0 if any(row["status"] == "ok" for row in rows) else 1
+
+
+def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> list[list[str]]:
+    """A line of the table for each implementation, in the order of `names`."""
+    found = {(row["implementation"], row["pass"]): row for row in rows}
+    whole = {name: _whole([found[name, pass_] for pass_ in passes]) for name in names}
+    first = next((name for name in names if whole[name] is not None), None)
+    text = []
+    for name in names:
+        own = [found[name, pass_] for pass_ in passes]
+        timed = [row for row in own if row["status"] == "ok"]
+        failed = list(dict.fromkeys(
+            row["reason"] if row["status"] == "unsupported" else f"{row['status']}: {row['reason']}"
+            for row in own if row["status"] != "ok"
+        ))  # fmt: skip
+        unsettled = [row["reason"] for row in timed if row["reason"]]
+        speedup = whole[name] and whole[first] / whole[name]
+        text.append([
+            name,
+            own[0]["provider"] or "",
+            *(_microseconds(found.get((name, pass_))) for pass_ in ("forward", "backward")),
+            _rate(timed[0]) if timed else "",
+            f"{speedup:.2f}×" if speedup else "",
+            f"{max(row['max_abs_error'] for row in timed):.1e}" if timed else "",
+            "; ".join(failed or unsettled),
+        ])  # fmt: skip
+    return text
+
+
+def _whole(rows: list[dict]) -> float | None:
+    """Milliseconds of all passes; None where one of them was not timed."""
+    if any(row["status"] != "ok" for row in rows):
+        return None
+    return sum(row["time_ms_p50"] for row in rows)
+
+
+def _microseconds(row: dict | None) -> str:
+    return "" if row is None or row["status"] != "ok" else f"{1e3 * row['time_ms_p50']:.4g}"
+
+
+def _rate(row: dict) -> str:
+    """Of the operations where there are any to count, else of the bytes."""
+    if row["tflops"]:
+        return f"{row['tflops']:.4g} TFLOP/s"
+    return f"{row['gb_per_s']:.4g} GB/s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""What one pass of one problem of an operator runs, for each contender, and what that must give.
+
+A contender is an implementation by its name, or one with kernels and configurations forced: a
+tuning trial. All contenders of a job run on the same numbers, in as many sets as together exceed
+twice the L2 cache, and are checked against the same results in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from tnp import choice, plans, targets
+from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
+from tnp.bench.policy import Policy
+from tnp.catalog import AUTO, catalog
+from tnp.contract import Call, Case, Implementation, Operation, Problem, Work
+from tnp.gates.results import compute, in_float64, wanted_of
+from tnp.values import Random, Upstream
+
+Output = torch.Tensor | tuple[torch.Tensor | None, ...]
+Forced = Mapping[str, tuple[str, Any]]  # operation → kernel, and its configuration as JSON holds it
+
+# Operations at half the datasheet's rate of 16-bit ones, and at twice that.
+SIXTEEN_BITS = ("bfloat16", "float16")
+EIGHT_BITS = ("float8_e4m3fn", "e4m3", "int8")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The least that a contender must do.
+
+    `tensor_flops` are operations at the rate of 16-bit products, those on 8 bits counted half;
+    None where none are.
+    """
+
+    flops: float | None
+    bytes: float
+    tensor_flops: float | None
+
+    @classmethod
+    def of(cls, work: Work) -> Counted:
+        """Of what an operator or an implementation declares."""
+        weights = dict.fromkeys(SIXTEEN_BITS, 1.0) | dict.fromkeys(EIGHT_BITS, 0.5)
+        tensor = sum(weights.get(kind, 0.0) * flops for kind, flops in work.flops.items())
+        return cls(sum(work.flops.values()) or None, work.bytes, tensor or None)
+
+
+def input_sets(bytes_touched: float, device: torch.device) -> int:
+    """How many sets of inputs in rotation exceed twice the L2 cache; 1 on the CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, math.ceil(2 * cache / max(bytes_touched, 1)))
+
+
+def job(
+    problem: Problem,
+    contenders: Iterable[str],
+    device: str,
+    slug: str,
+    config_id: str = "",
+    draw: Mapping[str, Any] | None = None,
+    forced: Mapping[str, Forced] | None = None,
+    passes: Iterable[str] | None = None,
+    timing: Policy | None = None,
+    replicate: int = 0,
+    **columns: Any,
+) -> dict[str, Any]:
+    """Parameters of a benchmark, as `tnp.bench.isolate.run_isolated` takes them.
+
+    Args:
+        problem, draw: what is computed, and how its values are drawn.
+        contenders: implementations, "auto" too; twins and trials are called
+            "implementation--anything".
+        device, slug: "cuda" or "cpu", and the name that rows have.
+        forced: of trials, kernels and configurations by operation, as `trials` gives them.
+        passes: "forward", "backward" or both; by default both, where there are two.
+        columns: of its rows, such as `shape`.
+    """
+    config_id = config_id or problem.op
+    content = {
+        "op": problem.op,
+        "problem": problem.json,
+        "draw": dict(draw or {}),
+        "dtype": problem.dtype,
+        "config_id": config_id,
+        "implementations": {name: f"{config_id}{SEPARATOR}{name}" for name in contenders},
+        "forced": {name: dict(one) for name, one in (forced or {}).items()},
+        "replicate": replicate,
+        "timing": asdict(timing or Policy()),
+        "device": device,
+        "device_slug": slug,
+    }
+    if passes is not None:
+        content["passes"] = list(passes)
+    return content | columns
+
+
+def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Forced]:
+    """Contenders of one pass by name: every kernel that serves it with every configuration.
+
+    The default comes first. In a backward pass the forward kernel is the one that would be chosen
+    among those that save what is read.
+    """
+    found = catalog().load(op, implementation)
+    operation = found.forward if pass_ == "forward" else found.backward
+    if operation is None:
+        return {}
+    named: dict[str, Forced] = {}
+    for kernel in plans.kernels_of(operation).values():
+        if kernel.refuses(call) is not None:
+            continue
+        before: Forced = {}
+        if pass_ == "backward":
+            forward, picked = plans.choose_kernel(
+                found.forward, catalog().operator(op), call, kernel.saves
+            )
+            before = {found.forward.name: (forward.name, choice.as_json(picked.config))}
+        for config in kernel.configs(call):
+            text = choice.as_json(config)
+            name = f"{implementation}{SEPARATOR}{kernel.name} {json.dumps(text)}"
+            named[name] = {**before, operation.name: (kernel.name, text)}
+    return named
+
+
+class Contenders:
+    """A job in one pass: inputs, calls, and the check afterwards.
+
+    Args:
+        parameters: what `job` gives.
+        pass_: "forward" or "backward".
+        device: where it runs.
+    """
+
+    def __init__(self, parameters: dict, pass_: str, device: torch.device) -> None:
+        self.operator = catalog().operator(parameters["op"])
+        problem = self.operator.from_json(parameters["problem"])
+        self.case = Case(problem, tuple(sorted(parameters.get("draw", {}).items())))
+        self.pass_, self.device, self.forced = pass_, device, parameters.get("forced", {})
+        # A forward pass beside a backward one saves what that needs, as in training.
+        self.trains = "backward" in passes(parameters)
+        self.options = dict(self.operator.call_options(problem))
+        self.sets, self.upstreams = [], []
+        replicate = parameters["replicate"]
+        random = Random(self.case, device, replicate)
+        least = self.operator.work(self.case, pass_).bytes
+        for i in range(input_sets(least, device)):
+            drawn = self.operator.draw(self.case, random)
+            self.sets.append({name: drawn.get(name) for name in self.operator.tensors})
+            # Drawn when the first contender's outputs are there: the same for all.
+            arriving = Random(self.case, device, (replicate + 1) * 1_000_003 + i)
+            self.upstreams.append(Upstream(arriving, drawn))
+        self.plans: dict[str, plans.PlainPlan | plans.KernelPlan] = {}
+
+    def require_supported(self, contender: str) -> None:
+        """Raises Unsupported with the reason where it cannot run here."""
+        name = implementation_of(contender)
+        if _is_auto(name):
+            return
+        found = self._found(name)
+        if self.pass_ == "backward" and not self._wanted(contender):
+            raise Unsupported("it is forward only")
+        reason = plans.refuses(found, self._call(contender))
+        if reason is not None:
+            raise Unsupported(reason)
+
+    def calls(self, contender: str) -> list[Callable[[], Output]]:
+        """Launches on each set of inputs in turn; each returns its outputs or gradients."""
+        name, wanted = implementation_of(contender), self._wanted(contender)
+        forced = self._forced(contender)
+        by_layout: dict[tuple, plans.PlainPlan | plans.KernelPlan] = {}
+        calls = []
+        for inputs, upstream in zip(self.sets, self.upstreams, strict=True):
+            leaves = tuple(
+                x if x is None else x.detach().requires_grad_(one in wanted)
+                for one, x in inputs.items()
+            )
+            key = tuple(x if x is None else (x.stride(), x.data_ptr() % 16) for x in leaves)
+            if key not in by_layout:
+                by_layout[key] = plans.build(
+                    self.operator, name, leaves, tuple(self.options.items()), wanted, forced=forced
+                )
+            run = partial(by_layout[key].run, leaves, self.operator.numbers)
+            calls.append(run if self.pass_ == "forward" else
+                         self._backward(run, leaves, wanted, upstream))  # fmt: skip
+        self.plans[contender] = next(iter(by_layout.values()))
+        return calls
+
+    def _backward(
+        self, run: Callable, leaves: tuple, wanted: tuple[str, ...], upstream: Upstream
+    ) -> Callable[[], Output]:
+        named = dict(zip(self.operator.tensors, leaves, strict=True))
+        of = [named[name] for name in wanted]
+
+        def arriving(outputs: Output) -> tuple[list, list]:
+            pairs = zip(self.operator.outputs, _as_tuple(outputs), strict=True)
+            given = [(x, upstream(name, x.detach())) for name, x in pairs if x.requires_grad]
+            return [x for x, _ in given], [gradient for _, gradient in given]
+
+        if self.operator.backward_with_forward:
+            arriving(run())  # draws what is missing
+
+            def both() -> Output:
+                outputs, gradients = arriving(run())
+                return torch.autograd.grad(outputs, of, gradients)
+
+            return both
+        outputs, gradients = arriving(run())
+        return partial(torch.autograd.grad, outputs, of, gradients, retain_graph=True)
+
+    def counted(self, contender: str) -> Counted:
+        """What it must do at least."""
+        plan = self.plans[contender]
+        return Counted.of((plan.found.work or self.operator.work)(self.case, self.pass_))
+
+    def launch_config(self, contender: str) -> str | None:
+        """JSON of what was chosen, by itself or for it; None where there was nothing to choose."""
+        plan = self.plans[contender]
+        content: dict[str, Any] = dict(plan.choices)
+        if _is_auto(implementation_of(contender)):
+            chosen = plan.chosen.describe()
+            content = {"implementation": chosen.pop("choice")} | chosen | (
+                {"launch": content} if content else {}
+            )  # fmt: skip
+        return json.dumps(content) if content else None
+
+    def precision(self, contender: str) -> str:
+        """The format that it computes in, below the problem's dtype; "" where there is none."""
+        return self.plans[contender].found.precision
+
+    def check(self, contender: str, output: Output) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (measured, float64) of the results for the first set of inputs."""
+        if self.pass_ == "forward":
+            named = dict(zip(self.operator.outputs, _as_tuple(output), strict=True))
+        else:
+            names = [f"d{name}" for name in self._wanted(contender)]
+            named = dict(zip(names, _as_tuple(output), strict=True))
+        return [
+            (named[name][index], exact)
+            for name, (index, exact) in self._exact.items()
+            if name in named and exact is not None and named[name].is_floating_point()
+        ]
+
+    @cached_property
+    def _exact(self) -> dict[str, tuple[Any, torch.Tensor | None]]:
+        """Results of the first set: what `spot` computes of them, or all of them."""
+        operator, inputs, upstream = self.operator, self.sets[0], self.upstreams[0]
+        wanted = operator.differentiated if self.pass_ == "backward" else ()
+        wanted = tuple(name for name in wanted if inputs[name] is not None)
+        if operator.spot is not None:
+            gradients = upstream.known if wanted else None
+            return operator.spot(self.case, inputs, gradients)
+        found = compute(
+            operator, lambda *a: operator.reference(*a, **self.options), in_float64(inputs),
+            wanted, upstream,
+        )  # fmt: skip
+        of_outputs = self.pass_ == "forward"
+        return {
+            name: (..., x) for name, x in found.items() if (name in operator.outputs) == of_outputs
+        }
+
+    def _found(self, name: str) -> Implementation:
+        listed = catalog().listed(self.operator.name, name)
+        if listed.missing:
+            raise Unsupported(listed.missing)
+        return catalog().load(self.operator.name, name)
+
+    def _wanted(self, contender: str) -> tuple[str, ...]:
+        """Inputs whose gradients it is to give, or prepares for."""
+        if not self.trains:
+            return ()
+        name = implementation_of(contender)
+        found = self.operator.implementations[0] if _is_auto(name) else self._found(name)
+        return wanted_of(self.operator, found, self.case)
+
+    def _call(self, contender: str) -> Call:
+        return Call(self.case.problem, targets.of_device(self.device), self._wanted(contender))
+
+    def _forced(self, contender: str) -> plans.Forced:
+        """Kernels and configurations of a trial; of others none.
+
+        The configuration is the candidate with equal JSON; Unsupported where there is none.
+        """
+        forced: plans.Forced = {}
+        for name, (kernel_name, wanted) in self.forced.get(contender, {}).items():
+            found, call = self._found(implementation_of(contender)), self._call(contender)
+            kernel = plans.kernels_of(_operation(found, name)).get(kernel_name)
+            if kernel is None:
+                raise Unsupported(f"{name} has no kernel {kernel_name!r}")
+            reason = kernel.refuses(call)
+            if reason is not None:
+                raise Unsupported(reason)
+            for config in kernel.configs(call):
+                if _same_json(choice.as_json(config), wanted):
+                    forced[name] = kernel_name, config
+                    break
+            else:
+                raise Unsupported(f"{kernel_name} has no configuration {json.dumps(wanted)}")
+        return forced
+
+
+def _operation(found: Implementation, name: str) -> Operation:
+    known = [one for one in (found.forward, found.backward) if one and one.name == name]
+    if not known:
+        raise Unsupported(f"{found.name} has no operation {name!r}")
+    return known[0]
+
+
+def _same_json(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _is_auto(name: str) -> bool:
+    return name.partition(":")[0] == AUTO
+
+
+def _as_tuple(output: Output) -> tuple:
+    return output if isinstance(output, tuple) else (output,)

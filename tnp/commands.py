@@ -1,0 +1,41 @@
+"""What the command lines share: one sentence for a mistake, and tables of text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Names options in full, and ends with one sentence and exit code 2 where they are wrong."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit code 2."""
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def size(text: str) -> int:
+    """A whole number, at least 1, of an option."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns of equal width; those whose numbers stand in `right` end at the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, (header, *rows)))

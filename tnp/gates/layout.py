@@ -1,0 +1,58 @@
+"""Whether a launch leaves what `Kernel.empty` says: all that a compiler knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tnp.contract import Kernel
+from tnp.gates.results import Setting
+from tnp.plans import KernelPlan
+
+
+def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[str]:
+    """What a launch of a plan returns otherwise than its kernels say, a sentence each."""
+    operator, numbers = setting.operator, setting.operator.numbers
+    inputs = tuple(setting.inputs.values())
+    wanted = plan.what.wanted
+    with torch.no_grad():
+        outputs, saved = plan.forward(inputs, numbers)
+        numbered = {name: setting.case.problem[name] for name in operator.numbered}
+        says_outputs, says_saved = plan.kernel.empty(wanted, inputs, **numbered)
+        found = list(_different(operator.outputs, outputs, says_outputs))
+        names = tuple(f"saved tensor {i}" for i in range(max(len(saved), len(says_saved))))
+        found += _different(names, saved, says_saved)
+        if backward is None or not wanted:
+            return found
+        gradients = tuple(
+            setting.upstream(name, x) if x.is_floating_point() else None
+            for name, x in zip(operator.outputs, outputs, strict=True)
+        )
+        given = gradients, tuple(plan.kept(inputs, outputs)), tuple(saved)
+        results, says = plan.backward(*given, numbers), backward.empty(wanted, given)
+        names = tuple(f"d{name}" for name in operator.differentiated)
+        return [*found, *_different(names, results, says)]
+
+
+def _different(names: tuple[str, ...], results: tuple, says: tuple) -> Iterator[str]:
+    if len(results) != len(says) or len(results) != len(names):
+        yield f"{len(results)} tensors of {', '.join(names)}, and `empty` says {len(says)}"
+        return
+    for name, real, said in zip(names, results, says, strict=True):
+        if _looks(real) != _looks(said):
+            yield f"{name} is {_text(real)}, and `empty` says {_text(said)}"
+
+
+def _looks(x: torch.Tensor | None) -> tuple | None:
+    """What compiled code relies on; strides of dimensions of one element are nobody's."""
+    if x is None:
+        return None
+    steps = tuple(
+        step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()
+    )
+    return x.shape, steps, x.dtype, x.device
+
+
+def _text(x: torch.Tensor | None) -> str:
+    return "None" if x is None else f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"
