@@ -71,7 +71,8 @@ def prepare(call, config, inputs):
     """Once a plan."""
     return lambda inputs, scalars: _kernel[(1,)](*inputs)
 
-FORWARD = {"prepare": prepare, "configs": (Config(),), "name": f"a {SCALE!r:>{8}}"}
+FORWARD = {"prepare": prepare, "configs": (Config(),),
+    "name": f"{a['b']} {SCALE!r:>{8}} it's {{}}" "more"}
 UNUSED = 3
 '''
 TREE = {
@@ -211,7 +212,7 @@ def test_a_start_that_is_not_there_is_named(fingerprint) -> None:
 
 def test_it_is_the_same_on_every_version_of_python(fingerprint) -> None:
     """Python 3.12 divides formatted strings otherwise than 3.11."""
-    assert fingerprint(FORWARD) == "878436da67614433"
+    assert fingerprint(FORWARD) == "178be998566fd9e1"
 
 
 def test_definitions_are_rows_of_their_own(fingerprint) -> None:
@@ -233,8 +234,8 @@ def every() -> list:
 
 def test_every_operator_and_implementation_has_one() -> None:
     for op in catalog().operators:
-        plain, gate = (fingerprints.of_operator(op, gate=gate) for gate in (False, True))
-        assert plain != gate
+        uses = (fingerprints.STEP, fingerprints.BENCHMARK, fingerprints.GATE)
+        assert len({fingerprints.of_operator(op, use) for use in uses}) == 3
     hashes = {(one.op, one.name): fingerprints.of_implementation(one) for one in every()}
     assert all(hashes.values())
     ours = [(one.op, one.name) for one in every() if one.own and one.own.forward]
@@ -245,7 +246,7 @@ def test_what_is_said_of_an_implementation_is_of_its_gate() -> None:
     listed = catalog().listed("swiglu", "triton")
     narrower = replace(listed, own=replace(listed.own, dtypes=("bfloat16",)))
     same = [fingerprints.of_implementation(one) for one in (listed, narrower)]
-    gates = [fingerprints.of_implementation(one, gate=True) for one in (listed, narrower)]
+    gates = [fingerprints.of_implementation(one, fingerprints.GATE) for one in (listed, narrower)]
     assert same[0] == same[1] and gates[0] != gates[1]
 
 

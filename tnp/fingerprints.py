@@ -18,53 +18,62 @@ from pathlib import Path
 
 from tnp.catalog import OPERATORS, Listed, catalog
 from tnp.contract import Implementation
-from tnp.definitions import LAMBDA, PACKAGES, definitions, digest, together
+from tnp.definitions import HOUSE, LAMBDA, PACKAGES, definitions, digest, together
+
+# What a job does with an operator: a training step calls it, a benchmark also draws its inputs and
+# checks its results, a gate tests all that is said of it.
+STEP, BENCHMARK, GATE = "step", "benchmark", "gate"
 
 
-def of_implementation(listed: Listed, gate: bool = False) -> str:
+def of_implementation(listed: Listed, use: str = BENCHMARK) -> str:
     """What the results of an implementation depend on besides its operator.
 
-    Of ours that is its code, of somebody else's its packages as they are installed. `gate` adds
-    what it says of itself that a gate asks: dtypes, gradients, options.
+    Of ours that is its code, of somebody else's its packages as they are installed.
     """
-    return together(implementation_definitions(listed, gate))
+    return together(implementation_definitions(listed, use))
 
 
-def implementation_definitions(listed: Listed, gate: bool = False) -> dict[str, str]:
-    """{name: hash}: the parts of `of_implementation`."""
-    one = listed.own
+def implementation_definitions(
+    listed: Listed, use: str = BENCHMARK, without: Iterable[str] = HOUSE
+) -> dict[str, str]:
+    """{name: hash}: the parts of `of_implementation`. Modules in `without` are passed by."""
+    one, name = listed.own, f"{listed.op}.{listed.name}"
     if one is None:
-        return {f"{name}:": installed_hash(name) or "" for name in listed.packages}
-    said = [one.compile]
-    if gate:
-        said += [one.gradients, one.dtypes, one.options, one.moving, one.precision]
-    found = _of_functions(_run_by(one), listed.op)
-    return found | {f"{listed.op}.{listed.name}:": digest(said)}
+        return {f"{package}:": installed_hash(package) or "" for package in listed.packages}
+    found = _of_functions(_run_by(one, use), listed.op, without)
+    found[f"{name}:compile"] = digest(one.compile)
+    if use == GATE:
+        said = (one.gradients, one.dtypes, one.options, one.moving, one.precision)
+        found[f"{name}:limits"] = digest(said)
+    return found
 
 
-def of_operator(op: str, gate: bool = False) -> str:
-    """What every implementation of an operator is given and compared with.
-
-    `gate` adds what only its gate asks for: cases, broken references, how far off a result may be.
-    """
-    return together(operator_definitions(op, gate))
+def of_operator(op: str, use: str = BENCHMARK) -> str:
+    """What every implementation of an operator is given and compared with."""
+    return together(operator_definitions(op, use))
 
 
-def operator_definitions(op: str, gate: bool = False) -> dict[str, str]:
-    """{name: hash}: the parts of `of_operator`."""
+def operator_definitions(
+    op: str, use: str = BENCHMARK, without: Iterable[str] = HOUSE
+) -> dict[str, str]:
+    """{name: hash}: the parts of `of_operator`. Modules in `without` are passed by."""
     operator = catalog().operator(op)
-    functions = [operator.describe, operator.draw, operator.reference, operator.work]
-    said = [
+    functions = [operator.describe]
+    said = (
         *(operator.inputs, operator.outputs, operator.sizes, operator.differentiated),
-        *(operator.scalars, sorted(operator.values.items()), operator.kept),
-        operator.backward_with_forward,
-    ]
-    if gate:
-        functions += [operator.cases, operator.condition, operator.spot]
-        functions += [operator.budget.emulate, *operator.controls.values()]
-        said += [operator.budget.outputs, operator.budget.gradients, operator.budget.emulated]
-        said += [sorted(operator.controls)]
-    return _of_functions(filter(None, functions), op) | {f"{op}:": digest(said)}
+        *(operator.scalars, operator.kept, operator.backward_with_forward),
+    )
+    found = {f"{op}:form": digest(said)}
+    if use != STEP:
+        functions += [operator.draw, operator.reference, operator.work]
+        found[f"{op}:values"] = digest(sorted(operator.values.items()))
+    if use == GATE:
+        budget = operator.budget
+        functions += [operator.cases, operator.condition, operator.spot, budget.emulate]
+        functions += operator.controls.values()
+        said = (budget.outputs, budget.gradients, budget.emulated, sorted(operator.controls))
+        found[f"{op}:budget"] = digest(said)
+    return found | _of_functions(filter(None, functions), op, without)
 
 
 def installed_hash(distribution: str) -> str | None:
@@ -89,15 +98,18 @@ def installed_hash(distribution: str) -> str | None:
 # ------------------------------------------------------------------------------------- functions
 
 
-def _run_by(one: Implementation) -> Iterator[Callable | str]:
+def _run_by(one: Implementation, use: str) -> Iterator[Callable | str]:
     if one.run is not None:
         yield one.run
     for operation in filter(None, (one.forward, one.backward)):
         yield from operation.kernels
-    yield from filter(None, (one.work, one.budget and one.budget.emulate))
+    if use != STEP:
+        yield from filter(None, (one.work, one.budget and one.budget.emulate))
 
 
-def _of_functions(functions: Iterable[Callable | str], op: str) -> dict[str, str]:
+def _of_functions(
+    functions: Iterable[Callable | str], op: str, without: Iterable[str]
+) -> dict[str, str]:
     """Definitions of functions and of "module:NAME"; of another package's, its own hash."""
     starts, found = [], {}
     for function in functions:
@@ -105,9 +117,11 @@ def _of_functions(functions: Iterable[Callable | str], op: str) -> dict[str, str
             package = start.split(".")[0].split(":")[0]
             if package in PACKAGES:
                 starts.append(start)
-            elif name := _brings(package, op):
+            elif name := _brings(package):
                 found[f"{name}:"] = installed_hash(name) or ""
-    return found | definitions(starts)
+            else:  # a library's, whose version stands in the row
+                found[start] = digest(start)
+    return found | definitions(starts, without)
 
 
 def _starts(function: Callable) -> Iterator[str]:
@@ -127,12 +141,10 @@ def _starts(function: Callable) -> Iterator[str]:
             yield from _starts(value)
 
 
-def _brings(package: str, op: str) -> str | None:
-    """The distribution that brings an operator whose functions lie in this package."""
-    for entry in metadata.entry_points(group=OPERATORS):
-        if entry.module.split(".")[0] == package:
-            return entry.dist.name
-    raise ValueError(f"a function of operator {op!r} lies in {package!r}, which brings no operator")
+def _brings(package: str) -> str | None:
+    """The distribution that brings operators whose functions lie in this package, if one does."""
+    entries = metadata.entry_points(group=OPERATORS)
+    return next((one.dist.name for one in entries if one.module.split(".")[0] == package), None)
 
 
 def _editable(found: metadata.Distribution) -> Iterator[tuple[str, str]]:
