@@ -63,10 +63,11 @@ def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[s
             continue
         seen.add(symbol)
         parts = _source(ROOT, symbol[0]).parts(symbol[1])
+        name = LAMBDA if symbol[1].startswith(LAMBDA) else symbol[1]  # without its line
         for part in parts:
-            name = LAMBDA if symbol[1].startswith(LAMBDA) else symbol[1]  # without its line
-            texts.setdefault(f"{symbol[0]}:{name}", set()).add(part.text)
             pending += part.mentions
+            if part.text:
+                texts.setdefault(f"{symbol[0]}:{name}", set()).add(part.text)
     return {name: digest(sorted(text)) for name, text in texts.items()}
 
 
@@ -100,7 +101,7 @@ class _Source:
         self.imported: dict[str, Symbol] = {}  # name → where it is from; not yet resolved
         self.bound: dict[str, list[ast.stmt]] = {}
         self.registered: list[tuple[set[str], ast.stmt]] = []  # run for what they mention
-        self.statements: list[ast.stmt] = []
+        self._nameless: list[ast.stmt] = []
         self._parts: dict[int, _Part] = {}
         self.tree = ast.parse(file.read_text())
         for statement in self.tree.body:
@@ -118,8 +119,10 @@ class _Source:
             found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
             return [self._part(node) for node in found if node.lineno == line]
         if name == EVERYTHING:
-            declared = {id(s) for n in DECLARATIONS for s in self.bound.get(n, ())}
-            return [self._part(one) for one in self.statements if id(one) not in declared]
+            return [
+                _Part("", [(self.module, bound) for bound in self.bound]),
+                *map(self._part, self._nameless),
+            ]
         own = self.bound.get(name, [])
         others = [one for names, one in self.registered if name in names and one not in own]
         return [self._part(one) for one in (*own, *others)]
@@ -130,7 +133,6 @@ class _Source:
             return
         if _idle(statement):
             return
-        self.statements.append(statement)
         names = set()
         for inner in _same_scope(statement):
             if isinstance(inner, (ast.Import, ast.ImportFrom)):
@@ -138,6 +140,8 @@ class _Source:
             names |= _bound(inner)
         for name in names:
             self.bound.setdefault(name, []).append(statement)
+        if not names:
+            self._nameless.append(statement)
         run_for = _registers(statement) if names else _names(statement)
         if run_for:
             self.registered.append((run_for, statement))

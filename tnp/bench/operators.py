@@ -87,7 +87,7 @@ def measure_op(
 
     Args:
         parameters: the op key, `implementations` (contender → config_id), `timing`, `device`, and
-            `modules`, the hashes of an implementation's modules by its name and theirs.
+            `definitions`, the hashes of what an implementation reaches by its name and theirs.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
         suspect: told whom to blame should this process not survive what comes next.
 
@@ -128,8 +128,8 @@ def _code(parameters: dict, name: str) -> Code:
     """What the implementation runs on as far as that is known before it runs."""
     op = parameters["op"]
     provider = "torch" if op in CEILINGS else registry.get(op, name).provider
-    modules = parameters.get("modules", {}).get(name, {})
-    return Code(packages=packages([provider]), modules=modules)
+    definitions = parameters.get("definitions", {}).get(name, {})
+    return Code(packages=packages([provider]), definitions=definitions)
 
 
 def _measure_pass(
