@@ -38,7 +38,12 @@ Found = dict[str, str]  # {"module:name" or a table's file: hash}
 
 
 def of_gate(gate: str) -> Found:
-    """A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
+    """Of a gate of the model, or of one implementation, "op--swiglu--triton".
+
+    A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
+    kind, *names = gate.split("--")
+    if names:
+        return _of_implementation_gate(*names)
     used = {
         (op, name)
         for op, name in _implementations()
@@ -50,8 +55,8 @@ def of_gate(gate: str) -> Found:
     return _using([f"tnp.gates.{gate}:*"], used, GATE)
 
 
-def of_operator_gate(op: str, name: str) -> Found:
-    """The gate of one implementation, which forces its kernels: no table has a say."""
+def _of_implementation_gate(op: str, name: str) -> Found:
+    """It forces its kernels: no table has a say."""
     found = definitions(["tnp.gates.operators:checks"], NOT_MEASURED)
     found |= operator_definitions(op, GATE, NOT_MEASURED)
     return found | implementation_definitions(catalog().listed(op, name), GATE, NOT_MEASURED)
