@@ -38,11 +38,14 @@ report: $(VENV)/installed
 bundle: $(VENV)/installed
 	workflow/bundle.sh wheels
 
-$(VENV)/installed: requirements.txt
+# The adapters of peers/ are installed without the packages that they call.
+$(VENV)/installed: requirements.txt peers/pyproject.toml $(wildcard peers/tnp_peers/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tnp needs \
 	Python 3.11 or newer, but '$(PYTHON)' is not: name another, as in make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./peers
+	rm -rf peers/build peers/*.egg-info
 	touch $@
 
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed

@@ -108,7 +108,7 @@ RUN = [("run_id", pa.string())]
 EVIDENCE = [
     ("spec_hash", pa.string()),  # model, sizes, and what the variant's name means
     ("kernels_hash", pa.string()),  # rows of table `code` with part "kernel" or "package"
-    ("source_hash", pa.string()),  # rows of table `code` with part "module"
+    ("source_hash", pa.string()),  # rows of table `code` with part "module" or "definition"
     ("timing_hash", pa.string()),  # the timing policy
     ("role", pa.string()),  # one of ROLES
     ("settled", pa.bool_()),  # medians of the first and the last third of the samples agree
@@ -278,7 +278,8 @@ TABLES: dict[str, pa.Schema] = {
         "code": [  # what a run of a gate or a measurement ran on
             *RUN,
             ("implementation", pa.string()),  # "" for a gate or a step
-            ("part", pa.string()),  # "kernel" | "package" (its version is the hash) | "module"
+            # "kernel" | "package" (its version is the hash) | "definition"; earlier rows: "module"
+            ("part", pa.string()),
             ("name", pa.string()),
             ("hash", pa.string()),
         ],

@@ -4,6 +4,9 @@
 is tried again by the next run of the workflow; what a user names (`again`) is measured once more.
 A job that Snakemake runs anew, after an edit for example, writes the same files again: what they
 held stays as `STEM--of-<when it was written>.parquet`.
+
+`STEM.state` beside a benchmark's file says of which code and parameters it is, where no red gate
+refused a part of it. Until these change, its gates may run again without it.
 """
 
 import os
@@ -56,7 +59,7 @@ class Attempts:
         last = self._last(table).get(stem, 0)
         if not self._planning or not 0 < last < ATTEMPTS or "status" not in TABLES[table].names:
             return False
-        file = self._runs / table / f"{stem}{f'--a{last}' if last > 1 else ''}.parquet"
+        file = self.last(table, stem)
         if not file.is_file():  # a pipe would be waited for
             return False
         try:
@@ -64,6 +67,11 @@ class Attempts:
         except (ArrowException, OSError):  # said before the first job starts
             return False
         return any(status in TRANSIENT for status in statuses)
+
+    def last(self, table: str, stem: str) -> Path:
+        """The file of the last attempt that was made."""
+        last = self._last(table).get(stem, 0)
+        return self._runs / table / f"{stem}{f'--a{last}' if last > 1 else ''}.parquet"
 
     def replicates(self, table: str, config_id: str) -> list[int]:
         """Those of a benchmark that have a file."""
@@ -78,6 +86,26 @@ class Attempts:
             stem, number = re.fullmatch(r"(.*?)(?:--a(\d+))?", file.stem).groups()
             last[stem] = max(last.get(stem, 0), int(number or 1))
         return last
+
+
+def is_of(file: Path, state: str) -> bool:
+    """Whether a result is there, and was noted to be of this code and these parameters."""
+    try:
+        return file.is_file() and file.with_suffix(".state").read_text() == state
+    except OSError:
+        return False
+
+
+def note_state(file: Path, state: str, refused: bool) -> None:
+    """Note of which code and parameters the result is that will be written to `file`.
+
+    Nothing is noted of one that a red gate refused: it waits for its gates until they are green.
+    """
+    noted = file.with_suffix(".state")
+    noted.unlink(missing_ok=True)
+    if not refused:
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        noted.write_text(state)
 
 
 def keep(files: Iterable[str]) -> None:

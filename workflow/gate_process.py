@@ -1,7 +1,7 @@
 """Gates, each in a process of its own: `python -m workflow.gate_process PARENT REPORT`."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tnp.bench.process import run_child
@@ -10,15 +10,16 @@ from tnp.gates import gate as about
 
 
 def run(
-    gate: str, device: str, slug: str, modules: dict[str, str], timeout_s: float
+    gate: str, device: str, slug: str, definitions: dict[str, str], timeout_s: float
 ) -> dict[str, list[dict]]:
     """Table → rows of `gate` on `device`, provenance not yet added.
 
-    `modules` are the hashes of the modules that it tests, by name, for table `code`.
+    `definitions` are the hashes of what it tests, by name, for table `code`.
     A gate whose process crashes, is killed or takes longer than `timeout_s` seconds is a row that
     says so. Raises DeviceMissing where the device `slug` is not here. The caller holds its lock.
     """
-    parameters = {"gate": gate, "device": device, "device_slug": slug, "modules": modules}
+    parameters = {"gate": gate, "device": device, "device_slug": slug}
+    parameters["definitions"] = definitions
     # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     report = run_child([__name__], parameters, timeout_s, interpret)
@@ -26,11 +27,14 @@ def run(
     return {"environments": [report["environment"]] if "environment" in report else []} | tables
 
 
-def red(files: Iterable[str], implementations: Mapping[str, str]) -> str | None:
+def red(files: Sequence[Path], implementations: Mapping[str, str]) -> str | None:
     """Why the gates recorded in `files` forbid these implementations (operator → name), or None."""
     from tnp.store import read_table
 
-    rows = [row for file in files for row in read_table(Path(file), "gates").to_pylist()]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise RuntimeError(f"gate {missing[0].stem} has no result: snakemake gates")
+    rows = [row for file in files for row in read_table(file, "gates").to_pylist()]
     return blocking_reason(rows, implementations)
 
 
@@ -56,7 +60,7 @@ def main(parent: str, report: str) -> None:
         from tnp.bench.kernel_code import launches
         from tnp.gates import run_gate
 
-        code = Code(packages=packages(), modules=parameters["modules"])
+        code = Code(packages=packages(), definitions=parameters["definitions"])
         with launches() as code.kernels:
             tables = run_gate(parameters["gate"], parameters["device"])
         note(tables=tables | {"code": code.rows()})

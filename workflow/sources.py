@@ -1,38 +1,49 @@
-"""Which source files a job depends on, read from the imports without importing anything.
+"""Which definitions a job depends on, read from the sources without importing anything.
 
 Jobs carry a fingerprint of them as a parameter, so that editing one kernel voids its own gate and
 benchmarks and nothing else, and a comment nothing at all.
 """
 
-import ast
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from tnp.bench.kernel_code import digest, module_hash
+from tnp import choice, targets
+from tnp.bench.kernel_code import module_hash
 from tnp.bench.outcome import implementation_of
 from tnp.bench.sizes import CEILINGS
-from tnp.gates import GATES, KERNEL_GATES
-from tnp.gates import gate as about_gate
+from tnp.catalog import AUTO, Listed, catalog
+from tnp.definitions import EVERYTHING, HOUSE, ROOT, definitions, digest
+from tnp.fingerprints import (
+    BENCHMARK,
+    GATE,
+    STEP,
+    implementation_definitions,
+    operator_definitions,
+)
+from tnp.gates import KERNEL_GATES
 from tnp.ops import registry
 from tnp.variants import Variant
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # Which kernel runs, of our own; and which implementation, where "auto" may choose.
-TUNED = ROOT / "tnp/tuned/nvidia-h200.json"
-CHOSEN = ROOT / "tnp/ops/tuned/implementations.json"
+TUNED = "tnp/ops/tuned/attention.json"
+CHOSEN = "tnp/ops/tuned/implementations.json"
 
 # How rows and tables are written, not what is measured: a column added there voids no measurement.
 NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store", "tnp.ops.tables"})
 
+Pair = tuple[str, str]  # operator, implementation
+Found = dict[str, str]  # {"module:name" or a table's file: hash}
 
-def of_gate(gate: str) -> list[str]:
-    """A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
-    about = about_gate(gate)
-    if gate not in GATES:  # generic: it names all its modules
-        return _using(about.modules, set())
+
+def of_gate(gate: str) -> Found:
+    """Of a gate of the model, or of one implementation, "op--swiglu--triton".
+
+    A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
+    kind, *names = gate.split("--")
+    if names:
+        return _of_implementation_gate(*names)
     used = {
         (op, name)
         for op, name in _implementations()
@@ -41,146 +52,145 @@ def of_gate(gate: str) -> list[str]:
         or name in ("reference", "torch")
         or (about.ours and name in ("separate", "fused"))
     }
-    return _using([f"tnp.gates.{gate}", *about.modules], used)
+    return _using([f"tnp.gates.{gate}:*"], used, GATE)
 
 
-def of_step(parameters: dict) -> list[str]:
-    return _using(["tnp.bench.steps"], _of_variant(parameters))
+def _of_implementation_gate(op: str, name: str) -> Found:
+    """It forces its kernels: no table has a say."""
+    found = definitions(["tnp.gates.operators:checks"], NOT_MEASURED)
+    found |= operator_definitions(op, GATE, NOT_MEASURED)
+    return found | implementation_definitions(catalog().listed(op, name), GATE, NOT_MEASURED)
 
 
-def of_op(parameters: dict) -> list[str]:
-    """The other operators, which the benchmark can time as well, are left out."""
+def of_step(parameters: dict) -> Found:
+    used = _of_variant(parameters)
+    return _using(["tnp.bench.steps:measure_step"], used, STEP, parameters["device_slug"])
+
+
+def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
+    """The other operators, which the benchmark can time as well, are left out.
+
+    And so is the house, on which a device's time does not depend.
+    """
     op, name = parameters["op"], parameters["implementation"]
     others = {f"tnp.ops.{other}" for other in registry.operators() if other != op}
-    return _using(["tnp.bench.measure"], set() if op in CEILINGS else {(op, name)}, others)
+    used = set() if op in CEILINGS else {(op, name)}
+    start, slug = ["tnp.bench.operators:measure_op"], parameters.get("device_slug", "")
+    return _using(start, used, BENCHMARK, slug, {*others, *without})
 
 
-def of_training(parameters: dict) -> list[str]:
-    return _using(["tnp.train"], _of_variant(parameters))
+def of_training(parameters: dict) -> Found:
+    return _using(["tnp.train:run"], _of_variant(parameters), STEP, parameters["device_slug"])
 
 
-def with_modules(kind: str, parameters: dict) -> dict:
-    """A job's parameters with `modules`: the hashes of what a "step" or "op" runs, by name.
+def of_trials(operator_jobs: Iterable[dict]) -> Found:
+    """What times candidates, and our kernels; not the table, which voids no trial."""
+    found = definitions(["tnp.bench.tuning:tune", "tnp.bench.tuning:main"], NOT_MEASURED)
+    for parameters in operator_jobs:
+        found |= of_op(parameters)
+    return code(found)
 
-    Of an operator's benchmark they are those of each implementation, by its name.
+
+def with_definitions(kind: str, parameters: dict) -> dict:
+    """A job's parameters with `definitions`: the hashes of what a "step" or "op" runs, by name.
+
+    Of an operator's benchmark they are those of each implementation, by its name, house included.
     """
     if kind == "step":
-        return parameters | {"modules": hashes(of_step(parameters))}
+        return parameters | {"definitions": code(of_step(parameters))}
     names = dict.fromkeys(map(implementation_of, parameters["implementations"]))
-    modules = {name: hashes(of_op(parameters | {"implementation": name})) for name in names}
-    return parameters | {"modules": modules}
+    found = {name: code(of_op(parameters | {"implementation": name}, ())) for name in names}
+    return parameters | {"definitions": found}
 
 
-def hashes(files: Iterable[str]) -> dict[str, str]:
-    """{module: hash} of those `files` that are Python; comments and docstrings are not in a hash.
-
-    Tables of tuned kernels are no module: what they chose stands in the rows' `launch_config`.
-    """
-    paths = [Path(file).resolve() for file in files if file.endswith(".py")]
-    return {_module(path): _hash(path) for path in paths}
+def code(found: Found) -> Found:
+    """Of what was found, what is code: what a table chose stands in the rows' `launch_config`."""
+    return {
+        name: hash_ for name, hash_ in found.items() if not name.partition(":")[0].endswith(".json")
+    }
 
 
-def fingerprint(script: str, files: Iterable[str]) -> str:
-    """Digest of what a job of workflow/scripts/`script`.py runs, which sees the script and `files`.
-
-    Of Python it sees no comment and no docstring, of anything else all.
-    """
-    return _fingerprint(os.path.relpath(ROOT / f"workflow/scripts/{script}.py"), *files)
+def fingerprint(script: str, found: Mapping[str, str]) -> str:
+    """Digest of what a job of workflow/scripts/`script`.py runs: the script, and what was found."""
+    return digest([_script(script), sorted(set(found.values()))])
 
 
 def views() -> list[str]:
-    return _relative(sorted(ROOT.joinpath("workflow/sql").glob("*.sql")))
+    files = sorted(ROOT.joinpath("workflow/sql").glob("*.sql"))
+    return [os.path.relpath(file) for file in files]  # a checkout that was moved reruns nothing
 
 
-def closure(modules: Iterable[str], without: Iterable[str] = ()) -> list[Path]:
-    """Files of `modules` and of all they import from `tnp`, sorted.
-
-    An import of a module in `without` is not followed; one that is named in `modules` is kept.
-    """
-    pending = list(modules)
-    without = (NOT_MEASURED | set(without)) - set(pending)
-    seen: set[str] = set()
-    while pending:
-        module = pending.pop()
-        if module not in seen and module not in without:
-            seen.add(module)
-            pending += _imports(module)
-    return sorted(_file(module) for module in seen)
-
-
-def _of_variant(parameters: dict) -> set[tuple[str, str]]:
+def _of_variant(parameters: dict) -> set[Pair]:
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     return set(variant.implementations().items())
 
 
 def _using(
-    modules: Iterable[str],
-    implementations: set[tuple[str, str]],
+    starts: Iterable[str],
+    implementations: set[Pair],
+    use: str,
+    slug: str = "",
     without: Iterable[str] = (),
-) -> list[str]:
-    """Files of `modules` and of these (operator, implementation) pairs, no other kernel's."""
-    automatic = any(name == "auto" for _, name in implementations)
-    implementations = implementations | {
-        (op, candidate)
-        for op, name in implementations
-        for candidate in registry.candidates(op, name)
-    }
-    used = {module for pair in implementations for module in registry.get(*pair).modules}
+) -> Found:
+    """What is reached from `starts`, and what these implementations run, no other one."""
+    # Operators that are not declared yet list the modules that an implementation lives in.
+    listed = {pair for pair in implementations if pair[0] in registry.operators()}
+    listed |= {(op, one) for op, name in listed for one in registry.candidates(op, name)}
+    used = {module for pair in listed for module in registry.get(*pair).modules}
     every = {module for pair in _implementations() for module in registry.get(*pair).modules}
-    files = closure({*modules, *used}, without={*(every - used), *without})
-    tables = [TUNED] if any(module in used for module in registry.OURS) else []
-    tables += [CHOSEN] if automatic else []
-    return _relative(files + tables)
+    without = {*(every - used), *NOT_MEASURED, *without}
+    # A gate speaks for all of a module that others may reach more of.
+    whole = [f"{module}:{EVERYTHING}" for module in used] if use == GATE else []
+    found = definitions([*starts, *whole], without)
+    if any(module in used for module in registry.OURS):
+        found |= _file(TUNED)
+    if any(name == AUTO for _, name in listed):
+        found |= _file(CHOSEN)
+    for family, name in sorted(implementations - listed):
+        for operator in catalog().family(family):
+            found |= operator_definitions(operator.name, use, without)
+            ways = _ways(operator.name, name, slug)
+            for way in ways:
+                found |= implementation_definitions(way, use, without)
+            found |= _entries(operator.name, ways, name, slug)
+    return found
 
 
-def _implementations() -> list[tuple[str, str]]:
+def _ways(op: str, name: str, slug: str) -> list[Listed]:
+    """What may run where `name` is asked for: of "auto" all of ours and what the table names."""
+    known = catalog()
+    if name != AUTO:
+        return [known.listed(op, name)]
+    ours = [n for n in known.names(op) if (own := known.listed(op, n).own) and own.selectable]
+    named = {entry["choice"] for entry in _table(slug) if entry["of"] == op}
+    return [known.listed(op, n) for n in known.names(op) if n in {*ours, *named}]
+
+
+def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:
+    """Entries of the device's table that choose between these, their kernels and configurations."""
+    own = [way.own for way in ways if way.own]
+    passes = (one for way in own for one in (way.forward, way.backward))
+    of = {one.name for one in passes if one} | ({op} if name == AUTO else set())
+    entries = [entry for entry in _table(slug) if entry["of"] in of]
+    return {f"{slug}.json:{op}": digest(sorted(map(ascii, entries)))} if entries else {}
+
+
+def _table(slug: str) -> list[choice.Entry]:
+    try:
+        return choice.of_target(targets.of_slug(slug))[0]
+    except ValueError:  # a GPU that nobody has listed, which has no table
+        return []
+
+
+def _implementations() -> list[Pair]:
     return [(op, name) for op in registry.operators() for name in registry.names(op)]
 
 
-def _relative(files: Iterable[Path]) -> list[str]:
-    """As seen from the working directory: a checkout that was moved reruns nothing."""
-    return [os.path.relpath(file) for file in files]
-
-
-def _module(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache  # most jobs run the same files as another
-def _fingerprint(*files: str) -> str:
-    tables = [Path(file).resolve() for file in files if not file.endswith(".py")]
-    contents = {str(table.relative_to(ROOT)): table.read_text() for table in tables}
-    return digest(sorted((hashes(files) | contents).items()))
+@cache
+def _file(name: str) -> Found:
+    return {f"{name}:": digest(ROOT.joinpath(name).read_text())}
 
 
 @cache
-def _hash(file: Path) -> str:
-    return module_hash(file.read_text())
-
-
-@cache
-def _file(module: str) -> Path | None:
-    path = ROOT.joinpath(*module.split("."))
-    candidates = (path.with_suffix(".py"), path / "__init__.py")
-    return next((file for file in candidates if file.is_file()), None)
-
-
-@cache
-def _imports(module: str) -> tuple[str, ...]:
-    """Modules of `tnp` that `module` imports anywhere, function bodies included."""
-    file = _file(module)
-    if file is None:
-        raise ValueError(f"no source file for module {module!r}: is its name spelt right?")
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    found = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")[: len(package.split(".")) + 1 - node.level]
-            base = ".".join(parts) if node.level else ""
-            origin = ".".join(filter(None, [base, node.module]))
-            found += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-    # `from tnp.ops import attention` names a module, `from tnp.model import TNPConfig` does not.
-    return tuple(name for name in found if name.split(".")[0] == "tnp" and _file(name))
+def _script(name: str) -> str:
+    return module_hash(Path(ROOT, "workflow", "scripts", f"{name}.py").read_text())

@@ -1,6 +1,5 @@
 """What `snakemake tune` has to time, and what that depends on."""
 
-import os
 from itertools import product
 
 from workflow import sources
@@ -43,10 +42,7 @@ def operator_jobs(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:
     ]
 
 
-def source_files() -> list[str]:
-    """Files of our kernels and of what times them; not the table, which voids no trial."""
-    ours = (
-        sources.of_op({"op": "attention", "implementation": name}) for name in ("separate", "fused")
-    )
-    files = {os.path.relpath(sources.ROOT / "tnp/bench/tuning.py")}.union(*ours)
-    return sorted(file for file in files if file.endswith(".py"))
+def code() -> dict[str, str]:
+    """Of our kernels and of what times them; not of the table, which voids no trial."""
+    ours = [{"op": "attention", "implementation": name} for name in ("separate", "fused")]
+    return sources.of_trials(ours)

@@ -372,24 +372,24 @@ def test_a_twin_is_another_contender_of_the_same_implementation():
 
 
 def test_a_row_says_what_it_ran_on():
-    """Kernels, packages and modules, of each implementation its own; hashes digest them."""
-    modules = {"torch": {"tnp.ops.mlp": "1"}, "fused": {"tnp.ops.mlp": "1", "tnp.ops.matmul": "2"}}
-    names = {name: f"mlp--tiny--{name}" for name in modules}
+    """Kernels, packages and definitions, of each implementation its own; hashes digest them."""
+    reached = {"torch": {"tnp.ops.mlp:mlp": "1"}, "fused": {"tnp.ops.mlp:mlp": "1", "x:y": "2"}}
+    names = {name: f"mlp--tiny--{name}" for name in reached}
     parameters = op_parameters(
-        op="mlp", **ROW_OPERATORS["mlp"], n_k=None, implementations=names, modules=modules
+        op="mlp", **ROW_OPERATORS["mlp"], n_k=None, implementations=names, definitions=reached
     )
     tables = measure_op(parameters, time.perf_counter())
     code = {
         (name, part): {row["name"] for row in tables["code"]
                        if (row["implementation"], row["part"]) == (name, part)}
-        for name in modules for part in ("kernel", "package", "module")
+        for name in reached for part in ("kernel", "package", "definition")
     }  # fmt: skip
     assert code["torch", "kernel"] == set()
     assert code["fused", "kernel"]
     assert all(name.startswith("tnp.ops.") for name in code["fused", "kernel"])
     assert code["torch", "package"] >= {"torch", "triton"}
-    assert {name: code[name, "module"] for name in modules} == {
-        name: set(own) for name, own in modules.items()
+    assert {name: code[name, "definition"] for name in reached} == {
+        name: set(own) for name, own in reached.items()
     }
     hashes = {row["implementation"]: (row["kernels_hash"], row["source_hash"], row["role"])
               for row in tables["ops"]}  # fmt: skip

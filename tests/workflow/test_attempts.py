@@ -13,7 +13,7 @@ from tests.workflow.conftest import wait_for
 from tnp.bench.outcome import TRANSIENT
 from tnp.schemas import STATUSES, TABLES
 from tnp.store import write_table
-from workflow.attempts import ATTEMPTS, Attempts, keep, named
+from workflow.attempts import ATTEMPTS, Attempts, is_of, keep, named, note_state
 
 ROOT = Path(__file__).parents[2]
 SEPARATE = "cpu--tiny--separate"
@@ -143,10 +143,11 @@ def test_a_kill_amid_what_is_measured_anew_loses_nothing(finished):
     finished.forget_calls()
     status, output = finished.run("all")
     assert status == 0, output
-    # Gates were run anew and all that waits for them, so that there is a new row beside each.
+    # Gates were run anew, and what had begun; the rest is of the code that is there again.
     after = run_ids(finished)
     assert all(before[table] <= after[table] for table in before)
-    assert outcomes(finished) == sorted(2 * rows)
+    begun = [row for row in rows if f"{row[0]} {row[1]}" in finished.measured()]
+    assert outcomes(finished) == sorted(rows + begun) and len(begun) == 1
 
 
 def test_what_cannot_be_kept_is_not_measured_anew(tmp_path, monkeypatch):
@@ -226,7 +227,7 @@ def test_a_clusters_job_that_does_not_find_its_gpu_fails_and_writes_no_row(check
     real = checkout.folder / "workflow/gate_process.py"
     real.write_text(
         real.read_text().replace(
-            "\ndef run(gate, device, slug, modules, timeout_s):", "\ndef fake(*_):"
+            "\ndef run(gate, device, slug, definitions, timeout_s):", "\ndef fake(*_):"
         )
     )
     status, output = checkout.run("measurements")
@@ -292,6 +293,16 @@ def test_a_file_that_cannot_be_read_is_not_tried_again(tmp_path):
     file.parent.mkdir()
     file.write_bytes(b"PAR1 half a file")
     assert Attempts(tmp_path).planned("steps", "a--r1") == ""
+
+
+def test_a_result_is_of_the_state_that_was_noted_where_nothing_refused_it(tmp_path):
+    file = tmp_path / "steps/a--r1.parquet"
+    note_state(file, "today's", refused=False)
+    assert not is_of(file, "today's")  # it is not there
+    write_table(file, "steps", rows("ok"))
+    assert is_of(file, "today's") and not is_of(file, "tomorrow's")
+    note_state(file, "today's", refused=True)
+    assert not is_of(file, "today's")
 
 
 def test_names_are_whole_parts_of_ids():

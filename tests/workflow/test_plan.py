@@ -185,18 +185,24 @@ def test_cuda_without_gpu_is_refused():
         plan.device("cuda", "cpu")
 
 
+def files(found: dict[str, str]) -> set[str]:
+    """Those that these definitions stand in, and tables."""
+    names = {name.partition(":")[0] for name in found}
+    return {n if n.endswith(".json") else f"{n.replace('.', '/')}.py" for n in names}
+
+
 def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     kernel = "triton_forward.py"
 
-    def uses(files: list[str]) -> bool:
-        return any(file.endswith(kernel) for file in files)
+    def uses(found: dict[str, str]) -> bool:
+        return any(file.endswith(kernel) for file in files(found))
 
     assert uses(sources.of_step(steps["matrix--mid--separate"]))
     assert not uses(sources.of_step(steps["matrix--mid--sdpa_flash"]))
     assert uses(sources.of_gate("attention_forward"))
     assert not uses(sources.of_gate("baseline"))
-    assert any(file.endswith("model.py") for file in sources.of_gate("baseline"))
+    assert "tnp/model.py" in files(sources.of_gate("baseline"))
 
 
 def test_a_variants_operators_are_sources_each_of_its_own():
@@ -206,8 +212,8 @@ def test_a_variants_operators_are_sources_each_of_its_own():
         for op, file in (("mlp", "mlp/triton_mlp"), ("rms_norm", "rms_norm/triton_rms_norm"))
     }
 
-    def used(files: list[str]) -> set[str]:
-        return {op for op, kernel in kernels.items() if any(f.endswith(kernel) for f in files)}
+    def used(found: dict[str, str]) -> set[str]:
+        return {op for op, kernel in kernels.items() if kernel in files(found)}
 
     assert used(sources.of_step(steps["ablation--small--only_mlp--graph"])) == {"mlp"}
     assert used(sources.of_step(steps["ablation--small--fused--graph"])) == {"mlp", "rms_norm"}
@@ -216,7 +222,7 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     assert used(sources.of_gate("attention_forward")) == used(sources.of_gate("baseline")) == set()
     fused, torch = ({"op": "mlp", "implementation": name} for name in ("fused", "torch"))
     assert used(sources.of_op(fused)) == {"mlp"} and used(sources.of_op(torch)) == set()
-    assert not any("rms_norm" in file or "attention/" in file for file in sources.of_op(torch))
+    assert not any("rms_norm" in f or "attention" in f for f in files(sources.of_op(torch)))
 
 
 KERNELS = {
@@ -243,8 +249,8 @@ KERNELS = {
 }
 
 
-def used_kernels(files: list[str]) -> set[str]:
-    return (KERNELS | {"tnp/ops/mlp/single.py"}) & set(files)
+def used_kernels(found: dict[str, str]) -> set[str]:
+    return (KERNELS | {"tnp/ops/mlp/single.py"}) & files(found)
 
 
 def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
@@ -254,9 +260,9 @@ def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
 
 
 def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
-    files = sources.of_gate("skip_unread")
-    assert used_kernels(files) == KERNELS
-    assert "tnp/tuned/nvidia-h200.json" in files
+    found = sources.of_gate("skip_unread")
+    assert used_kernels(found) == KERNELS
+    assert "tnp/ops/tuned/attention.json" in files(found)
     # Else an edited kernel would void what PyTorch's steps wait for.
     for gate in ("baseline", "checkpointing", "cuda_graphs"):
         assert used_kernels(sources.of_gate(gate)) == set()
@@ -281,17 +287,17 @@ def test_what_auto_may_choose_is_its_source_and_gate():
     assert set(step["gates"].split("|")) == set().union(*every) | {"skip_unread", "cuda_graphs"}
 
     mlp = {
-        name: set(sources.of_op({"op": "mlp", "implementation": name}))
+        name: files(sources.of_op({"op": "mlp", "implementation": name}))
         for name in ("torch", "single", "fused", "auto")
     }
     chosen = mlp["auto"] - mlp["torch"] - mlp["single"] - mlp["fused"]
     assert chosen == {"tnp/ops/auto.py", "tnp/ops/tuned/implementations.json"}
     assert mlp["single"] | mlp["fused"] < mlp["auto"]
-    attention = sources.of_op({"op": "attention", "implementation": "auto"})
-    assert "tnp/tuned/nvidia-h200.json" in attention
+    attention = files(sources.of_op({"op": "attention", "implementation": "auto"}))
+    assert "tnp/ops/tuned/attention.json" in attention
     assert "tnp/ops/attention/peers.py" not in attention
     others = sources.of_step(steps["matrix--mid--fused"]), sources.of_gate("mlp")
-    assert not any(chosen & set(files) for files in others)
+    assert not any(chosen & files(found) for found in others)
 
 
 def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
@@ -311,39 +317,29 @@ def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
 
 def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
     """Otherwise no row of it could ever be proven, whatever was measured."""
-    model = re.compile(r"tnp\.(ops|model|step)(\.|$)")
+    model = re.compile(r"tnp\.(ops|model|step)(\.|:|$)")
+    # They choose and say what ran: what was chosen is proven in their place.
+    choosing = re.compile(r"tnp\.ops\.(auto|registry):|.*:describe_launch$")
 
-    def unproven(files: list[str], gates: list[str]) -> set[str]:
-        ran = {name for name in sources.hashes(files) if model.match(name)}
-        named = {name for gate in gates for name in sources.hashes(sources.of_gate(gate))}
-        return ran - named - {"tnp.ops.auto"}  # it chooses: what it chose is proven in its place
+    def unproven(found: dict[str, str], gates: list[str]) -> set[str]:
+        ran = {name for name in sources.code(found) if model.match(name)}
+        named = set().union(*map(sources.of_gate, gates))
+        return {name for name in ran - named if not choosing.match(name)}
 
     for step in plan.steps(CONFIG, "cuda", "nvidia-h200").values():
         assert not unproven(sources.of_step(step), step["gates"].split("|")), step["config_id"]
     for config_id, job in plan.ops(CONFIG, "cuda", "nvidia-h200").items():
         for name in set(map(implementation_of, job["implementations"])):
             if gates := gates_of(job["op"], name):
-                files = sources.of_op(job | {"implementation": name})
-                assert not unproven(files, gates), (config_id, name)
-
-
-def test_a_hash_of_a_module_does_not_see_comments(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
-    texts = ["x = 1\n", '"""Words."""\n\n# More words.\nx = 1\n', "x = 2\n"]
-    found = []
-    for i, text in enumerate(texts):
-        file = tmp_path / str(i) / "tnp" / "module.py"
-        file.parent.mkdir(parents=True)
-        file.write_text(text)
-        found += sources.hashes([str(file), str(file.with_suffix(".json"))]).values()
-    assert found[0] == found[1] != found[2] and len(found) == 3
+                found = sources.of_op(job | {"implementation": name}, without=())
+                assert not unproven(found, gates), (config_id, name)
 
 
 def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
-    files = sources.of_gate("attention_forward")
-    assert "tnp/tuned/nvidia-h200.json" in files
-    found = [sources.fingerprint(*of) for of in (
-        ("gate", files), ("gate", files[::-1]), ("benchmark", files),
-        ("gate", [file for file in files if not file.endswith(".json")]),
+    found = sources.of_gate("attention_forward")
+    assert "tnp/ops/tuned/attention.json" in files(found)
+    turned = dict(reversed(found.items()))
+    prints = [sources.fingerprint(*of) for of in (
+        ("gate", found), ("gate", turned), ("benchmark", found), ("gate", sources.code(found)),
     )]  # fmt: skip
-    assert found[0] == found[1] and len(set(found)) == 3
+    assert prints[0] == prints[1] and len(set(prints)) == 3

@@ -191,6 +191,25 @@ def test_edited_kernel_reruns_only_what_uses_it(finished):
     }
 
 
+def planned(checkout) -> dict[str, int]:
+    """{rule: jobs} of a dry run."""
+    status, output = checkout.run("-n", "measurements")
+    assert status == 0, output
+    return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", output, re.MULTILINE)}
+
+
+def test_a_gate_that_runs_again_takes_no_benchmark_of_the_same_code_with_it(finished):
+    finished.append("tnp/gates/checkpointing.py", "\nEDITED = True\n")
+    plan = planned(finished)
+    assert plan["gate"] == 1 and not {"step", "op", "train"} & plan.keys()
+    # What a red gate refused waits for it: nothing says of which code it is.
+    (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--ckpt--r1.state").unlink()
+    assert planned(finished)["step"] == 1
+    status, output = finished.run("gates")
+    assert status == 0 and finished.calls() == ["gate checkpointing"], output
+    assert planned(finished)["step"] == 1
+
+
 def test_touched_or_commented_source_reruns_nothing(finished):
     for file in ("tnp/model.py", "tnp/train.py", "workflow/scripts/benchmark.py"):
         finished.append(file, "\n# A comment.\n")

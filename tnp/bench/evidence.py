@@ -34,7 +34,7 @@ def of_step(parameters: dict) -> dict[str, str | None]:
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     return {
         "spec_hash": _hash({name: parameters[name] for name in STEP_SPEC}),
-        "source_hash": _modules_hash(parameters.get("modules")),
+        "source_hash": _definitions_hash(parameters.get("definitions")),
         "timing_hash": _timing_hash(parameters),
         "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
     }
@@ -48,7 +48,7 @@ def of_op(parameters: dict) -> dict[str, object]:
     is_ceiling = op in CEILINGS
     return {
         "spec_hash": _hash({name: parameters.get(name) for name in OP_SPEC}),
-        "source_hash": _modules_hash(parameters.get("modules", {}).get(name)),
+        "source_hash": _definitions_hash(parameters.get("definitions", {}).get(name)),
         "timing_hash": _timing_hash(parameters),
         "role": None if is_ceiling else registry.role(op, name),
         "gates": "" if is_ceiling else "|".join(gates_of(op, name)),
@@ -90,7 +90,7 @@ class Code:
 
     kernels: dict[str, str] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
+    definitions: dict[str, str] = field(default_factory=dict)
 
     @property
     def kernels_hash(self) -> str:
@@ -98,7 +98,11 @@ class Code:
 
     def rows(self, implementation: str = "") -> list[dict[str, str]]:
         """Rows of table `code`, without provenance."""
-        parts = {"kernel": self.kernels, "package": self.packages, "module": self.modules}
+        parts = {
+            "kernel": self.kernels,
+            "package": self.packages,
+            "definition": self.definitions,
+        }
         return [
             {"implementation": implementation, "part": part, "name": name, "hash": found}
             for part, content in parts.items()
@@ -121,8 +125,8 @@ def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
     return versions
 
 
-def _modules_hash(modules: dict[str, str] | None) -> str | None:
-    return _hash(modules) if modules else None
+def _definitions_hash(definitions: dict[str, str] | None) -> str | None:
+    return _hash(definitions) if definitions else None
 
 
 def _timing_hash(parameters: dict) -> str:

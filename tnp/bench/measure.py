@@ -101,8 +101,8 @@ def measure_op(
 
     Args:
         parameters: what `tnp.bench.contenders.job` gives: `implementations` (contender →
-            config_id), `timing`, `device`; and `modules`, the hashes of an implementation's modules
-            by its name and theirs.
+            config_id), `timing`, `device`; and `definitions`, the hashes of what an implementation
+            reaches by its name and theirs.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
         suspect: told whom to blame should this process not survive what comes next.
 
@@ -140,12 +140,13 @@ def measure_op(
 
 def _code(parameters: dict, name: str) -> Code:
     """What the implementation runs on as far as that is known before it runs."""
-    modules = parameters.get("modules", {}).get(name, {})
+    definitions = parameters.get("definitions", {}).get(name, {})
     if "problem" not in parameters:
-        return Code(packages=packages(undeclared.packages(parameters["op"], name)), modules=modules)
+        known = packages(undeclared.packages(parameters["op"], name))
+        return Code(packages=known, definitions=definitions)
     is_auto = name.partition(":")[0] == AUTO
     theirs = {} if is_auto else catalog().listed(parameters["op"], name).packages
-    return Code(packages=packages(theirs), modules=modules)
+    return Code(packages=packages(theirs), definitions=definitions)
 
 
 def _measure_pass(

@@ -34,8 +34,8 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     replays, since a replay allocates nothing and lives in what the capture took.
 
     Args:
-        parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and `modules`, the
-            hashes of the modules that the step runs, by name.
+        parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
+            `definitions`, the hashes of what the step runs, by name.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
 
     Raises:
@@ -68,7 +68,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         nonlocal loss
         loss = step(task)
 
-    code = Code(packages=packages(), modules=parameters.get("modules", {}))
+    code = Code(packages=packages(), definitions=parameters.get("definitions", {}))
     with launches() as code.kernels:
         compile_s = first_call(run, device)
     if parameters["cuda_graph"]:

@@ -6,7 +6,7 @@ An operator's configuration is one size with all its implementations, timed in t
 
 rule step:
     input:
-        gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
+        gates_of_step,
     output:
         **outputs("step", "{config_id}--r{replicate}{attempt}"),
     log:
@@ -20,10 +20,10 @@ rule step:
         gpu=GPUS,
     params:
         kind="step",
-        code=lambda wildcards: sources.fingerprint(
-            "benchmark", sources.of_step(STEPS[wildcards.config_id])
-        ),
-        gates=lambda wildcards, input: list(input.gates),
+        code=lambda wildcards: step_code(wildcards.config_id),
+        gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
+        state=step_state,
+        runs=RUNS,
         parameters=lambda wildcards: plan.job(
             STEPS, wildcards.config_id, wildcards.replicate
         ),
@@ -33,7 +33,7 @@ rule step:
 
 rule op:
     input:
-        gates=lambda wildcards: union(op_gates(OPS[wildcards.config_id]).values()),
+        gates_of_op,
     output:
         **outputs("op", "{config_id}--r{replicate}{attempt}"),
     log:
@@ -47,10 +47,10 @@ rule op:
         gpu=GPUS,
     params:
         kind="op",
-        code=lambda wildcards: sources.fingerprint(
-            "benchmark", op_sources(OPS[wildcards.config_id])
-        ),
+        code=lambda wildcards: op_code(wildcards.config_id),
         gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
+        state=op_state,
+        runs=RUNS,
         parameters=lambda wildcards: plan.job(
             OPS, wildcards.config_id, wildcards.replicate
         ),

@@ -1,5 +1,6 @@
 """The configuration checked, the device found, the jobs planned; what guards a run."""
 
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +11,10 @@ from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import CEILINGS
+from tnp.definitions import digest
 from tnp.gates import GATES, gates_of, generic_gates
 from workflow import plan, sources, start, summary
-from workflow.attempts import PATTERN, Attempts, keep, named
+from workflow.attempts import PATTERN, Attempts, is_of, keep, named
 from workflow.progress import Progress
 from workflow.validation import unknown, validate
 
@@ -86,35 +88,92 @@ def planned(kind, stem):
     return outputs(kind, stem + ATTEMPTS.planned(plan.TABLES[kind][0], stem, again))
 
 
+def named_gates(gates):
+    """Those that config.yaml names."""
+    return [gate for gate in gates if gate in config["gates"]]
+
+
 def gate_files(gates):
     """Results of the gates that a benchmark waits for, of those that config.yaml names."""
-    return [planned("gate", gate)["gates"] for gate in gates if gate in config["gates"]]
+    return [planned("gate", gate)["gates"] for gate in named_gates(gates)]
 
 
 def step_gates(parameters):
-    return gate_files(parameters["gates"].split("|"))
+    return named_gates(parameters["gates"].split("|"))
 
 
 def op_gates(parameters):
-    """{contender: results of the gates it waits for}."""
+    """{contender: the gates it waits for}."""
     op = parameters["op"]
     return {
         name: (
-            [] if op in CEILINGS else gate_files(gates_of(op, implementation_of(name)))
+            [] if op in CEILINGS else named_gates(gates_of(op, implementation_of(name)))
         )
         for name in parameters["implementations"]
     }
 
 
-def op_sources(parameters):
-    return union(
-        sources.of_op(parameters | {"implementation": name})
-        for name in set(map(implementation_of, parameters["implementations"]))
-    )
+def step_code(config_id):
+    return sources.fingerprint("benchmark", sources.of_step(STEPS[config_id]))
 
 
-def union(lists):
-    return sorted(set().union(*lists))
+def op_code(config_id):
+    found = {}
+    for name in set(map(implementation_of, OPS[config_id]["implementations"])):
+        found |= sources.of_op(OPS[config_id] | {"implementation": name})
+    return sources.fingerprint("benchmark", found)
+
+
+def train_code(run):
+    return sources.fingerprint("train", sources.of_training(TRAINING[run]))
+
+
+def state(code, parameters, gates):
+    """All that a result depends on."""
+    return digest(json.dumps([code, parameters, gates], sort_keys=True))
+
+
+def awaited(kind, stem, gates, now):
+    """Results of the gates that a job waits for: of none where its own is there and of `now`.
+
+    As plain inputs, gates that run again would take all that waits for them with them.
+    """
+    own = Path(outputs(kind, stem)[plan.TABLES[kind][0]])
+    return [] if is_of(own, now) else gate_files(gates)
+
+
+def step_state(wildcards):
+    parameters = plan.job(STEPS, wildcards.config_id, wildcards.replicate)
+    config_id = wildcards.config_id
+    return state(step_code(config_id), parameters, step_gates(parameters))
+
+
+def op_state(wildcards):
+    parameters = plan.job(OPS, wildcards.config_id, wildcards.replicate)
+    return state(op_code(wildcards.config_id), parameters, op_gates(parameters))
+
+
+def train_state(wildcards):
+    parameters = TRAINING[wildcards.run]
+    return state(train_code(wildcards.run), parameters, step_gates(parameters))
+
+
+def gates_of_step(wildcards):
+    stem = "{config_id}--r{replicate}{attempt}".format(**wildcards)
+    gates = step_gates(STEPS[wildcards.config_id])
+    return awaited("step", stem, gates, step_state(wildcards))
+
+
+def gates_of_op(wildcards):
+    stem = "{config_id}--r{replicate}{attempt}".format(**wildcards)
+    gates = sorted(set().union(*op_gates(OPS[wildcards.config_id]).values()))
+    return awaited("op", stem, gates, op_state(wildcards))
+
+
+def gates_of_training(wildcards):
+    gates = step_gates(TRAINING[wildcards.run])
+    stem = "{run}{attempt}".format(**wildcards)
+    return awaited("train", stem, gates, train_state(wildcards))
 
 
 def planned_tables():

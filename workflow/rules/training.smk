@@ -3,7 +3,7 @@
 
 rule train:
     input:
-        gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
+        gates_of_training,
     output:
         **outputs("train", "{run}{attempt}"),
     log:
@@ -14,9 +14,10 @@ rule train:
     resources:
         gpu=GPUS,
     params:
-        code=lambda wildcards: sources.fingerprint(
-            "train", sources.of_training(TRAINING[wildcards.run])
-        ),
+        code=lambda wildcards: train_code(wildcards.run),
+        gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
+        state=train_state,
+        runs=RUNS,
         parameters=lambda wildcards: TRAINING[wildcards.run],
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
         checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}{wildcards.attempt}",

@@ -20,7 +20,7 @@ rule trials:
     resources:
         gpu=GPUS,
     params:
-        code=lambda wildcards: sources.fingerprint("trials", tuning_plan.source_files()),
+        code=lambda wildcards: sources.fingerprint("trials", tuning_plan.code()),
         parameters=lambda wildcards: PROBLEMS[wildcards.problem],
     script:
         "../scripts/trials.py"

@@ -8,21 +8,23 @@ from tnp.bench.outcome import Rows, failure_rows, implementation_of, only, toget
 from tnp.bench.process import device_lock
 from tnp.store import write_table
 from workflow import sources
+from workflow.attempts import Attempts, note_state
 from workflow.gate_process import red
 from workflow.jobs import job
 
 kind = snakemake.params.kind
-parameters = sources.with_modules(kind, snakemake.params.parameters)
+parameters = sources.with_definitions(kind, snakemake.params.parameters)
 gates = snakemake.params.gates
+attempts = Attempts(snakemake.params.runs, planning=False)
 name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 
 def measure() -> Rows:
     if kind == "step":
-        return measured(parameters, red(gates, json.loads(parameters["operators"])))
+        return measured(parameters, red(results(gates), json.loads(parameters["operators"])))
     reasons = {
-        contender: red(files, {parameters["op"]: implementation_of(contender)})
-        for contender, files in gates.items()
+        contender: red(results(names), {parameters["op"]: implementation_of(contender)})
+        for contender, names in gates.items()
     }
     allowed = [name for name, reason in reasons.items() if reason is None]
     parts = [measured(only(parameters, allowed), None)] if allowed else []
@@ -30,6 +32,14 @@ def measure() -> Rows:
         if reason is not None:
             parts.append(measured(only(parameters, [forbidden]), reason))
     return together(parts)
+
+
+def results(names: list[str]) -> list[Path]:
+    return [attempts.last("gates", name) for name in names]
+
+
+def refused(rows: list[dict]) -> bool:
+    return any(row["status"] == "gate_failed" for row in rows)
 
 
 def measured(part: dict, forbidden: str | None) -> Rows:
@@ -49,6 +59,8 @@ def outcome(row: dict) -> str:
 with job(name, snakemake.log[0]) as say:
     with device_lock(parameters["device_slug"], say=say):
         tables = measure()
+    own, rows = Path(snakemake.output[f"{kind}s"]), tables[f"{kind}s"]
+    note_state(own, snakemake.params.state, refused(rows))
     for table, file in snakemake.output.items():
         write_table(Path(file), table, tables.get(table, []))
-    say(", ".join(map(outcome, tables[f"{kind}s"])))
+    say(", ".join(map(outcome, rows)))

@@ -29,8 +29,8 @@ def verdict(rows: list[dict]) -> str:
 
 with job(f"gate {gate}", snakemake.log[0]) as say:
     with device_lock(params.slug, shared=True, say=say):
-        modules = sources.hashes(sources.of_gate(gate))
-        tables = run(gate, params.device, params.slug, modules, params.timeout_s)
+        definitions = sources.code(sources.of_gate(gate))
+        tables = run(gate, params.device, params.slug, definitions, params.timeout_s)
     identity = next((row["environment_id"] for row in tables["environments"]), None)
     for table, rows in with_provenance(tables, params.slug, identity).items():
         write_table(Path(snakemake.output[table]), table, rows)

@@ -10,6 +10,7 @@ from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
 from tnp.bench.provenance import environment
 from tnp.store import write_table
+from workflow.attempts import Attempts, note_state
 from workflow.gate_process import red
 from workflow.jobs import job
 
@@ -30,10 +31,13 @@ def run(say: Callable[[str], None]) -> list[dict]:
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
-    reason = red(snakemake.input.get("gates", []), json.loads(parameters["operators"]))
+    attempts = Attempts(snakemake.params.runs, planning=False)
+    gates = [attempts.last("gates", name) for name in snakemake.params.gates]
+    reason = red(gates, json.loads(parameters["operators"]))
     rows = [] if reason else run(say)
     state = environment(device)
     tables = {"training": rows, "environments": [state]}
+    note_state(Path(snakemake.output["training"]), snakemake.params.state, reason is not None)
     for table, content in with_provenance(tables, slug, state["environment_id"]).items():
         write_table(Path(snakemake.output[table]), table, content)
     Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -3,8 +3,8 @@
 -- the GPU and the versions of torch and triton that it was measured with.
 --
 -- A row is proven where every gate that it waited for has passed, one of the deciding runs launched
--- each of its kernels in the same form, and one of them names each module of the model and of the
--- operators that it ran. It is disproven where a deciding run is red. An operator's output must
+-- each of its kernels in the same form, and one of them names each definition of the model and of
+-- the operators that it ran. It is disproven where a deciding run is red. An operator's output must
 -- also have been checked after it was timed; PyTorch's own forms, which wait for no gate, are
 -- proven by that check alone. Null is neither: the evidence is not there, or was not kept yet.
 create or replace table evidence as
@@ -67,9 +67,12 @@ unproven as (
         (
             part = 'kernel'
             or (
-                part = 'module'
-                and regexp_matches(name, '^tnp\.(ops|model|step)(\.|$)')
-                and name != 'tnp.ops.auto'  -- it chooses: what it chose is proven in its place
+                part in ('definition', 'module')
+                and regexp_matches(name, '^tnp\.(ops|model|step)(\.|:|$)')
+                -- They choose and say what ran: what was chosen is proven in their place.
+                and not regexp_matches(
+                    name, '^tnp\.ops\.(auto|registry)(:|$)|:describe_launch$'
+                )
             )
         )
         and (deciding_sets, part, name, hash) not in (

@@ -4,7 +4,7 @@
 -- `implementation` is as in table `code`, "" for a step. `uses` is as in `measurements`: what
 -- `auto` chose forward and backward may differ, and each pass is judged by its own. A run of the
 -- gate matches where it was on the same device model with the same torch and triton, and names no
--- module that the measurement names with another hash. The newest match decides. It has passed
+-- definition that the measurement names with another hash. The newest match decides. It has passed
 -- where a check about what the measurement uses, or about all implementations, is green and no
 -- such check is red or an error. `concerned` is false where `auto` waited for the gate and chose
 -- something that no check of it is about, and of gate `baseline`, which every step waits for,
@@ -59,17 +59,17 @@ gate_runs as (
     having not bool_or(gates.status in ('killed', 'timeout')) or bool_or(not gates.passed)
 ),
 
-modules as (
+sources as (
     select * from code_parts
-    where part = 'module'
+    where part in ('definition', 'module')
 ),
 
 differing as (
     select distinct
         measured.code_set as measured_set,
         proving.code_set as proving_set
-    from modules as measured
-    inner join modules as proving using (name)
+    from sources as measured
+    inner join sources as proving using (part, name)
     where
         measured.hash != proving.hash
         and measured.code_set in (select code_set from asked)

@@ -3,16 +3,23 @@
 The stand-ins have the layouts, arguments and results of fa3-fwd 0.0.3 and flash-attn-4 4.0.0b36.
 """
 
+import math
 import sys
 import types
 
 import pytest
 import torch
 
-from tnp.ops.attention import peers
-from tnp.ops.attention.torch_forms import reference
+from tnp.contract import Call, Problem
+from tnp.targets import CPU, named
+from tnp_peers import attention as peers
 
 SCALE = 0.3
+PEERS = {peer.name: peer for peer in (peers.FLEX, peers.FA3, peers.FA4)}
+
+
+def exact(q, k, v):
+    return torch.softmax(SCALE * q @ k.mT, -1) @ v
 
 
 def attention_reference(q, k, v, scale):
@@ -22,8 +29,8 @@ def attention_reference(q, k, v, scale):
 def rows_first(q, k, v, softmax_scale):
     """Attention on [B, L, H, D], as both FlashAttentions take and return it."""
     assert all(x.dim() == 4 and x.stride(-1) == 1 for x in (q, k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return attention_reference(q, k, v, softmax_scale).transpose(1, 2).contiguous()
+    assert math.isclose(softmax_scale, SCALE)
+    return exact(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).contiguous()
 
 
 def install(monkeypatch, name: str, function) -> None:
@@ -53,29 +60,43 @@ def qkv(n_q: int = 7, n_k: int = 5) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("name", PEERS)
 def test_layout_and_scale_are_the_packages(packages, name):
     inputs = qkv()
-    o = peers.PEERS[name](*inputs, SCALE)
+    o = PEERS[name].run(*inputs, None, SCALE)
     assert o.shape == inputs[0].shape
-    torch.testing.assert_close(o, attention_reference(*inputs, SCALE))
+    torch.testing.assert_close(o, exact(*inputs))
 
 
 def test_gradients_come_back_through_fa4(packages):
     inputs = [x.requires_grad_() for x in qkv()]
-    gradients = torch.autograd.grad(peers.fa4_attention(*inputs, SCALE).square().sum(), inputs)
-    expected = torch.autograd.grad(attention_reference(*inputs, SCALE).square().sum(), inputs)
+    run = PEERS["fa4"].run
+    gradients = torch.autograd.grad(run(*inputs, None, SCALE).square().sum(), inputs)
+    expected = torch.autograd.grad(exact(*inputs).square().sum(), inputs)
     for gradient, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted)
 
 
-@pytest.mark.parametrize("position", range(3))
-def test_fa3_refuses_what_wants_a_gradient(packages, position):
-    inputs = qkv()
-    inputs[position].requires_grad_()
-    with pytest.raises(RuntimeError, match="fa3 is forward only") as error:
-        peers.fa3_attention(*inputs, SCALE)
-    assert "\n" not in str(error.value)
-    with torch.no_grad():
-        o = peers.fa3_attention(*inputs, SCALE)
-    assert not o.requires_grad
+def call(dtype="bfloat16", head_dim=64, gpu="H200", options=(), wanted=()) -> Call:
+    sizes = {"batch": 2, "n_heads": 8, "n_q": 7, "n_k": 5, "head_dim": head_dim}
+    problem = Problem("attention", dtype, tuple(sizes.items()), options)
+    return Call(problem, named(gpu) if gpu else CPU, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reason"),
+    [
+        ("flex", {"gpu": "T4"}, "compute capability 8.0 or newer"),
+        ("flex", {"gpu": None}, "needs a CUDA device"),
+        ("flex", {"head_dim": 48}, "it takes head_dim 16, 32, 64, 128, not 48"),
+        ("fa3", {"wanted": ("k",)}, "it is forward only"),
+        ("fa3", {"dtype": "float16"}, "it takes bfloat16, not float16"),
+        ("fa3", {"gpu": "B200"}, "older than 10.0"),
+        ("fa4", {"dtype": "float32"}, "it takes bfloat16, float16, not float32"),
+        ("fa4", {"gpu": "A100"}, "compute capability 9.0 or newer"),
+        ("fa4", {"options": (("n_keys", True),)}, "it does not take n_keys=True"),
+    ],
+)
+def test_limits_are_the_packages(name, asked, reason):
+    assert PEERS[name].refuses(call()) is None
+    assert reason in PEERS[name].refuses(call(**asked))

@@ -1,0 +1,1 @@
+"""Implementations of tnp's SwiGLU, and operator `scale`."""

@@ -1,0 +1,49 @@
+"""Operator `scale`, y = factor · x. Its module is imported when jobs are planned: no torch here."""
+
+from math import prod
+
+from tnp.contract import FLOATS, Case, Implementation, Operator, Work
+
+
+def reference(x, factor):
+    """The formula."""
+    return x * factor
+
+
+def describe(x):
+    """Sizes of a problem."""
+    return {"n": prod(x.shape)}
+
+
+def draw(case, random):
+    """Inputs by name."""
+    return {"x": random(case.problem["n"])}
+
+
+def work(case, pass_):
+    """Every element once."""
+    size = case.problem["n"] * case.problem.itemsize
+    return Work({}, size, size)
+
+
+def cases(target):
+    """What its gate compares."""
+    return [Case(OPERATOR.problem(dtype, n=n)) for dtype in FLOATS for n in (1, 257)]
+
+
+OPERATOR = Operator(
+    "scale",
+    inputs=("x",),
+    outputs=("y",),
+    sizes=("n",),
+    implementations=(Implementation("torch", run=reference, provider="torch"),),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    differentiated=("x",),
+    scalars=("factor",),
+    values={"factor": 1.5},
+    controls={"factor missing": lambda x, factor: x},
+)

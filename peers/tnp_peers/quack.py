@@ -1,0 +1,70 @@
+"""Rows' operators of package quack-kernels, in CuTe: for compute capability 9.0 and newer."""
+
+import torch
+from torch import Tensor
+
+from tnp.contract import Implementation, on_cuda
+from tnp_peers.support import rows, with_contiguous_gradient
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """quack.rmsnorm, which takes the weight in any float dtype."""
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, weight, eps=eps)
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """quack.rmsnorm with a residual, whose sum it returns second."""
+    from quack.rmsnorm import rmsnorm
+
+    normalized, total = rmsnorm(update, weight, residual=x, eps=eps, prenorm=True)
+    return total, normalized
+
+
+class _LayerNorm(torch.autograd.Function):
+    """quack's two passes, which it does not join itself."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        from quack.rmsnorm import layernorm_fwd
+
+        y, rstd, mean = layernorm_fwd(x, weight, bias, eps, return_rstd=True, return_mean=True)
+        ctx.save_for_backward(x, weight, rstd, mean)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        from quack.rmsnorm import layernorm_bwd
+
+        x, weight, rstd, mean = ctx.saved_tensors
+        return *layernorm_bwd(x, weight, dy.contiguous(), rstd, mean, has_bias=True), None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """quack's LayerNorm, which takes float32 parameters alone."""
+    return _LayerNorm.apply(rows(x), weight.float(), bias.float(), eps).view(x.shape)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """quack.softmax over the last dimension."""
+    from quack.softmax import softmax
+
+    return with_contiguous_gradient(softmax(rows(x))).view(x.shape)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """quack.cross_entropy, without writing the gradient over the logits; losses in float32."""
+    from quack.cross_entropy import cross_entropy
+
+    # One loss's gradient is expanded to all rows, which its kernel does not read.
+    losses = cross_entropy(logits.contiguous(), target, reduction="none")
+    return with_contiguous_gradient(losses).sum() / (target != -100).sum()
+
+
+_LIMITS = {"supported": on_cuda(90), "traceable": False}
+RMS_NORM = Implementation("quack", run=rms_norm, **_LIMITS)
+ADD_RMS_NORM = Implementation("quack", run=add_rms_norm, **_LIMITS)
+LAYER_NORM = Implementation("quack", run=layer_norm, **_LIMITS)
+SOFTMAX = Implementation("quack", run=softmax, **_LIMITS)
+CROSS_ENTROPY = Implementation("quack", run=cross_entropy, **_LIMITS)

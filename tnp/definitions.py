@@ -1,0 +1,364 @@
+"""Hashes of the definitions that some code reaches, and of no others.
+
+From "module:name", the top-level statements that define the name are taken, and all that these
+mention: by name, through imports (also inside functions), and through strings that name code
+("module:NAME"). A definition's hash is of its syntax tree without comments, docstrings, positions
+and the names of our modules, so that a file may be moved; it is the same on Python 3.11 to 3.13. A
+module that is used as a value counts whole. Operators' declarations are passed by: which of their
+implementations a job runs is the job's to say (`tnp.fingerprints`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("tnp", "workflow")  # whose sources are followed
+# How a problem gets to its kernel: gates and eager steps depend on it, a device's time does not.
+HOUSE = frozenset(
+    f"tnp.{module}"
+    for module in (
+        *("contract", "catalog", "targets", "choice", "definitions", "fingerprints"),
+        *("dispatch", "plans", "opaque", "launch"),
+    )
+)
+DECLARATIONS = ("OPERATOR", "OPERATORS")
+NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
+# Of a syntax tree, what says nothing or differs between versions of Python.
+IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+EVERYTHING = "*"  # the name that stands for a whole module
+LAMBDA = "<lambda>"  # with its line, the name of a function without one
+
+Symbol = tuple[str, str]  # module, name
+
+
+def fingerprint(starts: Iterable[str], without: Iterable[str] = HOUSE) -> str:
+    """16 hexadecimal digits of all that is reached from `starts`, "module:name" each.
+
+    ValueError for a start that is not there. Modules in `without` are passed by.
+    """
+    return together(definitions(starts, without))
+
+
+def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[str, str]:
+    """{"module:name": hash} of what `fingerprint` takes together."""
+    without, seen = frozenset(without), set()
+    texts: dict[str, set[str]] = {}
+    pending: list[Symbol] = []
+    for start in starts:
+        module, _, name = start.partition(":")
+        if module not in without and not (_source(ROOT, module) and _resolve((module, name))):
+            raise ValueError(f"no definition {start!r}: is its name spelt right?")
+        pending.append((module, name))
+    while pending:
+        symbol = _resolve(pending.pop())
+        if symbol is None or symbol in seen or symbol[0] in without:
+            continue
+        seen.add(symbol)
+        parts = _source(ROOT, symbol[0]).parts(symbol[1])
+        name = LAMBDA if symbol[1].startswith(LAMBDA) else symbol[1]  # without its line
+        for part in parts:
+            pending += part.mentions
+            if part.text:
+                texts.setdefault(f"{symbol[0]}:{name}", set()).add(part.text)
+    return {name: digest(sorted(text)) for name, text in texts.items()}
+
+
+def together(found: Mapping[str, str]) -> str:
+    """One hash of definitions, wherever they stand."""
+    return digest(sorted(set(found.values())))
+
+
+def digest(content: object) -> str:
+    """16 hexadecimal digits of a value whose `repr` is the same everywhere."""
+    return hashlib.sha256(ascii(content).encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------- sources
+
+
+@dataclass
+class _Part:
+    """A statement: its tree as text, and the symbols of ours that it mentions."""
+
+    text: str
+    mentions: list[Symbol] = field(default_factory=list)
+
+
+class _Source:
+    """A module's top-level statements, by the names that they bind."""
+
+    def __init__(self, module: str, file: Path) -> None:
+        self.module = module
+        self.package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        self.imported: dict[str, Symbol] = {}  # name → where it is from; not yet resolved
+        self.bound: dict[str, list[ast.stmt]] = {}
+        self.registered: list[tuple[set[str], ast.stmt]] = []  # run for what they mention
+        self._nameless: list[ast.stmt] = []
+        self._parts: dict[int, _Part] = {}
+        self.tree = ast.parse(file.read_text())
+        for statement in self.tree.body:
+            self._add(statement)
+
+    def has(self, name: str) -> bool:
+        return name in self.bound or name in self.imported
+
+    def parts(self, name: str) -> list[_Part]:
+        """Of the statements that define a name, and of those that are run for it."""
+        if name in DECLARATIONS:
+            return []
+        if name.startswith(LAMBDA):
+            line = int(name.removeprefix(LAMBDA))
+            found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
+            return [self._part(node) for node in found if node.lineno == line]
+        if name == EVERYTHING:
+            return [
+                _Part("", [(self.module, bound) for bound in self.bound]),
+                *map(self._part, self._nameless),
+            ]
+        own = self.bound.get(name, [])
+        others = [one for names, one in self.registered if name in names and one not in own]
+        return [self._part(one) for one in (*own, *others)]
+
+    def _add(self, statement: ast.stmt) -> None:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            self.imported |= self._imports(statement)
+            return
+        if _idle(statement):
+            return
+        names = set()
+        for inner in _same_scope(statement):
+            if isinstance(inner, (ast.Import, ast.ImportFrom)):
+                self.imported |= self._imports(inner)
+            names |= _bound(inner)
+        for name in names:
+            self.bound.setdefault(name, []).append(statement)
+        if not names:
+            self._nameless.append(statement)
+        run_for = _registers(statement) if names else _names(statement)
+        if run_for:
+            self.registered.append((run_for, statement))
+
+    def _imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, Symbol]:
+        """{name that is bound: (module, name there)}; a whole module has no name there."""
+        if isinstance(node, ast.Import):
+            whole = {a.asname or a.name.split(".")[0]: a for a in node.names}
+            return {
+                name: (a.name if a.asname else a.name.split(".")[0], EVERYTHING)
+                for name, a in whole.items()
+            }
+        above = self.package.split(".")
+        parts = above[: len(above) + 1 - node.level] if node.level else []
+        base = ".".join([*parts, *filter(None, [node.module])])
+        return {a.asname or a.name: (base, a.name) for a in node.names}
+
+    def _part(self, statement: ast.AST) -> _Part:
+        found = self._parts.get(id(statement))
+        if found is None:
+            found = self._parts[id(statement)] = self._read(statement)
+        return found
+
+    def _read(self, statement: ast.AST) -> _Part:
+        tree = _Tree()
+        tree.write(statement)
+        imported = dict(self.imported)
+        for node in tree.imports:
+            imported |= self._imports(node)
+        mentions = [symbol for symbol in tree.strings if symbol[0].split(".")[0] in PACKAGES]
+        libraries = set()
+        for name, *attributes in tree.chains:
+            if name in self.bound:
+                mentions.append((self.module, name))
+            elif name in imported:
+                symbol = imported[name]
+                if symbol[0].split(".")[0] not in PACKAGES:
+                    libraries.add((name, *symbol))
+                    continue
+                for attribute in attributes:  # through modules, as far as they are modules
+                    inside = _whole(symbol)
+                    if inside is None:
+                        break
+                    symbol = (inside, attribute)
+                mentions.append(symbol)
+        return _Part("".join(tree.pieces) + ascii(sorted(libraries)), mentions)
+
+
+@cache
+def _source(root: Path, module: str) -> _Source | None:
+    path = root.joinpath(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    file = next((file for file in files if file.is_file()), None)
+    return _Source(module, file) if file else None
+
+
+def _whole(symbol: Symbol) -> str | None:
+    """The module that a symbol stands for, if it is one."""
+    module, name = symbol
+    if name == EVERYTHING:
+        return module
+    source = _source(ROOT, module)
+    if source is not None and source.has(name):
+        if name in source.bound:
+            return None
+        if source.imported[name] != symbol:  # `from . import name` in a package's own file
+            return _whole(source.imported[name])
+    return f"{module}.{name}" if _source(ROOT, f"{module}.{name}") else None
+
+
+def _resolve(symbol: Symbol) -> Symbol | None:
+    """Where it is defined, past modules that only hand it on; None where it is not ours."""
+    module, name = symbol
+    if module.split(".")[0] not in PACKAGES:
+        return None
+    source = _source(ROOT, module)
+    if name == EVERYTHING or name.startswith(LAMBDA):
+        return symbol if source else None
+    if source is not None and name in source.bound:
+        return symbol
+    if source is not None and source.imported.get(name, symbol) != symbol:
+        return _resolve(source.imported[name])
+    return (f"{module}.{name}", EVERYTHING) if _source(ROOT, f"{module}.{name}") else None
+
+
+def _idle(statement: ast.stmt) -> bool:
+    """Docstrings, and what no import runs: `if TYPE_CHECKING`, `if __name__ == "__main__"`."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return True
+    if not isinstance(statement, ast.If):
+        return False
+    tested = _names(statement.test)
+    return "TYPE_CHECKING" in tested or "__name__" in tested
+
+
+def _same_scope(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """A statement and those inside it that bind names of the module: of `if`, `try`, `with`."""
+    yield statement
+    if isinstance(statement, SCOPES):
+        return
+    for node in ast.iter_child_nodes(statement):
+        inner = [node] if isinstance(node, ast.stmt) else getattr(node, "body", None)
+        for one in inner if isinstance(inner, list) else ():
+            yield from _same_scope(one)
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, SCOPES):
+        return {statement.name}
+    targets = list(getattr(statement, "targets", ())) or [getattr(statement, "target", None)]
+    if isinstance(statement, ast.Delete):
+        return set()
+    nodes = (node for target in targets if target is not None for node in ast.walk(target))
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _registers(statement: ast.stmt) -> set[str]:
+    """What a function is run for by its decorators: `@op.register_fake`, `@register(op)`."""
+    found: set[str] = set()
+    for decorator in getattr(statement, "decorator_list", ()):
+        call = decorator if isinstance(decorator, ast.Call) else None
+        inner = [*call.args, *(k.value for k in call.keywords)] if call else []
+        function = call.func if call else decorator
+        if not isinstance(function, ast.Name):
+            inner.append(function)
+        for node in inner:
+            found |= _names(node)
+    return found
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+# ------------------------------------------------------------------------------------------ trees
+
+
+class _Tree:
+    """A syntax tree as text, and the names, imports and strings of code that it mentions."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.chains: set[tuple[str, ...]] = set()
+        self.strings: set[Symbol] = set()
+        self.imports: list[ast.Import | ast.ImportFrom] = []
+
+    def write(self, node: ast.AST) -> None:
+        kind, add = type(node), self.pieces.append
+        if kind is ast.Name or kind is ast.Attribute:
+            chain = _chain(node)
+            if chain:
+                self.chains.add(chain)
+                return add(".".join(chain))
+        elif kind is ast.Constant:
+            value = node.value
+            if isinstance(value, str) and (named := NAMED.fullmatch(value)):
+                self.strings.add(named.groups())
+                value = named[2]
+            return add(ascii(value))
+        elif kind is ast.Import or kind is ast.ImportFrom:
+            self.imports.append(node)
+            if _is_ours(node):
+                return None  # what it names is in the text of what names it
+        add(f"{kind.__name__}(")
+        for name in kind._fields:
+            value = getattr(node, name, None)
+            if value is None or name in IGNORED:
+                continue
+            if isinstance(value, list):
+                if name == "body" and kind in SCOPES:
+                    value = _without_docstring(value)
+                elif name == "values" and kind is ast.JoinedStr:
+                    value = _merged(value)
+                if value:
+                    add(f"{name}[")
+                    for inner in value:
+                        self.write(inner) if isinstance(inner, ast.AST) else add(ascii(inner))
+                        add(",")
+                    add("]")
+            elif isinstance(value, ast.AST):
+                add(f"{name}=")
+                self.write(value)
+                add(",")
+            else:
+                add(f"{name}={value!a},")
+        return add(")")
+
+
+def _chain(node: ast.AST) -> tuple[str, ...]:
+    """("a", "b", "c") of `a.b.c`, ("a",) of `a`; empty where it does not start with a name."""
+    parts: list[str] = []
+    inner: ast.AST = node
+    while isinstance(inner, ast.Attribute):
+        parts.append(inner.attr)
+        inner = inner.value
+    return (inner.id, *reversed(parts)) if isinstance(inner, ast.Name) else ()
+
+
+def _is_ours(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return bool(node.level) or (node.module or "").split(".")[0] in PACKAGES
+    return all(alias.name.split(".")[0] in PACKAGES for alias in node.names)
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0].value if isinstance(body[0], ast.Expr) else None
+    is_text = isinstance(first, ast.Constant) and isinstance(first.value, str)
+    return body[1:] if is_text else body
+
+
+def _merged(values: list[ast.expr]) -> list[ast.expr]:
+    """Parts of a formatted string: Python 3.12 adds empty ones, and divides some."""
+    merged: list[ast.expr] = []
+    for value in values:
+        last = merged[-1] if merged else None
+        if isinstance(value, ast.Constant) and isinstance(last, ast.Constant):
+            merged[-1] = ast.Constant(last.value + value.value)
+        elif not isinstance(value, ast.Constant) or value.value:
+            merged.append(value)
+    return merged
