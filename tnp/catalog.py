@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 
-from tnp.contract import Implementation, Operator
+from tnp.contract import OWN, Implementation, Operator
 
 IMPLEMENTATIONS, OPERATORS = "tnp.implementations", "tnp.operators"
 AUTO = "auto"  # stands for whatever the tuned table says
@@ -115,8 +115,30 @@ class Catalog:
         return found
 
     def family(self, name: str) -> list[Operator]:
-        """Operators whose implementations a variant names together: rms_norm and add_rms_norm."""
-        return [op for op in self.operators.values() if (op.family or op.name) == name]
+        """Operators whose implementations a variant names together: rms_norm and add_rms_norm.
+
+        ValueError where there is none.
+        """
+        found = [op for op in self.operators.values() if (op.family or op.name) == name]
+        if not found:
+            raise ValueError(f"no operator is of family {name!r}: is its name spelt right?")
+        return found
+
+    def role(self, op: str, name: str) -> str:
+        """Its place in comparisons, one of `tnp.schemas.ROLES`."""
+        if is_automatic(name):
+            return OWN
+        listed = self.listed(op, name)
+        if listed.provider == OWN:
+            return OWN
+        return "baseline" if listed.rank == 0 else "peer"
+
+    def candidates(self, op: str, name: str) -> list[str]:
+        """What may run where `name` is asked for: itself, or what "auto" may choose from."""
+        if not is_automatic(name):
+            return [self.listed(op, name).name]
+        listed = [self.listed(op, one) for one in self.names(op)]
+        return [one.name for one in listed if one.own is None or one.own.chosen_from]
 
     def _add(self, operator: Operator, who: str) -> None:
         if operator.name in self.operators:
@@ -163,6 +185,11 @@ class Catalog:
             else:
                 rank = len(self.names(op))
                 self._listed[op, name] = Listed(op, name, rank, entry=entries[0])
+
+
+def is_automatic(name: str) -> bool:
+    """Whether a name leaves the choice to the table: "auto", or "auto:e4m3"."""
+    return name.partition(":")[0] == AUTO
 
 
 @cache

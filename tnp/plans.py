@@ -7,6 +7,7 @@ a key of all that they depend on.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import threading
 from dataclasses import replace
@@ -235,11 +236,14 @@ def _tell(what: Call, chosen: Choice) -> None:
 
 
 def choices() -> list[dict[str, Any]]:
-    """What "auto" decided in this process, by problem and mode."""
-    return [
-        {"problem": problem, "mode": mode} | chosen.describe()
-        for (problem, mode), chosen in _told.items()
-    ]
+    """What "auto" decided in this process, by problem and mode; `op` is the family's name."""
+    found = []
+    for (problem, mode), chosen in _told.items():
+        operator = catalog().operator(json.loads(problem)["op"])
+        about = {"op": operator.family or operator.name, "implementation": chosen.name}
+        about |= {"source": chosen.source, "refused": chosen.refused}
+        found.append(about | {"problem": problem, "mode": mode})
+    return found
 
 
 def load(path: str) -> Kernel:

@@ -5,19 +5,11 @@ Checkpointing and CUDA graphs are not variants but switches on every one of them
 
 from dataclasses import dataclass, fields, replace
 
+from tnp.catalog import catalog, is_automatic
+from tnp.contract import OWN
 from tnp.inputs import require_count
-from tnp.ops import registry
 
-# Fields of a variant that name an implementation, each the operator's name in the registry.
-OPERATORS = (
-    "attention",
-    "embedding",
-    "rms_norm",
-    "projection",
-    "mlp",
-    "mixture_heads",
-    "mixture_nll",
-)
+FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 
 # What a variant's `compile` may be, and the mode of `torch.compile` that it stands for. The
 # compiler must not capture graphs of its own: `TrainingStep` captures the whole step.
@@ -28,7 +20,8 @@ COMPILE_MODES = {True: None, "max-autotune": "max-autotune-no-cudagraphs"}
 class Variant:
     """One way to run the same model.
 
-    The fields of `OPERATORS` name an implementation of the operator, of `tnp.ops.registry`.
+    The fields of `FAMILIES` name the implementation of a family of operators: of `rms_norm`, the
+    norm alone and the one behind the residual addition.
 
     `skip_unread` leaves out what no result depends on: keys and values of target rows, and all of
     the last block for context rows but their keys and values. `d_ff_storage` is the width the
@@ -56,10 +49,10 @@ class Variant:
         for name in ("d_ff_storage", "recompute_above"):
             if getattr(self, name) is not None:
                 require_count(f"{name} of variant {self.name!r}", getattr(self, name), at_least=1)
-        for op, name in self.implementations().items():
-            reason = registry.not_in_models(op, name)  # ValueError where there is no such name
+        for family, name in self.implementations().items():
+            reason = not_in_models(family, name)
             if reason is not None:
-                raise ValueError(f"variant {self.name!r} asks for {op} {name!r}: {reason}")
+                raise ValueError(f"variant {self.name!r} asks for {family} {name!r}: {reason}")
         if self.compile and self.compile not in COMPILE_MODES:
             raise ValueError(
                 f"variant {self.name!r}: compile is {self.compile!r}: it must be true, false or "
@@ -78,15 +71,33 @@ class Variant:
         return cls(name, **spec)
 
     def implementations(self) -> dict[str, str]:
-        """Operator → implementation."""
-        return {op: getattr(self, op) for op in OPERATORS}
+        """Family of operators → implementation."""
+        return {family: getattr(self, family) for family in FAMILIES}
 
     def role(self, checkpoint: bool = False, cuda_graph: bool = False) -> str:
         """A step's place in comparisons, one of `tnp.schemas.ROLES`.
 
         "own" where any operator is ours, "baseline" for the specification's step, else "peer".
         """
-        if any(registry.role(op, name) == "own" for op, name in self.implementations().items()):
-            return "own"
+        for family, name in self.implementations().items():
+            if any(catalog().role(op.name, name) == OWN for op in catalog().family(family)):
+                return OWN
         plain = replace(self, name="") == Variant("") and not (checkpoint or cuda_graph)
         return "baseline" if plain else "peer"
+
+
+# Fields of a variant that name an implementation.
+FAMILIES = tuple(field.name for field in fields(Variant) if field.type is str)[1:]
+
+
+def not_in_models(family: str, name: str) -> str | None:
+    """Why no model can use the implementation, on whatever device; None where one can.
+
+    Raises ValueError where an operator of the family has none of that name.
+    """
+    for operator in catalog().family(family):
+        if not is_automatic(name):
+            own = catalog().listed(operator.name, name).own
+            if own is not None and own.compile:
+                return FOR_BENCHMARKS
+    return None

@@ -8,15 +8,17 @@ import json
 from itertools import chain, product
 
 from tnp.bench.outcome import twins
-from tnp.bench.sizes import CEILINGS
-from tnp.bench.sizes import operator_sizes as sizes_of
-from tnp.gates import gates_for
-from tnp.ops import registry
+from tnp.catalog import catalog, is_automatic
+from tnp.contract import OWN
+from tnp.gates import gates_for, generic_gate
+from tnp.schemas import CEILINGS
 from tnp.variants import Variant
+from workflow import problems
 
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
 NOISE = "noise"
+EVERY_OPERATOR = "operators"  # in section `gates`
 # Of each component: base with it alone, and full without it.
 ABLATION_ENDS = ("only", "without")
 
@@ -122,6 +124,25 @@ def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph
     return {"operators": json.dumps(operators), "gates": "|".join(gates)}
 
 
+def gates(config: dict) -> list[str]:
+    """What section `gates` names; "operators" stands for a gate of each implementation of ours."""
+    found = []
+    for name in config["gates"]:
+        found += own_gates() if name == EVERY_OPERATOR else [name]
+    return list(dict.fromkeys(found))
+
+
+def own_gates() -> list[str]:
+    """A gate of each implementation of ours, by operator."""
+    known = catalog()
+    return [
+        generic_gate(op, name)
+        for op in known.operators
+        for name in known.names(op)
+        if known.role(op, name) == OWN
+    ]
+
+
 def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Operator benchmarks, all implementations of a shape in one, and the device's ceilings.
 
@@ -129,49 +150,54 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     twice, and in study `noise` each is alone with its copies: what equal things differ by.
     """
     common = {
-        "dtype": config["compute_dtype"][device],
         "timing": config["timing"],
         "device": device,
         "device_slug": slug,
     }
     configurations = {}
+    dtype = config["compute_dtype"][device]
     for op, spec in _on(device, config["ops"]).items():
         if op == "ceilings":
             for ceiling in CEILINGS:
-                config_id = f"ceilings--{ceiling}"
+                config_id = f"ceilings--{ceiling.removeprefix('ceiling_')}"
                 configurations[config_id] = {
                     "config_id": config_id,
                     "op": ceiling,
                     "implementations": {"torch": config_id},
+                    "dtype": dtype,
                     **_of_study(op, spec),
                     **common,
                 }
             continue
-        for shape in spec["shapes"]:
-            config_id = f"{op}--{shape}"
-            names = [*spec["implementations"], *twins(_twice(op, spec["implementations"]), 1)]
-            configurations[config_id] = {
-                "config_id": config_id,
-                "op": op,
-                "implementations": {name: f"{config_id}--{name}" for name in names},
-                **operator_sizes(config, op, shape),
-                **_of_study(op, spec),
-                **common,
-            }
+        names = problems.implementations(op, spec)
+        contenders = [*names, *twins(_twice(op, names), 1)]
+        for named in problems.of_operator(config, op, spec, dtype):
+            config_id = f"{op}--{named.shape.replace('/', '-')}"
+            study = _of_study(op, spec) | common
+            configurations[config_id] = _op_job(config_id, named, contenders, study)
     noise = config.get("noise", {"devices": []})
     for op, spec in noise["ops"].items() if device in noise["devices"] else ():
-        for shape, name in product(spec["shapes"], spec["implementations"]):
-            config_id = f"{NOISE}--{op}--{shape}--{name}"
+        of_op = problems.of_operator(config, op, spec, dtype)
+        for named, name in product(of_op, spec["implementations"]):
+            config_id = f"{NOISE}--{op}--{named.shape}--{name}"
             copies = [name, *twins(name, noise["copies"] - 1)]
-            configurations[config_id] = {
-                "config_id": config_id,
-                "op": op,
-                "implementations": {copy: f"{config_id}--{copy}" for copy in copies},
-                **operator_sizes(config, op, shape),
-                **_of_study(NOISE, noise),
-                **common,
-            }
+            study = _of_study(NOISE, noise) | common
+            configurations[config_id] = _op_job(config_id, named, copies, study)
     return configurations
+
+
+def _op_job(config_id: str, named: problems.Named, contenders: list[str], study: dict) -> dict:
+    return {
+        "config_id": config_id,
+        "op": named.problem.op,
+        "problem": named.problem.json,
+        "draw": named.draw,
+        "dtype": named.problem.dtype,
+        "shape": named.shape,
+        "implementations": {name: f"{config_id}--{name}" for name in contenders},
+        **named.columns,
+        **study,
+    }
 
 
 def _of_study(name: str, spec: dict) -> dict:
@@ -180,15 +206,9 @@ def _of_study(name: str, spec: dict) -> dict:
 
 def _twice(op: str, implementations: list[str]) -> str:
     """Who stands in an operator's benchmark twice: the last of ours, or the last."""
-    ours = [name for name in implementations if registry.get(op, name).provider == "own"]
-    return [*implementations, *(name for name in ours if name != "auto")][-1]
-
-
-def operator_sizes(config: dict, op: str, shape: str) -> dict:
-    """What an operator works on in a step of that shape; sizes it does not have are left out."""
-    d_ff_storage = config["ops"].get(op, {}).get("d_ff_storage")
-    sizes = sizes_of(op, config["shapes"][shape], config["model"], d_ff_storage)
-    return {"shape": shape} | sizes
+    named = [name for name in implementations if not is_automatic(name)]
+    ours = [name for name in named if catalog().role(op, name) == OWN]
+    return [*implementations, *ours][-1]
 
 
 def training(config: dict, device: str, slug: str) -> dict[str, dict]:
@@ -251,7 +271,7 @@ def names(config: dict, device: str, slug: str) -> dict[str, tuple[str, str]]:
     for job, parameters in ops(config, device, slug).items():
         jobs |= dict.fromkeys((job, *parameters["implementations"].values()), ("op", job))
     jobs |= {name: ("train", name) for name in training(config, device, slug)}
-    return jobs | {f"gates--{name}": ("gate", name) for name in config["gates"]}
+    return jobs | {f"gates--{name}": ("gate", name) for name in gates(config)}
 
 
 def names_elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:

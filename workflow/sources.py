@@ -12,9 +12,9 @@ from pathlib import Path
 from tnp import choice, targets
 from tnp.bench.kernel_code import module_hash
 from tnp.bench.outcome import implementation_of
-from tnp.bench.sizes import CEILINGS
-from tnp.catalog import AUTO, Listed, catalog
-from tnp.definitions import EVERYTHING, HOUSE, ROOT, definitions, digest
+from tnp.catalog import Listed, catalog, is_automatic
+from tnp.contract import OWN, Operator
+from tnp.definitions import HOUSE, ROOT, definitions, digest
 from tnp.fingerprints import (
     BENCHMARK,
     GATE,
@@ -22,37 +22,40 @@ from tnp.fingerprints import (
     implementation_definitions,
     operator_definitions,
 )
-from tnp.gates import KERNEL_GATES
-from tnp.ops import registry
-from tnp.variants import Variant
-
-# Which kernel runs, of our own; and which implementation, where "auto" may choose.
-TUNED = "tnp/ops/tuned/attention.json"
-CHOSEN = "tnp/ops/tuned/implementations.json"
+from tnp.gates import COMPILED, GATES
+from tnp.schemas import CEILINGS
+from tnp.variants import FAMILIES, Variant
 
 # How rows and tables are written, not what is measured: a column added there voids no measurement.
-NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store", "tnp.ops.tables"})
+NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
 
-Pair = tuple[str, str]  # operator, implementation
+Pair = tuple[str, str]  # family of operators, implementation
 Found = dict[str, str]  # {"module:name" or a table's file: hash}
 
 
 def of_gate(gate: str) -> Found:
     """Of a gate of the model, or of one implementation, "op--swiglu--triton".
 
-    A gate of the model leaves our kernels out, whose own gates answer for them, but one."""
+    A gate of the model leaves our kernels out, whose own gates answer for them, but one.
+    """
     kind, *names = gate.split("--")
     if names:
         return _of_implementation_gate(*names)
-    used = {
-        (op, name)
-        for op, name in _implementations()
-        if gate in KERNEL_GATES.get((op, name), ())
-        or name.startswith("sdpa_")
-        or name in ("reference", "torch")
-        or (about.ours and name in ("separate", "fused"))
-    }
-    return _using([f"tnp.gates.{gate}:*"], used, GATE)
+    found = definitions([f"tnp.gates.{gate}:*"], NOT_MEASURED)
+    for operator in _operators_of(gate):
+        for name in catalog().names(operator.name):
+            provider = catalog().listed(operator.name, name).provider
+            ours = gate == COMPILED or GATES[gate].ours
+            if provider == OWN and ours or provider == "torch" and gate != COMPILED:
+                found |= _of_operator(operator.name, name, GATE, "")
+    return found
+
+
+def _operators_of(gate: str) -> list[Operator]:
+    """That a gate runs: all, or the model's."""
+    if gate == COMPILED:
+        return list(catalog().operators.values())
+    return [operator for family in FAMILIES for operator in catalog().family(family)]
 
 
 def _of_implementation_gate(op: str, name: str) -> Found:
@@ -73,10 +76,10 @@ def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
     And so is the house, on which a device's time does not depend.
     """
     op, name = parameters["op"], parameters["implementation"]
-    others = {f"tnp.ops.{other}" for other in registry.operators() if other != op}
-    used = set() if op in CEILINGS else {(op, name)}
-    start, slug = ["tnp.bench.operators:measure_op"], parameters.get("device_slug", "")
-    return _using(start, used, BENCHMARK, slug, {*others, *without})
+    found = definitions(["tnp.bench.measure:measure_op"], {*NOT_MEASURED, *without})
+    if op in CEILINGS:
+        return found
+    return found | _of_operator(op, name, BENCHMARK, parameters.get("device_slug", ""), without)
 
 
 def of_training(parameters: dict) -> Found:
@@ -125,41 +128,29 @@ def _of_variant(parameters: dict) -> set[Pair]:
     return set(variant.implementations().items())
 
 
-def _using(
-    starts: Iterable[str],
-    implementations: set[Pair],
-    use: str,
-    slug: str = "",
-    without: Iterable[str] = (),
-) -> Found:
-    """What is reached from `starts`, and what these implementations run, no other one."""
-    # Operators that are not declared yet list the modules that an implementation lives in.
-    listed = {pair for pair in implementations if pair[0] in registry.operators()}
-    listed |= {(op, one) for op, name in listed for one in registry.candidates(op, name)}
-    used = {module for pair in listed for module in registry.get(*pair).modules}
-    every = {module for pair in _implementations() for module in registry.get(*pair).modules}
-    without = {*(every - used), *NOT_MEASURED, *without}
-    # A gate speaks for all of a module that others may reach more of.
-    whole = [f"{module}:{EVERYTHING}" for module in used] if use == GATE else []
-    found = definitions([*starts, *whole], without)
-    if any(module in used for module in registry.OURS):
-        found |= _file(TUNED)
-    if any(name == AUTO for _, name in listed):
-        found |= _file(CHOSEN)
-    for family, name in sorted(implementations - listed):
+def _using(starts: Iterable[str], implementations: set[Pair], use: str, slug: str = "") -> Found:
+    """What is reached from `starts`, and what these implementations run, by family; no others."""
+    found = definitions(starts, NOT_MEASURED)
+    for family, name in sorted(implementations):
         for operator in catalog().family(family):
-            found |= operator_definitions(operator.name, use, without)
-            ways = _ways(operator.name, name, slug)
-            for way in ways:
-                found |= implementation_definitions(way, use, without)
-            found |= _entries(operator.name, ways, name, slug)
+            found |= _of_operator(operator.name, name, use, slug)
     return found
+
+
+def _of_operator(op: str, name: str, use: str, slug: str, without: Iterable[str] = ()) -> Found:
+    """What one implementation of an operator runs, and the table's entries that decide about it."""
+    without = {*NOT_MEASURED, *without}
+    found = operator_definitions(op, use, without)
+    ways = _ways(op, name, slug)
+    for way in ways:
+        found |= implementation_definitions(way, use, without)
+    return found | _entries(op, ways, name, slug)
 
 
 def _ways(op: str, name: str, slug: str) -> list[Listed]:
     """What may run where `name` is asked for: of "auto" all of ours and what the table names."""
     known = catalog()
-    if name != AUTO:
+    if not is_automatic(name):
         return [known.listed(op, name)]
     ours = [n for n in known.names(op) if (own := known.listed(op, n).own) and own.selectable]
     named = {entry["choice"] for entry in _table(slug) if entry["of"] == op}
@@ -170,7 +161,7 @@ def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:
     """Entries of the device's table that choose between these, their kernels and configurations."""
     own = [way.own for way in ways if way.own]
     passes = (one for way in own for one in (way.forward, way.backward))
-    of = {one.name for one in passes if one} | ({op} if name == AUTO else set())
+    of = {one.name for one in passes if one} | ({op} if is_automatic(name) else set())
     entries = [entry for entry in _table(slug) if entry["of"] in of]
     return {f"{slug}.json:{op}": digest(sorted(map(ascii, entries)))} if entries else {}
 
@@ -180,15 +171,6 @@ def _table(slug: str) -> list[choice.Entry]:
         return choice.of_target(targets.of_slug(slug))[0]
     except ValueError:  # a GPU that nobody has listed, which has no table
         return []
-
-
-def _implementations() -> list[Pair]:
-    return [(op, name) for op in registry.operators() for name in registry.names(op)]
-
-
-@cache
-def _file(name: str) -> Found:
-    return {f"{name}:": digest(ROOT.joinpath(name).read_text())}
 
 
 @cache

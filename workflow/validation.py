@@ -10,13 +10,14 @@ from typing import NamedTuple
 import jsonschema
 import yaml
 
-from tnp.bench.sizes import OPERATOR_SIZES
-from tnp.gates import GATES, KERNEL_GATES, generic_gates
-from tnp.ops import registry
+from tnp.catalog import AUTO, catalog, is_automatic
+from tnp.contract import Call, Operator
+from tnp.gates import GATES, gates_of, generic_gates
 from tnp.task_sources import MAX_POINTS
-from tnp.variants import OPERATORS, Variant
+from tnp.variants import FAMILIES, Variant, not_in_models
+from workflow import problems
 from workflow.configuration import Place
-from workflow.plan import ABLATION, NOISE
+from workflow.plan import ABLATION, EVERY_OPERATOR, NOISE, gates
 
 ENDS = ("base", "full")  # of the ablation
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
@@ -57,7 +58,7 @@ def validate(config: dict, written: Mapping[Place, str] | None = None) -> None:
 def _schema_fault(config: dict) -> Fault | None:
     schema = yaml.safe_load(SCHEMA.read_text())
     variant = schema["properties"]["variants"]["additionalProperties"]["properties"]
-    variant |= dict.fromkeys(OPERATORS, {"type": "string"})
+    variant |= dict.fromkeys(FAMILIES, {"type": "string"})
     error = jsonschema.exceptions.best_match(_VALIDATOR(schema).iter_errors(config))
     if error is None:
         return None
@@ -116,7 +117,9 @@ _VALIDATOR = jsonschema.validators.extend(
 def _faults(config: dict) -> Iterator[Fault]:
     """What a schema cannot say: names defined in one place must exist in the other."""
     shapes, variants, model = config["shapes"], config["variants"], config["model"]
-    yield from _not_among(("gates",), "gate", config["gates"], [*GATES, *generic_gates()])
+    yield from _not_among(
+        ("gates",), "gate", config["gates"], [*GATES, *generic_gates(), EVERY_OPERATOR]
+    )
     yield from _of_model(("model",), model)
     for name, sizes in shapes.items():
         yield from _of_points(("shapes", name), sizes, MAX_COUNT)
@@ -131,13 +134,7 @@ def _faults(config: dict) -> Iterator[Fault]:
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
     for place, op, study in _operators(config):
-        if op not in OPERATOR_SIZES:
-            yield Fault(place[:-1], unknown("operator", op, OPERATOR_SIZES), (op,))
-        yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
-        names = study["implementations"]
-        known = registry.names(op)
-        yield from _not_among((*place, "implementations"), "implementation", names, known)
-        yield from _of_storage(place, study, model)
+        yield from _of_operator(place, op, study, config)
     if "ablation" in config:
         yield from _of_ablation(("ablation",), config["ablation"], shapes, variants)
     if "tuning" in config:
@@ -145,7 +142,7 @@ def _faults(config: dict) -> Iterator[Fault]:
     for name, run in config["training"].items():
         yield from _of_training(("training", name), run, config)
     for use in _uses(config):
-        yield from _of_use(use, config["gates"])
+        yield from _of_use(use, gates(config))
 
 
 def _of_model(place: Place, model: dict) -> Iterator[Fault]:
@@ -170,14 +167,14 @@ def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
     if place[-1].startswith(("only_", "without_")):
         what = "names that start with only_ or without_ are the ablation's: rename the variant"
         yield Fault(place, what)
-    for op in (op for op in OPERATORS if op in spec):
-        known = registry.names(op)
-        if spec[op] not in known:
-            yield Fault((*place, op), unknown("implementation", spec[op], known))
+    for family in (family for family in FAMILIES if family in spec):
+        known = [AUTO, *_names(family)]
+        if spec[family] not in known:
+            yield Fault((*place, family), unknown("implementation", spec[family], known))
             continue
-        reason = registry.not_in_models(op, spec[op])
+        reason = not_in_models(family, spec[family])
         if reason is not None:
-            yield Fault((*place, op), f"a variant cannot use {spec[op]!r}: {reason}")
+            yield Fault((*place, family), f"a variant cannot use {spec[family]!r}: {reason}")
     yield from _of_storage(place, spec, model)
 
 
@@ -237,15 +234,20 @@ class _Use(NamedTuple):
     """Implementations that something runs at the sizes of a model."""
 
     place: Place
-    implementations: Mapping[str, str]  # operator → name
+    implementations: Mapping[str, str]  # operator, or family → name
     model: Mapping[str, int]
     model_place: Place
+    run: Mapping[str, object]  # a step's sizes and dtype, as `Operator.within` takes them
 
 
 def _uses(config: dict) -> Iterator[_Use]:
+    sizes = next(iter(config["shapes"].values()))
+    step = sizes | {"dtype": config["compute_dtype"]["cuda"]}
+
     def of_variant(place: Place, name: str) -> _Use:
         variant = Variant.from_spec(name, config["variants"][name])
-        return _Use(place, variant.implementations(), config["model"], ("model",))
+        model = config["model"] | {"d_ff_storage": variant.d_ff_storage}
+        return _Use(place, variant.implementations(), model, ("model",), step)
 
     for study, spec in config["steps"].items():
         for index, name in enumerate(spec["variants"]):
@@ -254,7 +256,10 @@ def _uses(config: dict) -> Iterator[_Use]:
         yield of_variant(("ablation", end), config["ablation"][end])
     for place, op, spec in _operators(config):
         for index, name in enumerate(spec["implementations"]):
-            yield _Use((*place, "implementations", index), {op: name}, config["model"], ("model",))
+            if name in catalog().names(op):
+                model = config["model"] | {"d_ff_storage": problems.storage(config, op)}
+                where = (*place, "implementations", index)
+                yield _Use(where, {op: name}, model, ("model",), step)
     for run, spec in config["training"].items():
         use = of_variant(("training", run, "variant"), spec["variant"])
         if "model" in spec:
@@ -263,29 +268,51 @@ def _uses(config: dict) -> Iterator[_Use]:
 
 
 def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
-    sizes = {**use.model, "head_dim": use.model["d_model"] // use.model["n_heads"]}
-    for op, name in use.implementations.items():
-        for size, taken in registry.LIMITS.get((op, name), {}).items():
-            if size in sizes and sizes[size] not in taken:
-                what = "d_model / n_heads" if size == "head_dim" else size
-                values = (
-                    f"{taken[0]} to {taken[-1]}" if isinstance(taken, range) else _listed(taken)
-                )
-                yield Fault(
-                    use.model_place,
-                    f"{what} is {sizes[size]}: {op} {name!r} takes {values}",
-                    ("n_heads" if size == "head_dim" else size,),
-                )
-        for candidate in registry.candidates(op, name):
-            needed = KERNEL_GATES.get((op, candidate), ())
-            missing = [gate for gate in needed if gate not in gates]
-            ours = registry.role(op, candidate) == "own"
-            if ours and not needed:
-                what = "no gate proves it: give it an entry in tnp.gates.KERNEL_GATES"
-                yield Fault(use.place, f"{op} {candidate!r} cannot be used: {what}")
-            elif ours and missing:
+    """Sizes that an implementation does not take, and gates of ours that config.yaml leaves out."""
+    for key, name in use.implementations.items():
+        for operator in catalog().operators.values():
+            if key not in (operator.name, operator.family):
+                continue
+            yield from _of_limits(use, operator, name)
+            missing = [gate for gate in gates_of(operator.name, name) if gate not in gates]
+            if missing:
                 what = f"gates must name {_listed(missing)}, which it waits for"
-                yield Fault(use.place, f"{op} {candidate!r} cannot be used: {what}")
+                yield Fault(use.place, f"{operator.name} {name!r} cannot be used: {what}")
+
+
+def _of_limits(use: _Use, operator: Operator, name: str) -> Iterator[Fault]:
+    """What an implementation of ours or PyTorch's says of the model's sizes, on a GPU."""
+    problem = operator.within(use.model, use.run)
+    own = None if is_automatic(name) else catalog().listed(operator.name, name).own
+    if problem is None or own is None or own.compile:
+        return
+    call = Call(problem, problems.target("cuda"), own.gradients or operator.differentiated)
+    reason = own.refuses(call)
+    if reason is not None:
+        yield Fault(use.model_place, f"{operator.name} {name!r} cannot run it: {reason}")
+
+
+def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[Fault]:
+    """Of an operator's benchmark: names, and problems that the operator and its gates know."""
+    if op not in catalog().operators:
+        yield Fault(place[:-1], unknown("operator", op, catalog().operators), (op,))
+        return
+    known = [*catalog().names(op), AUTO, problems.INSTALLED]
+    names = study["implementations"]
+    yield from _not_among((*place, "implementations"), "implementation", names, known)
+    shapes = study.get("shapes", [])
+    yield from _not_among((*place, "shapes"), "shape", shapes, config["shapes"])
+    yield from _of_storage(place, study, config["model"])
+    for device in study.get("devices", ["cuda"]):
+        try:
+            of_op = list(problems.of_operator(config, op, study, config["compute_dtype"][device]))
+        except ValueError as error:
+            yield Fault(place, str(error))
+            return
+        for named in of_op:
+            reason = problems.without_case(named.problem, device)
+            if reason is not None:
+                yield Fault(place, f"{named.shape}: {reason}")
 
 
 def _operators(config: dict) -> Iterator[tuple[Place, str, dict]]:
@@ -323,3 +350,10 @@ def _shown(value: object) -> str:
     words = {"None": "an empty value", "True": "true", "False": "false"}
     text = words.get(repr(value), repr(value))
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _names(family: str) -> list[str]:
+    """Implementations that every operator of a family has."""
+    first, *others = catalog().family(family)
+    found = catalog().names(first.name)
+    return [name for name in found if all(name in catalog().names(one.name) for one in others)]

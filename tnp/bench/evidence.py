@@ -11,12 +11,9 @@ from importlib import metadata
 
 from tnp.bench.kernel_code import digest
 from tnp.bench.policy import Policy
-from tnp.bench.sizes import CEILINGS
-from tnp.catalog import AUTO, catalog
+from tnp.catalog import catalog, is_automatic
 from tnp.contract import OWN
 from tnp.gates import gates_of
-from tnp.ops import registry
-from tnp.schemas import OP_KEY, OP_SIZES
 from tnp.variants import Variant
 
 # What a step's numbers depend on besides the code: not its names.
@@ -24,9 +21,6 @@ STEP_SPEC = (
     *("model", "batch", "n_context", "n_target", "dtype", "variant_spec"),
     *("checkpoint", "cuda_graph", "optimizer"),
 )
-NAMES = ("config_id", "implementation", "shape", "pass", "replicate")
-_SIZES = frozenset(name for name, _ in OP_KEY + OP_SIZES)
-OP_SPEC = tuple(name for name, _ in OP_KEY + OP_SIZES if name not in NAMES)
 
 
 def of_step(parameters: dict) -> dict[str, str | None]:
@@ -41,43 +35,33 @@ def of_step(parameters: dict) -> dict[str, str | None]:
 
 
 def of_op(parameters: dict) -> dict[str, object]:
-    """The same of one implementation of an operator, `parameters["implementation"]`."""
-    if "problem" in parameters:
-        return _of_contract(parameters)
+    """The same of one implementation of an operator, `parameters["implementation"]`.
+
+    Nothing is imported for it. A ceiling has neither a problem nor a role.
+    """
     op, name = parameters["op"], parameters["implementation"]
-    is_ceiling = op in CEILINGS
-    return {
-        "spec_hash": _hash({name: parameters.get(name) for name in OP_SPEC}),
-        "source_hash": _definitions_hash(parameters.get("definitions", {}).get(name)),
+    definitions = parameters.get("definitions", {}).get(name)
+    known = {
+        "source_hash": _definitions_hash(definitions),
         "timing_hash": _timing_hash(parameters),
-        "role": None if is_ceiling else registry.role(op, name),
-        "gates": "" if is_ceiling else "|".join(gates_of(op, name)),
     }
-
-
-def _of_contract(parameters: dict) -> dict[str, object]:
-    """Of an implementation of a declared operator. Nothing is imported for it."""
-    op, name = parameters["op"], parameters["implementation"]
+    if "problem" not in parameters:
+        asked = {name: parameters.get(name) for name in ("op", "n_q", "dtype")}
+        return known | {"spec_hash": _hash(asked), "gates": ""}
     operator = catalog().operator(op)
     problem = operator.from_json(parameters["problem"])
-    is_auto = name.partition(":")[0] == AUTO
-    listed = None if is_auto else catalog().listed(op, name)
-    provider = listed.provider if listed else OWN
-    rank = listed.rank if listed else None
+    listed = None if is_automatic(name) else catalog().listed(op, name)
     forced = parameters.get("forced")
     draw = json.dumps(parameters.get("draw", {}), sort_keys=True)
-    sizes = {size: value for size, value in problem.sizes if size in _SIZES}
-    return sizes | {
+    return known | {
         "spec_hash": _hash([problem.json, draw, forced]),
-        "source_hash": _modules_hash(parameters.get("modules", {}).get(name)),
-        "timing_hash": _timing_hash(parameters),
-        "role": OWN if provider == OWN else "baseline" if rank == 0 else "peer",
+        "role": catalog().role(op, name),
         "gates": "|".join(gates_of(op, name)),
         "problem": problem.json,
         "draw": draw,
-        "provider": provider,
+        "provider": listed.provider if listed else OWN,
         "packages": json.dumps(listed.packages if listed else {}, sort_keys=True),
-        "rank": rank,
+        "rank": listed.rank if listed else None,
         "precision": listed.own.precision if listed and listed.own else "",
         "with_forward": operator.backward_with_forward,
         "forced": json.dumps(forced) if forced else None,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from tnp.bench import undeclared
+from tnp.bench import ceilings
 from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
@@ -37,7 +37,7 @@ from tnp.bench.timing import (
     measure_interleaved,
     synchronize,
 )
-from tnp.catalog import AUTO, catalog
+from tnp.catalog import catalog, is_automatic
 from tnp.launch import watched
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
@@ -110,7 +110,7 @@ def measure_op(
         Exception: the inputs do not fit, or an error made the device useless to this process.
     """
     device = torch.device(parameters["device"])
-    prepare = Contenders if "problem" in parameters else undeclared.of
+    prepare = Contenders if "problem" in parameters else ceilings.of
     tables: Rows = {"ops": [], "samples": []}
     code = {
         name: _code(parameters, name)
@@ -141,18 +141,15 @@ def measure_op(
 def _code(parameters: dict, name: str) -> Code:
     """What the implementation runs on as far as that is known before it runs."""
     definitions = parameters.get("definitions", {}).get(name, {})
-    if "problem" not in parameters:
-        known = packages(undeclared.packages(parameters["op"], name))
-        return Code(packages=known, definitions=definitions)
-    is_auto = name.partition(":")[0] == AUTO
-    theirs = {} if is_auto else catalog().listed(parameters["op"], name).packages
+    declared = "problem" in parameters and not is_automatic(name)
+    theirs = catalog().listed(parameters["op"], name).packages if declared else {}
     return Code(packages=packages(theirs), definitions=definitions)
 
 
 def _measure_pass(
     parameters: dict,
     pass_: str,
-    workload: Contenders | undeclared.Undeclared,
+    workload: Contenders | ceilings.Ceiling,
     device: torch.device,
     suspect: Callable[[list[str]], None],
     code: dict[str, Code],

@@ -3,9 +3,7 @@
 from collections.abc import Iterable
 
 from tnp.bench import evidence
-from tnp.bench.sizes import CEILINGS
 from tnp.catalog import catalog
-from tnp.ops import registry
 from tnp.schemas import CONTRACT, OP_KEY, OP_SIZES, STEP_KEY, VARIANT
 
 Rows = dict[str, list[dict[str, object]]]  # by table
@@ -28,16 +26,6 @@ class Unsupported(RuntimeError):
     """This configuration cannot run on this device; the message says why."""
 
 
-def require_supported(op: str, implementation: str, device, dtype) -> None:
-    """Raises Unsupported with the registry's reason if it cannot run on this device and dtype."""
-    if implementation == "compiled":  # PyTorch's plain form, compiled by the benchmark
-        implementation = "torch"
-    try:
-        registry.check(op, implementation, device, dtype)
-    except RuntimeError as error:
-        raise Unsupported(str(error)) from error
-
-
 def key(kind: str, parameters: dict) -> dict[str, object]:
     """The columns of a "step", "stage" or "op" row that are known before it is measured.
 
@@ -53,10 +41,7 @@ def passes(parameters: dict) -> tuple[str, ...]:
     """Of an operator's job: those that it names, else all that the operator has."""
     if "passes" in parameters:
         return tuple(parameters["passes"])
-    if "problem" in parameters:
-        trained = bool(catalog().operator(parameters["op"]).differentiated)
-    else:
-        trained = parameters["op"] not in CEILINGS
+    trained = "problem" in parameters and catalog().operator(parameters["op"]).differentiated
     return ("forward", "backward") if trained else ("forward",)
 
 

@@ -6,10 +6,11 @@ import time
 
 import torch
 
+from tnp import plans, targets
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
 from tnp.bench.memory import PeakMemory
-from tnp.bench.outcome import Unsupported, key, require_supported
+from tnp.bench.outcome import Unsupported, key
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.roofline import step_attention_flops, step_matmul_flops
@@ -17,8 +18,9 @@ from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import Measurement, first_call, measure
+from tnp.catalog import catalog, is_automatic
+from tnp.contract import Call
 from tnp.model import TNPConfig, TransformerNP
-from tnp.ops import auto
 from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
 from tnp.tasks import Task
 from tnp.variants import Variant
@@ -131,14 +133,24 @@ def _require_step_supported(
 ) -> None:
     if parameters["cuda_graph"] and device.type != "cuda":
         raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
-    for op, implementation in variant.implementations().items():
-        require_supported(op, implementation, device, dtype)
+    run = {**parameters, "dtype": parameters["dtype"]}
+    model = parameters["model"] | {"d_ff_storage": variant.d_ff_storage}
+    for family, name in variant.implementations().items():
+        for operator in catalog().family(family):
+            problem = operator.within(model, run)
+            if problem is not None and not is_automatic(name):
+                found = catalog().load(operator.name, name)
+                wanted = found.gradients if found.gradients else operator.differentiated
+                call = Call(problem, targets.of_device(device), wanted)
+                reason = found.refuses(call)
+                if reason is not None:
+                    raise Unsupported(f"{operator.name} {name!r}: {reason}")
 
 
 def _choices(variant: Variant) -> str | None:
     """What "auto" chose in this process, as JSON; None where the variant leaves it no choice."""
-    automatic = "auto" in variant.implementations().values()
-    return json.dumps(auto.choices()) if automatic else None
+    automatic = any(map(is_automatic, variant.implementations().values()))
+    return json.dumps(plans.choices()) if automatic else None
 
 
 def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict[str, float | None]:

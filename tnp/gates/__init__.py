@@ -8,64 +8,35 @@ A gate runs on the device it is asked for. On the CPU, Triton kernels run in Tri
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from tnp.catalog import AUTO, catalog
+from tnp.catalog import catalog
 from tnp.contract import OWN
-from tnp.ops import registry
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate's place in the specification and the modules it exercises (for rerun triggers).
-
-    `op` is the operator whose implementations its checks name, unless a check names one itself:
-    attention for a gate of the model. `ours` says that it runs models whose operators are all of
-    our own.
+    """A gate's place in the specification, and the operator whose implementations its checks name,
+    unless a check names one itself. `ours`: it runs models whose operators are all of our own.
     """
 
     phase: int
-    modules: tuple[str, ...]
     op: str = "attention"
     ours: bool = False
 
 
 GENERIC = "op"  # a generic gate is op--operator--implementation
 OPERATORS_PHASE = 2  # in which operators are gated, one by one
+COMPILED = "kernels"  # the gate that compiles every kernel of ours
 
-_MODEL = ("tnp.model", "tnp.step", "tnp.ops.attention")
+# Of the model, and of all kernels.
 GATES = {
-    "baseline": Gate(1, _MODEL),
-    "attention_forward": Gate(2, ("tnp.ops.attention",)),
-    "attention_backward": Gate(3, ("tnp.ops.attention",)),
-    "attention_fused": Gate(4, ("tnp.ops.attention",)),
-    "embedding": Gate(6, ("tnp.ops.embedding",), "embedding"),
-    "rms_norm": Gate(6, ("tnp.ops.rms_norm",), "rms_norm"),
-    "projection": Gate(6, ("tnp.ops.projection",), "projection"),
-    "mlp": Gate(6, ("tnp.ops.mlp",), "mlp"),
-    "skip_unread": Gate(6, _MODEL, ours=True),
-    "mixture_heads": Gate(7, ("tnp.ops.mixture_heads",), "mixture_heads"),
-    "mixture_nll": Gate(8, ("tnp.ops.mixture_nll",), "mixture_nll"),
-    "checkpointing": Gate(9, _MODEL),
-    "cuda_graphs": Gate(10, _MODEL),
-    "kernels": Gate(11, ("tnp.gates.compile",)),
-}
-
-# Gates that prove an implementation of an operator: those that use another do not wait for them.
-KERNEL_GATES = {
-    ("attention", "separate"): ("attention_forward", "attention_backward", "kernels"),
-    ("attention", "fused"): ("attention_forward", "attention_fused", "kernels"),
-    ("embedding", "fused"): ("embedding", "kernels"),
-    ("rms_norm", "fused"): ("rms_norm", "kernels"),
-    ("projection", "fused"): ("projection",),
-    ("mlp", "fused"): ("mlp", "kernels"),
-    ("mlp", "single"): ("mlp", "kernels"),
-    ("mixture_heads", "fused"): ("mixture_heads", "kernels"),
-    ("mixture_heads", "loop"): ("mixture_heads",),
-    ("mixture_heads", "bmm"): ("mixture_heads",),
-    ("mixture_heads", "grouped_mm"): ("mixture_heads",),
-    ("mixture_nll", "fused"): ("mixture_nll", "kernels"),
+    "baseline": Gate(1),
+    "skip_unread": Gate(6, ours=True),
+    "checkpointing": Gate(9),
+    "cuda_graphs": Gate(10),
+    COMPILED: Gate(11),
 }
 
 
@@ -75,17 +46,16 @@ def generic_gate(op: str, name: str) -> str:
 
 
 def generic_gates() -> list[str]:
-    """One gate of each implementation that there is, but of what stands for another.
+    """One gate of each implementation that is not PyTorch's own, with which others are compared.
 
-    Those of other packages too, since "auto" may take them; PyTorch's own are what others are
-    compared with.
+    Of those of other packages too, since "auto" may take them.
     """
     found = catalog()
     return [
         generic_gate(op, name)
         for op in found.operators
         for name in found.names(op)
-        if found.listed(op, name).entry or found.listed(op, name).own.provider != "torch"
+        if found.listed(op, name).provider != "torch"
     ]
 
 
@@ -94,46 +64,20 @@ def gate(name: str) -> Gate:
     if name in GATES:
         return GATES[name]
     if name in generic_gates():
-        _, op, implementation = name.split("--")
-        modules = "tnp.gates.operators", *_modules(op, implementation)
-        return Gate(OPERATORS_PHASE, modules, op)
+        return Gate(OPERATORS_PHASE, name.split("--")[1])
     choices = ", ".join([*GATES, *generic_gates()])
     raise ValueError(f"unknown gate {name!r}: choose from {choices}")
 
 
-def _modules(op: str, name: str) -> Iterator[str]:
-    """Ours that an implementation is made of; those of other packages are theirs."""
-    yield catalog().operator(op).describe.__module__
-    own = catalog().listed(op, name).own
-    for operation in filter(None, (own and own.forward, own and own.backward)):
-        yield from (path.partition(":")[0] for path in operation.kernels)
-
-
-def _of_contract(op: str, name: str) -> list[str]:
-    """Gates of an implementation of an operator of the catalog, or of ours that "auto" may take."""
-    if name.partition(":")[0] != AUTO:
-        listed = catalog().listed(op, name)
-        return [generic_gate(op, name)] if listed.provider == OWN else []
-    own = catalog().operator(op).implementations
-    return [generic_gate(op, one.name) for one in own if one.provider == OWN and one.selectable]
-
-
 def gates_of(op: str, name: str) -> list[str]:
-    """Gates that prove the implementation `name` of `op`, or all that "auto" may choose."""
-    if op in catalog().operators:
-        return _of_contract(op, name)
-    proving = [KERNEL_GATES.get((op, one), ()) for one in registry.candidates(op, name)]
-    return list(dict.fromkeys(gate for gates in proving for gate in gates))
-
-
-def candidates(op: str, name: str) -> tuple[str, ...]:
-    """What may run where `name` is asked for: itself, or what "auto" chooses from."""
-    if op not in catalog().operators:
-        return registry.candidates(op, name)
-    if name.partition(":")[0] != AUTO:
-        return (name,)
-    listed = [catalog().listed(op, one) for one in catalog().names(op)]
-    return tuple(one.name for one in listed if one.own is None or one.own.selectable)
+    """Gates that prove the implementation `name` of `op`, or all of ours that "auto" may choose."""
+    own = [
+        listed
+        for listed in (catalog().listed(op, one) for one in catalog().candidates(op, name))
+        if listed.provider == OWN
+    ]
+    gates = [generic_gate(op, listed.name) for listed in own]
+    return gates + [COMPILED] * any(listed.own and listed.own.forward for listed in own)
 
 
 def gates_for(
@@ -143,10 +87,11 @@ def gates_for(
     skip_unread: bool = False,
     recompute: bool = False,
 ) -> list[str]:
-    """Gates that what uses these implementations (operator → name) and switches waits for."""
+    """Gates that a step waits for with these implementations, by family, and switches."""
     gates = ["baseline"]
-    for op, name in implementations.items():
-        gates += gates_of(op, name)
+    for family, name in implementations.items():
+        for operator in catalog().family(family):
+            gates += gates_of(operator.name, name)
     switches = {
         "skip_unread": skip_unread,
         "checkpointing": checkpoint or recompute,
@@ -159,10 +104,15 @@ def gates_for(
 def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:
     """Why `rows` of table `gates` stop what uses `implementations`; None where they do not.
 
-    A check that names an implementation stops only what uses it, or lets "auto" choose it, for the
-    row's operator or, where the row has none, the gate's.
+    `implementations` are by operator or by family. A check that names an implementation stops only
+    what uses it, or lets "auto" choose it.
     """
-    used = {op: candidates(op, name) for op, name in implementations.items()}
+    used = {
+        operator.name: catalog().candidates(operator.name, name)
+        for key, name in implementations.items()
+        for operator in catalog().operators.values()
+        if key in (operator.name, operator.family)
+    }
     for row in rows:
         concerned = ("", *used.get(row.get("op") or gate(row["gate"]).op, ()))
         if row["implementation"] not in concerned or row["status"] == "unsupported":

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tnp.ops import registry
-
 # How far a result may be from float64, over what must be expected: see `error_ratio`.
 OUTPUT_BUDGET = 2.0
 GRADIENT_BUDGET = 3.0
@@ -42,14 +40,6 @@ class Check:
 
 class Unsupported(Exception):
     """Raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
-
-
-def require_ours(device: torch.device) -> None:
-    """Raises Unsupported with the reason where our attention kernels cannot run."""
-    try:
-        registry.check("attention", "separate", device, torch.bfloat16)
-    except RuntimeError as error:
-        raise Unsupported(str(error)) from error
 
 
 def distance(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,18 +1,18 @@
 """A small model and its tasks, the same for every gate that trains one."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from tnp import targets
+from tnp.contract import Call
 from tnp.gates.checks import max_abs_error
 from tnp.model import TNPConfig, TransformerNP
-from tnp.ops import registry
 from tnp.ops.attention import OPERATOR
 from tnp.step import TrainingStep
 from tnp.tasks import GaussianProcessTasks, Task
-from tnp.variants import OPERATORS, Variant
+from tnp.variants import FAMILIES, Variant
 
 SEED = 0
 
@@ -43,16 +43,21 @@ def scale(device: torch.device) -> Scale:
 
 def implementations(device: torch.device) -> Iterator[str]:
     """PyTorch's attention backends and ours, those that run here in the dtype the gates use."""
-    for name in (own.name for own in OPERATOR.implementations if own.selectable):
-        # One that cannot run here has no result to check; its benchmarks say why in their rows.
-        with contextlib.suppress(RuntimeError):
-            registry.check("attention", name, device, scale(device).dtype)
-            yield name
+    chosen = scale(device)
+    sizes = {"n_heads": chosen.config.n_heads, "n_q": chosen.n_context + chosen.n_target}
+    sizes |= {"n_k": chosen.n_context, "head_dim": chosen.config.d_model // sizes["n_heads"]}
+    dtype = str(chosen.dtype).removeprefix("torch.")
+    problem = OPERATOR.problem(dtype, batch=chosen.batch, **sizes)
+    call = Call(problem, targets.of_device(device), OPERATOR.differentiated)
+    # One that cannot run here has no result to check; its benchmarks say why in their rows.
+    for own in OPERATOR.implementations:
+        if own.selectable and own.refuses(call) is None:
+            yield own.name
 
 
 def ours(device: torch.device, attention: str = "fused") -> Variant:
     """All operators of ours, of attention `attention`, and the switches that go with them."""
-    operators = dict.fromkeys(OPERATORS, "fused") | {"attention": attention}
+    operators = dict.fromkeys(FAMILIES, "fused") | {"attention": attention}
     width = scale(device).d_ff_storage
     return Variant("all operators of ours", **operators, skip_unread=True, d_ff_storage=width)
 

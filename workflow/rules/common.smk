@@ -10,9 +10,10 @@ from tnp.bench.child import require_visible
 from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug
-from tnp.bench.sizes import CEILINGS
+from tnp.catalog import catalog
 from tnp.definitions import digest
 from tnp.gates import GATES, gates_of, generic_gates
+from tnp.schemas import CEILINGS
 from workflow import plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, is_of, keep, named
 from workflow.progress import Progress
@@ -27,6 +28,10 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
+# What of other packages cannot be taken; the rest goes on.
+for fault in catalog().faults if workflow.is_main_process else ():
+    print(fault, file=sys.stderr)
+
 DEVICE = "cpu" if SLUG == "cpu" else "cuda"
 RUNS = f"data/runs/{SLUG}"
 LOGS = f"{RUNS}/logs"
@@ -37,6 +42,7 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
+PLANNED_GATES = plan.gates(config)
 STEPS = plan.steps(config, DEVICE, SLUG)
 OPS = plan.ops(config, DEVICE, SLUG)
 TRAINING = plan.training(config, DEVICE, SLUG)
@@ -90,7 +96,7 @@ def planned(kind, stem):
 
 def named_gates(gates):
     """Those that config.yaml names."""
-    return [gate for gate in gates if gate in config["gates"]]
+    return [gate for gate in gates if gate in PLANNED_GATES]
 
 
 def gate_files(gates):
@@ -178,7 +184,7 @@ def gates_of_training(wildcards):
 
 def planned_tables():
     """Parquet files that the jobs of this device write."""
-    jobs = [("gate", gate) for gate in config["gates"]]
+    jobs = [("gate", gate) for gate in PLANNED_GATES]
     jobs += [("train", run) for run in TRAINING]
     jobs += [(benchmark(config_id), f"{config_id}--r{r}") for config_id, r in ORDER]
     jobs += further_replicates()
@@ -280,7 +286,7 @@ onstart:
 onsuccess:
     print(summary.success())
     drawn_only = {"figures"} == {job.rule.name for job in workflow.dag.jobs}
-    gates = [] if drawn_only else gate_files(config["gates"])
+    gates = [] if drawn_only else gate_files(PLANNED_GATES)
     red = summary.red_gates(filter(Path.exists, map(Path, gates)))
     if red:
         sys.exit("\n".join(red))

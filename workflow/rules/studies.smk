@@ -6,7 +6,7 @@
 
 rule gates:
     input:
-        gate_files(config["gates"]),
+        gate_files(PLANNED_GATES),
 
 
 for study, jobs in plan.studies(STEPS | OPS).items():

@@ -1,0 +1,83 @@
+"""What the benchmarks of operators compute: from names in config.yaml to problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tnp.bench.sizes import columns
+from tnp.catalog import catalog
+from tnp.contract import Problem
+from tnp.targets import CPU, Target, of_capability
+
+INSTALLED = "installed"  # stands for whatever other packages bring
+
+
+@dataclass(frozen=True)
+class Named:
+    """A problem by the name that its rows have as their shape."""
+
+    shape: str
+    problem: Problem
+    draw: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)  # of its rows, beside the problem
+
+
+def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named]:
+    """Those that an entry of section `ops` or `noise` asks for.
+
+    `shapes` are steps of the neural process, `at` runs of language models ("llama3_8b/train_2k"),
+    `problems` sizes by a name. Raises ValueError with a sentence that names what cannot be.
+    """
+    operator = catalog().operator(op)
+    for shape in spec.get("shapes", ()):
+        model = config["model"] | {"d_ff_storage": storage(config, op)}
+        sizes = config["shapes"][shape]
+        problem = operator.within(model, sizes | {"dtype": dtype})
+        if problem is None:
+            raise ValueError(f"the neural process has no {op}")
+        padded = "d_ff" in operator.sizes and problem["d_ff"] != model["d_ff"]
+        draw = {"d_ff_real": model["d_ff"]} if padded else {}
+        yield Named(shape, problem, draw, columns(op, sizes, model))
+    for at in spec.get("at", ()):
+        model, _, run = at.partition("/")
+        for section, name in (("models", model), ("runs", run)):
+            if name not in config.get(section, {}):
+                known = ", ".join(config.get(section, {}))
+                raise ValueError(f"{at!r} is no model/run: {section} has {known or 'nothing'}")
+        problem = operator.within(config["models"][model], config["runs"][run] | {"dtype": dtype})
+        if problem is None:
+            raise ValueError(f"{model} has no {op}")
+        yield Named(at, problem)
+    for name, sizes in spec.get("problems", {}).items():
+        yield Named(name, operator.problem(dtype, **sizes))
+
+
+def implementations(op: str, spec: dict) -> list[str]:
+    """Those that an entry names, and for "installed" what other packages bring."""
+    found: list[str] = []
+    for name in spec["implementations"]:
+        found += catalog().installed(op) if name == INSTALLED else [name]
+    return list(dict.fromkeys(found))
+
+
+def without_case(problem: Problem, device: str) -> str | None:
+    """Why no gate could prove it: a sentence, or None where a case has its dtype and options."""
+    operator = catalog().operator(problem.op)
+    wanted = problem.dtype, problem.options
+    cases = operator.cases(target(device))
+    if any((case.problem.dtype, case.problem.options) == wanted for case in cases):
+        return None
+    options = ", ".join(f"{name} {value}" for name, value in problem.options) or "no option"
+    return f"no gate case of {problem.op} has {problem.dtype} and {options}: nothing would prove it"
+
+
+def target(device: str) -> Target:
+    """What cases are asked for: a GPU of the newest capability that kernels are made for."""
+    return CPU if device == "cpu" else of_capability(90)
+
+
+def storage(config: dict, op: str) -> int | None:
+    """The width that an operator's benchmark zero-pads hidden layers to."""
+    return config["ops"].get(op, {}).get("d_ff_storage")
