@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnp.model import TNPConfig, TransformerNP
+from tnp.plans import KernelPlan
 from tnp.step import TrainingStep
 from tnp.tasks import Task
 from tnp.variants import OPERATORS, Variant
@@ -149,6 +150,21 @@ def test_recomputing_keeps_the_results_of_attention(recompute_above, n_runs):
         loss_and_gradients(model, make_task())
     assert calls.count[torch.ops.tnp.attention.default] == CONFIG.n_layers
     assert calls.count[torch.ops.tnp.project_qkv.default] == n_runs * CONFIG.n_layers
+
+
+@pytest.mark.parametrize("recompute_above", [23, None])
+@pytest.mark.parametrize("implementation", ["separate", "fused"])
+def test_attention_is_launched_once_a_layer(monkeypatch, implementation, recompute_above):
+    launched, forward = [], KernelPlan.forward
+
+    def counted(plan, *arguments):
+        launched.append(plan.operator.name)
+        return forward(plan, *arguments)
+
+    monkeypatch.setattr(KernelPlan, "forward", counted)
+    model = build(attention=implementation, recompute_above=recompute_above)
+    loss_and_gradients(model, make_task())
+    assert launched.count("attention") == CONFIG.n_layers
 
 
 @pytest.mark.parametrize("spec", [{}, {"skip_unread": True}, {"recompute_above": 23}])

@@ -70,7 +70,7 @@ def test_one_key_leaves_the_rounding_of_equal_terms():
 
 
 def test_keys_that_a_sample_does_not_count_cost_nothing():
-    case = Case(2, 1, 70, 40, dtype=torch.float32, n_context=(7, 40))
+    case = Case(2, 1, 70, 40, dtype=torch.float32, n_keys=(7, 40))
     inputs, do = cases.draw(case, CPU)
     floors = cases.floors(case, inputs, do)
     with torch.no_grad():

@@ -15,8 +15,8 @@ from tnp.gates.checks import error_ratio, max_abs_error
 from tnp.ops.attention import OPERATOR, attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FEW, MANY = Case(2, 2, 70, 15), Case(1, 2, 70, 140)
-COUNTED = Case(2, 2, 70, 140, n_keys=(9, 140))
+FEW, MANY = Case(2, 2, 70, 15, 16), Case(1, 2, 70, 140, 16)
+COUNTED = Case(2, 2, 70, 140, 16, n_keys=(9, 140))
 OURS = [own.name for own in OPERATOR.implementations if own.provider == OWN]
 ours = pytest.mark.parametrize("implementation", OURS)
 

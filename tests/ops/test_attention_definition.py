@@ -1,0 +1,53 @@
+"""What the declaration says of attention: cases that are what they say, and controls that fail."""
+
+import pytest
+import torch
+
+from tnp import plans, targets
+from tnp.gates.checks import distance
+from tnp.ops.attention import OPERATOR, definition
+from tnp.values import Random
+
+CPU = torch.device("cpu")
+SCALE = OPERATOR.numbers
+CASES = list(OPERATOR.cases(targets.CPU))
+
+
+def drawn(case, device=CPU) -> tuple:
+    tensors = OPERATOR.draw(case, Random(case, device))
+    return tuple(tensors[name] for name in OPERATOR.tensors)
+
+
+@pytest.mark.parametrize("gpu", [None, "H200"])
+def test_what_is_drawn_is_the_problem(gpu):
+    cases = CASES if gpu is None else OPERATOR.cases(targets.named(gpu))
+    for case in cases:
+        inputs = drawn(case, torch.device("meta"))
+        assert plans.describe(OPERATOR, inputs, target=targets.CPU).problem == case.problem
+        assert plans.aligned(inputs), case
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_controls_are_further_off_than_any_rounding(case):
+    inputs = drawn(case)
+    exact = OPERATOR.reference(*(x.double() if i < 3 else x for i, x in enumerate(inputs)), *SCALE)
+    own = distance(OPERATOR.reference(*inputs, *SCALE), exact)
+    floor = OPERATOR.condition(case, dict(zip(OPERATOR.tensors, inputs, strict=True)))
+    allowed = OPERATOR.budget.outputs * max(own, floor["o"] * exact.norm().item())
+    assert set(floor) == {"o", "dq", "dk", "dv"} and 0 < floor["o"] < 0.1
+    for name, broken in definition.CONTROLS.items():
+        found = distance(broken(*inputs, *SCALE), exact)
+        assert not found <= allowed, name  # NaN is further off than anything
+
+
+def test_work_of_a_layer():
+    run = {"dtype": "bfloat16", "batch": 4, "n_context": 10_000, "n_target": 1_000}
+    problem = OPERATOR.within({"n_heads": 8, "d_model": 512}, run)
+    assert dict(problem.sizes) == {
+        "batch": 4, "n_heads": 8, "n_q": 11_000, "n_k": 10_000, "head_dim": 64,
+    }  # fmt: skip
+    (case,) = [definition.Case(problem)]
+    forward, backward = (OPERATOR.work(case, name) for name in ("forward", "backward"))
+    assert forward.flops == {"bfloat16": 4 * 32 * 11_000 * 10_000 * 64}
+    assert backward.flops["bfloat16"] == 2.5 * forward.flops["bfloat16"]
+    assert forward.bytes == 2 * 32 * 64 * (2 * 11_000 + 2 * 10_000)
