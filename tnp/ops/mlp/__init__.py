@@ -125,13 +125,14 @@ def _no_activation(x, up, down):
     return x @ up.to(x.dtype).T @ down.to(x.dtype).T
 
 
-def _last_row_dropped(x, up, down):
+def _half_the_rows(x, up, down):
     from torch import cat
 
-    return cat([reference(x[:-1], up, down), x[-1:] * 0])
+    n = len(x) // 2
+    return cat([reference(x[:n], up, down), x[n:] * 0])
 
 
-def _halves_exchanged(x, up, down):
+def _up_shifted(x, up, down):
     return reference(x, up.roll(up.shape[0] // 2, 0), down)
 
 
@@ -178,8 +179,8 @@ OPERATOR = Operator(
     within=within,
     controls={
         "no activation": _no_activation,
-        "last row dropped": _last_row_dropped,
-        "rows of up shifted": _halves_exchanged,
+        "half of the rows dropped": _half_the_rows,
+        "rows of up shifted": _up_shifted,
     },
 )
 

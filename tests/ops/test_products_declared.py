@@ -1,0 +1,84 @@
+"""What operators that multiply declare: cases that draw what they say, work, broken references."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tnp import targets
+from tnp.bench import roofline
+from tnp.catalog import catalog
+from tnp.contract import Case
+from tnp.plans import describe
+from tnp.values import Random
+
+NAMES = ("mlp", "mixture_heads", "linear", "project_qkv")
+MODEL = {"d_model": 512, "d_ff": 1365, "d_ff_storage": 1408, "n_components": 10, "n_heads": 8}
+RUN = {"batch": 4, "n_context": 1000, "n_target": 100, "dtype": "bfloat16"}
+
+
+def drawn(case: Case, device: str) -> tuple[torch.Tensor, ...]:
+    operator = catalog().operator(case.problem.op)
+    tensors = operator.draw(case, Random(case, torch.device(device)))
+    assert tuple(tensors) == operator.tensors
+    return tuple(tensors.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("target", [targets.named("H200"), targets.INTERPRETER])
+def test_a_case_draws_the_problem_that_it_is_of(name, target):
+    operator = catalog().operator(name)
+    problems = [case.problem for case in operator.cases(target)]
+    assert {problem.dtype for problem in problems} == {"bfloat16", "float16", "float32"}
+    for case in [*operator.cases(target), Case(operator.within(MODEL, RUN))]:
+        options = operator.call_options(case.problem)
+        call = describe(operator, drawn(case, "meta"), options, (), target)
+        assert call.problem == case.problem
+        assert operator.from_json(case.problem.json) == case.problem
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_broken_references_are_seen(name):
+    operator = catalog().operator(name)
+    for case in operator.cases(targets.INTERPRETER):
+        inputs = [x.double() for x in drawn(case, "cpu")]
+        options = dict(operator.call_options(case.problem))
+        exact = operator.reference(*inputs, **options)
+        exact = exact if isinstance(exact, tuple) else (exact,)
+        for control in operator.controls.values():
+            wrong = control(*inputs, **options)
+            wrong = wrong if isinstance(wrong, tuple) else (wrong,)
+            pairs = zip(wrong, exact, strict=True)
+            assert max(((one - other).norm() / other.norm()).item() for one, other in pairs) > 0.1
+
+
+@pytest.mark.parametrize("name", ["mlp", "mixture_heads"])
+def test_padding_is_drawn_as_zeros(name):
+    operator = catalog().operator(name)
+    case = next(case for case in operator.cases(targets.INTERPRETER) if case["d_ff_real"])
+    _x, up, down = drawn(case, "cpu")
+    real = case["d_ff_real"]
+    for weight, dim in ((up, -2), (down, -1)):
+        padding = weight.narrow(dim, real, weight.shape[dim] - real)
+        assert (padding == 0).all() and (weight.narrow(dim, 0, real) != 0).all()
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_work_is_what_benchmarks_count(pass_):
+    mlp, heads = (
+        Case(catalog().operator(name).within(MODEL, RUN), (("d_ff_real", 1365),))
+        for name in ("mlp", "mixture_heads")
+    )
+    found = catalog().operator("mlp").work(mlp, pass_)
+    assert found.flops == {"bfloat16": roofline.mlp_flops(4400, 512, 1365, pass_)}
+    assert found.bytes == roofline.mlp_bytes(4400, 512, 1408, 2, pass_)
+    found = catalog().operator("mixture_heads").work(heads, pass_)
+    assert found.flops == {"bfloat16": roofline.heads_flops(400, 10, 512, 1365, 3, pass_)}
+    assert found.bytes == roofline.heads_bytes(400, 10, 512, 1408, 3, 2, pass_)
+
+
+def test_planning_imports_neither_torch_nor_triton():
+    modules = "tnp.ops.mlp, tnp.ops.mixture_heads, tnp.ops.projection"
+    code = f"import sys, {modules}; assert not {{'torch', 'triton'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
