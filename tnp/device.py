@@ -134,9 +134,8 @@ def _answer(
         if operation is not None:
             from tnp.plans import kernels_of
 
-            refused = {
-                kernel.name: kernel.refuses(call) for kernel in kernels_of(operation).values()
-            }
+            here = kernels_of(operation).values()
+            refused = {kernel.name: kernel.refuses(call) for kernel in here}
             able = [kernel for kernel, why in refused.items() if why is None]
             if not able:
                 return "no", f"{operation.name}: {next(iter(refused.values()))}"

@@ -83,9 +83,7 @@ def _parser(operator: Operator) -> Parser:
     )
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--backward", action="store_true", help="time the backward pass alone")
-    passes.add_argument(
-        "--both", action="store_true", help="time the forward pass and the backward"
-    )
+    passes.add_argument("--both", action="store_true", help="time both passes")
     parser.add_argument("--iters", type=size, metavar="N", help="samples of each, exactly so many")
     return parser
 
@@ -147,7 +145,7 @@ def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> li
             row["reason"] if row["status"] == "unsupported" else f"{row['status']}: {row['reason']}"
             for row in own if row["status"] != "ok"
         ))  # fmt: skip
-        unsettled = [row["reason"] for row in timed if row["reason"]]
+        unsettled = list(dict.fromkeys(row["reason"] for row in timed if row["reason"]))
         speedup = whole[name] and whole[first] / whole[name]
         text.append([
             name,

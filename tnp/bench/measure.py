@@ -169,8 +169,9 @@ def _measure_pass(
             try:
                 done[name] = work(name)
             except Exception as error:  # whatever it was, it is this implementation's result
-                traceback.print_exc()
                 status, reason = classify(error)
+                if status != "unsupported":
+                    traceback.print_exc()
                 outcomes[name] = {"status": status, "reason": reason}, []
                 synchronize(device)  # raises where the device can no longer be used
         return done

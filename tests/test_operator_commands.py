@@ -1,0 +1,228 @@
+"""`python -m tnp.bench` and `python -m tnp.device`: what they say, and what they do not start."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bench.configurations import TIMING
+from tnp import catalog as catalogs
+from tnp import device, targets
+from tnp.bench import __main__ as bench
+from tnp.bench import isolate, provenance
+from tnp.bench.measure import measure_op
+from tnp.bench.policy import Policy
+from tnp.contract import Implementation
+from tnp.ops.swiglu import OPERATOR
+
+ROOT = Path(__file__).parents[1]
+SIZES = ["--rows", "6", "--width", "40", "--dtype", "float32"]
+
+
+def sentence(capsys) -> str:
+    """All that was said, one line."""
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """SwiGLU alone, with what is changed of it."""
+
+    def declare(*own, **changes):
+        known = *OPERATOR.implementations, *own
+        operator = replace(OPERATOR, implementations=known, **changes)
+        monkeypatch.setattr(catalogs, "_own_operators", lambda: [operator])
+        catalogs.catalog.cache_clear()
+        return operator
+
+    yield declare
+    monkeypatch.undo()
+    catalogs.catalog.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "command", ["tnp.bench --help", "tnp.bench swiglu --help", "tnp.device --help"]
+)
+def test_help_starts_nothing(command):
+    """Operators that are not declared yet import torch where they are found."""
+    undeclared = [
+        f"tnp.ops.{path.parent.name}" for path in ROOT.glob("tnp/ops/*/__init__.py")
+        if "OPERATOR" not in path.read_text()
+    ]  # fmt: skip
+    module, *arguments = command.split()
+    code = (
+        "import runpy, sys, types\n"
+        f"for name in {undeclared}: sys.modules[name] = types.ModuleType(name)\n"
+        f"sys.argv[1:] = {arguments}\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'triton', 'pyarrow'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+def test_sizes_and_options_are_those_that_the_operator_declares(declared, capsys):
+    declared(options={"causal": bool, "window": int, "kind": ("a", "b")})
+    with pytest.raises(SystemExit):
+        bench.main(["swiglu", "--help"])
+    said = capsys.readouterr().out
+    for option in ("--rows", "--width", "--causal", "--window", "--kind {a,b}", "triton"):
+        assert option in said
+
+
+def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
+    declared(options={"causal": bool, "window": int, "kind": ("a", "b")})
+    asked = []
+
+    def run_isolated(kind, parameters, timeout_s):
+        asked.append(parameters)
+        return {"ops": []}
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(bench, "lines", lambda *_: [])
+    chosen = ["--window", "7", "--kind", "b", "--implementations", "torch", "--iters", "12"]
+    assert bench.main(["swiglu", *SIZES, *chosen]) == 1
+    (parameters,) = asked
+    problem = OPERATOR.problem("float32", rows=6, width=40).json
+    assert parameters["problem"] == problem.replace(
+        '"op":"swiglu"', '"op":"swiglu","options":{"kind":"b","window":7}'
+    )
+    assert list(parameters["implementations"]) == ["torch"]
+    assert Policy.from_parameters(parameters["timing"]).min_samples == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["swigloo"], "unknown operator 'swigloo': choose from "),
+        (["swiglu", *SIZES, "--height", "4"], "unrecognized arguments: --height 4"),
+        (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
+        (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
+        (["swiglu", *SIZES, "--implementations", "liger"], "unknown implementation 'liger'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(arguments)
+    assert end.value.code == 2
+    assert said in sentence(capsys)
+
+
+def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, capsys):
+    """In this process, and not as long as a number to be believed takes."""
+
+    def run_isolated(kind, parameters, timeout_s):
+        return measure_op(parameters | {"timing": TIMING}, time.perf_counter())
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
+    declared(Implementation("elsewhere", run=OPERATOR.reference, supported=lambda _: "not here"))
+    names = ["--implementations", "torch", "elsewhere"]
+    assert bench.main(["swiglu", *SIZES, "--both", *names]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "swiglu float32 rows=6, width=40 on cpu"
+    name, provider, forward, backward, *rest = said[-2].split()
+    assert (name, provider) == ("torch", "torch") and float(forward) > 0 and float(backward) > 0
+    assert "GB/s" in rest and "1.00×" in rest
+    assert said[-1].split() == ["elsewhere", "own", "not", "here"]
+    assert bench.main(["swiglu", *SIZES, "--implementations", "elsewhere"]) == 1
+
+
+def test_a_line_for_each_implementation():
+    def row(name, pass_, ms, **changes):
+        return {
+            "implementation": name, "provider": "torch", "pass": pass_, "status": "ok",
+            "reason": None, "time_ms_p50": ms, "tflops": None, "gb_per_s": 100.0,
+            "max_abs_error": 1e-3,
+        } | changes  # fmt: skip
+
+    rows = [
+        row("plain", "forward", 2.0), row("plain", "backward", 4.0),
+        row("ours", "forward", 1.0, tflops=5.0), row("ours", "backward", 2.0, max_abs_error=2e-3),
+        row("half", "forward", 1.0), row("half", "backward", None, status="oom", reason="too big"),
+        row("not", "forward", None, status="unsupported", reason="not here"),
+        row("not", "backward", None, status="unsupported", reason="not here"),
+    ]  # fmt: skip
+    plain, ours, half, refused = bench.lines(
+        rows, ["plain", "ours", "half", "not"], ["forward", "backward"]
+    )
+    assert plain[2:] == ["2000", "4000", "100 GB/s", "1.00×", "1.0e-03", ""]
+    assert ours[2:] == ["1000", "2000", "5 TFLOP/s", "2.00×", "2.0e-03", ""]
+    assert half[2:] == ["1000", "", "100 GB/s", "", "1.0e-03", "oom: too big"]
+    assert refused[2:] == ["", "", "", "", "", "not here"]
+
+
+def test_device_says_what_a_gpu_has_and_what_runs_there(declared, capsys):
+    declared()
+    assert device.main(["--gpu", "NVIDIA A100"]) == 0
+    said = capsys.readouterr().out
+    for part in ("compute capability 8.0", "163 KB", "108 multiprocessors", "312 TFLOP/s"):
+        assert part in said
+    line = next(line for line in said.splitlines() if "own" in line)
+    assert line.split()[:4] == ["swiglu", "triton", "own", "yes"]
+    assert "forward triton, backward triton" in line
+
+
+def test_device_says_why_not(declared, capsys):
+    declared()
+    assert device.main(["--capability", "75"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "own" in line)
+    assert line.split()[:4] == ["swiglu", "triton", "own", "no"]
+    assert "it needs compute capability 8.0 or newer, this GPU has 7.5" in line
+
+
+def test_device_asks_kernels_too(declared, monkeypatch):
+    from tnp.ops.swiglu import triton_swiglu
+
+    refuses = replace(triton_swiglu.BACKWARD, supported=lambda call: "too wide")
+    monkeypatch.setattr(triton_swiglu, "BACKWARD", refuses)
+    rows = {row[1]: row[3:] for row in device.answers(declared(), targets.named("H200"))}
+    assert rows["triton"] == ("no", "swiglu.backward: too wide")
+    assert rows["torch"] == ("yes", "")
+
+
+def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch):
+    from tnp import choice
+
+    operator = declared(Implementation("narrow", run=OPERATOR.reference,
+                        supported=lambda call: f"width {call.problem['width']}"))  # fmt: skip
+    problem = {"op": "swiglu", "dtype": "bfloat16", "sizes": {"rows": 1, "width": 77}}
+    entries = [{"of": "other", "problem": {}}, {"of": "swiglu", "problem": problem}]
+    monkeypatch.setattr(choice, "of_target", lambda target: (entries, ""))
+    rows = {row[1]: row[3:] for row in device.answers(operator, targets.named("H200"))}
+    assert rows["narrow"] == ("no", "width 77")
+
+
+def test_device_does_not_ask_other_packages_unless_told(declared, monkeypatch):
+    operator = declared()
+    asked = []
+
+    def load(self):
+        asked.append(self.name)
+        raise ImportError("broken")
+
+    listed = catalogs.catalog().listed("swiglu", "triton")
+    entry = type("Entry", (), {"dist": type("D", (), {"name": "theirs", "requires": None})(),
+                               "name": "swiglu.triton"})()  # fmt: skip
+    monkeypatch.setattr(catalogs, "_version", lambda name: "1.0")
+    monkeypatch.setattr(catalogs.Listed, "load", load)
+    theirs = replace(listed, own=None, entry=entry)
+    problem = OPERATOR.problem("bfloat16", rows=1, width=1)
+    target = targets.named("H200")
+    assert device._answer(operator, theirs, problem, target, False)[0] == "?"
+    assert asked == []
+    answer = device._answer(operator, theirs, problem, target, True)
+    assert answer == ("no", "ImportError: broken") and asked == ["triton"]
+
+
+def test_an_unknown_gpu_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as end:
+        device.main(["--gpu", "Voodoo 2"])
+    assert end.value.code == 2
+    assert "unknown GPU 'Voodoo 2': choose from H200" in sentence(capsys)
