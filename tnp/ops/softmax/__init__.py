@@ -88,7 +88,7 @@ _INTERPRETED = {
     "float16": ((5, 64, {"magnitude": 8.0}),),
     "float32": (
         (3, 1, {}),
-        (135, 48, {"batch": 3, "start": 1}),
+        (51, 48, {"batch": 3, "start": 1}),
         (9, 100, {"magnitude": 1e3}),
         (5, 60, {"masked": 3}),
         (2, 16_400, {"start": 1}),
