@@ -18,11 +18,11 @@ import triton.language as tl
 
 from tnp.contract import Kernel
 from tnp.launch import Bound
+from tnp.ops import weight_gradient
 from tnp.ops.casting import cast_weight
 from tnp.ops.primitives import KernelConfig, cast
 from tnp.ops.products.triton_product import Operand, candidates, gelu_derivative, product
 from tnp.ops.triton_matmul import load_tile, store_tile
-from tnp.ops.weight_gradient import weight_gradient
 
 # Programs a multiprocessor gets of the gradient's elementwise kernel.
 PROGRAMS = 4
@@ -109,13 +109,14 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call, config, inputs):
-    (dy,), _kept, _saved = inputs
+    (dy,), (x, *_), _saved = inputs
     n_out, rows = dy.shape[-1], dy.numel() // dy.shape[-1]
     columns = triton.cdiv(n_out, config.block_n)
     segments = triton.cdiv(PROGRAMS * call.target.multiprocessors, columns)
     segment = triton.cdiv(triton.cdiv(rows, config.block_m), segments) * config.block_m
     segments = triton.cdiv(rows, segment)
     with_bias = "bias" in call.wanted
+    times, dz_t = weight_gradient.product(x), weight_gradient.transposed(rows, n_out)
     kernel = Bound(
         _dgelu_kernel, (segments, columns), rows, n_out, segment,
         WITH_BIAS=with_bias, **config.kernel_arguments(),
@@ -131,7 +132,7 @@ def prepare_backward(call, config, inputs):
         if "x" in call.wanted:
             dx = torch.mm(dz, _cast(weight, x.dtype)).view(x.shape)
         if "weight" in call.wanted:
-            dweight = weight_gradient(dz, x.reshape(-1, n_in)).to(weight.dtype)
+            dweight = times(dz_t(dz), x.reshape(-1, n_in)).to(weight.dtype)
         if with_bias:
             dbias = partials.sum(0).to(bias.dtype)
         return dx, dweight, dbias
