@@ -134,10 +134,12 @@ def _using(
 ) -> Found:
     """What is reached from `starts`, and what these implementations run, no other one."""
     # Operators that are not declared yet list the modules that an implementation lives in.
-    listed = {pair for pair in implementations if pair[0] in registry.operators()}
+    listed = {pair for pair in implementations if not catalog().family(pair[0])}
+    declared = implementations - listed
     listed |= {(op, one) for op, name in listed for one in registry.candidates(op, name)}
     used = {module for pair in listed for module in registry.get(*pair).modules}
-    every = {module for pair in _implementations() for module in registry.get(*pair).modules}
+    others = (pair for pair in _implementations() if not catalog().family(pair[0]))
+    every = {module for pair in others for module in registry.get(*pair).modules}
     without = {*(every - used), *NOT_MEASURED, *without}
     # A gate speaks for all of a module that others may reach more of.
     whole = [f"{module}:{EVERYTHING}" for module in used] if use == GATE else []
@@ -146,21 +148,24 @@ def _using(
         found |= _file(TUNED)
     if any(name == AUTO for _, name in listed):
         found |= _file(CHOSEN)
-    for family, name in sorted(implementations - listed):
+    for family, name in sorted(declared):
         for operator in catalog().family(family):
-            found |= operator_definitions(operator.name, use, without)
-            ways = _ways(operator.name, name, slug)
+            if ways := _ways(operator.name, name, slug):
+                found |= operator_definitions(operator.name, use, without)
+                found |= _entries(operator.name, ways, name, slug)
             for way in ways:
                 found |= implementation_definitions(way, use, without)
-            found |= _entries(operator.name, ways, name, slug)
     return found
 
 
 def _ways(op: str, name: str, slug: str) -> list[Listed]:
-    """What may run where `name` is asked for: of "auto" all of ours and what the table names."""
+    """What may run where `name` is asked for: of "auto" all of ours and what the table names.
+
+    Nothing of an operator that has no such implementation, though another of its family has.
+    """
     known = catalog()
     if name != AUTO:
-        return [known.listed(op, name)]
+        return [known.listed(op, name)] if name in known.names(op) else []
     ours = [n for n in known.names(op) if (own := known.listed(op, n).own) and own.selectable]
     named = {entry["choice"] for entry in _table(slug) if entry["of"] == op}
     return [known.listed(op, n) for n in known.names(op) if n in {*ours, *named}]

@@ -18,7 +18,7 @@ from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.embedding import GIVEN
 from tnp.ops.primitives import cast
-from tnp.ops.rows import programs, bound_sum
+from tnp.ops.rows import bound_sum, programs
 
 
 @dataclass(frozen=True)
