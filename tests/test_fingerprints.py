@@ -238,8 +238,9 @@ def test_every_operator_and_implementation_has_one() -> None:
         assert len({fingerprints.of_operator(op, use) for use in uses}) == 3
     hashes = {(one.op, one.name): fingerprints.of_implementation(one) for one in every()}
     assert all(hashes.values())
-    ours = [(one.op, one.name) for one in every() if one.own and one.own.forward]
-    assert len({hashes[one] for one in ours}) == len(ours)
+    ours = [one for one in every() if one.own and one.own.forward]
+    kernels = {(one.own.forward.kernels, one.own.backward.kernels) for one in ours}
+    assert len({hashes[one.op, one.name] for one in ours}) == len(kernels)
 
 
 def test_what_is_said_of_an_implementation_is_of_its_gate() -> None:

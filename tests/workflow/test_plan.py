@@ -241,9 +241,9 @@ KERNELS = {
         "mlp/triton_mlp",
         "norms",
         "rms_norm/triton_rms_norm",
-        "triton_embedding",
+        "embedding/triton_embedding",
         "triton_matmul",
-        "triton_mixture_nll",
+        "mixture_nll/triton_mixture_nll",
         "weight_gradient",
     )
 }

@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from snakemake.logging import logger
@@ -119,10 +120,12 @@ def op_gates(parameters):
     }
 
 
+@cache
 def step_code(config_id):
     return sources.fingerprint("benchmark", sources.of_step(STEPS[config_id]))
 
 
+@cache
 def op_code(config_id):
     found = {}
     for name in set(map(implementation_of, OPS[config_id]["implementations"])):
@@ -130,6 +133,7 @@ def op_code(config_id):
     return sources.fingerprint("benchmark", found)
 
 
+@cache
 def train_code(run):
     return sources.fingerprint("train", sources.of_training(TRAINING[run]))
 
