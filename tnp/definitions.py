@@ -28,7 +28,7 @@ HOUSE = frozenset(
         *("dispatch", "plans", "opaque", "launch"),
     )
 )
-DECLARATIONS = ("OPERATOR", "OPERATORS")
+DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
 # Of a syntax tree, what says nothing or differs between versions of Python.
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
@@ -81,6 +81,12 @@ def digest(content: object) -> str:
     return hashlib.sha256(ascii(content).encode()).hexdigest()[:16]
 
 
+def _declares(statement: ast.stmt) -> bool:
+    """Whether a statement is an operator's declaration."""
+    value = getattr(statement, "value", None)
+    return isinstance(value, ast.Call) and getattr(value.func, "id", None) == DECLARED[0]
+
+
 # --------------------------------------------------------------------------------------- sources
 
 
@@ -112,7 +118,7 @@ class _Source:
 
     def parts(self, name: str) -> list[_Part]:
         """Of the statements that define a name, and of those that are run for it."""
-        if name in DECLARATIONS:
+        if name in DECLARED or any(map(_declares, self.bound.get(name, ()))):
             return []
         if name.startswith(LAMBDA):
             line = int(name.removeprefix(LAMBDA))
