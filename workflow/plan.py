@@ -18,6 +18,7 @@ from workflow import problems
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
 NOISE = "noise"
+HOST = "host"
 EVERY_OPERATOR = "operators"  # in section `gates`
 # Of each component: base with it alone, and full without it.
 ABLATION_ENDS = ("only", "without")
@@ -28,6 +29,7 @@ TABLES = {
     "step": ("steps", "samples", "stages", "code", "environments"),
     "op": ("ops", "samples", "code", "environments"),
     "train": ("training", "environments"),
+    "host": ("host_calls", "environments"),
 }
 
 
@@ -200,6 +202,26 @@ def _op_job(config_id: str, named: problems.Named, contenders: list[str], study:
     }
 
 
+def host(config: dict, device: str, slug: str) -> dict[str, dict]:
+    """What eager calls cost the host, a problem a job."""
+    section = config.get(HOST, {"devices": []})
+    configurations = {}
+    for name, spec in section["problems"].items() if device in section["devices"] else ():
+        config_id = f"{HOST}--{name}"
+        dtype = config["compute_dtype"][device]
+        problem = catalog().operator(spec["op"]).problem(dtype, **spec["sizes"])
+        asked = {"op": spec["op"], "problem": problem.json}
+        configurations[config_id] = {
+            "config_id": config_id,
+            "problems": [asked | {"implementations": spec["implementations"]}],
+            "timing": config["timing"],
+            "device": device,
+            "device_slug": slug,
+            **_of_study(HOST, section),
+        }
+    return configurations
+
+
 def _of_study(name: str, spec: dict) -> dict:
     return {"study": name, "replicates": spec["replicates"], "priority": spec["priority"]}
 
@@ -252,7 +274,7 @@ def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
 def elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:
     """{study or training run: a sentence that says so} of those that are for other devices."""
     studies = config["steps"] | config["ops"]
-    studies |= {name: config[name] for name in (ABLATION, NOISE) if name in config}
+    studies |= {name: config[name] for name in (ABLATION, NOISE, HOST) if name in config}
     here = ", ".join([*_on(device, studies), "gates"])
     found = f"the device is {slug!r}"
     if device == "cpu" and config["device"] == "auto":

@@ -82,6 +82,15 @@ def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
     return found | _of_operator(op, name, BENCHMARK, parameters.get("device_slug", ""), without)
 
 
+def of_host(parameters: dict) -> Found:
+    """Of calls from Python: the house takes part in their time."""
+    found = definitions(["tnp.bench.host:measure_host"], NOT_MEASURED)
+    for asked in parameters["problems"]:
+        for name in asked["implementations"]:
+            found |= _of_operator(asked["op"], name, STEP, parameters["device_slug"])
+    return found
+
+
 def of_training(parameters: dict) -> Found:
     return _using(["tnp.train:run"], _of_variant(parameters), STEP, parameters["device_slug"])
 

@@ -17,7 +17,7 @@ from tnp.task_sources import MAX_POINTS
 from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
-from workflow.plan import ABLATION, EVERY_OPERATOR, NOISE, gates
+from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, gates
 
 ENDS = ("base", "full")  # of the ablation
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
@@ -135,6 +135,8 @@ def _faults(config: dict) -> Iterator[Fault]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
     for place, op, study in _operators(config):
         yield from _of_operator(place, op, study, config)
+    for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
+        yield from _of_host((HOST, "problems", name), spec, config)
     if "ablation" in config:
         yield from _of_ablation(("ablation",), config["ablation"], shapes, variants)
     if "tuning" in config:
@@ -350,6 +352,19 @@ def _shown(value: object) -> str:
     words = {"None": "an empty value", "True": "true", "False": "false"}
     text = words.get(repr(value), repr(value))
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
+    if spec["op"] not in catalog().operators:
+        yield Fault(place, unknown("operator", spec["op"], catalog().operators), ("op",))
+        return
+    known = catalog().names(spec["op"])
+    names = spec["implementations"]
+    yield from _not_among((*place, "implementations"), "implementation", names, known)
+    try:
+        catalog().operator(spec["op"]).problem("bfloat16", **spec["sizes"])
+    except ValueError as error:
+        yield Fault(place, str(error), ("sizes",))
 
 
 def _names(family: str) -> list[str]:

@@ -24,6 +24,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.steps import measure_step
 
             note(tables=measure_step(parameters, started))
+        elif kind == "host":
+            from tnp.bench.host import measure_host
+
+            note(tables={"host_calls": measure_host(parameters)})
         else:
             from tnp.bench.measure import measure_op
 

@@ -72,10 +72,20 @@ def implementation_of(contender: str) -> str:
 
 
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
-    """Rows saying what was not measured: one a step, one an implementation and pass of an op."""
+    """Rows saying what was not measured: one a step, one an implementation and pass of an operator,
+    one an implementation of a problem of the host's study.
+    """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":
         return {"steps": [key(kind, parameters) | outcome]}
+    if kind == "host":
+        return {
+            "host_calls": [
+                {"op": asked["op"], "problem": asked["problem"], "implementation": name} | outcome
+                for asked in parameters["problems"]
+                for name in asked["implementations"]
+            ]
+        }
     return {
         "ops": [
             key(kind, of_contender(parameters, contender)) | {"pass": pass_} | outcome

@@ -58,6 +58,27 @@ rule op:
         "../scripts/benchmark.py"
 
 
+rule host_calls:
+    output:
+        **outputs("host", "{config_id}--r{replicate}{attempt}"),
+    log:
+        f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
+    wildcard_constraints:
+        config_id=one_of(HOST),
+        replicate=r"\d+",
+    priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        code=lambda wildcards: host_code(wildcards.config_id),
+        parameters=lambda wildcards: plan.job(
+            HOST, wildcards.config_id, wildcards.replicate
+        ),
+    script:
+        "../scripts/host.py"
+
+
 # What `--config again=NAME` names, once more, and nothing else.
 rule again:
     input:

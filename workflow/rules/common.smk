@@ -47,9 +47,10 @@ PLANNED_GATES = plan.gates(config)
 STEPS = plan.steps(config, DEVICE, SLUG)
 OPS = plan.ops(config, DEVICE, SLUG)
 TRAINING = plan.training(config, DEVICE, SLUG)
+HOST = plan.host(config, DEVICE, SLUG)
 
 # Gates first, then the benchmarks round by round, training last.
-ORDER = plan.running_order(STEPS | OPS)
+ORDER = plan.running_order(STEPS | OPS | HOST)
 PRIORITY = {job: len(ORDER) - rank for rank, job in enumerate(ORDER)}
 GATE_PRIORITY = len(ORDER) + 1
 
@@ -134,6 +135,11 @@ def op_code(config_id):
 
 
 @cache
+def host_code(config_id):
+    return sources.fingerprint("host", sources.of_host(HOST[config_id]))
+
+
+@cache
 def train_code(run):
     return sources.fingerprint("train", sources.of_training(TRAINING[run]))
 
@@ -196,6 +202,8 @@ def planned_tables():
 
 
 def benchmark(config_id):
+    if config_id in HOST:
+        return "host"
     return "step" if config_id in STEPS else "op"
 
 
