@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
@@ -26,7 +25,6 @@ from tnp.ops.attention.primitives import (
     flat,
     head_ptr,
     lse_layout,
-    row_strides,
     rows_layout,
     store_rows,
 )
@@ -102,7 +100,7 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
         ForwardConfig(64, 8, 160, 3),
         ForwardConfig(64, 4, 160, 3),
         ForwardConfig(64, 8, 240, 2),
-        ForwardConfig(128, 4, 240, 2),
+        ForwardConfig(128, 4, 232, 2),
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention forward for Hopper: TMA, warp specialization, and a reference that is checked afterwards.
+"""Attention forward for Hopper: TMA, warp specialization, a reference that is checked afterwards.
 
 A program keeps one multiprocessor: consumer warpgroups own 64 query rows each, a producer warp
 streams blocks of keys and values through shared memory. For a tile of queries, with
@@ -271,7 +271,7 @@ def _consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     DTYPE: gl.constexpr = o_desc.dtype
-    LIMIT: gl.constexpr = BFLOAT16_LIMIT if DTYPE == gl.bfloat16 else FLOAT16_LIMIT
+    LIMIT: gl.constexpr = BFLOAT16_LIMIT if o_desc.dtype == gl.bfloat16 else FLOAT16_LIMIT
     for i in range(pipe.n_items()):
         index, bh, _row, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
@@ -309,7 +309,7 @@ def _consume(
                 gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
                 gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
             if not ONLINE:
-                # Not l > LIMIT, which no number that is none passes.
+                # Not l > LIMIT, which NaN would not be either.
                 passed = gl.max(gl.where(l_i <= LIMIT, 0.0, 1.0), 0)
                 if passed > 0.0:
                     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
