@@ -50,7 +50,7 @@ FEW = (
     {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 3},
 )
 MANY = (
-    {"block_n": 64, "num_stages": 8, "registers": 160},
+    {"block_n": 64, "num_stages": 8, "registers": 160, "consumers": 3},
     {
         "dkdv": {"num_stages": 4, "tiles": 2, "registers": 240},
         "dq": {"block_n": 64, "num_stages": 4, "registers": 160},

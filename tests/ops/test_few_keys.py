@@ -34,7 +34,7 @@ def call(dtype: str = "bfloat16", gpu: str = "H200", **sizes) -> Call:
 
 
 FORWARD_CONFIGS = sorted(
-    {config for n_k in (64, 128) for config in FORWARD.configs(call(n_k=n_k))}, key=str
+    {config for n_k in few_keys.BLOCKS for config in FORWARD.configs(call(n_k=n_k))}, key=str
 )
 BACKWARD_CONFIGS = sorted(
     {
@@ -57,16 +57,19 @@ def test_sizes(n_q, n_k):
 
 
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
-def test_forward_configurations_are_within_budgets(config: ForwardConfig):
-    q, k, v, do = draw(Case(2, 1, 333, config.block_n - 3))
-    n_keys = counts(50, 7)
+@pytest.mark.parametrize("ragged", [True, False])
+def test_forward_configurations_are_within_budgets(config: ForwardConfig, ragged: bool):
+    """With padding after n_keys, and with a tile that is full of keys, which has no mask."""
+    q, k, v, do = draw(Case(2, 1, 333 if ragged else 70, config.block_n - 3 * ragged))
+    n_keys = counts(50, 7) if ragged else None
     plan, inputs = FEW.plan(q, k, v, n_keys, forward_config=config)
     (o,), (lse,) = plan.forward(inputs, (SCALE,))
     own, exact = (reference(q, k, v, do, n_keys, dtype)[0] for dtype in (q.dtype, torch.float64))
-    floors = rounding.attention(q, k, v, do, SCALE, n_keys.tolist())
+    lengths = n_keys.tolist() if ragged else [config.block_n] * 2
+    floors = rounding.attention(q, k, v, do, SCALE, lengths)
     assert error_ratio(o, own, exact, floors["o"]) <= BUDGETS["o"]
     scores = SCALE * q.double() @ k.double().mT
-    for b, length in enumerate(n_keys.tolist()):
+    for b, length in enumerate(lengths):
         scores[b, :, :, length:] = float("-inf")
     assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= OUTPUT_BUDGET * floors["lse"]
 
@@ -147,8 +150,12 @@ def test_a_gradient_of_expanded_rows():
 def test_what_they_refuse():
     for kernel in (FORWARD, BACKWARD):
         assert kernel.refuses(call()) is None
-        assert kernel.refuses(call(n_k=129)) == "its tile holds 128 keys and there are 129"
+        assert kernel.refuses(call(n_k=257)) == "its tile holds 256 keys and there are 257"
         refused = kernel.refuses(call("float32", n_k=128, head_dim=128))
         assert refused == "no tile of 128 keys at head_dim 128 fits the registers"
     assert FORWARD.refuses(call("float32", head_dim=128)) is None
     assert BACKWARD.refuses(call("float32", head_dim=128)) is not None
+    assert FORWARD.refuses(call(n_k=256)) is None
+    for kernel, gpu in ((BACKWARD, "H200"), (FORWARD, "A100")):
+        refused = kernel.refuses(call(n_k=129, gpu=gpu))
+        assert refused == "no tile of 129 keys at head_dim 64 fits the registers"

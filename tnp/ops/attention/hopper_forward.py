@@ -1,8 +1,6 @@
 """Attention forward for Hopper: what runs around `hopper_forward_kernel`.
 
-First the largest norms of query tiles and of each head's keys, by which the kernel knows where a
-fixed reference is safe; then the kernel; last, where tiles were split along the keys, their parts
-are added up in a fixed order.
+Where tiles were split along the keys, a second kernel adds their parts up in a fixed order.
 """
 
 from collections.abc import Callable
@@ -11,15 +9,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.attention.hopper_forward_kernel import (
-    KEY_PARTS,
     PART_WIDTH,
     ROWS,
-    TILE_ROWS,
     attention_fwd_hopper_kernel,
 )
 from tnp.ops.attention.hopper_primitives import head_map, supported
@@ -29,10 +24,7 @@ from tnp.ops.attention.primitives import (
     empty,
     flat,
     head_ptr,
-    key_count,
-    load_rows,
     lse_layout,
-    row_strides,
     rows_layout,
     store_rows,
 )
@@ -44,11 +36,15 @@ MIN_BLOCKS_SAVED = 16
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Keys a block, blocks in flight (a power of two), registers of a consumer's thread."""
+    """Keys a block, blocks in flight (a power of two), registers of a consumer's thread, consumers.
+
+    Three consumers, of 192 rows, overlap best; two leave fewer rows of a last tile without work.
+    """
 
     block_n: int
     num_stages: int
     registers: int
+    consumers: int
 
 
 def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple[int, int, int]:
@@ -61,37 +57,6 @@ def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple
     if may_split and blocks - share >= MIN_BLOCKS_SAVED:
         return n_whole, n_split, share
     return triton.cdiv(n_tiles, programs), 0, 0
-
-
-@triton.jit(do_not_specialize=["n_q", "n_k"])
-def _norm_kernel(
-    q_ptr, k_ptr, norm_ptr, n_keys_ptr,
-    stride_qb, stride_qh, stride_qm,
-    stride_kb, stride_kh, stride_kn,
-    n_heads, n_q, n_k,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_N_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Largest ‖q‖² of every query tile, then largest ‖k‖² of every part of each head's keys."""
-    q_tiles = tl.cdiv(n_q, TILE)
-    n_tiles = tl.num_programs(0) // (q_tiles + KEY_PARTS) * q_tiles
-    index = tl.program_id(0)
-    if index < n_tiles:
-        bh, start = index // q_tiles, index % q_tiles * TILE
-        rows = head_ptr(q_ptr, stride_qb, stride_qh, bh, n_heads)
-        n_rows, stride, length = n_q, stride_qm, TILE
-    else:
-        length = tl.cdiv(n_k, KEY_PARTS * BLOCK) * BLOCK
-        bh, start = (index - n_tiles) // KEY_PARTS, (index - n_tiles) % KEY_PARTS * length
-        rows = head_ptr(k_ptr, stride_kb, stride_kh, bh, n_heads)
-        n_rows = key_count(n_keys_ptr, bh // n_heads, n_k, HAS_N_KEYS)
-        stride = stride_kn
-    largest = tl.zeros([BLOCK], tl.float32)
-    for offset in tl.range(start, tl.minimum(start + length, n_rows), BLOCK):
-        x = load_rows(rows, offset + tl.arange(0, BLOCK), n_rows, stride, HEAD_DIM, True)
-        x = x.to(tl.float32)
-        largest = tl.maximum(largest, tl.sum(x * x, 1))
-    tl.store(norm_ptr + index, tl.max(largest, 0))
 
 
 @triton.jit(do_not_specialize=["n_q", "first_tile", "share", "blocks"])
@@ -129,57 +94,42 @@ def _combine_kernel(
     tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
-def bound_norms(q: Tensor, k: Tensor, counted: bool) -> tuple[Bound, int]:
-    """Of q, k, the norms and n_keys or any tensor; and how many norms it writes.
-
-    Largest ‖q‖² of each query tile of each head, then ‖k‖² of each part of each head's keys, of
-    keys that count where `counted`.
-    """
-    batch, n_heads, n_q, head_dim = q.shape
-    programs = batch * n_heads * (triton.cdiv(n_q, TILE_ROWS.value) + KEY_PARTS.value)
-    kernel = Bound(
-        _norm_kernel, (programs,), *row_strides(q), *row_strides(k), n_heads, n_q, k.shape[2],
-        HEAD_DIM=head_dim, TILE=TILE_ROWS.value, KEY_PARTS=KEY_PARTS.value, BLOCK=ROWS.value,
-        HAS_N_KEYS=counted,
-    )  # fmt: skip
-    return kernel, programs
-
-
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
     """Candidates, the default first."""
     return (
-        ForwardConfig(64, 8, 160),
-        ForwardConfig(64, 4, 160),
+        ForwardConfig(64, 8, 160, 3),
+        ForwardConfig(64, 4, 160, 3),
+        ForwardConfig(64, 8, 240, 2),
+        ForwardConfig(128, 4, 232, 2),
     )
 
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
-    """Norms, the kernel, and the sum of parts where tiles are split."""
+    """The kernel, and the sum of parts where tiles are split."""
     q, k, v, n_keys = inputs
     batch, n_heads, n_q, head_dim = q.shape
     n_k, counted = k.shape[2], n_keys is not None
     of_o, of_lse = rows_layout(q), lse_layout(q)
-    n_tiles = triton.cdiv(n_q, TILE_ROWS.value) * batch * n_heads
+    rows = ROWS.value
+    tile_rows = config.consumers * rows
+    n_tiles = triton.cdiv(n_q, tile_rows) * batch * n_heads
     blocks = triton.cdiv(n_k, config.block_n)
     programs = call.target.multiprocessors
     # With n_keys, whose share is what would depend on the samples' sizes.
     n_whole, n_split, share = schedule(n_tiles, blocks, programs, may_split=not counted)
-    norm_kernel, n_norms = bound_norms(q, k, counted)
-    n_parts = 2 * programs * TILE_ROWS.value * PART_WIDTH.value if n_split else 0
-    of_workspace = flat(n_parts + n_norms)
-    rows = ROWS.value
+    of_parts = flat(2 * programs * tile_rows * PART_WIDTH.value)
     kernel = Bound(
         attention_fwd_hopper_kernel, (programs,), n_tiles, n_heads, n_q, n_k, n_whole, share,
         maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
         BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
-        HAS_N_KEYS=counted, num_warps=4,
+        CONSUMERS=config.consumers, HAS_N_KEYS=counted, num_warps=4,
     )  # fmt: skip
     combine_kernel = None
     if n_split:
         combine_kernel = Bound(
-            _combine_kernel, (n_split, TILE_ROWS.value // COMBINE_ROWS),
+            _combine_kernel, (n_split, tile_rows // COMBINE_ROWS),
             *of_o[1][:3], n_heads, n_q, n_tiles - n_split, share, blocks,
-            TILE=TILE_ROWS.value, BLOCK_M=COMBINE_ROWS, HEAD_DIM=head_dim,
+            TILE=tile_rows, BLOCK_M=COMBINE_ROWS, HEAD_DIM=head_dim,
             PART_WIDTH=PART_WIDTH.value,
         )  # fmt: skip
 
@@ -187,11 +137,9 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
         q, k, v, n_keys = inputs
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
-        parts = lse.new_empty_strided(*of_workspace)
-        norms = parts.narrow(0, n_parts, n_norms) if n_parts else parts
+        parts = lse.new_empty_strided(*of_parts) if n_split else lse
         n_keys = lse if n_keys is None else n_keys
-        norm_kernel(q, k, norms, n_keys)
-        kernel(q, k, v, o, lse, parts, norms, n_keys, scalars[0] * LOG2_E)
+        kernel(q, k, v, o, lse, parts, n_keys, scalars[0] * LOG2_E)
         if combine_kernel:
             combine_kernel(parts, o, lse)
         return (o,), (lse,)

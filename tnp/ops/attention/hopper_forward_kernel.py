@@ -1,15 +1,17 @@
-"""Attention forward for Hopper: TMA, warp specialization, and a fixed reference where it is safe.
+"""Attention forward for Hopper: TMA, warp specialization, a reference that is checked afterwards.
 
-A program keeps one multiprocessor: three consumer warpgroups own 64 query rows each, a producer
-warp streams blocks of keys and values through shared memory. For a tile of queries, with
+A program keeps one multiprocessor: consumer warpgroups own 64 query rows each, a producer warp
+streams blocks of keys and values through shared memory. For a tile of queries, with
 s = scale·log2(e)·q kᵀ:
 
     p = 2^(s − m)    o = (Σ_j p_j v_j) / Σ_j p_j    lse = m + log2(Σ_j p_j)
 
-Softmax does not change with the reference m. By Cauchy–Schwarz |s| ≤ b = scale·log2(e)·‖q‖·max‖k‖;
-where 2b is at most a safe range for the largest ‖q‖ of a tile, m = ⌈b⌉ is fixed: all p lie in
-[2^−range, 1], no row can underflow, and neither the maximum nor the rescaling of online softmax is
-needed. Any other tile runs online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+Softmax does not change with the reference m. First m is each row's largest score in the block of
+keys that comes first, and neither maximum nor rescaling follows. The row's sum is at least 1, so
+that nothing underflows that counts, and it tells afterwards whether a later score lay too far above
+m: then it passes LIMIT, or is no number. A program that saw such a row does all its tiles again
+with online softmax (Milakov and Gimelshein, arXiv 1805.02867); with scores in bfloat16 a row must
+rise by 2^64 for it. FlashAttention-4 rescales only where scores rise by much, for the same reason.
 The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
 (arXiv 2407.08608).
 
@@ -32,30 +34,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import allocate_tiles, load_tile, ring, tile
+from tnp.ops.attention.hopper_primitives import allocate_tiles, load_tile, ring, tile, written
 from tnp.ops.hopper_primitives import barriers, opaque
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
-CONSUMERS = gl.constexpr(3)
-TILE_ROWS = gl.constexpr(3 * 64)
 # Blocks that the values run behind the keys.
 LAG = gl.constexpr(1)
 HEAD_DIM = gl.constexpr(64)
-# Twice the bound. In bfloat16 the smallest p is 2^-96, and p·v a normal float32 down to |v| = 1e-9;
-# float16 has no such exponents.
-BFLOAT16_RANGE = gl.constexpr(96.0)
-FLOAT16_RANGE = gl.constexpr(8.0)
-# Online softmax gives the largest score the exact weight 1 before all are divided by their sum. A
-# fixed reference does not: with very few keys the rounding of one weight would be the output's.
-SAFE_KEYS = gl.constexpr(64)
-# The norms' rounding must not push a score past its bound.
-BOUND_MARGIN = gl.constexpr(1.001)
+# The largest sum of a row whose reference stands. In bfloat16 p·v stays finite up to |v| = 2^63; in
+# float16 p itself does.
+BFLOAT16_LIMIT = gl.constexpr(2.0**64)
+FLOAT16_LIMIT = gl.constexpr(2.0**15)
 # A row of a part: acc, m and l, padded so that rows stay aligned.
 PART_WIDTH = gl.constexpr(68)
-# In place of a reference that may not be fixed.
-ONLINE_TILE = gl.constexpr(-1.0)
-# Parts of a head's keys whose largest norms are found apart.
-KEY_PARTS = gl.constexpr(16)
 
 
 @aggregate
@@ -71,10 +62,10 @@ class Pipeline:
     v: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    tile_reference: gl.shared_memory_descriptor  # of the tile in q
     full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
     empty: gl.shared_memory_descriptor
-    norm_ptr: gl.tensor
+    overflow: gl.shared_memory_descriptor  # 1 where a row of the program's passed the limit
+    done: gl.shared_memory_descriptor  # all consumers with all tiles, and `overflow` with it
     n_keys_ptr: gl.tensor
     n_tiles: gl.tensor
     n_heads: gl.tensor
@@ -85,23 +76,23 @@ class Pipeline:
     scale_log2: gl.tensor
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
+    CONSUMERS: gl.constexpr
     HAS_N_KEYS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, q_full, q_empty, tile_reference, full, empty,
-        norm_ptr, n_keys_ptr,
+        self, q, k, v, q_full, q_empty, full, empty, overflow, done, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        BLOCK_N, STAGES, HAS_N_KEYS,
+        BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS,
     ):  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.q_full, self.q_empty = q_full, q_empty
-        self.tile_reference = tile_reference
         self.full, self.empty = full, empty
-        self.norm_ptr, self.n_keys_ptr = norm_ptr, n_keys_ptr
+        self.overflow, self.done, self.n_keys_ptr = overflow, done, n_keys_ptr
         self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
         self.n_whole, self.share, self.scale_log2 = n_whole, share, scale_log2
         self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK_N), gl.constexpr(STAGES)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
 
     @gluon.jit
@@ -125,43 +116,39 @@ class Pipeline:
             index = self.n_whole * gl.num_programs(0) + split
             first = gl.maximum(begin - split * blocks, 0)
             last = gl.minimum(begin + self.share - split * blocks, blocks)
-        tiles_per_head = gl.cdiv(opaque(self.n_q), TILE_ROWS)
+        rows: gl.constexpr = self.CONSUMERS * ROWS
+        tiles_per_head = gl.cdiv(opaque(self.n_q), rows)
         bh = index // tiles_per_head
         if self.HAS_N_KEYS:
             exists = index < self.n_tiles
             n_keys = gl.load(self.n_keys_ptr + bh // self.n_heads, mask=exists, other=0)
             keys = gl.maximum(gl.minimum(n_keys, keys), 1)
             last = gl.cdiv(keys, self.BLOCK_N)
-        return index, bh, (index % tiles_per_head) * TILE_ROWS, keys, first, last
+        return index, bh, (index % tiles_per_head) * rows, keys, first, last
 
     @gluon.jit
-    def reference(self, index, bh, keys):
-        """⌈bound⌉ of a tile's scores, which is its fixed reference, or ONLINE_TILE."""
-        SAFE_RANGE: gl.constexpr = BFLOAT16_RANGE if self.q.dtype == gl.bfloat16 else FLOAT16_RANGE
-        parts = gl.arange(0, KEY_PARTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        q_norm = gl.load(self.norm_ptr + index)
-        k_norm = gl.max(gl.load(self.norm_ptr + self.n_tiles + bh * KEY_PARTS + parts), 0)
-        m = gl.ceil(gl.sqrt(q_norm) * gl.sqrt(k_norm) * (self.scale_log2 * BOUND_MARGIN))
-        return gl.where((2.0 * m <= SAFE_RANGE) & (keys >= SAFE_KEYS), m, ONLINE_TILE)
+    def must_repeat(self, WARPS: gl.constexpr):
+        """Whether a row of the program's passed the limit; waits for all consumers."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        mbarrier.wait(self.done, 0)
+        return gl.max(self.overflow.load(one), 0) > 0.0
 
 
 @gluon.jit
-def _producer(pipe, q_desc, k_desc, v_desc):
-    step = 0
+def _produce(pipe, q_desc, k_desc, v_desc, n, step):
+    """Stream the program's items; n items and `step` stages came before. Both, after it."""
     for i in range(pipe.n_items()):
-        index, bh, row, keys, first, last = pipe.item(i)
+        index, bh, row, _keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
             b = bh // pipe.n_heads
             h = bh % pipe.n_heads
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-            reference = gl.full([1], 0.0, gl.float32, one) + pipe.reference(index, bh, keys)
-            mbarrier.wait(pipe.q_empty.index(i % 2), ((i // 2) & 1) ^ 1)
-            pipe.tile_reference.index(i % 2).store(reference)
-            mbarrier.expect(pipe.q_full.index(i % 2), CONSUMERS * q_desc.block_type.nbytes)
-            for c in gl.static_range(CONSUMERS):
+            slot, phase = ring(n, 2)
+            mbarrier.wait(pipe.q_empty.index(slot), phase ^ 1)
+            mbarrier.expect(pipe.q_full.index(slot), pipe.CONSUMERS * q_desc.block_type.nbytes)
+            for c in gl.static_range(pipe.CONSUMERS):
                 load_tile(
-                    q_desc, b, h, row + c * ROWS, pipe.q_full.index(i % 2),
-                    pipe.q, (i % 2) * CONSUMERS + c,
+                    q_desc, b, h, row + c * ROWS, pipe.q_full.index(slot),
+                    pipe.q, slot * pipe.CONSUMERS + c,
                 )  # fmt: skip
             blocks = last - first
             for j in range(blocks + LAG):
@@ -180,6 +167,17 @@ def _producer(pipe, q_desc, k_desc, v_desc):
                 load_tile(k_desc, b, h, k_start, full, pipe.k, stage, has_k)
                 load_tile(v_desc, b, h, v_start, full, pipe.v, stage, has_v)
             step += blocks + LAG
+            n += 1
+    return n, step
+
+
+@gluon.jit
+def _producer(pipe, q_desc, k_desc, v_desc):
+    n = 0
+    step = 0
+    n, step = _produce(pipe, q_desc, k_desc, v_desc, n, step)
+    if pipe.must_repeat(1):
+        _produce(pipe, q_desc, k_desc, v_desc, n, step)
 
 
 @gluon.jit
@@ -214,16 +212,17 @@ def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
         p = gl.exp2(s * pipe.scale_log2 - m_new[:, None])
         return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
     else:
-        p = gl.exp2(s * pipe.scale_log2 - m)
+        p = gl.exp2(s * pipe.scale_log2 - m[:, None])
         return p, 1.0, m, l_i + _lane_sums(p, pipe.BLOCK_N)
 
 
 @gluon.jit
-def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
+def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
     """acc [64, D], l_i [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
 
-    `step` stages were consumed before. The scalar m given is kept unless ONLINE. ptxas waits for
-    the values of the block before ahead of the exponentials; 64-key blocks are faster that way.
+    `step` stages were consumed before. The reference m is of the first block unless ONLINE. ptxas
+    waits for the values of the block before ahead of the exponentials; 64-key blocks are faster
+    that way.
     """
     BLOCK_N: gl.constexpr = pipe.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -238,14 +237,10 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
     # Opaque, or one mask would be kept for both forms, and spill.
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
     inside = (columns < opaque(keys - (last - 1) * BLOCK_N))[None, :]
-    if ONLINE:
-        s = gl.where(inside, s, float("-inf"))
-        m = gl.max(s, 1) * pipe.scale_log2
-        p = gl.exp2(s * pipe.scale_log2 - m[:, None])
-        l_i = gl.sum(p, 1)
-    else:
-        p = gl.where(inside, gl.exp2(s * pipe.scale_log2 - m), 0.0)
-        l_i = _lane_sums(p, BLOCK_N)
+    s = gl.where(inside, s, float("-inf"))
+    m = gl.max(s, 1) * pipe.scale_log2
+    p = gl.exp2(s * pipe.scale_log2 - m[:, None])
+    l_i = gl.sum(p, 1) if ONLINE else _lane_sums(p, BLOCK_N)
 
     for j in range(step + 1, end):
         stage, phase = ring(j, pipe.STAGES)
@@ -265,41 +260,40 @@ def _attend(pipe, q, m, step, keys, first, last, ONLINE: gl.constexpr):
     mbarrier.arrive(pipe.empty.index(stage), count=1)
     if not ONLINE:
         l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
-        m = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S)) + m
     return acc, l_i, m
 
 
 @gluon.jit
-def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
+def _consume(
+    pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP: gl.constexpr, ONLINE: gl.constexpr
+):  # fmt: skip
+    """Attend for the program's items; n items and `step` stages came before. Both, after it."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     DTYPE: gl.constexpr = o_desc.dtype
-    step = 0
+    LIMIT: gl.constexpr = BFLOAT16_LIMIT if o_desc.dtype == gl.bfloat16 else FLOAT16_LIMIT
     for i in range(pipe.n_items()):
         index, bh, _row, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
-            q_slot = (i % 2) * CONSUMERS + WARPGROUP
-            mbarrier.wait(pipe.q_full.index(i % 2), (i // 2) & 1)
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            reference = gl.max(pipe.tile_reference.index(i % 2).load(one), 0)
-            q = tile(pipe.q, q_slot)
+            slot, phase = ring(n, 2)
+            mbarrier.wait(pipe.q_full.index(slot), phase)
             # In registers, which relieves shared memory: 557 → 574 TFLOP/s (mid, H200).
+            q = tile(pipe.q, slot * pipe.CONSUMERS + WARPGROUP)
             operand = q.load(gl.DotOperandLayout(0, S, 2))
             # The last tile's output has left shared memory by now.
             tma.store_wait(0)
-            mbarrier.arrive(pipe.q_empty.index((i + 1) % 2), count=1, pred=i > 0)
-            if reference >= 0.0:
-                acc, l_i, m = _attend(pipe, operand, reference, step, keys, first, last, False)
-            else:  # ONLINE_TILE
-                acc, l_i, m = _attend(pipe, operand, reference, step, keys, first, last, True)
+            mbarrier.arrive(pipe.q_empty.index(slot ^ 1), count=1, pred=n > 0)
+            acc, l_i, m = _attend(pipe, operand, step, keys, first, last, ONLINE)
 
             # Computed again: kept through the loops over keys it would spill.
             _index, bh, row, _keys, first, last = pipe.item(i)
+            slot, _phase = ring(n, 2)
+            q_slot = slot * pipe.CONSUMERS + WARPGROUP
             rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             row += WARPGROUP * ROWS
             if i < pipe.n_whole:
                 acc = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
-                q.store(acc.to(DTYPE))
+                tile(pipe.q, q_slot).store(acc.to(DTYPE))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(
                     o_desc, [bh // pipe.n_heads, bh % pipe.n_heads, row, 0], pipe.q.index(q_slot)
@@ -308,41 +302,77 @@ def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
                 gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < pipe.n_q)
             else:
                 part = 2 * gl.program_id(0) + i - pipe.n_whole
-                part_rows = part * TILE_ROWS + WARPGROUP * ROWS
+                part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
                 acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
                 offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
                 gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
                 gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
                 gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
+            if not ONLINE:
+                # Not l > LIMIT, which NaN would not be either.
+                passed = gl.max(gl.where(l_i <= LIMIT, 0.0, 1.0), 0)
+                if passed > 0.0:
+                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                    pipe.overflow.store(gl.full([1], 1.0, gl.float32, one))
             step += last - first + LAG
+            n += 1
+    return n, step
+
+
+@gluon.jit
+def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
+    n = 0
+    step = 0
+    n, step = _consume(pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP, False)
+    mbarrier.arrive(pipe.done, count=1)
+    if pipe.must_repeat(4):
+        written()
+        _consume(pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP, True)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k", "n_whole", "share"])
 def attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr, norm_ptr, n_keys_ptr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_N_KEYS: gl.constexpr,
+    CONSUMERS: gl.constexpr, HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
     """o and lse of whole query tiles, and parts of those that are split."""
+    flag: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    overflow = gl.allocate_shared_memory(
+        gl.float32, [1], flag, gl.full([1], 0.0, gl.float32, one)
+    )  # fmt: skip
     pipe = Pipeline(
         allocate_tiles(q_desc, 2 * CONSUMERS),
         allocate_tiles(k_desc, STAGES),
         allocate_tiles(v_desc, STAGES),
         barriers(2, 1), barriers(2, CONSUMERS),
-        gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
-        norm_ptr, n_keys_ptr, n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        BLOCK_N, STAGES, HAS_N_KEYS,
+        overflow, barriers(1, CONSUMERS).index(0), n_keys_ptr,
+        n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
+        BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 0)),
-            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 1)),
-            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 2)),
-            (_producer, (pipe, q_desc, k_desc, v_desc)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    # An inline list: assigned to a name first, its constants would turn into tensors.
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 0)),
+                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 1)),
+                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 2)),
+                (_producer, (pipe, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 0)),
+                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 1)),
+                (_producer, (pipe, q_desc, k_desc, v_desc)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )

@@ -79,6 +79,15 @@ def ring(n, STAGES: gl.constexpr):
     return n & (STAGES - 1), (n >> (STAGES.bit_length() - 1)) & 1
 
 
+@gluon.jit
+def written():
+    """Wait until what TMA stored for this thread is in memory, not only read from shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
 @gluon.constexpr_function
 def product_ptx(dtype):
     """PTX for two products of 16-bit floats."""
