@@ -155,9 +155,9 @@ def listed(parameters: dict) -> dict:
         if found:
             del forced[name]
         forced |= found
-        contenders |= {
-            trial: config_id + trial.removeprefix(name) for trial in found
-        } or {name: config_id}
+        contenders |= {trial: config_id + trial.removeprefix(name) for trial in found} or {
+            name: config_id
+        }
     return {"implementations": contenders, "forced": forced}
 
 

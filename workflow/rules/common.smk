@@ -45,6 +45,8 @@ except ValueError as error:
 PLANNED_GATES = plan.gates(config)
 STEPS = plan.steps(config, DEVICE, SLUG)
 OPS = plan.ops(config, DEVICE, SLUG)
+TUNING = plan.tuning(config, DEVICE, SLUG)  # on demand alone
+OF_OPERATORS = OPS | TUNING
 TRAINING = plan.training(config, DEVICE, SLUG)
 
 # Gates first, then the benchmarks round by round, training last.
@@ -124,9 +126,11 @@ def step_code(config_id):
 
 
 def op_code(config_id):
-    found = {}
-    for name in set(map(implementation_of, OPS[config_id]["implementations"])):
-        found |= sources.of_op(OPS[config_id] | {"implementation": name})
+    found, parameters = {}, OF_OPERATORS[config_id]
+    for name in set(map(implementation_of, parameters["implementations"])):
+        found |= sources.of_op(parameters | {"implementation": name})
+    if config_id in TUNING:  # the table that it is for voids no trial
+        found = sources.code(found)
     return sources.fingerprint("benchmark", found)
 
 
@@ -155,7 +159,7 @@ def step_state(wildcards):
 
 
 def op_state(wildcards):
-    parameters = plan.job(OPS, wildcards.config_id, wildcards.replicate)
+    parameters = plan.job(OF_OPERATORS, wildcards.config_id, wildcards.replicate)
     return state(op_code(wildcards.config_id), parameters, op_gates(parameters))
 
 
@@ -172,7 +176,7 @@ def gates_of_step(wildcards):
 
 def gates_of_op(wildcards):
     stem = "{config_id}--r{replicate}{attempt}".format(**wildcards)
-    gates = sorted(set().union(*op_gates(OPS[wildcards.config_id]).values()))
+    gates = sorted(set().union(*op_gates(OF_OPERATORS[wildcards.config_id]).values()))
     return awaited("op", stem, gates, op_state(wildcards))
 
 
