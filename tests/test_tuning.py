@@ -144,7 +144,7 @@ def test_a_job_of_all_trials_has_a_contender_for_each(pass_):
 
 
 def test_who_ends_the_process_is_one_of_the_trials_that_it_listed(monkeypatch):
-    """The others are measured without it; of a child that lists nothing the row is a trial's too."""
+    """The others are measured without it; without a list the row is a trial's too."""
     bad = list(listed(asked("forward"))["implementations"])[1]
     children = []
 
