@@ -8,7 +8,7 @@ import json
 from itertools import chain, product
 
 from tnp.bench.outcome import twins
-from tnp.catalog import catalog, is_automatic
+from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
 from tnp.schemas import CEILINGS
@@ -19,6 +19,7 @@ from workflow import problems
 ABLATION = "ablation"
 NOISE = "noise"
 HOST = "host"
+TUNING = "tuning"
 EVERY_OPERATOR = "operators"  # in section `gates`
 # Of each component: base with it alone, and full without it.
 ABLATION_ENDS = ("only", "without")
@@ -186,6 +187,53 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
             study = _of_study(NOISE, noise) | common
             configurations[config_id] = _op_job(config_id, named, copies, study)
     return configurations
+
+
+def tuning(config: dict, device: str, slug: str) -> dict[str, dict]:
+    """Trials of our kernels, on demand: a job an operation, at each shape of section `tuning`.
+
+    An operation that several implementations share is tuned once. Which trials there are is known
+    in the process that measures them. None without a GPU.
+    """
+    configurations = {}
+    spec = config.get(TUNING) if device == "cuda" else None
+    for op in spec["operators"] if spec else ():
+        for named in problems.of_operator(config, op, spec, config["compute_dtype"][device]):
+            for operation, (name, pass_) in _operations(op).items():
+                part = operation.removeprefix(f"{op}.").replace(".", "-")
+                config_id = f"{TUNING}--{op}--{named.shape}--{part}"
+                study = {"study": TUNING, "replicates": 1, "priority": 1}
+                study |= {"timing": config["timing"], "device": device, "device_slug": slug}
+                trials = {"forced": {name: {}}, "passes": [pass_]}
+                configurations[config_id] = _op_job(config_id, named, [name], study | trials)
+    return configurations
+
+
+def _operations(op: str) -> dict[str, tuple[str, str]]:
+    """{operation: the first implementation of ours that runs it, and in which pass}"""
+    found: dict[str, tuple[str, str]] = {}
+    for own in catalog().operator(op).implementations:
+        for pass_, operation in (("forward", own.forward), ("backward", own.backward)):
+            if operation is not None:
+                found.setdefault(operation.name, (own.name, pass_))
+    return found
+
+
+def deciding(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:
+    """(id, replicate) of those operator benchmarks by which implementations are chosen.
+
+    `ops` are the benchmarks of this device; those with "auto" at a shape of section `tuning` count,
+    and the other shapes tell how good the choice is where nothing was tuned.
+    """
+    shapes = config.get(TUNING, {"shapes": []})["shapes"]
+    return [
+        (config_id, replicate)
+        for config_id, parameters in ops.items()
+        if parameters.get("shape") in shapes
+        and parameters["study"] != NOISE
+        and AUTO in parameters["implementations"]
+        for replicate in range(1, parameters["replicates"] + 1)
+    ]
 
 
 def _op_job(config_id: str, named: problems.Named, contenders: list[str], study: dict) -> dict:

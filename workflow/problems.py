@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tnp.bench.sizes import columns
+from tnp.bench.sizes import columns, in_step
 from tnp.catalog import catalog
 from tnp.contract import Problem
 from tnp.targets import CPU, Target, of_capability
@@ -34,12 +34,10 @@ def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named
     for shape in spec.get("shapes", ()):
         model = config["model"] | {"d_ff_storage": storage(config, op)}
         sizes = config["shapes"][shape]
-        problem = operator.within(model, sizes | {"dtype": dtype})
-        if problem is None:
+        found = in_step(operator, model, sizes | {"dtype": dtype})
+        if found is None:
             raise ValueError(f"the neural process has no {op}")
-        padded = "d_ff" in operator.sizes and problem["d_ff"] != model["d_ff"]
-        draw = {"d_ff_real": model["d_ff"]} if padded else {}
-        yield Named(shape, problem, draw, columns(op, sizes, model))
+        yield Named(shape, *found, columns(op, sizes, model))
     for at in spec.get("at", ()):
         model, _, run = at.partition("/")
         for section, name in (("models", model), ("runs", run)):

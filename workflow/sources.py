@@ -95,14 +95,6 @@ def of_training(parameters: dict) -> Found:
     return _using(["tnp.train:run"], _of_variant(parameters), STEP, parameters["device_slug"])
 
 
-def of_trials(operator_jobs: Iterable[dict]) -> Found:
-    """What times candidates, and our kernels; not the table, which voids no trial."""
-    found = definitions(["tnp.bench.tuning:tune", "tnp.bench.tuning:main"], NOT_MEASURED)
-    for parameters in operator_jobs:
-        found |= of_op(parameters)
-    return code(found)
-
-
 def with_definitions(kind: str, parameters: dict) -> dict:
     """A job's parameters with `definitions`: the hashes of what a "step" or "op" runs, by name.
 

@@ -17,7 +17,7 @@ from tnp.task_sources import MAX_POINTS
 from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
-from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, gates
+from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, TUNING, gates
 
 ENDS = ("base", "full")  # of the ablation
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
@@ -129,7 +129,7 @@ def _faults(config: dict) -> Iterator[Fault]:
         place = ("steps", name)
         yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
         yield from _not_among((*place, "variants"), "variant", study["variants"], variants)
-        if name in (ABLATION, NOISE):
+        if name in (ABLATION, NOISE, TUNING):
             yield Fault(place, f"that is section {name}: rename the study")
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
@@ -139,8 +139,8 @@ def _faults(config: dict) -> Iterator[Fault]:
         yield from _of_host((HOST, "problems", name), spec, config)
     if "ablation" in config:
         yield from _of_ablation(("ablation",), config["ablation"], shapes, variants)
-    if "tuning" in config:
-        yield from _not_among(("tuning", "shapes"), "shape", config["tuning"]["shapes"], shapes)
+    if TUNING in config:
+        yield from _of_tuning((TUNING,), config[TUNING], config)
     for name, run in config["training"].items():
         yield from _of_training(("training", name), run, config)
     for use in _uses(config):
@@ -230,6 +230,17 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
             (*place, "warmup_steps"),
             f"{run['warmup_steps']} must be at most steps, {run['steps']}",
         )
+
+
+def _of_tuning(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
+    yield from _not_among((*place, "shapes"), "shape", spec["shapes"], config["shapes"])
+    operators = (*place, "operators")
+    yield from _not_among(operators, "operator", spec["operators"], catalog().operators)
+    for index, op in enumerate(spec["operators"]):
+        try:
+            list(problems.of_operator(config, op, spec, config["compute_dtype"]["cuda"]))
+        except ValueError as error:
+            yield Fault((*operators, index), str(error))
 
 
 class _Use(NamedTuple):

@@ -1,23 +1,30 @@
 """`python -m tnp.tune`: what is timed, what is entered, and what is said without a GPU."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from tnp import tune
+from tnp import choice, targets, tune
 from tnp.bench.outcome import failure_rows
-from tnp.bench.sizes import OPERATOR_SIZES
-from tnp.ops import auto, registry
+from tnp.catalog import catalog
 
 SIZES = ["--batch", "8", "--n-context", "2000", "--n-target", "300"]
+H200 = targets.named("nvidia-h200")
+IN_STEPS = {"attention", "embedding", "mixture_heads", "mixture_nll", "mlp", "linear",
+            "project_qkv", "rms_norm", "add_rms_norm"}  # fmt: skip
 
 
-@pytest.fixture
-def table(tmp_path, monkeypatch):
-    monkeypatch.setattr(auto, "TABLE", tmp_path / "implementations.json")
-    auto.write_table([])
-    yield auto.table
-    auto.table.cache_clear()
-    auto.choose.cache_clear()
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where the user's table is written."""
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choice.refresh()
+    yield tmp_path / "tnp/tuned"
+    choice.refresh()
 
 
 @pytest.fixture
@@ -29,55 +36,77 @@ def asked(monkeypatch):
         jobs.append(parameters)
         rows = failure_rows(kind, parameters, "ok", "")["ops"]
         for row in rows:
-            row["time_ms_p50"] = (
-                0.5 if registry.role(row["op"], row["implementation"]) == "own" else 1.0
-            )
-            if row["implementation"] == "single" and row["pass"] == "backward":
-                row |= {"status": "oom", "reason": "out of memory"}
+            own = catalog().role(row["op"], row["implementation"]) == "own"
+            row["time_ms_p50"] = 0.5 if own else 1.0
+            if row["implementation"] == "single":
+                row["time_ms_p50"] = 0.1
+                if row["pass"] == "backward":
+                    row |= {"status": "oom", "reason": "out of memory"}
         return {"ops": rows}
 
     monkeypatch.setattr(tune, "run_isolated", run_isolated)
     monkeypatch.setattr(tune, "device_slug", lambda: "nvidia-h200")
     monkeypatch.setattr(tune, "require_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tune, "_target", lambda: H200)
     return jobs
 
 
-def test_the_fastest_of_each_operator_is_entered(asked, table, capsys):
+def test_the_fastest_of_each_operator_is_entered(asked, folder, capsys):
     assert tune.main([*SIZES, "--dtype", "float16"]) == 0
-    assert [job["op"] for job in asked] == list(OPERATOR_SIZES)
-    entries = {entry["op"]: entry for entry in table()}
-    assert entries["mlp"] == {
-        "op": "mlp",
+    assert {job["op"] for job in asked} == IN_STEPS
+    of_mlp = next(job for job in asked if job["op"] == "mlp")
+    assert list(of_mlp["implementations"]) == catalog().candidates("mlp", "auto")
+    assert of_mlp["draw"] == {"d_ff_real": 1365}
+    entries = {(one["of"], one["mode"]): one for one in choice.table(folder / "nvidia-h200.json")}
+    assert entries["mlp", "training"] == {
+        "of": "mlp",
+        "mode": "training",
         "capability": 90,
-        "dtype": "float16",
-        "sizes": {"rows": 8 * 2300, "d_model": 512, "d_ff": 1408},
-        "implementation": "fused",
+        "problem": {
+            "op": "mlp",
+            "dtype": "float16",
+            "sizes": {"rows": 8 * 2300, "d_model": 512, "d_ff": 1408},
+        },
+        "choice": "fused",
     }
-    assert entries["attention"]["implementation"] == "separate"  # as fast as fused, and before it
-    heads = {"rows": 8 * 300, "d_model": 512, "d_ff": 1408, "n_components": 10}
-    assert entries["mixture_heads"]["sizes"] == heads
-    assert entries["mixture_nll"]["dtype"] == "float32"
-    lines = capsys.readouterr().out.splitlines()
-    assert "mlp            fused                   0.5          0.5  chosen" in lines
-    assert any(line.startswith("mlp            single") and "oom: out of" in line for line in lines)
+    assert entries["mlp", "inference"]["choice"] == "single"
+    assert entries["attention", "training"]["choice"] == "separate"  # as fast as fused, before it
+    assert entries["mixture_heads", "training"]["problem"]["sizes"]["rows"] == 8 * 300
+    assert entries["mixture_nll", "training"]["problem"]["dtype"] == "float32"
+    printed = capsys.readouterr().out
+    assert f"{len(entries)} entries for nvidia-h200: {folder / 'nvidia-h200.json'}" in printed
+    lines = [line.split(maxsplit=4) for line in printed.splitlines()]
+    assert ["mlp", "fused", "0.5", "0.5", "chosen for training"] in lines
+    assert ["mlp", "single", "0.1", "chosen", "for inference; oom: out of memory"] in lines
+    # From then on it is what "auto" takes, before what is installed.
+    assert any(one["of"] == "mlp" for one in choice.of_target(H200)[0][: len(entries)])
 
 
-def test_an_operator_without_a_time_has_no_entry(asked, table, monkeypatch):
+def test_sizes_of_the_model_are_asked_for(asked):
+    assert tune.main([*SIZES, "--d-model", "64", "--n-heads", "4", "--d-ff", "128"]) == 0
+    problems = {job["op"]: json.loads(job["problem"])["sizes"] for job in asked}
+    assert problems["attention"]["head_dim"] == 16
+    assert problems["mlp"]["d_model"] == 64 and problems["mlp"]["d_ff"] == 128
+
+
+def test_an_operator_without_a_time_has_no_entry(asked, folder, monkeypatch, capsys):
     def fail(kind, parameters, timeout_s):
         return failure_rows(kind, parameters, "timeout", "not finished after 900 s")
 
     monkeypatch.setattr(tune, "run_isolated", fail)
     assert tune.main(SIZES) == 1
-    assert table() == ()
+    assert not folder.exists()
+    printed = capsys.readouterr()
+    assert "timeout: not finished after 900 s" in printed.out
+    assert "nothing could be timed of attention" in printed.err
 
 
-def test_without_a_gpu_it_says_so(table, capsys):
+def test_without_a_gpu_it_says_so(folder, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     assert tune.main(SIZES) == 2
     assert capsys.readouterr().err.startswith("python -m tnp.tune needs an NVIDIA GPU: none is")
-    assert table() == ()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("batch", ["0", "-1", "many"])
@@ -86,3 +115,10 @@ def test_bad_sizes_are_named(batch, capsys):
         tune.main(["--batch", batch, *SIZES[2:]])
     assert ended.value.code == 2
     assert f"{batch!r} must be a whole number" in capsys.readouterr().err
+
+
+def test_help_waits_for_no_torch():
+    code = "import sys; from tnp import tune; assert 'torch' not in sys.modules; tune.main(['-h'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m tnp.tune")

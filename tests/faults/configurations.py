@@ -68,7 +68,7 @@ def valid() -> dict:
         "shapes": {"tiny": {"cuda_graph": False, "replicates": 1}},
     }
     config["timing"]["timeout_s"] = 120.0
-    config["tuning"] = {"shapes": ["tiny"], "operations": ["forward"], "dtype": "bfloat16"}
+    config["tuning"] = {"shapes": ["tiny"], "operators": ["attention"]}
     return config
 
 

@@ -12,7 +12,7 @@ import yaml
 from tnp.bench.outcome import implementation_of
 from tnp.gates import gates_for, gates_of
 from tnp.ops import registry
-from workflow import plan, sources, tuning_plan
+from workflow import plan, sources
 
 CONFIG = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
 
@@ -298,21 +298,6 @@ def test_what_auto_may_choose_is_its_source_and_gate():
     assert "tnp/ops/attention/peers.py" not in attention
     others = sources.of_step(steps["matrix--mid--fused"]), sources.of_gate("mlp")
     assert not any(chosen & files(found) for found in others)
-
-
-def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
-    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
-    jobs = tuning_plan.operator_jobs(CONFIG, ops)
-    assert ("attention--large", 2) in jobs and ("mlp--small", 1) in jobs
-    tuned = {name.split("--")[1] for name, _ in jobs}
-    assert tuned == set(CONFIG["tuning"]["shapes"])
-    for op in registry.CANDIDATES.keys() & CONFIG["ops"].keys():
-        assert "auto" in CONFIG["ops"][op]["implementations"]
-        assert set(registry.CANDIDATES[op]) <= set(CONFIG["ops"][op]["implementations"])
-        assert set(CONFIG["ops"][op]["shapes"]) - tuned  # where nothing was tuned
-    assert tuning_plan.operator_jobs(CONFIG, plan.ops(CONFIG, "cpu", "cpu")) == []
-    without = {name: section for name, section in CONFIG.items() if name != "tuning"}
-    assert tuning_plan.operator_jobs(without, ops) == []
 
 
 def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():

@@ -17,7 +17,7 @@ TINY = yaml.safe_load((Path(__file__).parent / "config.yaml").read_text())
 TINY["gates"] = list(GATES)
 TINY["variants"]["separate"] = {"attention": "separate"}
 TINY["steps"]["cpu"]["variants"] = ["sdpa_flash", "separate"]
-TINY["tuning"] = {"shapes": ["tiny"], "operations": ["fused"], "dtype": "bfloat16"}
+TINY["tuning"] = {"shapes": ["tiny"], "operators": ["attention"]}
 # Of an operator.
 STUDY = {
     "devices": ["cpu"],
@@ -117,6 +117,8 @@ def changed(path: str, value: object) -> dict:
         ("ablation.shapes", {"huge": {"cuda_graph": True, "replicates": 1}},
          "ablation.shapes: unknown shape 'huge'"),
         ("tuning.shapes", ["tny"], "tuning.shapes: unknown shape 'tny': did you mean 'tiny'"),
+        ("tuning.operators", ["atention"], "unknown operator 'atention': did you mean 'attention'"),
+        ("tuning.operators", ["rope"], "tuning.operators[0]: the neural process has no rope"),
         ("gates", ["baselin"], "gates: unknown gate 'baselin': did you mean 'baseline'"),
         ("training.gp_tiny.shape", "huge", "training.gp_tiny.shape: unknown shape 'huge'"),
         ("training.gp_tiny.warmup_steps", 21, "warmup_steps: 21 must be at most steps, 20"),

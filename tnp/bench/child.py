@@ -1,8 +1,8 @@
 """The process a measurement runs in: `python -m tnp.bench.child KIND PARENT REPORT`.
 
 `reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement.
-This one reports "tables", table → rows, and "suspects", the implementations of an operator to blame
-should the process end now.
+This one reports "tables", table → rows, and "suspects", the contenders of an operator to blame
+should the process end now; and "listed", the contenders, where it was asked for all trials.
 """
 
 import json
@@ -29,8 +29,12 @@ def main(kind: str, parent: str, report: str) -> None:
 
             note(tables={"host_calls": measure_host(parameters)})
         else:
+            from tnp.bench.contenders import listed
             from tnp.bench.measure import measure_op
 
+            if changes := listed(parameters):
+                parameters |= changes
+                note(listed=changes)
             note(tables=measure_op(parameters, started, lambda names: note(suspects=names)))
 
 

@@ -80,7 +80,9 @@ def job(
         contenders: implementations, "auto" too; twins and trials are called
             "implementation--anything".
         device, slug: "cuda" or "cpu", and the name that rows have.
-        forced: of trials, kernels and configurations by operation, as `trials` gives them.
+        forced: of trials, kernels and configurations by operation, as `trials` gives them; of an
+            implementation nothing, {}, where the process that measures is to list all its trials
+            (`listed`).
         passes: "forward", "backward" or both; by default both, where there are two.
         columns: of its rows, such as `shape`.
     """
@@ -130,6 +132,35 @@ def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Fo
     return named
 
 
+def listed(parameters: dict) -> dict:
+    """What changes in a job that leaves it open which kernels and configurations it forces.
+
+    Only a process that has imported the kernels, and sees the device, can list its trials. A
+    contender that has none stays as it is.
+    """
+    forced = dict(parameters.get("forced", {}))
+    if {} not in forced.values():
+        return {}
+    operator = catalog().operator(parameters["op"])
+    problem = operator.from_json(parameters["problem"])
+    target = targets.of_device(torch.device(parameters["device"]))
+    contenders: dict[str, str] = {}
+    for name, config_id in parameters["implementations"].items():
+        found: dict[str, Forced] = {}
+        if forced.get(name) == {}:
+            wanted = wanted_of(operator, catalog().load(operator.name, name), Case(problem))
+            call = Call(problem, target, wanted)
+            (pass_,) = passes(parameters)
+            found = trials(operator.name, name, pass_, call)
+        if found:
+            del forced[name]
+        forced |= found
+        contenders |= {trial: config_id + trial.removeprefix(name) for trial in found} or {
+            name: config_id
+        }
+    return {"implementations": contenders, "forced": forced}
+
+
 class Contenders:
     """A job in one pass: inputs, calls, and the check afterwards.
 
@@ -144,8 +175,9 @@ class Contenders:
         problem = self.operator.from_json(parameters["problem"])
         self.case = Case(problem, tuple(sorted(parameters.get("draw", {}).items())))
         self.pass_, self.device, self.forced = pass_, device, parameters.get("forced", {})
-        # A forward pass beside a backward one saves what that needs, as in training.
-        self.trains = "backward" in passes(parameters)
+        # A forward pass beside a backward one saves what that needs, as in training. So does a
+        # trial: what is chosen by it serves training too.
+        self.trains = bool(self.forced) or "backward" in passes(parameters)
         self.options = dict(self.operator.call_options(problem))
         self.sets, self.upstreams = [], []
         replicate = parameters["replicate"]

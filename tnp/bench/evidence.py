@@ -64,7 +64,7 @@ def of_op(parameters: dict) -> dict[str, object]:
         "rank": listed.rank if listed else None,
         "precision": listed.own.precision if listed and listed.own else "",
         "with_forward": operator.backward_with_forward,
-        "forced": json.dumps(forced) if forced else None,
+        "forced": json.dumps(forced) if forced is not None else None,
     }
 
 

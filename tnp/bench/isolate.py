@@ -27,7 +27,7 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
     Raises:
         DeviceMissing: the device of the parameters is not here, so that nothing can be said of it.
     """
-    tables, suspects = _run_once(kind, parameters, timeout_s)
+    tables, suspects, parameters = _run_once(kind, parameters, timeout_s)
     names = list(parameters.get("implementations", []))
     if not suspects or len(names) == 1:
         return tables
@@ -41,9 +41,13 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
     return together([tables, *rest])
 
 
-def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list[str]]:
-    """What one child process gives: table → rows, and who may have ended it before its time."""
+def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list[str], dict]:
+    """What one child process gives: table → rows, and who may have ended it before its time.
+
+    And the parameters, with the trials that it listed.
+    """
     report = run_child(["tnp.bench.child", kind], parameters, timeout_s)
+    parameters = parameters | report.get("listed", {})
     # A process that dies while it is being taken down has measured all the same.
     measured = "tables" in report
     tables: Rows = (
@@ -54,7 +58,7 @@ def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list
         tables["environments"] = [environment]
     identity = environment and environment["environment_id"]
     suspects = [] if measured else report.get("suspects", [])
-    return with_provenance(tables, parameters["device_slug"], identity), suspects
+    return with_provenance(tables, parameters["device_slug"], identity), suspects, parameters
 
 
 def with_provenance(tables: Rows, device: str, environment_id: str | None) -> Rows:

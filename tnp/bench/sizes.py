@@ -1,4 +1,8 @@
-"""Columns that rows of operators have of a step of the neural process."""
+"""Problems of operators in a step of the neural process, and what their rows say of it."""
+
+from typing import Any
+
+from tnp.contract import Operator, Problem
 
 # Sizes of the model that stand in rows of an operator; attention's follow from its heads.
 COLUMNS = {
@@ -9,6 +13,21 @@ COLUMNS = {
     "mixture_nll": ("n_components",),
 }
 OF_TARGETS = ("mixture_heads", "mixture_nll")  # these see no context row
+
+
+def in_step(operator: Operator, model: dict, run: dict) -> tuple[Problem, dict[str, Any]] | None:
+    """An operator's problem in a step, and how its values are drawn; None where it has none.
+
+    Args:
+        operator: the operator.
+        model: sizes of the model, `d_ff_storage` among them.
+        run: batch, n_context, n_target and dtype of the step.
+    """
+    problem = operator.within(model, run)
+    if problem is None:
+        return None
+    padded = "d_ff" in operator.sizes and problem["d_ff"] != model["d_ff"]
+    return problem, {"d_ff_real": model["d_ff"]} if padded else {}
 
 
 def columns(op: str, shape: dict, model: dict) -> dict[str, int]:

@@ -39,7 +39,7 @@ rule op:
     log:
         f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
     wildcard_constraints:
-        config_id=one_of(OPS),
+        config_id=one_of(OF_OPERATORS),
         replicate=r"\d+",
     priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
     threads: workflow.cores
@@ -48,11 +48,11 @@ rule op:
     params:
         kind="op",
         code=lambda wildcards: op_code(wildcards.config_id),
-        gates=lambda wildcards: op_gates(OPS[wildcards.config_id]),
+        gates=lambda wildcards: op_gates(OF_OPERATORS[wildcards.config_id]),
         state=op_state,
         runs=RUNS,
         parameters=lambda wildcards: plan.job(
-            OPS, wildcards.config_id, wildcards.replicate
+            OF_OPERATORS, wildcards.config_id, wildcards.replicate
         ),
     script:
         "../scripts/benchmark.py"

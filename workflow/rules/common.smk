@@ -46,6 +46,8 @@ except ValueError as error:
 PLANNED_GATES = plan.gates(config)
 STEPS = plan.steps(config, DEVICE, SLUG)
 OPS = plan.ops(config, DEVICE, SLUG)
+TUNING = plan.tuning(config, DEVICE, SLUG)  # on demand alone
+OF_OPERATORS = OPS | TUNING
 TRAINING = plan.training(config, DEVICE, SLUG)
 HOST = plan.host(config, DEVICE, SLUG)
 
@@ -128,9 +130,11 @@ def step_code(config_id):
 
 @cache
 def op_code(config_id):
-    found = {}
-    for name in set(map(implementation_of, OPS[config_id]["implementations"])):
-        found |= sources.of_op(OPS[config_id] | {"implementation": name})
+    found, parameters = {}, OF_OPERATORS[config_id]
+    for name in set(map(implementation_of, parameters["implementations"])):
+        found |= sources.of_op(parameters | {"implementation": name})
+    if config_id in TUNING:  # the table that it is for voids no trial
+        found = sources.code(found)
     return sources.fingerprint("benchmark", found)
 
 
@@ -165,7 +169,7 @@ def step_state(wildcards):
 
 
 def op_state(wildcards):
-    parameters = plan.job(OPS, wildcards.config_id, wildcards.replicate)
+    parameters = plan.job(OF_OPERATORS, wildcards.config_id, wildcards.replicate)
     return state(op_code(wildcards.config_id), parameters, op_gates(parameters))
 
 
@@ -182,7 +186,7 @@ def gates_of_step(wildcards):
 
 def gates_of_op(wildcards):
     stem = "{config_id}--r{replicate}{attempt}".format(**wildcards)
-    gates = sorted(set().union(*op_gates(OPS[wildcards.config_id]).values()))
+    gates = sorted(set().union(*op_gates(OF_OPERATORS[wildcards.config_id]).values()))
     return awaited("op", stem, gates, op_state(wildcards))
 
 

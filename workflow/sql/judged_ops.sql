@@ -1,5 +1,5 @@
--- Grain: question × run × contender, of all generations and failed runs included. A question is of
--- one pass, and a twin is a second contender of its implementation.
+-- Grain: question × run × contender, of all generations and failed runs included, but no tuning
+-- trials. A question is of one pass, and a twin is a second contender of its implementation.
 --
 -- `counts`: the row may be compared. `why_not` says why not. A time that is no finite number is an
 -- error here.
@@ -29,6 +29,7 @@ inner join evidence
         and run_of(ops.run_id, ops.device, ops.recorded_at) = evidence.run
         and ops.config_id = evidence.config_id
         and ops.pass = evidence.pass
+where ops.forced is null
 qualify
     row_number()
         over (partition by ops.device, evidence.run, ops.config_id, ops.pass order by ops.origin)

@@ -2,7 +2,7 @@
 -- together.
 --
 -- An implementation of lower rank, PyTorch first, stays where the fastest is less than 1 % faster:
--- two runs differ by as much (`fastest` in tnp/ops/auto.py).
+-- two runs differ by as much (`fastest` in tnp/tuning.py).
 create or replace view operator_choice as
 with candidates as (
     select

@@ -1,5 +1,5 @@
--- Grain: device × run × config_id × pass: every timing, of all generations. `counts` is null where
--- no evidence was kept, and false where the time is known not to count.
+-- Grain: device × run × config_id × pass: every timing but tuning trials, of all generations.
+-- `counts` is null where no evidence was kept, and false where the time is known not to count.
 --
 -- What is in one `family` has equal sizes and dtype. A step's model is known by its operations,
 -- `flops`. `part` is what noise is known of: the shape of a step, an operator's name and pass.
@@ -67,6 +67,7 @@ with measured as (
         ln(time_ms_p50) as log_ms,
         time_ms_std / time_ms_p50 as deviation
     from ops
+    where forced is null
 )
 
 select
