@@ -110,9 +110,14 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 
     One without an option that is on says something too: after those with it, before a default.
     """
-    try:
-        theirs = operator.from_json(json.dumps(content))
-    except (ValueError, KeyError):  # the operator has changed since
+    text = json.dumps(content)
+    if (operator.name, text) not in _problems:
+        try:
+            _problems[operator.name, text] = operator.from_json(text)
+        except (ValueError, KeyError):  # the operator has changed since
+            _problems[operator.name, text] = None
+    theirs = _problems[operator.name, text]
+    if theirs is None:
         return None
     same = theirs.dtype == problem.dtype and set(theirs.options) <= set(problem.options)
     fixed = all(theirs[name] == problem[name] for name in operator.fixed)
@@ -122,6 +127,7 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 # ------------------------------------------------------------------------------------- the tables
 
 _read: dict[Path, tuple[Entry, ...]] = {}
+_problems: dict[tuple[str, str], Problem | None] = {}  # of entries, parsed once
 epoch = 0  # of the tables in this process; part of every plan's key
 
 
@@ -129,6 +135,7 @@ def refresh() -> None:
     """Forget what was read: the next choice reads the tables again."""
     global epoch
     _read.clear()
+    _problems.clear()
     epoch += 1
 
 
