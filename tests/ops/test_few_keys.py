@@ -16,7 +16,7 @@ from tests.ops.test_attention_kernels import (
     ratios,
     reference,
 )
-from tnp import targets
+from tnp import plans, targets
 from tnp.contract import Call
 from tnp.gates import rounding
 from tnp.gates.attention_cases import Case
@@ -62,7 +62,8 @@ def test_forward_configurations_are_within_budgets(config: ForwardConfig, ragged
     """With padding after n_keys, and with a tile that is full of keys, which has no mask."""
     q, k, v, do = draw(Case(2, 1, 333 if ragged else 70, config.block_n - 3 * ragged))
     n_keys = counts(50, 7) if ragged else None
-    plan, inputs = FEW.plan(q, k, v, n_keys, forward_config=config)
+    inputs, forced = (q, k, v, n_keys), {"attention.forward": ("few_keys", config)}
+    plan = plans.build(OPERATOR, "separate", inputs, forced=forced)
     (o,), (lse,) = plan.forward(inputs, (SCALE,))
     own, exact = (reference(q, k, v, do, n_keys, dtype)[0] for dtype in (q.dtype, torch.float64))
     lengths = n_keys.tolist() if ragged else [config.block_n] * 2

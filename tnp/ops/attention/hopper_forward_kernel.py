@@ -9,9 +9,9 @@ s = scale·log2(e)·q kᵀ:
 Softmax does not change with the reference m. First m is each row's largest score in the block of
 keys that comes first, and neither maximum nor rescaling follows. The row's sum is at least 1, so
 that nothing underflows that counts, and it tells afterwards whether a later score lay too far above
-m: then it passes LIMIT, or is no number. A program that saw such a row does all its tiles again
-with online softmax (Milakov and Gimelshein, arXiv 1805.02867); with scores in bfloat16 a row must
-rise by 2^64 for it. FlashAttention-4 rescales only where scores rise by much, for the same reason.
+m: then it passes LIMIT, or the output is not finite. A program that saw such a row does all its
+tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.02867); in bfloat16 a score must
+lie 64 above m for it, to base 2.
 The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
 (arXiv 2407.08608).
 
@@ -41,10 +41,9 @@ ROWS = gl.constexpr(64)  # query rows of a warpgroup
 # Blocks that the values run behind the keys.
 LAG = gl.constexpr(1)
 HEAD_DIM = gl.constexpr(64)
-# The largest sum of a row whose reference stands. In bfloat16 p·v stays finite up to |v| = 2^63; in
-# float16 p itself does.
-BFLOAT16_LIMIT = gl.constexpr(2.0**64)
-FLOAT16_LIMIT = gl.constexpr(2.0**15)
+# The largest sum of a row whose reference stands: p·v stays finite up to |v| = 2^63. In float16 p
+# itself is not up to there, and the row of acc then not finite.
+LIMIT = gl.constexpr(2.0**64)
 # A row of a part: acc, m and l, padded so that rows stay aligned.
 PART_WIDTH = gl.constexpr(68)
 
@@ -64,7 +63,7 @@ class Pipeline:
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
     empty: gl.shared_memory_descriptor
-    overflow: gl.shared_memory_descriptor  # 1 where a row of the program's passed the limit
+    overflow: gl.shared_memory_descriptor  # 1 where a reference did not stand
     done: gl.shared_memory_descriptor  # all consumers with all tiles, and `overflow` with it
     n_keys_ptr: gl.tensor
     n_tiles: gl.tensor
@@ -128,7 +127,7 @@ class Pipeline:
 
     @gluon.jit
     def must_repeat(self, WARPS: gl.constexpr):
-        """Whether a row of the program's passed the limit; waits for all consumers."""
+        """Whether some reference of the program did not stand; waits for all consumers."""
         one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         mbarrier.wait(self.done, 0)
         return gl.max(self.overflow.load(one), 0) > 0.0
@@ -271,7 +270,6 @@ def _consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     DTYPE: gl.constexpr = o_desc.dtype
-    LIMIT: gl.constexpr = BFLOAT16_LIMIT if o_desc.dtype == gl.bfloat16 else FLOAT16_LIMIT
     for i in range(pipe.n_items()):
         index, bh, _row, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
@@ -284,6 +282,15 @@ def _consume(
             tma.store_wait(0)
             mbarrier.arrive(pipe.q_empty.index(slot ^ 1), count=1, pred=n > 0)
             acc, l_i, m = _attend(pipe, operand, step, keys, first, last, ONLINE)
+
+            if not ONLINE:
+                # Not l > LIMIT, which NaN would not be either.
+                failed = gl.max(gl.where(l_i <= LIMIT, 0.0, 1.0), 0)
+                if o_desc.dtype == gl.float16:
+                    failed += gl.max(gl.where(gl.sum(acc * 0.0, 1) == 0.0, 0.0, 1.0), 0)
+                if failed > 0.0:
+                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                    pipe.overflow.store(gl.full([1], 1.0, gl.float32, one))
 
             # Computed again: kept through the loops over keys it would spill.
             _index, bh, row, _keys, first, last = pipe.item(i)
@@ -308,12 +315,6 @@ def _consume(
                 gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
                 gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
                 gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
-            if not ONLINE:
-                # Not l > LIMIT, which NaN would not be either.
-                passed = gl.max(gl.where(l_i <= LIMIT, 0.0, 1.0), 0)
-                if passed > 0.0:
-                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                    pipe.overflow.store(gl.full([1], 1.0, gl.float32, one))
             step += last - first + LAG
             n += 1
     return n, step
