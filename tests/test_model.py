@@ -10,7 +10,7 @@ from tnp.model import TNPConfig, TransformerNP
 from tnp.plans import KernelPlan
 from tnp.step import TrainingStep
 from tnp.tasks import Task
-from tnp.variants import OPERATORS, Variant
+from tnp.variants import FAMILIES, Variant
 
 CONFIG = TNPConfig(d_model=32, n_layers=2, n_heads=2, d_ff=21, n_components=3)
 
@@ -171,7 +171,7 @@ def test_attention_is_launched_once_a_layer(monkeypatch, implementation, recompu
 def test_all_operators_of_ours_give_what_torch_gives(spec):
     task = make_task()
     own = loss_and_gradients(build(), task)
-    ours = dict.fromkeys(OPERATORS, "fused")
+    ours = dict.fromkeys(FAMILIES, "fused")
     for name, x in loss_and_gradients(build(d_ff_storage=32, **ours, **spec), task).items():
         x = x[tuple(map(slice, own[name].shape))]  # without the padding
         torch.testing.assert_close(x, own[name], atol=1e-4, rtol=1e-3, msg=name)

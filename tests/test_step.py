@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from tests.test_model import build, make_task
 from tnp.ops import casting
 from tnp.step import TrainingStep, _Captured, shorten_inductor_messages
-from tnp.variants import OPERATORS
+from tnp.variants import FAMILIES
 
 
 def test_without_the_optimizer_the_weights_stay():
@@ -137,7 +137,7 @@ def test_cuda_graph_without_a_gpu_raises():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("ours", [{}, dict.fromkeys(OPERATORS, "fused") | {"skip_unread": True}])
+@pytest.mark.parametrize("ours", [{}, dict.fromkeys(FAMILIES, "fused") | {"skip_unread": True}])
 def test_captured_step_follows_new_tasks_and_learning_rates(ours):
     losses = []
     for cuda_graph in (False, True):

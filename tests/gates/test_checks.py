@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from tnp.gates import GATES, KERNEL_GATES, blocking_reason, gates_for, run_gate
+from tnp.catalog import catalog
+from tnp.gates import GATES, blocking_reason, gates_for, generic_gates, run_gate
+from tnp.gates import gate as gate_named
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
-from tnp.ops import registry
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -58,8 +59,9 @@ def test_error_ratio_of_a_result_that_is_truly_zero():
 
 def row(**changes) -> dict:
     return {
-        "gate": "attention_forward",
+        "gate": "op--attention--separate",
         "implementation": "separate",
+        "op": "attention",
         "status": "ok",
         "passed": True,
         "check": "c",
@@ -73,15 +75,22 @@ def row(**changes) -> dict:
 def test_a_red_check_blocks_only_its_implementation():
     rows = [row(), row(passed=False)]
     separate, flash = {"attention": "separate"}, {"attention": "sdpa_flash"}
-    assert "gate attention_forward is red: c: m 2, bound 1" in blocking_reason(rows, separate)
+    expected = "gate op--attention--separate is red: c: m 2, bound 1"
+    assert expected in blocking_reason(rows, separate)
     assert blocking_reason(rows, flash) is None
     assert blocking_reason([row(implementation="", passed=False)], flash)
     assert blocking_reason([row(status="error", reason="boom", passed=None)], separate)
     assert blocking_reason([row(status="unsupported", passed=None)], separate) is None
 
 
-def test_a_red_check_names_an_implementation_of_its_gates_operator():
-    fused = row(gate="mlp", implementation="fused", passed=False)
+def test_a_red_check_blocks_auto_where_it_could_choose_the_implementation():
+    red = [row(passed=False)]
+    assert blocking_reason(red, {"attention": "auto"})
+    assert blocking_reason(red, {"mlp": "auto"}) is None
+
+
+def test_a_red_check_names_an_implementation_of_its_operator():
+    fused = row(gate="op--mlp--fused", op="mlp", implementation="fused", passed=False)
     assert blocking_reason([fused], {"attention": "separate", "mlp": "fused"})
     assert blocking_reason([fused], {"attention": "fused", "mlp": "single"}) is None
     assert blocking_reason([fused], {"attention": "fused"}) is None
@@ -90,11 +99,19 @@ def test_a_red_check_names_an_implementation_of_its_gates_operator():
     assert blocking_reason([captured], {"attention": "separate", "mlp": "fused"}) is None
 
 
+def test_a_family_is_all_of_its_operators():
+    red = row(gate="op--add_rms_norm--fused", op="add_rms_norm", implementation="fused",
+              passed=False)  # fmt: skip
+    assert blocking_reason([red], {"rms_norm": "fused"})
+    assert blocking_reason([red], {"rms_norm": "torch"}) is None
+
+
 def test_gates_follow_what_a_step_uses():
     assert gates_for({"attention": "sdpa_flash", "mlp": "torch"}) == ["baseline"]
-    assert "attention_backward" in gates_for({"attention": "separate"})
     both = gates_for({"attention": "fused", "mlp": "single"})
-    assert both == ["baseline", "attention_forward", "attention_fused", "kernels", "mlp"]
+    assert both == ["baseline", "op--attention--fused", "kernels", "op--mlp--single"]
+    norms = gates_for({"rms_norm": "fused"})
+    assert norms == ["baseline", "op--rms_norm--fused", "kernels", "op--add_rms_norm--fused"]
     assert gates_for({"attention": "sdpa_cudnn"}, checkpoint=True, cuda_graph=True) == [
         "baseline",
         "checkpointing",
@@ -107,10 +124,11 @@ def test_gates_follow_what_a_step_uses():
     ]
 
 
-def test_a_gate_that_proves_an_implementation_names_its_operator():
-    for (op, name), gates in KERNEL_GATES.items():
-        assert name in registry.names(op)
-        assert all(GATES[gate].op == op for gate in gates if gate != "kernels")
+def test_every_gate_of_a_step_exists():
+    families = {operator.family or operator.name for operator in catalog().operators.values()}
+    named = gates_for(dict.fromkeys(families, "auto"), True, True, True, True)
+    assert set(named) <= {*GATES, *generic_gates()}
+    assert gate_named("op--mlp--fused").op == "mlp"
 
 
 def test_unknown_gate_raises():

@@ -1,4 +1,4 @@
-"""Every gate as a whole on this device, but for those that are run elsewhere."""
+"""Every gate of the model on this device, but for those that are run elsewhere."""
 
 import pytest
 import torch
@@ -6,23 +6,11 @@ import torch
 from tnp.gates import GATES, run_gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Compiled by tests/ops/test_compilation.py, and run by the workflow that .ci/run starts.
+# Compiled by tests/gates/test_compile.py, and run by the workflow that .ci/run starts.
 ELSEWHERE = {"kernels", "checkpointing"}
-# Multiplied through one library by the kernel and through another by PyTorch (tests/dtypes.py).
-BLAS = {
-    "attention_forward", "attention_backward", "attention_fused",
-    "projection", "mlp", "mixture_heads",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        pytest.param(gate, marks=[pytest.mark.blas] * (gate in BLAS))
-        for gate in GATES
-        if gate not in ELSEWHERE
-    ],
-)
+@pytest.mark.parametrize("gate", [gate for gate in GATES if gate not in ELSEWHERE])
 def test_gate(gate):
     rows = run_gate(gate, DEVICE)["gates"]
     if rows[0]["status"] == "unsupported":

@@ -3,7 +3,7 @@
 import torch
 
 from tnp.gates import models
-from tnp.variants import OPERATORS
+from tnp.variants import FAMILIES
 
 CPU = torch.device("cpu")
 
@@ -12,12 +12,12 @@ def test_variants_are_every_attention_alone():
     variants = list(models.variants(CPU))
     assert [name for name, _ in variants] == list(models.implementations(CPU))
     for name, variant in variants:
-        others = dict.fromkeys(OPERATORS, "torch") | {"attention": name}
+        others = dict.fromkeys(FAMILIES, "torch") | {"attention": name}
         assert variant.implementations() == others and not variant.skip_unread
 
 
 def test_ours_are_all_operators_of_ours():
     ours = models.ours(CPU, "separate")
-    expected = dict.fromkeys(OPERATORS, "fused") | {"attention": "separate"}
+    expected = dict.fromkeys(FAMILIES, "fused") | {"attention": "separate"}
     assert ours.implementations() == expected
     assert ours.skip_unread and ours.d_ff_storage == models.scale(CPU).d_ff_storage

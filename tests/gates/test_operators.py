@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tnp import catalog as catalogs
+from tnp import targets
 from tnp.contract import OWN, Budget, Case, Implementation
 from tnp.gates import generic_gates, operators, run_gate
 from tnp.gates.checks import Unsupported
@@ -15,8 +16,17 @@ from tnp.ops.swiglu import OPERATOR, triton_swiglu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.blas
-@pytest.mark.parametrize("gate", generic_gates())
+def gates() -> list:
+    """Of all implementations; those of operators that PyTorch multiplies for meet its BLAS."""
+    here, found = targets.of_device(DEVICE), []
+    for gate in generic_gates():
+        operator = catalogs.catalog().operator(gate.split("--")[1])
+        multiplies = operator.work(next(iter(operator.cases(here))), "forward").flops
+        found.append(pytest.param(gate, marks=[pytest.mark.blas] * bool(multiplies)))
+    return found
+
+
+@pytest.mark.parametrize("gate", gates())
 def test_gate_is_green(gate):
     rows = run_gate(gate, DEVICE.type)["gates"]
     if [row["status"] for row in rows] == ["unsupported"]:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from tnp.gates import attention_cases as cases
+from tnp.contract import Case
 from tnp.gates import rounding
-from tnp.gates.attention_cases import Case
+from tnp.ops.attention import OPERATOR
+from tnp.ops.attention.torch_forms import reference
+from tnp.values import Random
 
-CPU = torch.device("cpu")
+SCALE = 0.125
 
 
 def normal(*shape: int, dtype=torch.float32) -> torch.Tensor:
@@ -36,26 +38,37 @@ def test_a_product_loses_what_is_expected(n, mean):
     assert 0.5 <= error / expected <= 1.0
 
 
-def attention_floors(case: Case) -> tuple[rounding.Floors, dict[str, float], float]:
+def attention_inputs(n_k: int, batch: int = 1, magnitude: float = 1.0) -> list[torch.Tensor]:
+    """q, k, v, of 70 queries of two heads, and do."""
+    sizes = {"batch": batch, "n_heads": 2, "n_q": 70, "n_k": n_k, "head_dim": 64}
+    case = Case(OPERATOR.problem("float32", **sizes), (("magnitude", magnitude),))
+    random = Random(case, torch.device("cpu"))
+    drawn = OPERATOR.draw(case, random)
+    return [*(drawn[name] for name in "qkv"), random(batch, 2, 70, 64)]
+
+
+def attention_floors(n_k: int, magnitude: float = 1.0) -> tuple[rounding.Floors, dict, float]:
     """Floors and norms of the results, and the largest score."""
-    inputs, do = cases.draw(case, CPU)
-    names, exact = ("o", "dq", "dk", "dv"), cases.reference(case, inputs, do)
-    norms = {name: x.norm().item() for name, x in zip(names, exact, strict=True)}
-    q, k, _v = (x.detach().double() for x in inputs)
-    largest = (case.head_dim**-0.5 * q @ k.mT).abs().max().item()
-    return cases.floors(case, inputs, do), norms, largest
+    *inputs, do = attention_inputs(n_k, magnitude=magnitude)
+    exact = [x.double().requires_grad_() for x in inputs]
+    o = reference(*exact, None, SCALE)
+    results = (o, *torch.autograd.grad(o, exact, do.double()))
+    norms = {
+        name: x.norm().item() for name, x in zip(("o", "dq", "dk", "dv"), results, strict=True)
+    }
+    largest = (SCALE * exact[0] @ exact[1].mT).abs().max().item()
+    return rounding.attention(*inputs, do, SCALE), norms, largest
 
 
 def test_scores_of_size_one_cost_a_few_roundings():
-    floors, norms, _ = attention_floors(Case(1, 2, 70, 40, dtype=torch.float32))
+    floors, norms, _ = attention_floors(40)
     for name, norm in norms.items():
         assert 2 <= floors[name] / norm * 2**24 <= 16, name
 
 
 @pytest.mark.parametrize("magnitude", [8.0, 12.0, 30.0])
 def test_a_weight_is_known_to_the_scores_size_over_2_to_the_24(magnitude):
-    case = Case(1, 2, 70, 40, dtype=torch.float32, magnitude=magnitude)
-    floors, norms, largest = attention_floors(case)
+    floors, norms, largest = attention_floors(40, magnitude)
     # A score has 64 terms: about three roundings of its size forward, and as many backward.
     assert 1 <= floors["dv"] / norms["dv"] * 2**24 / largest <= 4
     # o does not depend on what all weights of a row are off by.
@@ -64,19 +77,17 @@ def test_a_weight_is_known_to_the_scores_size_over_2_to_the_24(magnitude):
 
 def test_one_key_leaves_the_rounding_of_equal_terms():
     """dq and dk are exactly 0; their floor is that of dp − delta."""
-    floors, norms, _ = attention_floors(Case(1, 1, 70, 1, dtype=torch.float32))
+    floors, norms, _ = attention_floors(1)
     assert norms["dq"] < 1e-12 and 1e-7 < floors["dq"] < 1e-4
     assert norms["dk"] < 1e-12 and 1e-7 < floors["dk"] < 1e-4
 
 
 def test_keys_that_a_sample_does_not_count_cost_nothing():
-    case = Case(2, 1, 70, 40, dtype=torch.float32, n_keys=(7, 40))
-    inputs, do = cases.draw(case, CPU)
-    floors = cases.floors(case, inputs, do)
-    with torch.no_grad():
-        for x in inputs[1:]:
-            x[0, :, 7:] = 1e30
-    assert cases.floors(case, inputs, do) == floors
+    q, k, v, do = attention_inputs(40, batch=2)
+    floors = rounding.attention(q, k, v, do, SCALE, (7, 40))
+    for x in (k, v):
+        x[0, :, 7:] = 1e30
+    assert rounding.attention(q, k, v, do, SCALE, (7, 40)) == floors
 
 
 def test_silu_layers_lose_what_is_expected():

@@ -1,4 +1,7 @@
-"""The first embedding layer: the gate's cases, contracts, what it refuses."""
+"""The first embedding layer: what a token is, contracts, what it refuses.
+
+The gate compares it with float64 (`tests.gates.test_operators`).
+"""
 
 import json
 
@@ -6,74 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.problems import DEVICE, results, setting
 from tnp import opaque
-from tnp.gates import embedding as gate
-from tnp.gates.checks import error_ratio, max_abs_error
-from tnp.gates.embedding import BUDGETS, Case
-from tnp.ops.embedding import OPERATOR, embed_rows
+from tnp.gates.checks import max_abs_error
+from tnp.ops.embedding import GIVEN, OPERATOR, embed_rows
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = Case(2, 5, 8, d_model=48, dtype=torch.float32)
 POINTS = ("x_context", "y_context", "x_target")
+# Two tasks of five context points and eight targets.
+DRAWN = {"batch": 2, "n_context": 5}
+SIZES = {"rows": 26, "width": 3, "d_model": 48} | dict.fromkeys(GIVEN, True)
 
 
-def ratios(case: Case, results: dict, inputs: dict) -> dict[str, float]:
-    own, exact = gate.differentiated(case, inputs, "torch"), gate.reference(case, inputs)
-    return {name: error_ratio(x, own[name], exact[name]) for name, x in results.items()}
-
-
-# On both sides of a tile's rows (8 forward, 2 backward), and more tiles than programs.
-@pytest.mark.parametrize("n_context, n_target", [(1, 0), (3, 4), (7, 1), (5, 4), (40, 33)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ragged_rows(n_context, n_target, dtype):
-    case = Case(1, n_context, n_target, d_model=30, dtype=dtype)
-    inputs = gate.draw(case, DEVICE)
-    results = gate.differentiated(case, inputs, "fused")
-    for name, ratio in ratios(case, results, inputs).items():
-        assert ratio <= BUDGETS[name], name
-
-
-def test_more_than_a_block_of_columns():
-    case = Case(3, 6, 7, d_model=600, d_x=2)
-    inputs = gate.draw(case, DEVICE)
-    results = gate.differentiated(case, inputs, "fused")
-    for name, ratio in ratios(case, results, inputs).items():
-        assert ratio <= BUDGETS[name], name
-
-
-def flag_missing(inputs):
-    weight = inputs["weight"].clone()
-    weight[:, -1] = 0
-    return inputs | {"weight": weight}
-
-
-def targets_shifted_by_a_point(inputs):
-    return inputs | {"x_target": inputs["x_target"].roll(1, 1)}
-
-
-def values_missing(inputs):
-    return inputs | {"y_context": torch.zeros_like(inputs["y_context"])}
-
-
-def last_row_missing(inputs):
-    dout = inputs["dout"].clone()
-    dout[:, -1] = 0
-    return inputs | {"dout": dout}
-
-
-@pytest.mark.parametrize(
-    "wrong", [flag_missing, targets_shifted_by_a_point, values_missing, last_row_missing]
-)
-def test_negative_controls_fail(wrong):
-    inputs = gate.draw(SMALL, DEVICE)
-    found = ratios(SMALL, gate.differentiated(SMALL, wrong(inputs), "fused"), inputs)
-    for name in ("dweight",) if wrong is last_row_missing else BUDGETS:
-        assert found[name] > 5 * BUDGETS[name], name
+def small():
+    return setting(OPERATOR, "fused", draw=DRAWN, **SIZES)
 
 
 def test_tokens_are_what_the_model_says():
     """Context rows are (x, y, −1), target rows (x, 0, +1), whichever of them is given."""
-    inputs = gate.draw(SMALL, DEVICE)
+    inputs = small().inputs
     x_context, y_context, x_target = (inputs[name] for name in POINTS)
     weight = inputs["weight"]
     context = torch.cat([x_context, y_context, -torch.ones_like(x_context)], -1)
@@ -100,19 +53,6 @@ def test_neighbouring_pixels_stay_apart():
     torch.testing.assert_close(out.flatten().cpu().float(), exact, atol=4e-3, rtol=0.0)
 
 
-def test_expanded_and_strided_gradients():
-    inputs = gate.draw(SMALL, DEVICE)
-    points, weight = [inputs[name] for name in POINTS], inputs["weight"].requires_grad_()
-    for loss in (torch.sum, lambda out: (out.mT * torch.arange(13.0, device=DEVICE)).sum()):
-        gradients = [
-            torch.autograd.grad(
-                loss(embed_rows(*points, weight, torch.float32, implementation=name)), weight
-            )[0]
-            for name in ("fused", "torch")
-        ]
-        torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
-
-
 def test_no_rows():
     x = torch.zeros(2, 0, 1, device=DEVICE)
     weight = torch.ones(48, 3, device=DEVICE, requires_grad=True)
@@ -124,7 +64,7 @@ def test_no_rows():
 
 @pytest.mark.parametrize("given", ["both", "context", "targets"])
 def test_operators_keep_their_contracts(given):
-    inputs = gate.draw(SMALL, DEVICE)
+    inputs = small().inputs
     points = [inputs[name] for name in POINTS]
     if given == "context":
         points = [*points[:2], None]
@@ -138,7 +78,7 @@ def test_operators_keep_their_contracts(given):
 
 
 def test_weight_of_any_strides():
-    inputs = gate.draw(SMALL, DEVICE)
+    inputs = small().inputs
     points, weight = [inputs[name] for name in POINTS], inputs["weight"]
     results = []
     for same in (weight.clone(), weight.T.contiguous().T):
@@ -148,7 +88,7 @@ def test_weight_of_any_strides():
 
 
 def test_auto_takes_what_gives_the_gradients_that_are_wanted():
-    inputs = gate.draw(SMALL, DEVICE)
+    inputs = small().inputs
     x_context, y_context, x_target = (inputs[name] for name in POINTS)
     x_target.requires_grad_()
     arguments = x_context, y_context, x_target, inputs["weight"], torch.float32
@@ -158,15 +98,16 @@ def test_auto_takes_what_gives_the_gradients_that_are_wanted():
         embed_rows(*arguments, implementation="fused")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_in_one_graph(backend, monkeypatch):
-    inputs = gate.draw(SMALL, DEVICE)
-    eager = gate.differentiated(SMALL, inputs, "fused")
-    compiled = torch.compile(embed_rows, fullgraph=True, backend=backend)
-    monkeypatch.setattr(gate, "embed_rows", compiled)
-    results = gate.differentiated(SMALL, inputs, "fused")
+def test_compiles_in_one_graph():
+    problem = small()
+
+    def call(*inputs):
+        return embed_rows(*inputs[:4], torch.float32, implementation="fused")
+
+    eager = results(problem, call)
+    compiled = results(problem, torch.compile(call, fullgraph=True, backend="aot_eager"))
     for name, x in eager.items():
-        assert max_abs_error(results[name], x) <= 1e-6, name
+        assert max_abs_error(compiled[name], x) <= 1e-6, name
 
 
 def arguments(**change) -> dict:

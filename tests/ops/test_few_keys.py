@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.ops.problems import DEVICE
 from tests.ops.test_attention_kernels import (
     BUDGETS,
-    DEVICE,
     KERNELS,
     SCALE,
     TARGET,
+    Case,
     counts,
     draw,
     ratios,
@@ -19,7 +20,6 @@ from tests.ops.test_attention_kernels import (
 from tnp import plans, targets
 from tnp.contract import Call
 from tnp.gates import rounding
-from tnp.gates.attention_cases import Case
 from tnp.gates.checks import OUTPUT_BUDGET, distance, error_ratio, max_abs_error
 from tnp.ops.attention import OPERATOR, few_keys
 from tnp.ops.attention.few_keys import BACKWARD, FORWARD, ForwardConfig

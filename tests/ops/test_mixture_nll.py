@@ -2,19 +2,15 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
+from tests.ops.problems import DEVICE, results, setting
 from tnp import opaque, plans
-from tnp.gates import mixture_nll as gate
-from tnp.gates.checks import error_ratio, max_abs_error, relative_error
-from tnp.gates.mixture_nll import Case
+from tnp.gates.checks import max_abs_error
 from tnp.ops.mixture_nll import OPERATOR, mixture_nll
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def draw(n=50, n_components=10, dtype=torch.float64):
@@ -60,56 +56,6 @@ def test_floor_under_sigma_bounds_the_density():
 def test_gradient_is_right():
     p, y = draw(n=4, n_components=3)
     assert torch.autograd.gradcheck(lambda p: mixture_nll(p, y, 0.1), p.requires_grad_())
-
-
-def fused(case: Case, inputs: dict) -> dict:
-    return gate.differentiated(case, inputs, "fused")
-
-
-def double(inputs: dict) -> dict:
-    return {name: x.double() for name, x in inputs.items()}
-
-
-# On both sides of a program's targets: 32 of 10 components, 512 of one, 8 of 64.
-@pytest.mark.parametrize(
-    "n, n_components", [(1, 10), (31, 10), (32, 10), (33, 10), (513, 1), (9, 64), (5, 3)]
-)
-@pytest.mark.parametrize("d_y", [1, 3])
-def test_ragged_sizes(n, n_components, d_y):
-    case = Case(1, n, n_components, d_y, torch.float32, sigma_min=0.1)
-    inputs = gate.draw(case, DEVICE)
-    ours, own = fused(case, inputs), gate.differentiated(case, inputs, "torch")
-    exact = gate.differentiated(case, double(inputs), "torch")
-    assert relative_error(ours["loss"], exact["loss"]) <= gate.LOSS_ERROR
-    for name, budget in gate.GRADIENTS.items():
-        assert error_ratio(ours[name], own[name], exact[name]) <= budget, name
-
-
-def values_shifted_by_a_target(case, inputs):
-    return fused(case, inputs | {"y": inputs["y"].roll(1, 1)})
-
-
-def last_component_missing(case, inputs):
-    parameters = inputs["parameters"].clone()
-    parameters[:, :, -1, 0] = -1e4
-    return fused(case, inputs | {"parameters": parameters})
-
-
-def floor_missing(case, inputs):
-    return fused(replace(case, sigma_min=0.0), inputs)
-
-
-@pytest.mark.parametrize(
-    "wrong", [values_shifted_by_a_target, last_component_missing, floor_missing]
-)
-def test_negative_controls_fail(wrong):
-    case = Case(2, 17, 4, dtype=torch.float32, sigma_min=0.1)
-    inputs = gate.draw(case, DEVICE)
-    found, own = wrong(case, inputs), gate.differentiated(case, inputs, "torch")
-    exact = gate.differentiated(case, double(inputs), "torch")
-    assert relative_error(found["loss"], exact["loss"]) > 5 * gate.LOSS_ERROR
-    for name, budget in gate.GRADIENTS.items():
-        assert error_ratio(found[name], own[name], exact[name]) > 5 * budget, name
 
 
 def test_a_component_out_of_range_has_gradient_zero():
@@ -164,22 +110,24 @@ def test_parameters_that_are_not_contiguous():
 
 @pytest.mark.parametrize("wanted", [("parameters", "y"), ("parameters",), ()])
 def test_operators_keep_their_contracts(wanted):
-    inputs = gate.draw(Case(2, 5, 3, 2), DEVICE)
+    sizes = {"rows": 10, "n_components": 3, "d_y": 2}
+    inputs = setting(OPERATOR, "fused", "bfloat16", {"batch": 2}, floor=True, **sizes).inputs
     arguments = [x.requires_grad_(name in wanted) for name, x in inputs.items()]
     content = {"implementation": "fused", "saves": "", "wanted": wanted, "dtype": "bfloat16"}
     text = json.dumps(content | {"options": [["floor", True]]})
     torch.library.opcheck(opaque.custom_op(OPERATOR), (*arguments, 0.1, text))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_in_one_graph(backend, monkeypatch):
-    case = Case(2, 7, 3, dtype=torch.float32)
-    inputs = gate.draw(case, DEVICE)
-    eager = fused(case, inputs)
-    compiled = torch.compile(mixture_nll, fullgraph=True, backend=backend)
-    monkeypatch.setattr(gate, "mixture_nll", compiled)
-    for name, x in fused(case, inputs).items():
-        assert max_abs_error(x, eager[name]) <= 1e-6, name
+def test_compiles_in_one_graph():
+    problem = setting(OPERATOR, "fused", draw={"batch": 2}, rows=14, n_components=3, d_y=1)
+
+    def call(parameters, y, _sigma_min):
+        return mixture_nll(parameters, y, implementation="fused")
+
+    eager = results(problem, call)
+    compiled = results(problem, torch.compile(call, fullgraph=True, backend="aot_eager"))
+    for name, x in eager.items():
+        assert max_abs_error(compiled[name], x) <= 1e-6, name
 
 
 @pytest.mark.parametrize("implementation", ["torch", "fused"])

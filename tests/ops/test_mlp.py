@@ -1,61 +1,27 @@
-"""The feed-forward layer: every implementation against float64, autograd, what it refuses."""
+"""The feed-forward layer: chunks, views, which kernel serves, what is kept, what is refused.
 
-from dataclasses import replace
+The gate compares what is ours with float64 (`tests.gates.test_operators`).
+"""
 
 import pytest
 import torch
 
-from tests.dtypes import DTYPES
-from tests.ops.opaque import require_contracts
+from tests.ops.problems import DEVICE, assert_equal, assert_within_budget, by, results, setting
 from tnp import choice, targets
-from tnp.contract import Call
-from tnp.gates import mlp as gate
-from tnp.gates.checks import error_ratio, max_abs_error
-from tnp.gates.mlp import BUDGETS, IMPLEMENTATIONS, Case, draw, floors, reference, run
+from tnp.contract import OWN, Call
+from tnp.gates.checks import max_abs_error
+from tnp.gates.results import Setting
 from tnp.ops.mlp import OPERATOR, composed, mlp
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = Case(70, 32, 48, 42)
-ours = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+OURS = [
+    own.name for own in OPERATOR.implementations if own.provider == OWN and own.forward is not None
+]
+ours = pytest.mark.parametrize("implementation", OURS)
 
 
-def ratios(outs, inputs, dy) -> dict[str, float]:
-    """`error_ratio` by the result's name."""
-    own, exact = run(inputs, dy, "torch"), reference(inputs, dy)
-    allowed = floors(inputs, dy)
-    results = zip(BUDGETS, outs, own, exact, strict=True)
-    return {name: error_ratio(*tensors, allowed.get(name, 0.0)) for name, *tensors in results}
-
-
-@ours
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "n_rows, d, d_ff", [(1, 16, 40), (63, 64, 130), (65, 32, 48), (129, 128, 33)]
-)
-def test_within_budgets(implementation, n_rows, d, d_ff, dtype):
-    case = Case(n_rows, d, d_ff, d_ff, dtype)
-    inputs, dy = draw(case, DEVICE)
-    outs = run(inputs, dy, implementation)
-    for name, ratio in ratios(outs, inputs, dy).items():
-        assert ratio <= BUDGETS[name], name
-    assert [t.dtype for t in outs] == [dtype, dtype, torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize("d", [8, 42, 100])
-def test_fused_takes_every_width(d):
-    case = Case(70, d, 50, 50)
-    inputs, dy = draw(case, DEVICE)
-    for name, ratio in ratios(run(inputs, dy, "fused"), inputs, dy).items():
-        assert ratio <= BUDGETS[name], name
-
-
-@pytest.mark.parametrize("n_rows", [63, 64])
-def test_single_with_few_rows_and_many(n_rows):
-    """The interpreter has one multiprocessor: 64 rows fill it."""
-    case = Case(n_rows, 32, 48, 48)
-    inputs, dy = draw(case, DEVICE)
-    for name, ratio in ratios(run(inputs, dy, "single"), inputs, dy).items():
-        assert ratio <= BUDGETS[name], name
+def layer(rows: int = 70, d_ff: int = 48, real: int = 42) -> Setting:
+    sizes = {"rows": rows, "d_model": 32, "d_ff": d_ff}
+    return setting(OPERATOR, "fused", "bfloat16", {"d_ff_real": real}, **sizes)
 
 
 @ours
@@ -66,62 +32,16 @@ def test_more_rows_than_are_saved_are_computed_again_in_chunks(
     monkeypatch.setattr(composed, "SAVED_ROWS", 16)
     monkeypatch.setattr(composed, "CHUNK_ROWS", chunk_rows)
     choice.refresh()  # plans do not notice edited constants
-    inputs, dy = draw(SMALL, DEVICE)
-    outs = run(inputs, dy, implementation)
+    problem = layer()
+    found = by(problem, implementation)
     choice.refresh()
-    for name, ratio in ratios(outs, inputs, dy).items():
-        assert ratio <= BUDGETS[name], name
-
-
-@ours
-@pytest.mark.parametrize("wanted", [("x",), ("up",), ("down",), ("x", "down")])
-def test_gradients_are_the_same_alone(implementation, wanted):
-    inputs, dy = draw(SMALL, DEVICE)
-    every = dict(zip(("x", "up", "down"), run(inputs, dy, implementation)[1:], strict=True))
-    some = [x.detach() for x in inputs]
-    leaves = [x.requires_grad_() for x, name in zip(some, every, strict=True) if name in wanted]
-    y = mlp(*some, implementation=implementation)
-    for name, gradient in zip(wanted, torch.autograd.grad(y, leaves, dy), strict=True):
-        assert torch.equal(gradient, every[name]), name
-
-
-def test_the_gate_is_green_and_knows_its_implementations():
-    case = gate.CPU_CASES[0]
-    inputs, dy = draw(case, DEVICE)
-    exact = reference(inputs, dy)
-    for name in IMPLEMENTATIONS:
-        checks = list(gate._padding(case, inputs, dy, name, run(inputs, dy, name), exact))
-        assert all(check.passed and check.implementation == name for check in checks)
-
-
-def silu_missing(x, up, down):
-    return x.float() @ up.T @ down.T
-
-
-def padding_not_zero(x, up, down):
-    garbage = [up.detach().clone(), down.detach().clone()]
-    garbage[0][42:] += 1.0
-    garbage[1][:, 42:] += 1.0
-    return mlp(x, *(w.requires_grad_() for w in garbage), implementation="fused")
-
-
-def last_row_dropped(x, up, down):
-    return torch.cat([mlp(x[:-8], up, down, implementation="fused"), x[-8:] * 0.0])
-
-
-@pytest.mark.parametrize("wrong", [silu_missing, padding_not_zero, last_row_dropped])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_negative_controls_fail(wrong, dtype):
-    inputs, dy = draw(replace(SMALL, dtype=dtype), DEVICE)
-    y = wrong(*inputs).to(dy.dtype)
-    assert ratios((y,) + run(inputs, dy, "torch")[1:], inputs, dy)["y"] > 5 * BUDGETS["y"]
+    assert_within_budget(problem, found)
 
 
 @ours
 def test_views_are_read_in_place_and_copies_give_the_same(implementation):
     """Rows of a slice, a transposed matrix, and a sample's targets of [B, L, D]."""
-    (x, up, down), _dy = draw(Case(2 * 70, 32, 48, 48), DEVICE)
-    x = x.detach()
+    x, up, down = layer(2 * 70).inputs.values()
     views = [x.view(70, 64)[:, :32], x[:32].t()[:, :32], x.view(2, 70, 32)[:, 13:]]
     for view in views:
         assert not view.is_contiguous()
@@ -130,18 +50,26 @@ def test_views_are_read_in_place_and_copies_give_the_same(implementation):
 
 
 @ours
-def test_an_expanded_output_gradient_and_weights_of_other_strides(implementation):
-    (x, up, down), _dy = draw(SMALL, DEVICE)
-    strided = [w.detach().t().contiguous().t().requires_grad_() for w in (up, down)]
-    y = mlp(x, *strided, implementation=implementation)
-    gradients = torch.autograd.grad(y.sum(), (x, *strided))
-    expected = run([x, up, down], torch.ones_like(y), implementation)[1:]
-    assert all(map(torch.equal, gradients, expected))
+def test_padding_is_exact_and_has_no_gradient(implementation):
+    """What a hidden unit of weight 0 gets through SiLU is 0, and so is what it sends back."""
+    found = by(layer(), implementation)
+    assert (found["dup"][42:] == 0).all() and (found["ddown"][:, 42:] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", ["torch", *IMPLEMENTATIONS])
+@ours
+def test_weights_of_other_strides(implementation):
+    problem = layer()
+
+    def strided(x, up, down):
+        turned = (weight.t().contiguous().t() for weight in (up, down))
+        return mlp(x, *turned, implementation=implementation)
+
+    assert_equal(results(problem, strided), by(problem, implementation))
+
+
+@pytest.mark.parametrize("implementation", ["torch", *OURS])
 def test_no_rows(implementation):
-    _, up, down = draw(SMALL, DEVICE)[0]
+    up, down = (layer().inputs[name].requires_grad_() for name in ("up", "down"))
     x = torch.zeros(2, 0, 32, device=DEVICE, requires_grad=True)
     y = mlp(x, up, down, implementation=implementation)
     assert y.shape == (2, 0, 32)
@@ -151,10 +79,11 @@ def test_no_rows(implementation):
 
 @ours
 def test_gradients_have_the_weights_dtype(implementation):
-    (x, up, down), dy = draw(SMALL, DEVICE)
-    up, down = (w.detach().to(torch.bfloat16).requires_grad_() for w in (up, down))
-    _y, _dx, *gradients = run([x, up, down], dy, implementation)
-    assert [g.dtype for g in gradients] == [torch.bfloat16] * 2
+    x, *weights = layer().inputs.values()
+    weights = [weight.to(torch.bfloat16).requires_grad_() for weight in weights]
+    y = mlp(x, *weights, implementation=implementation)
+    gradients = torch.autograd.grad(y.float().sum(), weights)
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2
 
 
 def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
@@ -190,7 +119,7 @@ def test_which_kernel_serves():
 
 
 def test_inference_neither_writes_nor_keeps_hidden_rows():
-    inputs, dy = draw(SMALL, DEVICE)
+    inputs = [x.requires_grad_() for x in layer().inputs.values()]
     with torch.no_grad():
         y = mlp(*inputs, implementation="fused")
     frozen = mlp(*(t.detach() for t in inputs), implementation="fused")
@@ -201,41 +130,18 @@ def test_inference_neither_writes_nor_keeps_hidden_rows():
     assert len(outputs) == 1 and saved == ()
 
 
-@ours
-@pytest.mark.parametrize("d_ff", [48, 42])
-def test_operators_keep_their_contracts(implementation, d_ff):
-    inputs, _dy = draw(Case(20, 32, d_ff, d_ff), DEVICE)
-    require_contracts(OPERATOR, implementation, inputs)
-
-
-@pytest.mark.parametrize("implementation", ["torch", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", ["torch", "fused"])
 def test_compiles_in_one_graph(implementation):
-    inputs, dy = draw(SMALL, DEVICE)
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    y = compiled(*inputs, implementation=implementation)
-    gradients = torch.autograd.grad(y, inputs, dy)
-    eager = run(inputs, dy, implementation)
-    for a, b in zip((y, *gradients), eager, strict=True):
-        assert a.stride() == b.stride()
-        assert max_abs_error(a, b) <= 1e-2 * b.abs().max()
+    problem = layer()
 
+    def call(*inputs):
+        return mlp(*inputs, implementation=implementation)
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs need a CUDA device")
-@ours
-def test_captures_in_a_cuda_graph(implementation):
-    inputs, dy = draw(SMALL, DEVICE)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        eager = run(inputs, dy, implementation)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = run(inputs, dy, implementation)
-        for out in captured:
-            out.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    for a, b in zip(captured, eager, strict=True):
-        assert max_abs_error(a, b) <= 1e-2 * b.abs().max()
+    eager = results(problem, call)
+    compiled = results(problem, torch.compile(call, fullgraph=True, backend="aot_eager"))
+    for name, x in eager.items():
+        assert compiled[name].stride() == x.stride()
+        assert max_abs_error(compiled[name], x) <= 1e-2 * x.abs().max()
 
 
 def bad_inputs():

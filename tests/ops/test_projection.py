@@ -1,13 +1,14 @@
-"""Projections without bias: the gate's cases, weight gradients, contracts, what is refused."""
+"""Projections without bias: weight gradients, layouts, what no loss reads, what is refused.
+
+The gate compares them with float64 (`tests.gates.test_operators`).
+"""
 
 import pytest
 import torch
 
 from tests.ops.opaque import require_contracts
-from tnp.gates import projection as gate
-from tnp.gates.checks import error_ratio, max_abs_error, relative_error
-from tnp.gates.projection import BUDGETS, Case
-from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV, linear, project_qkv
+from tnp.gates.checks import max_abs_error, relative_error
+from tnp.ops.projection import OPERATOR_QKV, linear, project_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -15,43 +16,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(sum(shape))
     return torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
-
-
-# Keys and queries of all rows, of one, of rows that overlap, meet and leave a gap.
-@pytest.mark.parametrize(
-    "n_k, first", [(7, 0), (1, 0), (7, 6), (1, 6), (5, 2), (4, 4), (2, 5), (None, 0)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_share_of_the_rows(n_k, first, dtype):
-    case = Case(3, 7, 24, n_k, first, dtype)
-    results = gate.run(case, DEVICE, dtype, "fused")
-    own = gate.run(case, DEVICE, dtype, "torch")
-    exact = gate.run(case, DEVICE, torch.float64, "torch")
-    floors = gate.floors(case, DEVICE)
-    for name, x in results.items():
-        ratio = error_ratio(x, own[name], exact[name], floors.get(name, 0.0))
-        assert ratio <= BUDGETS[name], name
-
-
-@pytest.mark.parametrize(
-    "right, wrong, named",
-    [
-        # One row too many or too few, and queries one row late.
-        ((4, 2), (5, 2), ("dx", "dweight")),
-        ((4, 2), (3, 2), ("dx", "dweight")),
-        ((4, 2), (4, 1), ("dx", "dweight")),
-    ],
-)
-def test_negative_controls_fail(right, wrong, named):
-    x, weight = draw(2, 7, 24), draw(72, 24)
-    found = []
-    for n_k, first in (right, wrong):
-        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        outputs = project_qkv(*leaves, 2, n_k=n_k, first=first, implementation="fused")
-        found.append(torch.autograd.grad(sum(y.sum() for y in outputs), leaves))
-    for name, ours, other in zip(("dx", "dweight"), *found, strict=True):
-        if name in named:
-            assert relative_error(other, ours) > 1e-2, name
 
 
 def weight_gradients(dtype: torch.dtype, rows: int = 4096) -> dict[str, torch.Tensor]:
@@ -162,27 +126,31 @@ def test_no_rows():
     assert x.grad.shape == x.shape and (weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_keep_their_contracts(dtype):
-    x, weight, of_one = draw(2, 7, 16, dtype=dtype), draw(48, 16), draw(8, 16)
-    leaves = [t.requires_grad_() for t in (x, of_one)]
-    require_contracts(OPERATOR_LINEAR, "fused", leaves)
-    for n_k, n_q in ((7, 7), (4, 5)):
-        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+def test_operators_keep_their_contracts():
+    """Where all rows are queries and keys, and where some are."""
+    for n_q, n_k in ((7, 7), (4, 5)):
+        x, weight = draw(2, 7, 16, dtype=torch.bfloat16), draw(48, 16)
         options = ("n_heads", 2), ("n_q", n_q), ("n_k", n_k)
+        leaves = [x.requires_grad_(), weight.requires_grad_()]
         require_contracts(OPERATOR_QKV, "fused", leaves, options)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("n_k, first", [(None, 0), (7, 0), (4, 2)])
-def test_compiles_in_one_graph(n_k, first, backend, monkeypatch):
-    case = Case(2, 7, 16, n_k, first, torch.float32)
-    eager = gate.run(case, DEVICE, torch.float32, "fused")
-    for function in (linear, project_qkv):
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
-        monkeypatch.setattr(gate, function.__name__, compiled)
-    for name, x in gate.run(case, DEVICE, torch.float32, "fused").items():
-        assert max_abs_error(x, eager[name]) <= 1e-6, name
+@pytest.mark.parametrize("n_k, first", [(None, 0), (4, 2)])
+def test_compiles_in_one_graph(n_k, first):
+    """The graph has no symbol: what is projected is a part of it."""
+    x, weight = draw(2, 7, 16).requires_grad_(), draw(48, 16).requires_grad_()
+
+    def call(x, weight):
+        q, k, v = project_qkv(x, weight, 2, n_k=n_k, first=first, implementation="fused")
+        return q, k, v, linear(x, weight, implementation="fused")
+
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        outputs = function(x, weight)
+        loss = sum((i + 1) * y.square().sum() for i, y in enumerate(outputs))
+        found.append((*outputs, *torch.autograd.grad(loss, (x, weight))))
+    for eager, compiled in zip(*found, strict=True):
+        assert max_abs_error(compiled, eager) <= 1e-5 * eager.abs().max()
 
 
 def test_float64_by_torch():

@@ -66,9 +66,16 @@ def committed_launches(operators: Iterable[str]) -> Iterator[Launch]:
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
-    """Of the gate's cases, for each dtype and options that of the largest sizes."""
+    """Of the gate's cases, for each dtype and options that of the largest sizes.
+
+    In bfloat16, and in float32 for one GPU: a thread has as many registers on all of them.
+    float16 needs what bfloat16 needs.
+    """
+    dtypes = ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",)
     largest: dict[tuple, Problem] = {}
     for case in operator.cases(target):
+        if case.problem.dtype not in dtypes:
+            continue
         key = case.problem.dtype, case.problem.options
         if key not in largest or _extent(case.problem) > _extent(largest[key]):
             largest[key] = case.problem
@@ -183,7 +190,7 @@ def _launch(
     case = Case(problem)
     drawn = operator.draw(case, Random(case, torch.device("meta")))
     inputs = tuple(drawn.get(name) for name in operator.tensors)
-    options = tuple(pair for pair in problem.options if pair[0] not in operator.optional)
+    options = operator.call_options(problem)
     plan = plans.build(operator, own.name, inputs, options, wanted, target, forced)
     outputs, saved = plan.forward(inputs, operator.numbers)
     if wanted:
@@ -214,25 +221,28 @@ class Job:
 
 
 @cache
-def compile_all() -> list[dict]:
+def compile_all(briefly: bool = False) -> list[dict]:
     """Rows of table `kernels` without provenance, one per kernel, configuration, dtype and target.
 
-    A row also has `users`, the implementations that launch the kernel, as [operator, name]. Raises
+    `briefly`: for the newest of `TARGETS` one kernel of each operator alone. A row also has
+    `users`, the implementations that launch the kernel, as [operator, name]. Raises
     RuntimeError with the compiler's message if a configuration does not compile.
     """
     n_children = os.cpu_count() or 1
     with ThreadPoolExecutor(n_children) as pool:
-        parts = pool.map(_compile_in_child, range(n_children), [n_children] * n_children)
+        part = partial(_compile_in_child, n_parts=n_children, briefly=briefly)
+        parts = pool.map(part, range(n_children))
         return [row for rows in parts for row in rows]
 
 
-def _compile_in_child(part: int, n_parts: int) -> list[dict]:
+def _compile_in_child(part: int, n_parts: int, briefly: bool = False) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment["TRITON_ALWAYS_COMPILE"] = "1"  # a cached kernel has no log, and no `compile_s`
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     command = [sys.executable, "-m", "tnp.gates.compile", "--part", str(part), str(n_parts)]
+    command += ["--briefly"] * briefly
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"a kernel does not compile: {child.stderr[-400:]}")
@@ -274,6 +284,18 @@ def collect(launches: Iterable[Launch]) -> list[Job]:
         for launch in launches:
             launch.call()
     return jobs
+
+
+def one_of_each_on_the_newest(jobs: Iterable[Job]) -> list[Job]:
+    """All jobs for other targets, and for the newest the first of each operator's."""
+    kept, seen = [], set()
+    for job in jobs:
+        operators = {operator for operator, _ in job.users}
+        if job.target.arch < max(TARGETS) or not operators <= seen:
+            kept.append(job)
+        if job.target.arch == max(TARGETS):
+            seen |= operators
+    return kept
 
 
 def compiled(job: Job) -> dict:
@@ -322,12 +344,19 @@ def _main(arguments: Sequence[str] | None = None) -> None:
         metavar=("FIRST", "STEP"),
         help="compile every STEP-th from FIRST on and print the rows as JSON, as a child does",
     )
-    part = parser.parse_args(arguments).part
-    if part:
-        jobs = collect(committed_launches(catalog().operators))[part[0] :: part[1]]
-        print(json.dumps([compiled(job) for job in jobs]))
+    parser.add_argument(
+        "--briefly",
+        action="store_true",
+        help=f"for {TARGETS[max(TARGETS)]} one kernel of each operator alone",
+    )
+    given = parser.parse_args(arguments)
+    if given.part:
+        first, step = given.part
+        jobs = collect(committed_launches(catalog().operators))
+        jobs = one_of_each_on_the_newest(jobs) if given.briefly else jobs
+        print(json.dumps([compiled(job) for job in jobs[first::step]]))
     else:
-        for row in compile_all():
+        for row in compile_all(given.briefly):
             print(*row.values(), sep="  ")
 
 

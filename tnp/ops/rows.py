@@ -64,17 +64,6 @@ def programs(target: Target, per_multiprocessor: int, n_tiles: int) -> int:
     return min(per_multiprocessor * target.multiprocessors, n_tiles)
 
 
-def walking_programs(device: torch.device, per_multiprocessor: int, n_tiles: int) -> int:
-    """Programs that walk `n_tiles` tiles: as many as the device holds at once, at least one each.
-
-    The interpreter gets a device of one multiprocessor.
-    """
-    n = per_multiprocessor
-    if device.type != "cpu":
-        n *= torch.cuda.get_device_properties(device).multi_processor_count
-    return min(n, n_tiles)
-
-
 @triton.jit(do_not_specialize=["n_partials"])
 def _sum_partials_kernel(
     partials_ptr, out_ptr, n_partials, n, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -90,18 +79,11 @@ def _sum_partials_kernel(
     tl.store(out_ptr + offs_n, total, mask=offs_n < n)
 
 
-def sum_partials(partials: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """scale · Σ_p partials[p, ...], float32, in an order that the shape alone decides."""
-    out = partials.new_empty(partials.shape[1:])
-    _sum_partials_kernel[(triton.cdiv(out.numel(), SUM_COLUMNS),)](
-        partials, out, len(partials), out.numel(), scale,
-        ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
-    )  # fmt: skip
-    return out
-
-
 def bound_sum(n_partials: int, n: int) -> Bound:
-    """`sum_partials` as a launch of (partials [n_partials, n], out [n] in any dtype, scale)."""
+    """A launch of (partials [n_partials, n], out [n] in any dtype, scale): scale · Σ_p partials[p].
+
+    In float32, in an order that the sizes alone decide.
+    """
     return Bound(
         _sum_partials_kernel, (triton.cdiv(n, SUM_COLUMNS),), n_partials, n,
         ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,

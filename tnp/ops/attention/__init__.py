@@ -126,7 +126,7 @@ OPERATOR = Operator(
     condition=lambda case, inputs: definition.condition(OPERATOR, case, inputs),
     controls=definition.CONTROLS,
     within=lambda model, run: definition.within(OPERATOR, model, run),
-    compiled=lambda target: definition.compiled(OPERATOR),
+    compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim",),
     coordinates=definition.coordinates,
 )

@@ -82,9 +82,13 @@ _TYPES = (
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 
 
-def compiled(operator: Operator) -> Iterable[Problem]:
-    """What kernels are compiled for, of 8 heads; at other sizes they are the same."""
-    for (dtype, head_dim, given), (batch, n_q, n_k) in product(_TYPES, _SIZES):
+def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
+    """What kernels are compiled for, of 8 heads; at other sizes they are the same.
+
+    Every type for the GPU that has all kernels, the model's own for the others.
+    """
+    types = _TYPES if target.capability == 90 else _TYPES[:2]
+    for (dtype, head_dim, given), (batch, n_q, n_k) in product(types, _SIZES):
         sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
         yield operator.problem(dtype, **sizes, n_keys=given)
 
