@@ -149,4 +149,4 @@ from workflow.gate_process import run
 (row,) = run("op--swiglu--aborts", "cpu", "cpu", {}, 120)["gates"]
 print(row["gate"], row["status"], row["reason"], sep=": ")
 """)
-    assert said.splitlines()[-1] == "op--swiglu--aborts: error: crashed by signal SIGABRT"
+    assert "op--swiglu--aborts: error: crashed by signal SIGABRT" in said.splitlines()
