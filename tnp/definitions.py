@@ -50,7 +50,7 @@ def fingerprint(starts: Iterable[str], without: Iterable[str] = HOUSE) -> str:
 def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[str, str]:
     """{"module:name": hash} of what `fingerprint` takes together."""
     without, seen = frozenset(without), set()
-    texts: dict[str, set[str]] = {}
+    hashes: dict[str, set[str]] = {}
     pending: list[Symbol] = []
     for start in starts:
         module, _, name = start.partition(":")
@@ -62,13 +62,12 @@ def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[s
         if symbol is None or symbol in seen or symbol[0] in without:
             continue
         seen.add(symbol)
-        parts = _source(ROOT, symbol[0]).parts(symbol[1])
+        hashed, mentions = _source(ROOT, symbol[0]).read(symbol[1])
         name = LAMBDA if symbol[1].startswith(LAMBDA) else symbol[1]  # without its line
-        for part in parts:
-            pending += part.mentions
-            if part.text:
-                texts.setdefault(f"{symbol[0]}:{name}", set()).add(part.text)
-    return {name: digest(sorted(text)) for name, text in texts.items()}
+        pending += mentions
+        if hashed:
+            hashes.setdefault(f"{symbol[0]}:{name}", set()).add(hashed)
+    return {name: digest(sorted(each)) for name, each in hashes.items()}
 
 
 def together(found: Mapping[str, str]) -> str:
@@ -109,6 +108,7 @@ class _Source:
         self.registered: list[tuple[set[str], ast.stmt]] = []  # run for what they mention
         self._nameless: list[ast.stmt] = []
         self._parts: dict[int, _Part] = {}
+        self._read: dict[str, tuple[str, list[Symbol]]] = {}
         self.tree = ast.parse(file.read_text())
         for statement in self.tree.body:
             self._add(statement)
@@ -116,7 +116,17 @@ class _Source:
     def has(self, name: str) -> bool:
         return name in self.bound or name in self.imported
 
-    def parts(self, name: str) -> list[_Part]:
+    def read(self, name: str) -> tuple[str, list[Symbol]]:
+        """A definition's hash, "" where there is nothing to hash, and what it mentions."""
+        found = self._read.get(name)
+        if found is None:
+            parts = self._parts_of(name)
+            texts = sorted({part.text for part in parts if part.text})
+            mentions = list(dict.fromkeys(symbol for part in parts for symbol in part.mentions))
+            found = self._read[name] = digest(texts) if texts else "", mentions
+        return found
+
+    def _parts_of(self, name: str) -> list[_Part]:
         """Of the statements that define a name, and of those that are run for it."""
         if name in DECLARED or any(map(_declares, self.bound.get(name, ()))):
             return []
@@ -168,10 +178,10 @@ class _Source:
     def _part(self, statement: ast.AST) -> _Part:
         found = self._parts.get(id(statement))
         if found is None:
-            found = self._parts[id(statement)] = self._read(statement)
+            found = self._parts[id(statement)] = self._part_of(statement)
         return found
 
-    def _read(self, statement: ast.AST) -> _Part:
+    def _part_of(self, statement: ast.AST) -> _Part:
         tree = _Tree()
         tree.write(statement)
         imported = dict(self.imported)
