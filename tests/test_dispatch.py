@@ -214,3 +214,21 @@ assert not {"torch", "triton"} & sys.modules.keys(), "imported"
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+def test_two_plain_forms_in_one_graph(monkeypatch):
+    """The second is found although nobody had asked for it when the first was."""
+    from types import ModuleType
+
+    from tnp import opaque
+    from tnp.ops.mlp import mlp
+    from tnp.ops.projection import linear
+
+    monkeypatch.setattr(opaque, "_plain", ModuleType("plain"))
+    x, weight = torch.randn(3, 8), torch.randn(8, 8)
+
+    def both(x, weight):
+        return mlp(linear(x, weight), weight, weight)
+
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, weight), both(x, weight))

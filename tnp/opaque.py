@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from operator import index
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ from tnp.plans import (
 
 _library = torch.library.Library("tnp", "FRAGMENT")
 _defined: dict[str, Any] = {}
-# What torch.compile traces through, by "run:operator.implementation": a function that it is to
-# look into must lie where it can find it again.
-_plain: dict[str, Any] = {}
-_RUN = "run:"
+# What torch.compile traces through, as "run__operator__implementation": a function that it is to
+# look into must lie where it can find it again. A module, since a dictionary that grows while it
+# traces is to it what it was when it first looked.
+_plain = ModuleType(f"{__name__}.plain")
+_RUN = "run__"
 
 
 def call(
@@ -58,7 +60,7 @@ def call(
     if text is None:  # it depends on the sizes, which become constants of the graph
         text = _decided(*known, tuple([index(size) for size in sizes]))
     if text.startswith(_RUN):
-        return _plain[text](*inputs, *scalars, **dict(options))
+        return getattr(_plain, text)(*inputs, *scalars, **dict(options))
     outputs, _saved = getattr(torch.ops.tnp, operator.name).default(*inputs, *scalars, text)
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -74,7 +76,7 @@ def _decided(
     given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
 ) -> str | None:
-    """What the custom operator runs by, or "run:" and the name of a plain form.
+    """What the custom operator runs by, or the name of a plain form in `_plain`.
 
     None without `sizes` where these decide.
     """
@@ -127,8 +129,9 @@ def _require(operator: Operator, found: Implementation, what: Call) -> None:
 
 
 def _plain_form(operator: Operator, found: Implementation, options: tuple) -> str:
-    text = f"{_RUN}{operator.name}.{found.name}"
-    _plain[text] = found.run if found.traceable else torch.compiler.disable(found.run)
+    text = f"{_RUN}{operator.name}__{found.name}"
+    run = found.run if found.traceable else torch.compiler.disable(found.run)
+    setattr(_plain, text, run)
     return text
 
 
