@@ -114,9 +114,9 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         return (
             # The first of its options is tested most thoroughly, so it is the smallest.
             case(1, 1, 1, 65, 16, dtype="float32"),
-            case(1, 2, 67, 65, 16, dtype="float32"),
+            case(1, 1, 67, 65, 16, dtype="float32"),
             case(1, 1, 70, 63),
-            case(1, 1, 33, 17, 16, dtype="float16"),
+            case(1, 2, 33, 17, 16, dtype="float16"),
             case(1, 1, 40, 33, 16, dtype="float32", magnitude=30.0),
             *(case(1, 1, 40, 5, 16, dtype=dtype, magnitude=12.0) for dtype in FLOATS[::2]),
             case(2, 1, 33, 20, 16, dtype="float32", lengths="7,20"),
