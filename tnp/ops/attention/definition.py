@@ -85,12 +85,14 @@ _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     """What kernels are compiled for, of 8 heads; at other sizes they are the same.
 
-    Every type for the GPU that has all kernels, the model's own for the others.
+    Every type for the GPU that has all kernels, the model's own for the others; other head_dims
+    for many keys and for few alone.
     """
     types = _TYPES if target.capability == 90 else _TYPES[:2]
-    for (dtype, head_dim, given), (batch, n_q, n_k) in product(types, _SIZES):
-        sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
-        yield operator.problem(dtype, **sizes, n_keys=given)
+    for dtype, head_dim, given in types:
+        for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:
+            sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+            yield operator.problem(dtype, **sizes, n_keys=given)
 
 
 # --------------------------------------------------------------------------------------- the gate
