@@ -12,6 +12,7 @@ from tnp.contract import Problem
 from tnp.targets import CPU, Target, of_capability
 
 INSTALLED = "installed"  # stands for whatever other packages bring
+SECTIONS = ("shapes", "at", "problems")  # of an entry of `ops`, at least one of which it has
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named
             if name not in config.get(section, {}):
                 known = ", ".join(config.get(section, {}))
                 raise ValueError(f"{at!r} is no model/run: {section} has {known or 'nothing'}")
-        problem = operator.within(config["models"][model], config["runs"][run] | {"dtype": dtype})
+        try:
+            values = config["runs"][run] | {"dtype": dtype}
+            problem = operator.within(config["models"][model], values)
+        except KeyError as error:
+            raise ValueError(f"{at}: {op} needs {error}, which neither of them has") from None
         if problem is None:
             raise ValueError(f"{model} has no {op}")
         yield Named(at, problem)

@@ -88,7 +88,8 @@ def _schema_fault(config: dict) -> Fault | None:
         case "type" if limit == "number" and re.fullmatch(r"\d+e-?\d+", str(value)):
             wanted = "is text to YAML, which wants a point in it: write 3e-4 as 3.0e-4"
         case "type":
-            wanted = f"must be {TYPES[limit]}"
+            types = [limit] if isinstance(limit, str) else limit
+            wanted = f"must be {' or '.join(TYPES[name] for name in types)}"
         case "enum":
             wanted = f"must be one of {_listed(map(_shown, limit))}"
         case "pattern":
@@ -316,12 +317,17 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
     shapes = study.get("shapes", [])
     yield from _not_among((*place, "shapes"), "shape", shapes, config["shapes"])
     yield from _of_storage(place, study, config["model"])
+    if not any(key in study for key in problems.SECTIONS):
+        yield Fault(place, f"one of the keys {_listed(problems.SECTIONS)} is missing")
     for device in study.get("devices", ["cuda"]):
         try:
             of_op = list(problems.of_operator(config, op, study, config["compute_dtype"][device]))
         except ValueError as error:
             yield Fault(place, str(error))
             return
+        called = [named.shape for named in of_op]
+        for name in sorted({name for name in called if called.count(name) > 1}):
+            yield Fault(place, f"two of its problems are called {name!r}: rename one")
         for named in of_op:
             reason = problems.without_case(named.problem, device)
             if reason is not None:

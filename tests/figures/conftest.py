@@ -13,6 +13,7 @@ Build = Callable[..., Path]
 SHAPE = "shape text, batch integer, n_context integer, n_target integer"
 SWITCHES = "variant text, checkpoint boolean, cuda_graph boolean"
 OUTCOME = "status text, reason text"
+IS_CEILING = Path(__file__).parents[2] / "workflow" / "sql" / "is_ceiling.sql"
 CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
 
 # View → its columns; `test_views.py` holds workflow/sql to them.
@@ -74,6 +75,7 @@ def build(tmp_path: Path) -> Build:
         path = tmp_path / "results.duckdb"
         path.unlink(missing_ok=True)
         with duckdb.connect(str(path)) as connection:
+            connection.execute(IS_CEILING.read_text())
             for view, columns in VIEWS.items():
                 connection.execute(f"create table {view} ({columns})")
                 for row in tables.get(view, []):

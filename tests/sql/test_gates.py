@@ -9,7 +9,7 @@ import pytest
 
 from tests.sql.conftest import NOW, Query, Tables, check, run, step
 from tnp.gates import GATES, gates_for
-from tnp.ops import registry
+from tnp.variants import FAMILIES
 
 
 def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query]) -> None:
@@ -41,9 +41,9 @@ def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query
 def test_a_red_gate_disproves_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
     variants = [{"attention": name} for name in ("sdpa_flash", "separate", "fused")]
     variants += [{"attention": "sdpa_cudnn", "mlp": "fused", "rms_norm": "torch"}]
-    variants += [dict.fromkeys(registry.CANDIDATES, "auto")]
+    variants += [dict.fromkeys(FAMILIES, "auto")]
     parts, expected = [], {}
-    for gate in GATES:  # red alone, on a device of its name
+    for gate in [*GATES, "op--attention--separate", "op--add_rms_norm--fused"]:  # red alone, on a device of its name
         parts.append(run(gate, check(gate, "far", 3.0, 1.0, passed=False, device=gate)))
         for number, (operators, *switches) in enumerate(
             product(variants, (False, True), (False, True), (False, True))

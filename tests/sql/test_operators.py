@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, gate, operator, run
-from tnp.ops import auto, registry
+from tnp import tuning
+from tnp.catalog import AUTO, catalog
 
 
 def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
@@ -27,7 +28,7 @@ def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
     assert [rows["sdpa_flash"][name] for name in names] == ["memory", 10, 2.5, 0.25, 10]
     assert [rows["sdpa_cudnn"][name] for name in names] == [None] * 5
     assert rows["sdpa_cudnn"]["status"] == "timeout"
-    (copy,) = query("from roofline where op = 'copy'")
+    (copy,) = query("from roofline where op = 'ceiling_copy'")
     assert (copy["share_of_roofline"], copy["bound"]) == (1, "memory")
 
     query = store(compute, memory)
@@ -110,12 +111,12 @@ def test_other_operators_are_compared_with_pytorchs_plain_form(
     )
     rows = {(row["op"], row["implementation"]): row for row in query("from operator_speedup")}
     assert len(rows) == 5
-    norm, mlp = rows["rms_norm", "fused"], rows["mlp", "single"]
+    norm, mlp = rows["add_rms_norm", "fused"], rows["mlp", "single"]
     assert norm["d_model"] == 512
     assert (norm["speedup"], norm["speedup_best"]) == (pytest.approx(2.4), pytest.approx(2.4))
     assert (mlp["speedup"], mlp["speedup_best"]) == (pytest.approx(2), pytest.approx(1.5))
     assert mlp["best_peer_implementation"] == "compiled"
-    (norm,) = query("from roofline where op = 'rms_norm' and own")
+    (norm,) = query("from roofline where op = 'add_rms_norm' and own")
     assert (norm["bound"], norm["share_of_roofline"], norm["tflops"]) == ("memory", 0.8, None)
 
 
@@ -224,12 +225,13 @@ def test_pairs_of_runs_on_two_versions_of_torch_are_two_generations(
     assert (row["n_runs"], row["n_pairs"], row["speedup"]) == (1, 1, pytest.approx(4))
 
 
-def test_the_candidates_of_auto_are_the_registrys(store: Callable[..., Query]) -> None:
+def test_the_candidates_of_auto_are_the_catalogs(store: Callable[..., Query]) -> None:
     rows = store()("from auto_candidates order by op, rank")
     expected = [
-        {"op": op, "implementation": name, "rank": rank}
-        for op, names in sorted(registry.CANDIDATES.items())
-        for rank, name in enumerate(names, 1)
+        {"op": op, "implementation": name, "rank": catalog().listed(op, name).rank}
+        for op in sorted(catalog().operators)
+        for name in catalog().candidates(op, AUTO)
+        if catalog().listed(op, name).own is not None
     ]
     assert rows == expected
 
@@ -274,13 +276,7 @@ def test_the_fastest_candidate_is_chosen_and_pytorch_stays_within_one_percent(
     }
     names = ("implementation", "time_ms", "best_implementation", "best_time_ms", "n_candidates")
     assert {key: tuple(row[name] for name in names) for key, row in rows.items()} == expected
-    assert auto.entry_of(rows["mlp", "mid"], rows["mlp", "mid"]["capability"], "fused") == {
-        "op": "mlp",
-        "capability": 90,
-        "dtype": "bfloat16",
-        "sizes": {"rows": 440, "d_model": 512, "d_ff": 1408},
-        "implementation": "fused",
-    }
+    assert rows["mlp", "mid"]["capability"] == 90
 
 
 def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Query]) -> None:
@@ -288,13 +284,12 @@ def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Que
     parts, expected = [], {}
     for shape in map(str, range(20)):
         times = {
-            name: tuple(generator.uniform(1.0, 1.02, 2)) for name in registry.CANDIDATES["mlp"]
+            name: tuple(generator.uniform(1.0, 1.02, 2)) for name in catalog().candidates("mlp", AUTO)
         }
         for name, passes in times.items():
             columns = {"shape": shape, "config_id": f"{shape}-{name}"}
             parts.append(both_passes(name, "mlp", *passes, **columns))
-        whole = {name: auto.training_ms("mlp", *passes) for name, passes in times.items()}
-        expected[shape] = auto.fastest("mlp", whole)
+        expected[shape] = tuning.fastest({name: sum(passes) for name, passes in times.items()})
     rows = store(*parts)("from operator_choice")
     assert {row["shape"]: row["implementation"] for row in rows} == expected
     assert len(set(expected.values())) > 1
