@@ -4,13 +4,14 @@
 -- `implementation` is as in table `code`, "" for a step. `uses` is as in `measurements`: what
 -- `auto` chose forward and backward may differ, and each pass is judged by its own. A run of the
 -- gate matches where it was on the same device model with the same torch and triton, and names no
--- definition that the measurement names with another hash. The newest match decides. It has passed
--- where a check about what the measurement uses, or about all implementations, is green and no
--- such check is red or an error. `concerned` is false where `auto` waited for the gate and chose
--- something that no check of it is about, and of gate `baseline`, which every step waits for,
--- where its checks are about other attention than the step's and another gate's are about that. A
--- run that was killed or took too long decides nothing, unless a check was red by then. Runs from
--- before evidence was kept wait for nothing and decide nothing.
+-- definition that the measurement names with another hash, and names whole modules where the
+-- measurement does. The newest match decides. It has passed where a check about what the
+-- measurement uses, or about all implementations, is green and no such check is red or an error.
+-- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
+-- about, and of gate `baseline`, which every step waits for, where its checks are about other
+-- attention than the step's and another gate's are about that. A run that was killed or took too
+-- long decides nothing, unless a check was red by then. Runs from before evidence was kept wait for
+-- nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
@@ -64,6 +65,12 @@ sources as (
     where part in ('definition', 'module')
 ),
 
+-- Rows name whole modules, or since definitions are told apart those.
+of_modules as (
+    select distinct code_set from code_parts
+    where part = 'module'
+),
+
 differing as (
     select distinct
         measured.code_set as measured_set,
@@ -88,6 +95,8 @@ deciding as (
             and asked.gate = gate_runs.gate
             and asked.torch is not distinct from gate_runs.torch
             and asked.triton is not distinct from gate_runs.triton
+            and (asked.code_set in (select code_set from of_modules))
+            = (gate_runs.code_set in (select code_set from of_modules))
             and (asked.code_set, gate_runs.code_set) not in (
                 select (measured_set, proving_set) from differing
             )
