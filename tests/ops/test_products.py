@@ -123,7 +123,7 @@ def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
                 assert 2 * in_flight <= target.shared_bytes
             assert first.block_m < 2 * max(m, 9)
     large = triton_product.configs(Call(problem, targets.named("H200")))[0]
-    assert (large.block_m, large.block_n) == (128, 256)
+    assert (large.block_m, large.block_n) == (128, 128)
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
