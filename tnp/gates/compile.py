@@ -87,8 +87,8 @@ def _extent(problem: Problem) -> int:
 
 
 def _of_tables(operator: Operator) -> Iterator[Launch]:
-    """What the committed tables choose of the operator's operations, with and without tensors that
-    may be None.
+    """What the committed tables choose of the operator's operations, with all tensors that may be
+    None: so a kernel needs most registers.
 
     Raises ValueError for an entry whose configuration is none of its kernel's.
     """
@@ -106,13 +106,12 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
             own, operation = by_name[entry["of"]]
             problem = operator.from_json(json.dumps(entry["problem"]))
             given = dict(problem.options) | dict.fromkeys(operator.optional, True)
-            for options in dict.fromkeys((problem.options, tuple(sorted(given.items())))):
-                one = operator.problem(problem.dtype, **dict(problem.sizes), **dict(options))
-                forced = operation.name, entry["choice"], entry.get("config")
-                found = list(launches(operator, one, target, own, forced))
-                if not found:
-                    raise ValueError(f"no candidate of its kernel: {entry} in {path}")
-                yield from found
+            one = operator.problem(problem.dtype, **dict(problem.sizes), **given)
+            forced = operation.name, entry["choice"], entry.get("config")
+            found = list(launches(operator, one, target, own, forced))
+            if not found:
+                raise ValueError(f"no candidate of its kernel: {entry} in {path}")
+            yield from found
 
 
 def _ours(operator: Operator) -> list[Implementation]:
