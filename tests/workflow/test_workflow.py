@@ -284,7 +284,7 @@ def test_figures_are_drawn_from_what_there_is(finished):
     shutil.rmtree(finished.folder / "figures")
     (finished.folder / "data/results.duckdb").unlink()
     (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
-    finished.append("tnp/model.py", "\nEDITED = True\n")
+    finished.edit("tnp/model.py", "NORM_EPS = ", "NORM_EPS = 2 * ")
     status, output = finished.run("figures", FAKE_RED="mlp")
     assert status == 0, output
     assert not finished.calls()
