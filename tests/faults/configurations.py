@@ -37,7 +37,6 @@ OPTIONAL = {
     ("steps",): {"cpu"},
     ("ops",): {"attention"},
     ("training",): {"gp_tiny"},
-    ("variants", "*"): {"projection"},
 }
 
 

@@ -46,6 +46,9 @@ VIEWS = {
     " tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
+    "host": "device text, op text, problem text, pass text, implementation text,"
+    " with_launches boolean, host_us double, times_base double, n_runs bigint",
+    "implementations": "op text, implementation text, provider text, rank integer",
     "equal_things": "device text, kind text, part text, shape text, name text,"
     " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",
     "noise": "device text, kind text, part text, of_equals double",
@@ -310,6 +313,24 @@ def equal_rows(ratios: list[float], device: str = GPU) -> dict[str, list[Row]]:
         for ratio in ratios
     ]
     return {"equal_things": rows, "noise": [key | {"of_equals": 0.005}]}
+
+
+def host_rows(times: dict[tuple[str, str], float], device: str = GPU) -> dict[str, list[Row]]:
+    """Calls of SwiGLU from {(implementation, pass): microseconds}; the first is PyTorch's."""
+    problem = '{"dtype":"bfloat16","op":"swiglu","sizes":{"rows":64,"width":256}}'
+    key = {"device": device, "op": "swiglu", "problem": problem, "with_launches": True}
+    base = next(iter(times.values()))
+    rows = [
+        key
+        | {"implementation": name, "pass": pass_, "n_runs": 1}
+        | {"host_us": time, "times_base": time / base}
+        for (name, pass_), time in times.items()
+    ]
+    known = [
+        {"op": "swiglu", "implementation": "torch", "provider": "torch", "rank": 0},
+        {"op": "swiglu", "implementation": "triton", "provider": "own", "rank": 2},
+    ]
+    return {"host": rows, "implementations": known}
 
 
 def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:

@@ -41,6 +41,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),
         sample.ablation_rows({("mlp", shape): 1.0 for shape in ("small", "mid")}, device),
         sample.equal_rows([0.99, 1.0, 1.01], device),
+        sample.host_rows({("torch", "forward"): 9.0, ("triton", "chain"): 12.0}, device),
     )
 
 
@@ -145,7 +146,7 @@ def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
     for figure in ("speedup", "memory", "roofline"):
         specification = str(draw(figure, path).to_dict())
         (scale,) = set(
-            re.findall(r"\{'domain': \['plain PyTorch'[^}]*'range': [^}]*\}", specification)
+            re.findall(r"\{'domain': \[[^]]*'plain PyTorch'[^}]*'range': [^}]*\}", specification)
         )
         scales.add(scale)
     assert len(scales) == 1

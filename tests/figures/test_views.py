@@ -71,6 +71,13 @@ def measured() -> dict[str, list[Row]]:
             ceiling | {"config_id": "matmul", "op": "matmul", "flops": 7e11, "time_ms_p50": 1.0},
             ceiling | {"config_id": "copy", "op": "copy", "bytes": 4e9, "time_ms_p50": 1.0},
         ]
+    problem = '{"dtype":"bfloat16","op":"swiglu","sizes":{"rows":64,"width":256}}'
+    call = OK | {"op": "swiglu", "problem": problem}
+    call |= {"pass": "forward", "with_launches": True}
+    tables["host_calls"] += [
+        call | {"implementation": name, "host_us_p50": time}
+        for name, time in (("torch", 9.0), ("triton", 12.0))
+    ]
     for variant, time in (("sdpa_flash", 9), ("only_mlp", 8), ("without_mlp", 6), ("fused", 4)):
         step = tables["steps"][0] | {"variant": variant, "study": "ablation", "step_ms_p50": time}
         step |= {"shape": "small", "n_context": 64, "config_id": f"ablation--small--{variant}"}

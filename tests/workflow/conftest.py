@@ -89,9 +89,9 @@ class Checkout:
         self.config["variants"] = {"sdpa_flash": {"attention": "sdpa_flash"}}
         self.config["variants"]["separate"] = {"attention": "separate"}
         self.config["steps"]["cpu"]["variants"] = ["sdpa_flash", "separate"]
-        self.config["gates"] = ["baseline", "checkpointing"]
-        self.config["gates"] += ["attention_forward", "attention_backward", "kernels"]
-        self.config["gates"] += ["mlp", "skip_unread"]  # of which the steps need none
+        self.config["gates"] = ["baseline", "checkpointing", "kernels"]
+        self.config["gates"] += ["op--attention--separate"]
+        self.config["gates"] += ["op--mlp--single", "skip_unread"]  # of which the steps need none
         self.append("tnp/bench/isolate.py", FAKE_BENCHMARK)
         self.append("workflow/gate_process.py", FAKE_GATE)
         (folder / "tnp/figures/__init__.py").write_text(FAKE_FIGURES)

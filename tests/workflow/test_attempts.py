@@ -186,11 +186,11 @@ def test_again_is_tried_again_where_it_was_killed(finished):
 
 
 def test_again_trains_and_gates_anew(finished):
-    status, output = finished.run("again", "--config", "again=gp_tiny,gates--mlp")
+    status, output = finished.run("again", "--config", "again=gp_tiny,gates--op--mlp--single")
     assert status == 0, output
-    assert finished.calls() == ["gate mlp"]
+    assert finished.calls() == ["gate op--mlp--single"]
     assert len(finished.rows("training")) == 2
-    assert len([row for row in finished.rows("gates") if row["gate"] == "mlp"]) == 2
+    assert len([row for row in finished.rows("gates") if row["gate"] == "op--mlp--single"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
 def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
     checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
     checkout.config["ops"]["attention"]["implementations"] = ["sdpa_flash", "separate"]
-    status, output = checkout.run("all", FAKE_RED="attention_forward")
+    status, output = checkout.run("all", FAKE_RED="op--attention--separate")
     assert status != 0
     outcomes = {(row["config_id"], row["pass"]): row["status"] for row in checkout.rows("ops")}
     assert outcomes == {
@@ -160,7 +160,7 @@ def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
         ("attention--tiny--separate--twin1", "backward"): "gate_failed",
     }
     reasons = {row["reason"] for row in checkout.rows("ops") if row["status"] == "gate_failed"}
-    assert reasons == {"gate attention_forward is red: fake: error 2, bound 1"}
+    assert reasons == {"gate op--attention--separate is red: fake: error 2, bound 1"}
 
 
 def test_red_gate_of_one_operator_stops_only_steps_that_use_it(checkout):
@@ -168,14 +168,14 @@ def test_red_gate_of_one_operator_stops_only_steps_that_use_it(checkout):
     checkout.config["steps"]["cpu"] |= {
         "variants": ["separate", "separate_mlp"], "checkpoint": [False], "replicates": 1,
     }  # fmt: skip
-    status, _ = checkout.run("measurements", FAKE_RED="mlp")
+    status, _ = checkout.run("measurements", FAKE_RED="op--mlp--single")
     assert status != 0
     rows = {row["variant"]: row for row in checkout.rows("steps")}
     assert {name: row["status"] for name, row in rows.items()} == {
         "separate": "ok",
         "separate_mlp": "gate_failed",
     }
-    assert "mlp" in rows["separate_mlp"]["gates"].split("|")
+    assert "op--mlp--single" in rows["separate_mlp"]["gates"].split("|")
 
 
 def test_edited_kernel_reruns_only_what_uses_it(finished):
@@ -183,7 +183,7 @@ def test_edited_kernel_reruns_only_what_uses_it(finished):
     status, output = finished.run("all")
     assert status == 0, output
     gates = {call for call in finished.calls() if call.startswith("gate")}
-    ours = ("attention_forward", "attention_backward", "kernels", "skip_unread")
+    ours = ("op--attention--separate", "kernels", "skip_unread")
     assert gates == {f"gate {name}" for name in ours}
     assert {call.split()[0] for call in finished.measured()} == {
         "cpu--tiny--separate",
@@ -285,7 +285,7 @@ def test_figures_are_drawn_from_what_there_is(finished):
     (finished.folder / "data/results.duckdb").unlink()
     (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
     finished.edit("tnp/model.py", "NORM_EPS = ", "NORM_EPS = 2 * ")
-    status, output = finished.run("figures", FAKE_RED="mlp")
+    status, output = finished.run("figures", FAKE_RED="op--mlp--single")
     assert status == 0, output
     assert not finished.calls()
     assert (finished.folder / MATRIX).exists()

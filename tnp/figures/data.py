@@ -108,6 +108,11 @@ def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
         with named as (
             select variant, role from memory
             union select implementation, role from roofline where not is_ceiling(op)
+            union
+            select
+                implementation,
+                case when provider = 'own' then 'own' when rank = 0 then 'baseline' else 'peer' end
+            from host inner join implementations using (op, implementation)
             union select variant, null from stage_share
             union select variant, null from training_curves
         )

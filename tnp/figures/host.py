@@ -53,8 +53,11 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             for problem in problems
         ]
         runs = max(row["n_runs"] for row in of_device)
-        said = f"{runs} process{'es' if runs > 1 else ''} a problem"
-        blocks.append(theme.block(panels, device["name"], said, COLUMNS))
+        said = [
+            data.recorded(connection, "host", device),
+            f"{runs} process{'es' if runs > 1 else ''} a problem",
+        ]
+        blocks.append(theme.block(panels, device["name"], data.joined(said), COLUMNS))
     subtitle = [
         "The host's time for one call, launched asynchronously at sizes where the device waits; "
         "no CUDA graph. Implementations took turns in one process.",

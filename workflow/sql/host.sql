@@ -26,6 +26,7 @@ medians as (
         min(host_us_p50) as host_us_low,
         max(host_us_p50) as host_us_high,
         count(*) as n_runs,
+        min(recorded_at) as first_recorded_at,
         max(recorded_at) as recorded_at
     from newest
     group by all

@@ -128,6 +128,18 @@ measured as (
         origin,
         recorded_at
     from current_training
+    union all
+    select
+        'host' as view_name,
+        host.device,
+        host.problem as question,
+        host_calls.origin,
+        host_calls.recorded_at
+    from host
+    inner join host_calls using (device, op, problem, pass, with_launches, implementation)
+    where
+        host_calls.status = 'ok'
+        and host_calls.recorded_at between host.first_recorded_at and host.recorded_at
 )
 
 select
