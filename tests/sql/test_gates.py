@@ -43,7 +43,8 @@ def test_a_red_gate_disproves_the_steps_that_wait_for_it(store: Callable[..., Qu
     variants += [{"attention": "sdpa_cudnn", "mlp": "fused", "rms_norm": "torch"}]
     variants += [dict.fromkeys(FAMILIES, "auto")]
     parts, expected = [], {}
-    for gate in [*GATES, "op--attention--separate", "op--add_rms_norm--fused"]:  # red alone, on a device of its name
+    # Each red alone, on a device of its name.
+    for gate in [*GATES, "op--attention--separate", "op--add_rms_norm--fused"]:
         parts.append(run(gate, check(gate, "far", 3.0, 1.0, passed=False, device=gate)))
         for number, (operators, *switches) in enumerate(
             product(variants, (False, True), (False, True), (False, True))

@@ -283,9 +283,8 @@ def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Que
     generator = np.random.default_rng(0)
     parts, expected = [], {}
     for shape in map(str, range(20)):
-        times = {
-            name: tuple(generator.uniform(1.0, 1.02, 2)) for name in catalog().candidates("mlp", AUTO)
-        }
+        names = catalog().candidates("mlp", AUTO)
+        times = {name: tuple(generator.uniform(1.0, 1.02, 2)) for name in names}
         for name, passes in times.items():
             columns = {"shape": shape, "config_id": f"{shape}-{name}"}
             parts.append(both_passes(name, "mlp", *passes, **columns))
