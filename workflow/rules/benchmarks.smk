@@ -23,7 +23,6 @@ rule step:
         code=lambda wildcards: step_code(wildcards.config_id),
         gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
         state=step_state,
-        runs=RUNS,
         parameters=lambda wildcards: plan.job(
             STEPS, wildcards.config_id, wildcards.replicate
         ),
@@ -50,7 +49,6 @@ rule op:
         code=lambda wildcards: op_code(wildcards.config_id),
         gates=lambda wildcards: op_gates(OF_OPERATORS[wildcards.config_id]),
         state=op_state,
-        runs=RUNS,
         parameters=lambda wildcards: plan.job(
             OF_OPERATORS, wildcards.config_id, wildcards.replicate
         ),

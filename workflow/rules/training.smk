@@ -17,7 +17,6 @@ rule train:
         code=lambda wildcards: train_code(wildcards.run),
         gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
         state=train_state,
-        runs=RUNS,
         parameters=lambda wildcards: TRAINING[wildcards.run],
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
         checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}{wildcards.attempt}",

@@ -15,7 +15,7 @@ from workflow.jobs import job
 kind = snakemake.params.kind
 parameters = sources.with_definitions(kind, snakemake.params.parameters)
 gates = snakemake.params.gates
-attempts = Attempts(snakemake.params.runs, planning=False)
+attempts = Attempts(Path(snakemake.output[0]).parents[1], planning=False)
 name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 

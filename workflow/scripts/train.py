@@ -31,7 +31,7 @@ def run(say: Callable[[str], None]) -> list[dict]:
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
-    attempts = Attempts(snakemake.params.runs, planning=False)
+    attempts = Attempts(Path(snakemake.output[0]).parents[1], planning=False)
     gates = [attempts.last("gates", name) for name in snakemake.params.gates]
     reason = red(gates, json.loads(parameters["operators"]))
     rows = [] if reason else run(say)
