@@ -3,15 +3,22 @@
 -- PyTorch's plain form takes it, or where launches were replaced by nothing as an empty
 -- autograd.Function.
 create or replace view host as
-with newest as (
+with commits as (
+    select
+        environment_id,
+        any_value(git_commit) as git_commit
+    from environments
+    group by environment_id
+),
+
+newest as (
     select host_calls.*
     from host_calls
-    left join environments using (device, environment_id)
+    left join commits using (environment_id)
     where status = 'ok'
     qualify
-        environments.git_commit is not distinct from
-        arg_max(environments.git_commit, host_calls.recorded_at)
-            over (partition by host_calls.device, op, problem)
+        git_commit is not distinct from arg_max(git_commit, recorded_at)
+            over (partition by device, op, problem)
 ),
 
 medians as (
