@@ -15,7 +15,8 @@ from tnp.gates import blocking_reason, kernels, run_gate
 from tnp.gates import compile as compilation
 
 ROOT = str(Path(compilation.__file__).parents[2])
-KERNEL = re.compile(r"^def _?(\w+)_kernel\(", re.MULTILINE)
+# After a decorator, which may end in a line of its own.
+KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 
 # What a test adds: `rows` of launches of `attention` with 200 queries and 500 keys, where config
 # None is the default.

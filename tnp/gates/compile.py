@@ -135,9 +135,10 @@ def launches(
         forced: an operation's kernel and the JSON of its configuration, in place of all of them
             with their default configurations.
     """
+    from tnp.gates.results import wanted_of
+
     for own in [implementation] if implementation else _ours(operator):
-        passes = [()] + ([operator.differentiated] if own.backward else [])
-        for wanted in passes:
+        for wanted in dict.fromkeys(((), wanted_of(operator, own, Case(problem)))):
             what = Call(problem, target, wanted)
             if own.refuses(what) is not None:
                 continue
