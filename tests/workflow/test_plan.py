@@ -402,7 +402,7 @@ for run in plan.training(*where).values():
 print(f"planned in {time.perf_counter() - started:.1f} s")
 heavy = {name.partition(".")[0] for name in sys.modules}
 heavy &= {"torch", "triton", *sys.argv[1:]}
-sys.exit(", ".join(heavy))
+sys.exit(", ".join(heavy) or 0)
 """
 
 
