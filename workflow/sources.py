@@ -149,13 +149,13 @@ def _of_operator(op: str, name: str, use: str, slug: str, without: Iterable[str]
 
 
 def _ways(op: str, name: str, slug: str) -> list[Listed]:
-    """What may run where `name` is asked for: of "auto" all of ours and what the table names."""
+    """What may run where `name` is asked for: of "auto" what stands here and what the table names."""
     known = catalog()
     if not is_automatic(name):
         return [known.listed(op, name)]
-    ours = [n for n in known.names(op) if (own := known.listed(op, n).own) and own.selectable]
+    here = [n for n in known.candidates(op, name) if known.listed(op, n).own]
     named = {entry["choice"] for entry in _table(slug) if entry["of"] == op}
-    return [known.listed(op, n) for n in known.names(op) if n in {*ours, *named}]
+    return [known.listed(op, n) for n in known.names(op) if n in {*here, *named}]
 
 
 def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:

@@ -270,7 +270,7 @@ def _uses(config: dict) -> Iterator[_Use]:
         yield of_variant(("ablation", end), config["ablation"][end])
     for place, op, spec in _operators(config):
         for index, name in enumerate(spec["implementations"]):
-            if name in catalog().names(op):
+            if is_automatic(name) or name in catalog().names(op):
                 model = config["model"] | {"d_ff_storage": problems.storage(config, op)}
                 where = (*place, "implementations", index)
                 yield _Use(where, {op: name}, model, ("model",), step)

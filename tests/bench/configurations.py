@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 from tnp.bench.policy import Policy
+from tnp.catalog import catalog
 
 TIMING = asdict(Policy(0.02, min_samples=5, max_sampling_s=0.05, long_step_s=5.0, long_samples=2))
 MODEL = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 45, "n_components": 3}
@@ -30,17 +31,18 @@ def step_parameters(**changes) -> dict:
     } | changes
 
 
-def op_parameters(**changes) -> dict:
+def op_parameters(op: str = "attention", **changes) -> dict:
+    """Of PyTorch's plain form; `sizes` are those of another operator than attention."""
+    sizes = changes.pop("sizes", {"batch": 2, "n_heads": 2, "n_q": 21, "n_k": 13, "head_dim": 16})
+    operator = catalog().operator(op)
+    baseline = operator.implementations[0].name
     return {
-        "config_id": "attention--tiny",
-        "op": "attention",
-        "implementations": {"sdpa_flash": "attention--tiny--sdpa_flash"},
+        "config_id": f"{op}--tiny",
+        "op": op,
+        "problem": operator.problem("float32", **sizes).json,
+        "draw": {},
+        "implementations": {baseline: f"{op}--tiny--{baseline}"},
         "shape": "tiny",
-        "batch": 2,
-        "n_q": 21,
-        "n_k": 13,
-        "n_heads": 2,
-        "head_dim": 16,
         "dtype": "float32",
         "replicate": 0,
         "timing": TIMING,

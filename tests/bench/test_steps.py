@@ -11,7 +11,6 @@ from tnp.bench.outcome import Unsupported
 from tnp.bench.stages import _one_pass
 from tnp.bench.steps import measure_step, random_task
 from tnp.model import TNPConfig, TransformerNP
-from tnp.ops import auto
 from tnp.schemas import PROVENANCE, RUN, TABLES
 from tnp.step import TrainingStep
 from tnp.variants import Variant
@@ -37,10 +36,8 @@ def test_a_step_fills_its_row(tables):
     assert row["setup_s"] > 0 and row["compile_s"] > 0
 
 
-def test_a_step_records_what_auto_chose(tables, monkeypatch):
+def test_a_step_records_what_auto_chose(tables):
     assert tables["steps"][0]["choices"] is None
-    monkeypatch.setattr(auto, "_choices", {})
-    auto.choose.cache_clear()
     spec = {"attention": "sdpa_flash", "mlp": "auto", "mixture_heads": "auto"}
     (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
     chosen = {(c["op"], c["implementation"], c["source"]) for c in json.loads(row["choices"])}

@@ -37,6 +37,7 @@ OPTIONAL = {
     ("steps",): {"cpu"},
     ("ops",): {"attention"},
     ("training",): {"gp_tiny"},
+    ("variants", "*"): {"projection"},
 }
 
 
@@ -52,7 +53,9 @@ class Case(NamedTuple):
 def valid() -> dict:
     """The tests' tiny configuration with every section that one may have; to be copied."""
     config = yaml.safe_load((ROOT / "tests/workflow/config.yaml").read_text())
-    base, full = list(config["variants"])[:2]
+    base, full = "sdpa_flash", "projection"
+    config["variants"][full] = {"attention": "sdpa_flash", "projection": "fused"}
+    config["gates"] += ["op--project_qkv--fused", "kernels"]
     differing = [
         operator
         for operator, implementation in config["variants"][full].items()

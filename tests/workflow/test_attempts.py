@@ -114,7 +114,7 @@ def run_ids(checkout) -> dict[str, set[str]]:
 
 def test_what_an_edit_voids_is_measured_beside_what_is_there(finished):
     before, rows = run_ids(finished), outcomes(finished)
-    finished.append("tnp/ops/attention/triton_forward.py", "\nEDITED = True\n")
+    finished.edit("tnp/ops/attention/triton_forward.py", "_fwd_tile")
     status, output = finished.run("all")
     assert status == 0, output
     again = finished.measured()
@@ -134,7 +134,7 @@ def test_what_an_edit_voids_is_measured_beside_what_is_there(finished):
 def test_a_kill_amid_what_is_measured_anew_loses_nothing(finished):
     before, rows = run_ids(finished), outcomes(finished)
     text = (finished.folder / "tnp/model.py").read_text()
-    finished.edit("tnp/model.py", "NORM_EPS = ", "NORM_EPS = 2 * ")
+    finished.edit("tnp/model.py", "TransformerNP")
     workflow = finished.start("all", FAKE_SECONDS="60")
     wait_for(lambda: any(call.startswith("start") for call in finished.calls()))
     workflow.kill()

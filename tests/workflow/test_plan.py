@@ -4,17 +4,23 @@ import copy
 import json
 import math
 import re
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tnp.bench.outcome import implementation_of
+from tnp.catalog import AUTO, IMPLEMENTATIONS, catalog
 from tnp.gates import gates_for, gates_of
-from tnp.ops import registry
-from workflow import plan, sources
+from tnp.schemas import CEILINGS
+from tnp.variants import FAMILIES
+from workflow import plan, problems, sources
 
-CONFIG = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
+ROOT = Path(__file__).parents[2]
+CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 
 
 def test_ids_say_what_is_measured():
@@ -39,7 +45,7 @@ def test_operator_sizes_follow_from_shape_and_model():
 def test_an_operators_implementations_are_one_job_a_size_and_replicate():
     ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
     spec = CONFIG["ops"]["attention"]
-    names = spec["implementations"]
+    names = problems.implementations("attention", spec)
     # One of ours stands in it twice.
     assert ops["attention--mid"]["implementations"] == {
         name: f"attention--mid--{name}" for name in [*names, "fused--twin1"]
@@ -54,7 +60,7 @@ def test_an_operators_benchmark_has_the_sizes_it_depends_on():
     names = ("batch", "n_q", "n_k", "d_model", "d_ff", "d_ff_storage", "n_components")
     expected = {
         "attention--mid": (4, 11_000, 10_000, None, None, None, None),
-        "rms_norm--mid": (4, 11_000, None, 512, None, None, None),
+        "add_rms_norm--mid": (4, 11_000, None, 512, None, None, None),
         "mlp--mid": (4, 11_000, None, 512, 1365, 1408, None),
         "mixture_heads--mid": (4, 1_000, None, 512, 1365, 1408, 10),
         "mixture_nll--mid": (4, 1_000, None, None, None, None, 10),
@@ -92,7 +98,7 @@ def test_a_step_says_what_it_uses_and_what_it_waits_for():
     only = steps["ablation--small--only_mlp--graph"]
     operators = json.loads(only["operators"])
     assert operators["mlp"] == "fused" and operators["rms_norm"] == "torch"
-    assert only["gates"] == "baseline|mlp|kernels|cuda_graphs"
+    assert only["gates"] == "baseline|op--mlp--fused|kernels|cuda_graphs"
     assert steps["matrix--mid--sdpa_flash"]["gates"] == "baseline"
     # Only the large step has rows enough to be recomputed.
     assert "checkpointing" not in steps["ablation--mid--fused--graph"]["gates"].split("|")
@@ -200,7 +206,7 @@ def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
 
     assert uses(sources.of_step(steps["matrix--mid--separate"]))
     assert not uses(sources.of_step(steps["matrix--mid--sdpa_flash"]))
-    assert uses(sources.of_gate("attention_forward"))
+    assert uses(sources.of_gate("op--attention--separate"))
     assert not uses(sources.of_gate("baseline"))
     assert "tnp/model.py" in files(sources.of_gate("baseline"))
 
@@ -209,7 +215,7 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     kernels = {
         op: f"tnp/ops/{file}.py"
-        for op, file in (("mlp", "mlp/triton_mlp"), ("rms_norm", "rms_norm/triton_rms_norm"))
+        for op, file in (("mlp", "mlp/composed"), ("rms_norm", "rms_norm/triton_rms_norm"))
     }
 
     def used(found: dict[str, str]) -> set[str]:
@@ -218,8 +224,12 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     assert used(sources.of_step(steps["ablation--small--only_mlp--graph"])) == {"mlp"}
     assert used(sources.of_step(steps["ablation--small--fused--graph"])) == {"mlp", "rms_norm"}
     assert used(sources.of_step(steps["matrix--mid--fused_attention"])) == set()
-    assert used(sources.of_gate("mlp")) == {"mlp"}
-    assert used(sources.of_gate("attention_forward")) == used(sources.of_gate("baseline")) == set()
+    assert used(sources.of_gate("op--mlp--fused")) == {"mlp"}
+    assert (
+        used(sources.of_gate("op--attention--separate"))
+        == used(sources.of_gate("baseline"))
+        == set()
+    )
     fused, torch = ({"op": "mlp", "implementation": name} for name in ("fused", "torch"))
     assert used(sources.of_op(fused)) == {"mlp"} and used(sources.of_op(torch)) == set()
     assert not any("rms_norm" in f or "attention" in f for f in files(sources.of_op(torch)))
@@ -233,17 +243,17 @@ KERNELS = {
         "attention/few_keys",
         "attention/hopper_forward",
         "attention/hopper_backward",
+        "embedding/triton_embedding",
         "hopper_matmul",
         "hopper_silu",
-        "matmul",
         "mixture_heads/hopper",
         "mixture_heads/triton_heads",
-        "mlp/triton_mlp",
-        "norms",
-        "rms_norm/triton_rms_norm",
-        "embedding/triton_embedding",
-        "triton_matmul",
         "mixture_nll/triton_mixture_nll",
+        "mlp/composed",
+        "norms",
+        "projection/products",
+        "rms_norm/triton_rms_norm",
+        "triton_matmul",
         "weight_gradient",
     )
 }
@@ -260,9 +270,7 @@ def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
 
 
 def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
-    found = sources.of_gate("skip_unread")
-    assert used_kernels(found) == KERNELS
-    assert "tnp/ops/tuned/attention.json" in files(found)
+    assert used_kernels(sources.of_gate("skip_unread")) == KERNELS | {"tnp/ops/mlp/single.py"}
     # Else an edited kernel would void what PyTorch's steps wait for.
     for gate in ("baseline", "checkpointing", "cuda_graphs"):
         assert used_kernels(sources.of_gate(gate)) == set()
@@ -274,57 +282,141 @@ def test_what_a_backward_runs_is_its_source():
         for name in ("fused", "single")
     )
     assert single == fused | {"tnp/ops/mlp/single.py"}
-    assert "tnp/ops/mlp/triton_mlp.py" in fused and "tnp/ops/hopper_silu.py" in fused
-    projection = used_kernels(sources.of_gate("projection"))
-    assert projection == {"tnp/ops/weight_gradient.py"}
+    assert "tnp/ops/mlp/composed.py" in fused and "tnp/ops/hopper_silu.py" in fused
+    projection = used_kernels(sources.of_gate("op--linear--fused"))
+    assert projection == {"tnp/ops/weight_gradient.py", "tnp/ops/projection/products.py"}
 
 
 def test_what_auto_may_choose_is_its_source_and_gate():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     step = steps["auto--mid--auto--graph"]
     assert set(json.loads(step["operators"]).values()) == {"auto"}
-    every = [gates_for({op: name}) for op, names in registry.CANDIDATES.items() for name in names]
+    every = [
+        gates_for({family: name})
+        for family in FAMILIES
+        for operator in catalog().family(family)
+        for name in catalog().candidates(operator.name, AUTO)
+    ]
     assert set(step["gates"].split("|")) == set().union(*every) | {"skip_unread", "cuda_graphs"}
 
-    mlp = {
-        name: files(sources.of_op({"op": "mlp", "implementation": name}))
-        for name in ("torch", "single", "fused", "auto")
-    }
-    chosen = mlp["auto"] - mlp["torch"] - mlp["single"] - mlp["fused"]
-    assert chosen == {"tnp/ops/auto.py", "tnp/ops/tuned/implementations.json"}
-    assert mlp["single"] | mlp["fused"] < mlp["auto"]
-    attention = files(sources.of_op({"op": "attention", "implementation": "auto"}))
-    assert "tnp/ops/tuned/attention.json" in attention
-    assert "tnp/ops/attention/peers.py" not in attention
-    others = sources.of_step(steps["matrix--mid--fused"]), sources.of_gate("mlp")
-    assert not any(chosen & files(found) for found in others)
+    def of(op: str, name: str) -> set[str]:
+        parameters = {"op": op, "implementation": name, "device_slug": "nvidia-h200"}
+        return files(sources.of_op(parameters))
+
+    mlp = {name: of("mlp", name) for name in ("torch", "single", "fused", "auto")}
+    assert mlp["auto"] == mlp["torch"] | mlp["single"] | mlp["fused"] | {"nvidia-h200.json"}
+    # Its kernels' entries decide about what is ours too, and nothing about PyTorch's.
+    attention = {name: of("attention", name) for name in ("sdpa_flash", "fused", "auto")}
+    found = {name: "nvidia-h200.json" in own for name, own in (mlp | attention).items()}
+    assert found["auto"] and found["fused"] and not found["torch"] and not found["sdpa_flash"]
+    assert not any("peers" in file for file in attention["auto"])
+    assert "nvidia-h200.json" not in files(sources.of_gate("op--mlp--fused"))
 
 
 def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
-    """Otherwise no row of it could ever be proven, whatever was measured."""
+    """Otherwise an edit of it would leave its rows proven by gates that never saw the edit."""
     model = re.compile(r"tnp\.(ops|model|step)(\.|:|$)")
-    # They choose and say what ran: what was chosen is proven in their place.
-    choosing = re.compile(r"tnp\.ops\.(auto|registry):|.*:describe_launch$")
 
     def unproven(found: dict[str, str], gates: list[str]) -> set[str]:
         ran = {name for name in sources.code(found) if model.match(name)}
-        named = set().union(*map(sources.of_gate, gates))
-        return {name for name in ran - named if not choosing.match(name)}
+        return ran - set().union(*map(sources.of_gate, gates))
 
     for step in plan.steps(CONFIG, "cuda", "nvidia-h200").values():
         assert not unproven(sources.of_step(step), step["gates"].split("|")), step["config_id"]
     for config_id, job in plan.ops(CONFIG, "cuda", "nvidia-h200").items():
-        for name in set(map(implementation_of, job["implementations"])):
+        ceiling = job["op"] in CEILINGS
+        for name in () if ceiling else set(map(implementation_of, job["implementations"])):
             if gates := gates_of(job["op"], name):
                 found = sources.of_op(job | {"implementation": name}, without=())
-                assert not unproven(found, gates), (config_id, name)
+                # PyTorch's are compared with, and need no proof, where "auto" may take them too.
+                plain = set()
+                for other in catalog().candidates(job["op"], name):
+                    if catalog().listed(job["op"], other).provider == "torch":
+                        plain |= sources.of_op(job | {"implementation": other}, ()).keys()
+                assert unproven(found, gates) <= plain, (config_id, name)
 
 
 def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
-    found = sources.of_gate("attention_forward")
-    assert "tnp/ops/tuned/attention.json" in files(found)
+    found = sources.of_step(plan.steps(CONFIG, "cuda", "nvidia-h200")["matrix--mid--separate"])
+    assert "nvidia-h200.json" in files(found)
     turned = dict(reversed(found.items()))
     prints = [sources.fingerprint(*of) for of in (
         ("gate", found), ("gate", turned), ("benchmark", found), ("gate", sources.code(found)),
     )]  # fmt: skip
     assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
+def test_section_gates_may_ask_for_one_of_each_implementation_of_ours():
+    every = plan.gates({"gates": ["baseline", plan.EVERY_OPERATOR, "op--swiglu--triton"]})
+    assert every[0] == "baseline" and len(set(every)) == len(every)
+    ours = {
+        f"op--{op}--{name}"
+        for op in catalog().operators
+        for name in catalog().names(op)
+        if catalog().role(op, name) == "own"
+    }
+    assert set(every) == ours | {"baseline"}
+    assert set(plan.gates(CONFIG)) >= ours
+
+
+def test_operators_at_runs_of_language_models_and_at_sizes_by_name():
+    config = copy.deepcopy(CONFIG)
+    config["models"] = {"llama": {"gated": True, "d_ff": 14336, "d_model": 4096}}
+    config["runs"] = {"train_2k": {"batch": 2, "n_tokens": 2048}}
+    config["ops"] = {
+        "swiglu": {
+            "devices": ["cuda"],
+            "priority": 1,
+            "at": ["llama/train_2k"],
+            "problems": {"narrow": {"rows": 7, "width": 40}},
+            "implementations": ["torch", "installed", "triton"],
+            "replicates": 1,
+        }
+    }
+    config["noise"] = {"devices": [], "ops": {}}
+    ops = plan.ops(config, "cuda", "nvidia-h200")
+    assert set(ops) == {"swiglu--llama-train_2k", "swiglu--narrow"}
+    llama, narrow = ops.values()
+    assert llama["shape"] == "llama/train_2k"
+    assert json.loads(llama["problem"])["sizes"] == {"rows": 4096, "width": 14336}
+    assert json.loads(narrow["problem"])["sizes"] == {"rows": 7, "width": 40}
+    others = catalog().installed("swiglu")
+    assert list(narrow["implementations"]) == ["torch", *others, "triton", "triton--twin1"]
+
+
+PLANNING = """
+import sys, time
+started = time.perf_counter()
+import yaml
+from tnp.bench.outcome import implementation_of
+from workflow import plan, sources
+from workflow.validation import validate
+config = yaml.safe_load(open("config.yaml"))
+validate(config)
+where = config, "cuda", "nvidia-h200"
+for gate in plan.gates(config):
+    sources.of_gate(gate)
+for step in plan.steps(*where).values():
+    sources.of_step(step)
+for op in (plan.ops(*where) | plan.tuning(*where)).values():
+    for name in map(implementation_of, op["implementations"]):
+        sources.of_op(op | {"implementation": name})
+for run in plan.training(*where).values():
+    sources.of_training(run)
+print(f"planned in {time.perf_counter() - started:.1f} s")
+heavy = {name.partition(".")[0] for name in sys.modules}
+heavy &= {"torch", "triton", *sys.argv[1:]}
+sys.exit(", ".join(heavy) or 0)
+"""
+
+
+def test_planning_for_a_gpu_imports_nothing_that_computes():
+    """Neither PyTorch nor Triton, nor a module that an entry point names."""
+    entries = metadata.entry_points(group=IMPLEMENTATIONS)
+    modules = {entry.module.partition(".")[0] for entry in entries} - {"tnp"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNING, *modules], cwd=ROOT, capture_output=True, text=True
+    )
+    print(done.stdout)  # how long it took, which nothing is asserted of
+    assert done.returncode == 0, f"it imported {done.stderr}"
+    assert "planned in" in done.stdout

@@ -179,7 +179,7 @@ def test_red_gate_of_one_operator_stops_only_steps_that_use_it(checkout):
 
 
 def test_edited_kernel_reruns_only_what_uses_it(finished):
-    finished.append("tnp/ops/attention/triton_forward.py", "\nEDITED = True\n")
+    finished.edit("tnp/ops/attention/triton_forward.py", "_fwd_tile")
     status, output = finished.run("all")
     assert status == 0, output
     gates = {call for call in finished.calls() if call.startswith("gate")}
@@ -199,7 +199,7 @@ def planned(checkout) -> dict[str, int]:
 
 
 def test_a_gate_that_runs_again_takes_no_benchmark_of_the_same_code_with_it(finished):
-    finished.append("tnp/gates/checkpointing.py", "\nEDITED = True\n")
+    finished.edit("tnp/gates/checkpointing.py", "checks")
     plan = planned(finished)
     assert plan["gate"] == 1 and not {"step", "op", "train"} & plan.keys()
     # What a red gate refused waits for it: nothing says of which code it is.
@@ -284,7 +284,7 @@ def test_figures_are_drawn_from_what_there_is(finished):
     shutil.rmtree(finished.folder / "figures")
     (finished.folder / "data/results.duckdb").unlink()
     (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
-    finished.edit("tnp/model.py", "NORM_EPS = ", "NORM_EPS = 2 * ")
+    finished.edit("tnp/model.py", "TransformerNP")
     status, output = finished.run("figures", FAKE_RED="op--mlp--single")
     assert status == 0, output
     assert not finished.calls()
