@@ -149,7 +149,7 @@ def _of_operator(op: str, name: str, use: str, slug: str, without: Iterable[str]
 
 
 def _ways(op: str, name: str, slug: str) -> list[Listed]:
-    """What may run where `name` is asked for: of "auto" what stands here and what the table names."""
+    """What may run where `name` is asked for: of "auto" ours, and what the table names."""
     known = catalog()
     if not is_automatic(name):
         return [known.listed(op, name)]
