@@ -69,7 +69,7 @@ def test_faults_are_sentences_and_the_rest_goes_on(run):
         """
 import tnp.catalog
 known = tnp.catalog.catalog()
-print(*known.faults, sep="\\n")
+print(*[fault for fault in known.faults if "tnp-example" in fault], sep="\\n")
 print(known.names("swiglu"))
 for name in ("raises", "absent"):
     try:

@@ -109,7 +109,12 @@ def cases(target) -> list[Case]:
     can reach.
     """
     extremes = [
-        _case(3, 67, logits=logits, sigma=sigma, floor=floor)
+        _case(
+            *((3, 67) if target.kind == "cuda" else (1, 33)),
+            logits=logits,
+            sigma=sigma,
+            floor=floor,
+        )
         for logits, sigma, floor in product((1.0, 1e2, 1e4), (1e-6, 1.0, 1e6), (False, True))
     ]
     if target.kind != "cuda":
