@@ -300,8 +300,10 @@ class PlainPlan:
 
 def compiled(found: Implementation) -> Any:
     """`run` through torch.compile, a graph for every shape."""
+    from torch._functorch import config
+
     # A backward pass is timed many times after one forward, whose buffers it must leave alone.
-    torch._functorch.config.donated_buffer = False
+    config.donated_buffer = False
     mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}[found.compile]
     return torch.compile(found.run, fullgraph=True, dynamic=False, mode=mode)
 
