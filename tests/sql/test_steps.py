@@ -25,7 +25,7 @@ from tnp.store import build_database, write_table
 
 def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) -> None:
     query = store()
-    for view in set(VIEWS) - {"auto_candidates"}:  # a list, of nothing measured
+    for view in set(VIEWS) - {"auto_candidates", "families"}:  # lists, of nothing measured
         assert query(f"from {view}") == []
 
 
