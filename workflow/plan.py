@@ -340,6 +340,7 @@ def names(config: dict, device: str, slug: str) -> dict[str, tuple[str, str]]:
     jobs = {name: ("step", name) for name in steps(config, device, slug)}
     for job, parameters in ops(config, device, slug).items():
         jobs |= dict.fromkeys((job, *parameters["implementations"].values()), ("op", job))
+    jobs |= {name: ("host", name) for name in host(config, device, slug)}
     jobs |= {name: ("train", name) for name in training(config, device, slug)}
     return jobs | {f"gates--{name}": ("gate", name) for name in gates(config)}
 

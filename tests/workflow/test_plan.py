@@ -336,6 +336,11 @@ def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
                 assert unproven(found, gates) <= plain, (config_id, name)
 
 
+def test_every_kind_of_job_can_be_measured_again():
+    jobs = plan.names(CONFIG, "cuda", "nvidia-h200")
+    assert {kind for kind, _ in jobs.values()} == plan.TABLES.keys()
+
+
 def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
     found = sources.of_step(plan.steps(CONFIG, "cuda", "nvidia-h200")["matrix--mid--separate"])
     assert "nvidia-h200.json" in files(found)

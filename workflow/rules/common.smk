@@ -214,7 +214,7 @@ def benchmark(config_id):
 def further_replicates():
     """Jobs of replicates past the planned ones that were asked for once and did not come about."""
     jobs = []
-    for config_id, parameters in (STEPS | OPS).items():
+    for config_id, parameters in (STEPS | OPS | HOST).items():
         kind = benchmark(config_id)
         table = plan.TABLES[kind][0]
         stems = [f"{config_id}--r{r}" for r in ATTEMPTS.replicates(table, config_id)]
@@ -232,7 +232,7 @@ def again_tables():
     files = []
     for kind, name in sorted(AGAIN):
         stem = name
-        if kind in ("step", "op"):
+        if kind in ("step", "op", "host"):
             table = plan.TABLES[kind][0]
             stem += f"--r{max(ATTEMPTS.replicates(table, name), default=0) + 1}"
         files += planned(kind, stem).values()
