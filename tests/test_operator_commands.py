@@ -104,7 +104,7 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
         (["swiglu", *SIZES, "--height", "4"], "unrecognized arguments: --height 4"),
         (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
         (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
-        (["swiglu", *SIZES, "--implementations", "liger"], "unknown implementation 'liger'"),
+        (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):

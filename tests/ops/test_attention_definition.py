@@ -27,7 +27,11 @@ def test_what_is_drawn_is_the_problem(gpu):
         assert plans.aligned(inputs), case
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# At larger magnitudes one key has all the weight of a query, and the first one may have none.
+SHARED = [case for case in CASES if dict(case.draw).get("magnitude", 1.0) < 12]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
 def test_controls_are_further_off_than_any_rounding(case):
     inputs = drawn(case)
     exact = OPERATOR.reference(*(x.double() if i < 3 else x for i, x in enumerate(inputs)), *SCALE)
