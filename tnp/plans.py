@@ -63,16 +63,6 @@ def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
     )
 
 
-def undifferentiated(operator: Operator, inputs: tuple) -> tuple[str, ...]:
-    """Inputs that require a gradient which the operator does not define."""
-    named = zip(operator.tensors, inputs, strict=True)
-    return tuple(
-        name
-        for name, x in named
-        if x is not None and x.requires_grad and name not in operator.differentiated
-    )
-
-
 def aligned(tensors: Any) -> bool:
     """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded."""
     for x in tensors:
