@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tnp.contract import Budget
+
 # How far a result may be from float64, over what must be expected: see `error_ratio`.
-OUTPUT_BUDGET = 2.0
-GRADIENT_BUDGET = 3.0
+OUTPUT_BUDGET = Budget.outputs
+GRADIENT_BUDGET = Budget.gradients
 
 
 @dataclass(frozen=True)
