@@ -1,17 +1,8 @@
 import pytest
 
-from tnp.bench.roofline import (
-    above_ceiling,
-    add_rms_norm_bytes,
-    attention_bytes,
-    heads_bytes,
-    heads_flops,
-    mlp_bytes,
-    mlp_flops,
-    nll_bytes,
-    step_attention_flops,
-    step_matmul_flops,
-)
+from tnp.bench.roofline import above_ceiling, step_attention_flops, step_matmul_flops
+from tnp.catalog import catalog
+from tnp.contract import Case, Work
 
 MODEL = {"d_model": 512, "n_layers": 12, "n_heads": 8, "d_ff": 1365, "n_components": 10}
 
@@ -51,33 +42,54 @@ def test_what_nobody_reads_is_not_counted():
     assert skipped == 7 * 2 * batch * n_context * n_context * 2
 
 
+def work(op: str, pass_: str, dtype: str = "bfloat16", d_ff_real: int = 0, **sizes: int) -> Work:
+    """What an operator declares."""
+    operator = catalog().operator(op)
+    return operator.work(Case(operator.problem(dtype, **sizes), (("d_ff_real", d_ff_real),)), pass_)
+
+
 def test_bytes_count_each_operand_once():
-    assert attention_bytes(64, 8, 564, 64, 64, 2, "forward") == 64 * 8 * 64 * 2 * (2 * 564 + 2 * 64)
-    assert attention_bytes(1, 1, 3, 2, 16, 4, "backward") == 16 * 4 * (4 * 3 + 4 * 2)
+    many = {"batch": 64, "n_heads": 8, "n_q": 564, "n_k": 64, "head_dim": 64}
+    assert work("attention", "forward", **many).bytes == 64 * 8 * 64 * 2 * (2 * 564 + 2 * 64)
+    few = {"batch": 1, "n_heads": 1, "n_q": 3, "n_k": 2, "head_dim": 16}
+    assert work("attention", "backward", "float32", **few).bytes == 16 * 4 * (4 * 3 + 4 * 2)
 
 
 def test_operators_on_rows_by_hand():
-    assert add_rms_norm_bytes(7, 512, 2) == 7 * 512 * 2 * 4
-    assert mlp_flops(7, 512, 1365, "forward") == 2 * 7 * (512 * 1365 + 1365 * 512)
-    assert mlp_flops(7, 512, 1365, "backward") == 2 * mlp_flops(7, 512, 1365, "forward")
+    norm, weight = {"rows": 7, "width": 512}, 4 * 512
+    assert work("add_rms_norm", "forward", **norm).bytes == 7 * 512 * 2 * 4 + weight
+    assert work("add_rms_norm", "backward", **norm).bytes == 7 * 512 * 2 * 4 + 2 * weight
+    mlp = {"rows": 7, "d_model": 512, "d_ff": 1408, "d_ff_real": 1365}
+    forward, backward = work("mlp", "forward", **mlp), work("mlp", "backward", **mlp)
+    assert forward.flops == {"bfloat16": 2 * 7 * (512 * 1365 + 1365 * 512)}
+    assert backward.flops["bfloat16"] == 2 * forward.flops["bfloat16"]
     weights = 4 * (1408 * 512 + 512 * 1408)
-    assert mlp_bytes(7, 512, 1408, 2, "forward") == 2 * 7 * (512 + 512) + weights
-    assert mlp_bytes(7, 512, 1408, 2, "backward") == 2 * 7 * 3 * 512 + 2 * weights
-    heads = (7, 10, 512, 1365, 3)
-    assert heads_flops(*heads, "forward") == 2 * 7 * 10 * (512 * 1365 + 1365 * 3)
+    assert forward.bytes == 2 * 7 * (512 + 512) + weights
+    assert backward.bytes == 2 * 7 * 3 * 512 + 2 * weights
+    heads = {"rows": 7, "d_model": 512, "d_ff": 1365, "n_components": 10, "n_outputs": 3}
+    forward, backward = (work("mixture_heads", pass_, **heads) for pass_ in ("forward", "backward"))
+    assert forward.flops == {"bfloat16": 2 * 7 * 10 * (512 * 1365 + 1365 * 3)}
     weights = 4 * 10 * (1365 * 512 + 3 * 1365)
-    assert heads_bytes(*heads, 2, "forward") == 2 * 7 * (512 + 30) + weights
-    assert heads_bytes(*heads, 2, "backward") == 2 * 7 * (512 + 512 + 30) + 2 * weights
-    assert nll_bytes(7, 10, "forward") == 4 * 7 * (30 + 1)
-    assert nll_bytes(7, 10, "backward") == 4 * 7 * (30 + 30 + 1)
+    assert forward.bytes == 2 * 7 * (512 + 30) + weights
+    assert backward.bytes == 2 * 7 * (512 + 512 + 30) + 2 * weights
+    nll = {"rows": 7, "n_components": 10, "d_y": 1}
+    loss = 4  # bytes, the one number that is written
+    assert work("mixture_nll", "forward", "float32", **nll).bytes == 4 * 7 * (30 + 1) + loss
+    assert work("mixture_nll", "backward", "float32", **nll).bytes == 4 * 7 * (30 + 30 + 1)
 
 
 def test_a_steps_operations_are_those_of_its_operators():
     rows, targets = 64 * 564, 64 * 500
     one = dict(MODEL, n_layers=1)
     mlp, heads = (
-        mlp_flops(rows, 512, 1365, "forward"),
-        heads_flops(targets, 10, 512, 1365, 3, "forward"),
+        work(op, "forward", **sizes).flops["bfloat16"]
+        for op, sizes in (
+            ("mlp", {"rows": rows, "d_model": 512, "d_ff": 1365}),
+            (
+                "mixture_heads",
+                {"rows": targets, "d_model": 512, "d_ff": 1365, "n_components": 10, "n_outputs": 3},
+            ),
+        )
     )
     rest = 2 * rows * (3 * 512 + 512**2 + 4 * 512**2)
     assert step_matmul_flops(one, 64, 64, 500) == 3 * (mlp + heads + rest)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tnp import targets
-from tnp.bench import roofline
 from tnp.catalog import catalog
 from tnp.contract import Case
 from tnp.plans import describe
@@ -70,12 +69,15 @@ def test_work_is_what_benchmarks_count(pass_):
         Case(catalog().operator(name).within(MODEL, RUN), (("d_ff_real", 1365),))
         for name in ("mlp", "mixture_heads")
     )
+    passes = {"forward": 1, "backward": 2}[pass_]
     found = catalog().operator("mlp").work(mlp, pass_)
-    assert found.flops == {"bfloat16": roofline.mlp_flops(4400, 512, 1365, pass_)}
-    assert found.bytes == roofline.mlp_bytes(4400, 512, 1408, 2, pass_)
+    rows, weights = 4400 * 512 * 2, 2 * 512 * 1408 * 4
+    assert found.flops == {"bfloat16": passes * 4 * 4400 * 512 * 1365}
+    assert found.bytes == (1 + passes) * rows + passes * weights
     found = catalog().operator("mixture_heads").work(heads, pass_)
-    assert found.flops == {"bfloat16": roofline.heads_flops(400, 10, 512, 1365, 3, pass_)}
-    assert found.bytes == roofline.heads_bytes(400, 10, 512, 1408, 3, 2, pass_)
+    x, y, weights = 400 * 512 * 2, 400 * 10 * 3 * 2, 10 * 1408 * (512 + 3) * 4
+    assert found.flops == {"bfloat16": passes * 2 * 400 * 10 * 1365 * (512 + 3)}
+    assert found.bytes == passes * (x + weights) + y
 
 
 def test_planning_imports_neither_torch_nor_triton():
