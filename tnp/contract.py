@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FLOATS = ("bfloat16", "float16", "float32")
+ALL_FLOATS = (*FLOATS, "float64")  # what PyTorch's own forms take
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 OWN = "own"  # the provider of what is ours
 

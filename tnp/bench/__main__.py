@@ -18,11 +18,10 @@ from typing import Any
 
 from tnp.catalog import AUTO, catalog
 from tnp.commands import Parser, size, table
-from tnp.contract import FLOATS, Operator, Problem
+from tnp.contract import ALL_FLOATS, FLOATS, Operator, Problem
 
 PROGRAM = "python -m tnp.bench"
 TIMEOUT_S = 900.0
-DTYPES = (*FLOATS, "float64")
 HEADER = (
     "implementation", "provider", "forward µs", "backward µs", "rate", "speedup", "max error", ""
 )  # fmt: skip
@@ -74,7 +73,7 @@ def _parser(operator: Operator) -> Parser:
     for name in operator.optional:
         help_text = f"with the tensor {name}"
         parser.add_argument(_option(name), action="store_true", dest=name, help=help_text)
-    parser.add_argument("--dtype", choices=DTYPES, default=FLOATS[0], help="of the activations")
+    parser.add_argument("--dtype", choices=ALL_FLOATS, default=FLOATS[0], help="of the activations")
     parser.add_argument(
         "--implementations",
         nargs="+",

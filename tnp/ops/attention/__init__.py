@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
+from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
 from tnp.ops.attention import definition, torch_forms
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ OPERATOR = Operator(
             "reference",
             run=torch_forms.reference,
             provider="torch",
-            dtypes=(*FLOATS, "float64"),
+            dtypes=ALL_FLOATS,
             options=("n_keys",),
             selectable=False,
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ OPERATOR = Operator(
     differentiated=("logits",),
     backward_with_forward=True,
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "triton",

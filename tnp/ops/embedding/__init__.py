@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats
 
 if TYPE_CHECKING:
@@ -218,9 +218,7 @@ OPERATOR = Operator(
     differentiated=("x_context", "y_context", "x_target", "weight"),
     keeps=("x_context", "y_context", "x_target", "weight"),
     implementations=(
-        Implementation(
-            "torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64"), options=GIVEN
-        ),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS, options=GIVEN),
         Implementation(
             "fused",
             forward=Operation("embedding.forward", (f"{_CODE}:FORWARD",)),

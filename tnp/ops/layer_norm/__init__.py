@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Implementation, Operation, Operator, Work
+from tnp.contract import ALL_FLOATS, Implementation, Operation, Operator, Work
 from tnp.inputs import positive_number, require_floats
 from tnp.ops.sizes import draw_rows, rows_within, sized_cases, triton_to_width
 
@@ -116,7 +116,7 @@ OPERATOR = Operator(
     scalars=("eps",),
     values={"eps": EPS},
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "triton",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats
 from tnp.ops.cross_entropy import check_target, draw_target, without_last_class
 from tnp.ops.cross_entropy import reference as loss_of_logits
@@ -118,7 +118,7 @@ OPERATOR = Operator(
     keeps=(),
     backward_with_forward=True,
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "triton",

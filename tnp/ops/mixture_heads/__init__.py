@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from tnp.contract import (
-    FLOATS,
+    ALL_FLOATS,
     Case,
     Implementation,
     Operation,
@@ -193,7 +193,6 @@ def _no_activation(x, up, down):
 
 
 _TRITON, _HOPPER = "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"
-_ANY_FLOAT = (*FLOATS, "float64")
 OPERATOR = Operator(
     "mixture_heads",
     inputs=("x", "up", "down"),
@@ -201,11 +200,11 @@ OPERATOR = Operator(
     sizes=("rows", "d_model", "d_ff", "n_components", "n_outputs"),
     differentiated=("x", "up", "down"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         # For benchmarks and models that name it.
-        Implementation("loop", run=_loop, provider="torch", dtypes=_ANY_FLOAT, selectable=False),
-        Implementation("bmm", run=_bmm, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation("loop", run=_loop, provider="torch", dtypes=ALL_FLOATS, selectable=False),
+        Implementation("bmm", run=_bmm, provider="torch", dtypes=ALL_FLOATS),
         Implementation(
             "grouped_mm", run=_grouped_mm, provider="torch", dtypes=("bfloat16",),
             supported=_grouped, selectable=False,

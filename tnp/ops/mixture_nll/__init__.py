@@ -13,7 +13,7 @@ import math
 from itertools import product
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats, require_number
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ OPERATOR = Operator(
             "torch",
             run=reference,
             provider="torch",
-            dtypes=(*FLOATS, "float64"),
+            dtypes=ALL_FLOATS,
             options=("floor",),
         ),
         Implementation(

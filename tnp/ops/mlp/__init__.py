@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +148,7 @@ OPERATOR = Operator(
     sizes=("rows", "d_model", "d_ff"),
     differentiated=("x", "up", "down"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "single",

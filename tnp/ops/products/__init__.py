@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from tnp.contract import (
+    ALL_FLOATS,
     FLOATS,
     Case,
     Implementation,
@@ -26,7 +27,6 @@ from tnp.contract import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOAT64 = (*FLOATS, "float64")
 
 # ----------------------------------------------------------------------------------------- matmul
 
@@ -103,7 +103,7 @@ MATMUL = Operator(
     sizes=("m", "n", "k"),
     differentiated=("a", "b"),
     implementations=(
-        Implementation("torch", run=matmul_reference, provider="torch", dtypes=FLOAT64),
+        Implementation("torch", run=matmul_reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=matmul_reference, provider="torch", compile="default"),
         Implementation(
             "triton",
@@ -246,7 +246,7 @@ GELU_LINEAR = Operator(
     sizes=("rows", "n_in", "n_out"),
     differentiated=("x", "weight", "bias"),
     implementations=(
-        Implementation("torch", run=gelu_linear_reference, provider="torch", dtypes=FLOAT64),
+        Implementation("torch", run=gelu_linear_reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=gelu_linear_reference, provider="torch", compile="default"),
         Implementation(
             "addmm_activation",

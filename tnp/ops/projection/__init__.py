@@ -15,7 +15,7 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work
+from tnp.contract import ALL_FLOATS, FLOATS, Case, Implementation, Operation, Operator, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,7 +191,6 @@ def _products(problem) -> tuple[float, ...]:
 
 
 _CODE = "tnp.ops.projection.products"
-_ANY_FLOAT = (*FLOATS, "float64")
 OPERATOR_LINEAR = Operator(
     "linear",
     family="projection",
@@ -200,7 +199,7 @@ OPERATOR_LINEAR = Operator(
     sizes=("rows", "n_in", "n_out"),
     differentiated=("x", "weight"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation(
             "fused",
             forward=Operation("linear.forward", (f"{_CODE}:LINEAR",)),
@@ -227,7 +226,7 @@ OPERATOR_QKV = Operator(
     numbered=("n_heads", "n_q", "n_k"),
     differentiated=("x", "weight"),
     implementations=(
-        Implementation("torch", run=reference_qkv, provider="torch", dtypes=_ANY_FLOAT),
+        Implementation("torch", run=reference_qkv, provider="torch", dtypes=ALL_FLOATS),
         Implementation(
             "fused",
             forward=Operation("project_qkv.forward", (f"{_CODE}:QKV",)),

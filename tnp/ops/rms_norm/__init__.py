@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Implementation, Operation, Operator, Work
+from tnp.contract import ALL_FLOATS, Implementation, Operation, Operator, Work
 from tnp.inputs import positive_number, require_equal, require_floats
 from tnp.ops.sizes import draw_rows, rows_within, sized_cases, triton_to_width
 
@@ -139,7 +139,7 @@ _CODE = "tnp.ops.rms_norm.triton_rms_norm"
 
 def _implementations(name: str, plain) -> tuple[Implementation, ...]:
     return (
-        Implementation("torch", run=plain, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=plain, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=plain, provider="torch", compile="default"),
         Implementation(
             "fused",

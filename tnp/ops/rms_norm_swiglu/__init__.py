@@ -11,7 +11,16 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import (
+    ALL_FLOATS,
+    FLOATS,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Work,
+    triton_from,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +103,7 @@ OPERATOR = Operator(
     scalars=("eps",),
     values={"eps": 1e-6},
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "triton",

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tnp.contract import (
+    ALL_FLOATS,
     FLOATS,
     Case,
     Implementation,
@@ -211,7 +212,7 @@ OPERATOR = Operator(
     keeps=("cos", "sin", "positions"),
     implementations=(
         Implementation(
-            "torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64"),
+            "torch", run=reference, provider="torch", dtypes=ALL_FLOATS,
             options=("interleaved", "positions"),
         ),
         Implementation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import ALL_FLOATS, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats
 from tnp.ops.sizes import draw_rows, sized_cases
 
@@ -103,7 +103,7 @@ OPERATOR = Operator(
     differentiated=("x",),
     keeps=("y",),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "triton",

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from tnp.contract import (
+    ALL_FLOATS,
     FLOATS,
     Case,
     Implementation,
@@ -105,7 +106,7 @@ OPERATOR = Operator(
     sizes=("rows", "width"),
     differentiated=("gate", "up"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=(*FLOATS, "float64")),
+        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation("compiled", run=reference, provider="torch", compile="default"),
         Implementation(
             "triton",
