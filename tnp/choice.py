@@ -99,10 +99,12 @@ def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
         if theirs is not None:
             distance = operator.distance(call.problem, theirs)
             other = len(call.problem.options) - len(theirs.options)
-            source = whose or ("nearest" if distance or other else "tuned")
-            found.append((other, distance, entry["mode"] == EVERY_MODE, entry, source))
-    found.sort(key=lambda one: one[:3])
-    return [(entry, source) for *_, entry, source in found]
+            elsewhere = theirs != call.problem
+            source = whose or ("nearest" if elsewhere else "tuned")
+            rank = other, distance, elsewhere, entry["mode"] == EVERY_MODE
+            found.append((rank, entry, source))
+    found.sort(key=lambda one: one[0])
+    return [(entry, source) for _, entry, source in found]
 
 
 def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem | None:

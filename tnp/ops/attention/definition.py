@@ -48,9 +48,14 @@ def work(case: Case, pass_: str) -> Work:
     return Work({p.dtype: flops}, 3 * n_q + 2 * n_k, n_q + 2 * n_k)
 
 
+KEY_BLOCK = 64  # keys that every kernel reads at a time, or a multiple of it
+
+
 def coordinates(problem: Problem) -> tuple[float, ...]:
-    """What costs: heads of all samples, queries, keys."""
-    return problem["batch"] * problem["n_heads"], problem["n_q"], problem["n_k"]
+    """What costs: heads of all samples, queries, keys; past one block, in whole blocks."""
+    n_k = problem["n_k"]
+    read = n_k if n_k <= KEY_BLOCK else -(-n_k // KEY_BLOCK) * KEY_BLOCK
+    return problem["batch"] * problem["n_heads"], problem["n_q"], read
 
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem:
