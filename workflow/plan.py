@@ -159,8 +159,8 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     }
     configurations = {}
     dtype = config["compute_dtype"][device]
-    for op, spec in _on(device, config["ops"]).items():
-        if op == "ceilings":
+    for study, spec in _on(device, config["ops"]).items():
+        if study == "ceilings":
             for ceiling in CEILINGS:
                 config_id = f"ceilings--{ceiling.removeprefix('ceiling_')}"
                 configurations[config_id] = {
@@ -168,16 +168,18 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
                     "op": ceiling,
                     "implementations": {"torch": config_id},
                     "dtype": dtype,
-                    **_of_study(op, spec),
+                    **_of_study(study, spec),
                     **common,
                 }
             continue
+        op = problems.operator_of(study, spec)
         names = problems.implementations(op, spec)
         contenders = [*names, *twins(_twice(op, names), 1)]
+        about = common | _of_study(study, spec)
+        about |= {"timing": config["timing"] | spec.get("timing", {})}
         for named in problems.of_operator(config, op, spec, dtype):
-            config_id = f"{op}--{named.shape.replace('/', '-')}"
-            study = _of_study(op, spec) | common
-            configurations[config_id] = _op_job(config_id, named, contenders, study)
+            config_id = f"{study}--{named.shape.replace('/', '-')}"
+            configurations[config_id] = _op_job(config_id, named, contenders, about)
     noise = config.get("noise", {"devices": []})
     for op, spec in noise["ops"].items() if device in noise["devices"] else ():
         of_op = problems.of_operator(config, op, spec, dtype)

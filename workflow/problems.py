@@ -57,6 +57,11 @@ def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named
         yield Named(name, operator.problem(dtype, **sizes))
 
 
+def operator_of(study: str, spec: dict) -> str:
+    """An entry of `ops` is called as its operator, or names it."""
+    return spec.get("op", study)
+
+
 def implementations(op: str, spec: dict) -> list[str]:
     """Those that an entry names, and for "installed" what other packages bring."""
     found: list[str] = []

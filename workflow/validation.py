@@ -309,7 +309,8 @@ def _of_limits(use: _Use, operator: Operator, name: str) -> Iterator[Fault]:
 def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[Fault]:
     """Of an operator's benchmark: names, and problems that the operator and its gates know."""
     if op not in catalog().operators:
-        yield Fault(place[:-1], unknown("operator", op, catalog().operators), (op,))
+        of, key = (place, "op") if "op" in study else (place[:-1], op)
+        yield Fault(of, unknown("operator", op, catalog().operators), (key,))
         return
     known = [*catalog().names(op), AUTO, problems.INSTALLED]
     names = study["implementations"]
@@ -336,9 +337,9 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
 
 def _operators(config: dict) -> Iterator[tuple[Place, str, dict]]:
     """(place, operator, study) of every operator that is benchmarked, against others or itself."""
-    for op, study in config["ops"].items():
-        if op != "ceilings":
-            yield ("ops", op), op, study
+    for name, study in config["ops"].items():
+        if name != "ceilings":
+            yield ("ops", name), problems.operator_of(name, study), study
     for op, study in config.get(NOISE, {"ops": {}})["ops"].items():
         yield (NOISE, "ops", op), op, study
 

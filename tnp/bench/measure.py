@@ -6,6 +6,7 @@ Outputs are checked again after timing. What contenders run is of `tnp.bench.con
 import math
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -247,9 +248,10 @@ def replayed(
         return calls, calls[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        # Kept, so that each launch writes memory of its own: a reused output would stay in cache.
-        # Without what autograd saved with it, which of twenty launches would fill the device.
-        outputs = [detached(call()) for call in islice(cycle(calls), n_launches)]
+        # Those of the last rotation are kept: what is written again was last touched a whole
+        # rotation ago, and is no longer in cache. Without what autograd saved with them.
+        outputs = deque(maxlen=len(calls))
+        outputs.extend(detached(call()) for call in islice(cycle(calls), n_launches))
     return [graph.replay], lambda: outputs[0]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats
+from tnp.ops.sizes import rows_within
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +120,7 @@ def within(model, run):
     """Of a language model."""
     if "vocabulary" not in model:
         return None
-    return OPERATOR.problem(run["dtype"], rows=run["n_tokens"], classes=model["vocabulary"])
+    return OPERATOR.problem(run["dtype"], rows=rows_within(run), classes=model["vocabulary"])
 
 
 def without_last_class(logits):

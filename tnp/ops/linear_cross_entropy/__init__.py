@@ -17,6 +17,7 @@ from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, 
 from tnp.inputs import require_floats
 from tnp.ops.cross_entropy import check_target, draw_target, without_last_class
 from tnp.ops.cross_entropy import reference as loss_of_logits
+from tnp.ops.sizes import rows_within
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ def within(model, run):
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(
-        run["dtype"], rows=run["n_tokens"], width=model["d_model"], classes=model["vocabulary"]
+        run["dtype"], rows=rows_within(run), width=model["d_model"], classes=model["vocabulary"]
     )
 
 
