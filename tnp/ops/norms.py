@@ -87,7 +87,11 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
     if block <= NARROW:
         return NARROW_FORWARD
     warps = block // PER_THREAD // 32
-    return ForwardConfig(block, warps), ForwardConfig(block, warps // 2)
+    found = ForwardConfig(block, warps), ForwardConfig(block, warps // 2)
+    # On an H200, RMSNorm of 4,096 columns: 128 rows 2.8 against 3.0 µs, 16,384 rows 68.7 against
+    # 66.2, of which the ceiling allows 63.
+    few = call.problem["rows"] <= 4 * call.target.multiprocessors
+    return found if few else found[::-1]
 
 
 def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:

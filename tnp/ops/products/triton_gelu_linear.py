@@ -30,26 +30,31 @@ PROGRAMS = 4
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Tile of dz that a program works on at a time, walking down the rows."""
+    """Tile of dz that a program works on at a time, walking down the rows, and loads ahead."""
 
     block_m: int
     block_n: int
+    stages: int
     num_warps: int
 
 
-BACKWARD_CONFIGS = (Config(32, 128, 4), Config(16, 256, 4), Config(32, 64, 4))
+BACKWARD_CONFIGS = (
+    Config(16, 128, 3, 4), Config(32, 128, 1, 4), Config(32, 128, 2, 8), Config(16, 256, 2, 8),
+    Config(16, 128, 1, 4),
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows", "segment"])
 def _dgelu_kernel(
     dy_ptr, z_ptr, dz_ptr, partials_ptr, n_rows, n_columns, segment,
-    WITH_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WITH_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dz of `segment` rows, a multiple of BLOCK_M, and its column sums; all contiguous."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * segment
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for row in tl.range(begin, tl.minimum(begin + segment, n_rows), BLOCK_M):
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    end = tl.minimum(begin + segment, n_rows)
+    for row in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         offs_m = row + tl.arange(0, BLOCK_M)
         dy = load_tile(dy_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
         z = load_tile(z_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
@@ -58,10 +63,10 @@ def _dgelu_kernel(
         dz = cast(dy.to(tl.float32) * slope, dz_ptr.dtype.element_ty)
         store_tile(dz_ptr, dz.to(tl.float32), offs_m, offs_n, n_rows, n_columns, n_columns)
         if WITH_BIAS:
-            total += tl.sum(dz.to(tl.float32), 0)
+            total += dz.to(tl.float32)
     if WITH_BIAS:
         partial = partials_ptr + tl.program_id(0).to(tl.int64) * n_columns
-        tl.store(partial + offs_n, total, mask=offs_n < n_columns)
+        tl.store(partial + offs_n, tl.sum(total, 0), mask=offs_n < n_columns)
 
 
 def configs(call):
