@@ -46,6 +46,10 @@ VIEWS = {
     " tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
+    "operator_speedup": "device text, question text, op text, pass text, implementation text,"
+    " own boolean, shape text, time_ms double, share_of_roofline double,"
+    " best_peer_implementation text, speedup_best double, speedup_best_low double,"
+    " speedup_best_high double, verdict_best text",
     "host": "device text, op text, problem text, pass text, implementation text,"
     " with_launches boolean, host_us double, times_base double, n_runs bigint",
     "implementations": "op text, implementation text, provider text, rank integer",
@@ -313,6 +317,24 @@ def equal_rows(ratios: list[float], device: str = GPU) -> dict[str, list[Row]]:
         for ratio in ratios
     ]
     return {"equal_things": rows, "noise": [key | {"of_equals": 0.005}]}
+
+
+def operator_rows(
+    ratios: dict[tuple[str, str], tuple[float, str | None]], device: str = GPU
+) -> dict[str, list[Row]]:
+    """SwiGLU of ours from {(shape, pass): (times as fast as the best peer, verdict)}, and beside it
+    another implementation of ours, half as fast.
+    """
+    rows = []
+    for (shape, pass_), (ratio, verdict) in ratios.items():
+        key = {"device": device, "op": "swiglu", "shape": shape, "pass": pass_, "own": True}
+        key |= {"best_peer_implementation": "liger", "share_of_roofline": 0.9}
+        for name, times in (("triton", 1), ("slower", 2)):
+            found = ratio / times
+            row = {"implementation": name, "time_ms": times, "speedup_best": found}
+            row |= {"speedup_best_low": 0.99 * found, "speedup_best_high": 1.01 * found}
+            rows.append(key | row | {"verdict_best": verdict})
+    return {"operator_speedup": rows}
 
 
 def host_rows(times: dict[tuple[str, str], float], device: str = GPU) -> dict[str, list[Row]]:

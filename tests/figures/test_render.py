@@ -41,6 +41,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),
         sample.ablation_rows({("mlp", shape): 1.0 for shape in ("small", "mid")}, device),
         sample.equal_rows([0.99, 1.0, 1.01], device),
+        sample.operator_rows({("llama3_8b/train", "forward"): (9.0, "faster")}, device),
         sample.host_rows({("torch", "forward"): 9.0, ("triton", "chain"): 12.0}, device),
     )
 

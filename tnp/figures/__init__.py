@@ -15,6 +15,7 @@ FIGURES = (
     "ablation",
     "matrix",
     "roofline",
+    "operators",
     "memory",
     "stages",
     "training",

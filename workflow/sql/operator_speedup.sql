@@ -41,6 +41,7 @@ select
     own.n_failed,
     own.time_ms,
     own.tflops,
+    own.share_of_roofline,
     baseline.time_ms as baseline_time_ms,
     to_baseline.ratio as speedup,
     to_baseline.low as speedup_low,
