@@ -61,7 +61,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             for op in dict.fromkeys(row["op"] for row in of_device)
         ]
         if panels:
-            said = data.recorded(connection, "operator_speedup", device)
+            said = data.recorded(connection, "roofline", device)
             blocks.append(theme.block(panels, device["name"], said, COLUMNS))
     subtitle = [
         "Time of the fastest implementation that is not ours ÷ time of our fastest, on the same "
