@@ -1,0 +1,61 @@
+"""Studies of operators: called as their operator or naming it, at sizes that config.yaml gives."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tnp import choice
+from workflow import plan
+from workflow.validation import validate
+
+ROOT = Path(__file__).parents[2]
+CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
+OPS = plan.ops(CONFIG, "cuda", "nvidia-h200")
+UNTUNED = {name: job for name, job in OPS.items() if job["study"] == "untuned"}
+
+
+def test_a_study_of_another_name_measures_the_operator_that_it_names():
+    assert {job["op"] for job in UNTUNED.values()} == {"attention"}
+    assert all(name.startswith("untuned--") for name in UNTUNED)
+    assert not {job["shape"] for job in UNTUNED.values()} & CONFIG["shapes"].keys()
+
+
+def test_a_study_may_be_timed_more_briefly_than_others():
+    (briefly,) = {job["timing"]["warmup_s"] for job in UNTUNED.values()}
+    others = {job["timing"]["warmup_s"] for name, job in OPS.items() if name not in UNTUNED}
+    assert others == {CONFIG["timing"]["warmup_s"]} and briefly < min(others)
+    assert all(job["timing"].keys() == CONFIG["timing"].keys() for job in OPS.values())
+
+
+def test_no_table_has_an_entry_of_what_nobody_tuned_for():
+    entries = [entry for path in choice.COMMITTED.glob("*.json") for entry in choice.table(path)]
+    tuned = [entry["problem"]["sizes"] for entry in entries if entry["of"].startswith("attention")]
+    asked = [json.loads(job["problem"])["sizes"] for job in UNTUNED.values()]
+    assert len(asked) >= 60 and len(tuned) >= 60
+    assert not [sizes for sizes in asked if sizes in tuned]
+    assert {sizes["batch"] * sizes["n_heads"] for sizes in asked} == {8, 32, 64, 512}
+
+
+def test_a_language_models_batch_has_all_its_tokens():
+    problem = json.loads(OPS["cross_entropy--llama3_8b-train"]["problem"])
+    assert problem["sizes"] == {"rows": 8 * 2048, "classes": 128_256}
+
+
+@pytest.mark.parametrize(
+    "study, change, message",
+    [
+        ("untuned", {"op": "atention"}, "ops.untuned: unknown operator 'atention'"),
+        ("untuned", {"timing": {"warmup": 1.0}}, "ops.untuned.timing: unknown key 'warmup'"),
+        ("untuned", {"timing": {"warmup_s": -1.0}}, "warmup_s: -1.0 must be at least 0"),
+        ("rope", {"at": ["llama3_8b/train", "gpt2/train"]}, "gpt2 has no rope"),
+        ("rope", {"at": ["llama3_8b/trian"]}, "'llama3_8b/trian' is no model/run"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused(study, change, message):
+    config = copy.deepcopy(CONFIG)
+    config["ops"][study] |= change
+    with pytest.raises(ValueError, match=message):
+        validate(config)
