@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tnp import dispatch, opaque, plans
+from tnp import dispatch, opaque, plans, selection
 from tnp.ops.swiglu import OPERATOR, swiglu
 
 NAMES = ("triton", "torch", "auto")
@@ -86,7 +86,7 @@ def test_a_second_call_builds_no_plan(monkeypatch):
     monkeypatch.setattr(dispatch, "build", lambda *a, **k: built.append(a) or plans.build(*a, **k))
     results(ours, gate, up)
     assert not built
-    monkeypatch.setenv(plans.AUTO_VARIABLE, "torch")  # part of the key
+    monkeypatch.setenv(selection.AUTO_VARIABLE, "torch")  # part of the key
     results(ours, gate, up)
     assert len(built) == 1
 
