@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -154,8 +155,10 @@ class KernelPlan:
         everything = (*names, *operator.outputs)
         self.keep = [everything.index(name) for name in operator.kept]
         self.n_kept = len(self.keep)
+        # Of (*gradients, None): None for the plan and the scalars, and what each input gets.
         order = operator.differentiated
-        self.places = [order.index(name) if name in order else None for name in names]
+        places = [order.index(name) if name in order else -1 for name in names]
+        self.route = itemgetter(-1, -1, *places)
         self.run = self._differentiated if what.wanted else self._plain
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
@@ -170,7 +173,7 @@ class KernelPlan:
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _differentiated(self, inputs: tuple, scalars: tuple) -> Any:
-        return _Function.apply(self, scalars, *inputs)
+        return _apply(self, scalars, *inputs)
 
     def kept(self, inputs: tuple, outputs: tuple) -> list:
         """What the backward pass gets, of inputs and outputs."""
@@ -228,12 +231,21 @@ class _Function(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
-        plan = ctx.plan
-        if all(gradient is None for gradient in gradients):
-            return (None,) * (2 + len(plan.places))
-        tensors = ctx.saved_tensors
-        kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
-        results = plan.backward(gradients, kept, saved, ctx.scalars)
-        return (None, None, *(None if at is None else results[at] for at in plan.places))
+        # Autograd turns gradients off but for create_graph: the way round costs 2 µs a call.
+        if torch.is_grad_enabled():
+            return _once(ctx, *gradients)
+        return _gradients(ctx, *gradients)
+
+
+def _gradients(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+    plan, tensors = ctx.plan, ctx.saved_tensors
+    if gradients[0] is None and not any(gradient is not None for gradient in gradients):
+        return plan.route((None,) * (len(plan.operator.differentiated) + 1))
+    kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
+    return plan.route((*plan.backward(gradients, kept, saved, ctx.scalars), None))
+
+
+_once = once_differentiable(_gradients)
+# Without what `Function.apply` does for functorch, whose calls take another way (`tnp.opaque`).
+_apply = super(torch.autograd.Function, _Function).apply
