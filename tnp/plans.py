@@ -235,17 +235,13 @@ class _Function(torch.autograd.Function):
         # Autograd turns gradients off but for create_graph: the way round costs 2 µs a call.
         if torch.is_grad_enabled():
             return _once(ctx, *gradients)
-        return _gradients(ctx, *gradients)
+        plan, tensors = ctx.plan, ctx.saved_tensors
+        if gradients[0] is None and all(gradient is None for gradient in gradients):
+            return plan.route((None,) * (len(plan.operator.differentiated) + 1))
+        kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
+        return plan.route((*plan.backward(gradients, kept, saved, ctx.scalars), None))
 
 
-def _gradients(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
-    plan, tensors = ctx.plan, ctx.saved_tensors
-    if gradients[0] is None and not any(gradient is not None for gradient in gradients):
-        return plan.route((None,) * (len(plan.operator.differentiated) + 1))
-    kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
-    return plan.route((*plan.backward(gradients, kept, saved, ctx.scalars), None))
-
-
-_once = once_differentiable(_gradients)
+_once = once_differentiable(_Function.backward)  # turns gradients off, and comes back
 # Without what `Function.apply` does for functorch, whose calls take another way (`tnp.opaque`).
 _apply = super(torch.autograd.Function, _Function).apply
