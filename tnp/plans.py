@@ -235,9 +235,10 @@ class _Function(torch.autograd.Function):
         # Autograd turns gradients off but for create_graph: the way round costs 2 µs a call.
         if torch.is_grad_enabled():
             return _once(ctx, *gradients)
-        plan, tensors = ctx.plan, ctx.saved_tensors
+        plan = ctx.plan
         if gradients[0] is None and all(gradient is None for gradient in gradients):
-            return plan.route((None,) * (len(plan.operator.differentiated) + 1))
+            return (None,) * (2 + len(plan.operator.tensors))
+        tensors = ctx.saved_tensors
         kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
         return plan.route((*plan.backward(gradients, kept, saved, ctx.scalars), None))
 
