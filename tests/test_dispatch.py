@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tnp import dispatch, opaque, plans
+from tnp import dispatch, opaque, plans, selection
 from tnp.ops.swiglu import OPERATOR, swiglu
 
 NAMES = ("triton", "torch", "auto")
@@ -86,7 +86,7 @@ def test_a_second_call_builds_no_plan(monkeypatch):
     monkeypatch.setattr(dispatch, "build", lambda *a, **k: built.append(a) or plans.build(*a, **k))
     results(ours, gate, up)
     assert not built
-    monkeypatch.setenv(plans.AUTO_VARIABLE, "torch")  # part of the key
+    monkeypatch.setenv(selection.AUTO_VARIABLE, "torch")  # part of the key
     results(ours, gate, up)
     assert len(built) == 1
 
@@ -154,6 +154,15 @@ def test_selective_checkpoint_launches_what_is_saved_once(launches, saved):
     function = partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
     assert_equal_to_formula(function, *draw(), formula=lambda g, u: formula(g, u).sin())
     assert launches["forward"] == (1 if saved else 2)
+
+
+def test_a_second_derivative_is_refused():
+    gate, up = draw(3, 8)
+    first = torch.autograd.grad(ours(gate, up).square().sum(), (gate, up), create_graph=True)
+    wanted = torch.autograd.grad(formula(gate, up).square().sum(), (gate, up))
+    torch.testing.assert_close([x.detach() for x in first], list(wanted))
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first[0].sum().backward()
 
 
 def test_plain_checkpoint_launches_twice(launches):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tnp import choice, dispatch, plans, targets
+from tnp import choice, dispatch, plans, selection, targets
 from tnp.ops import attention as attention_package
 from tnp.ops import swiglu as swiglu_package
 
@@ -26,7 +26,7 @@ def no_plans(monkeypatch):
     known: dict[str, plans.Plans] = {}
     for module in (dispatch, plans):
         monkeypatch.setattr(module, "of_operator", known)
-    monkeypatch.delenv(plans.AUTO_VARIABLE, raising=False)
+    monkeypatch.delenv(selection.AUTO_VARIABLE, raising=False)
 
 
 def qkv(n_q: int = 5, n_k: int = 3, dtype=torch.float32) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ def decisions(monkeypatch) -> list[str]:
 
         return counted
 
-    kernels_of = plans.kernels_of
+    kernels_of = selection.kernels_of
 
     def counted_kernels(*arguments):
         return {
@@ -63,9 +63,9 @@ def decisions(monkeypatch) -> list[str]:
             for name, kernel in kernels_of(*arguments).items()
         }
 
-    monkeypatch.setattr(plans, "kernels_of", counted_kernels)
-    monkeypatch.setattr(plans, "choose", counting("choose", plans.choose))
-    monkeypatch.setattr(plans, "describe", counting("describe", plans.describe))
+    monkeypatch.setattr(selection, "kernels_of", counted_kernels)
+    monkeypatch.setattr(selection, "choose", counting("choose", selection.choose))
+    monkeypatch.setattr(plans, "describe", counting("describe", selection.describe))
     return found
 
 
@@ -122,7 +122,7 @@ def test_a_switch_has_another_plan(monkeypatch, tmp_path):
     inputs = gate_and_up()
     switches = (
         lambda: None,
-        lambda: monkeypatch.setenv(plans.AUTO_VARIABLE, "torch"),
+        lambda: monkeypatch.setenv(selection.AUTO_VARIABLE, "torch"),
         lambda: monkeypatch.setenv(choice.VARIABLE, str(tmp_path)),
         lambda: choice.write(targets.named("H200"), []),  # into that folder
         lambda: torch.use_deterministic_algorithms(True),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.bench.configurations import TIMING
-from tnp import choice, plans, tuning
+from tnp import choice, selection, tuning
 from tnp.bench import isolate
 from tnp.bench.contenders import job, listed
 from tnp.bench.outcome import failure_rows
@@ -131,7 +131,7 @@ def asked(pass_: str, **changes) -> dict:
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_a_job_of_all_trials_has_a_contender_for_each(pass_):
     what = Call(PROBLEM, of_device(torch.device("cpu")), ("gate", "up"))
-    (kernel,) = plans.kernels_of(getattr(OPERATOR.implementations[-1], pass_)).values()
+    (kernel,) = selection.kernels_of(getattr(OPERATOR.implementations[-1], pass_)).values()
     configs = [choice.as_json(config) for config in kernel.configs(what)]
     found = listed(asked(pass_))
     assert [one[f"swiglu.{pass_}"][1] for one in found["forced"].values()] == configs

@@ -132,7 +132,7 @@ def _answer(
     kernels = []
     for operation in (found.forward, found.backward if wanted else None):
         if operation is not None:
-            from tnp.plans import kernels_of
+            from tnp.selection import kernels_of
 
             here = kernels_of(operation).values()
             refused = {kernel.name: kernel.refuses(call) for kernel in here}

@@ -20,7 +20,8 @@ import torch
 
 from tnp import choice, opaque
 from tnp.contract import Operator
-from tnp.plans import AUTO_VARIABLE, build, of_operator, plans, wanted_of
+from tnp.plans import build, of_operator, plans
+from tnp.selection import AUTO_VARIABLE, wanted_of
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 

@@ -129,15 +129,13 @@ def _direct(
     constants = (None,) * sum(parameter.is_constexpr for parameter in bound.kernel.params)
 
     def direct(arguments: tuple, keep: Any = compiled) -> None:
-        found: list[Any] = []
-        for (encode, sizes), x in zip(maps, arguments, strict=False):
-            found.append(encode(x.data_ptr()))
-            found += sizes
-        for x in arguments[n_maps:n_tensors]:
-            found.append(x.data_ptr())
-        found += integers
-        found += arguments[n_tensors:]
-        found += constants
+        tensors = [x.data_ptr() for x in arguments[:n_tensors]]
+        if maps:
+            described: list[Any] = []
+            for (encode, sizes), address in zip(maps, tensors, strict=False):
+                described += encode(address), *sizes
+            tensors = described + tensors[n_maps:]
+        found = [*tensors, *integers, *arguments[n_tensors:], *constants]
         if as_one:
             launch(*grid, current_stream(device), *fixed, found)
         else:

@@ -24,16 +24,8 @@ import torch
 from tnp import choice, targets
 from tnp.catalog import AUTO, catalog
 from tnp.contract import Call, Implementation, Kernel, Operator
-from tnp.plans import (
-    KernelPlan,
-    aligned,
-    build,
-    choose_implementation,
-    choose_kernel,
-    kernels_of,
-    plans,
-    wanted_of,
-)
+from tnp.plans import KernelPlan, build, plans
+from tnp.selection import aligned, choose_implementation, choose_kernel, kernels_of, wanted_of
 
 _library = torch.library.Library("tnp", "FRAGMENT")
 _defined: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.bench.configurations import MODEL, TIMING, step_parameters
-from tnp import plans
+from tnp import selection
 from tnp.bench.memory import PeakMemory
 from tnp.bench.outcome import Unsupported
 from tnp.bench.stages import _one_pass
@@ -39,7 +39,7 @@ def test_a_step_fills_its_row(tables):
 
 def test_a_step_records_what_auto_chose(tables, monkeypatch):
     assert tables["steps"][0]["choices"] is None
-    monkeypatch.setattr(plans, "_told", {})  # of this process's other tests
+    monkeypatch.setattr(selection, "_told", {})  # of this process's other tests
     spec = {"attention": "sdpa_flash", "mlp": "auto", "mixture_heads": "auto"}
     (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
     chosen = {(c["op"], c["implementation"], c["source"]) for c in json.loads(row["choices"])}

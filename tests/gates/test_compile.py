@@ -22,7 +22,7 @@ KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 # None is the default.
 PREAMBLE = """
 import json, torch
-from tnp import plans, targets
+from tnp import targets
 from tnp.choice import as_json
 from tnp.contract import Call
 from tnp.gates import compile

@@ -2,7 +2,7 @@
 
 import torch
 
-from tnp import plans, targets
+from tnp import plans, selection, targets
 from tnp.contract import Case, Kernel, Operator
 from tnp.gates.checks import error_ratio
 from tnp.values import Random
@@ -24,7 +24,7 @@ def differentiated(
     implementation: str,
     inputs: Results,
     wanted: tuple[str, ...] | None = None,
-    forced: plans.Forced | None = None,
+    forced: selection.Forced | None = None,
 ) -> Results:
     """Outputs and the gradients of `wanted`, all by default, of a loss over every output."""
     wanted = operator.differentiated if wanted is None else wanted
@@ -41,17 +41,17 @@ def differentiated(
     return {name: x.detach() for name, x in zip(names, (*outputs, *gradients), strict=True)}
 
 
-def kernels_forced(operator: Operator, inputs: Results) -> list[plans.Forced]:
+def kernels_forced(operator: Operator, inputs: Results) -> list[selection.Forced]:
     """Every kernel of both passes that takes these inputs, with every configuration."""
     own = operator.implementations[-1]
-    what = plans.describe(operator, tuple(inputs.values()), (), operator.differentiated)
+    what = selection.describe(operator, tuple(inputs.values()), (), operator.differentiated)
 
     def candidates(kernels: dict[str, Kernel]) -> list[tuple[str, object]]:
         able = [kernel for kernel in kernels.values() if kernel.refuses(what) is None]
         return [(kernel.name, config) for kernel in able for config in kernel.configs(what)]
 
-    forward = candidates(plans.kernels_of(own.forward))
-    backward = candidates(plans.kernels_of(own.backward))
+    forward = candidates(selection.kernels_of(own.forward))
+    backward = candidates(selection.kernels_of(own.backward))
     n = max(len(forward), len(backward))
     pairs = [(forward[i % len(forward)], backward[i % len(backward)]) for i in range(n)]
     return [{own.forward.name: one, own.backward.name: other} for one, other in pairs]

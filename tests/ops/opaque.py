@@ -4,7 +4,7 @@ import torch
 
 from tnp import opaque
 from tnp.contract import Operator
-from tnp.plans import wanted_of
+from tnp.selection import wanted_of
 
 
 def require_contracts(

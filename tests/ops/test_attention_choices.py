@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tnp import choice, plans, targets
+from tnp import choice, selection, targets
 from tnp.catalog import catalog
 from tnp.contract import Call, Kernel, Problem, Target
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE
@@ -38,7 +38,7 @@ def call(shape: str, dtype: str = "bfloat16", target: Target = H200, **options) 
 
 
 def chosen(operation, what: Call) -> tuple[str, dict, str]:
-    kernel, found = plans.choose_kernel(operation, OPERATOR, what)
+    kernel, found = selection.choose_kernel(operation, OPERATOR, what)
     assert isinstance(kernel, Kernel) and kernel.name == found.name
     return found.name, choice.as_json(found.config), found.source
 
@@ -69,7 +69,7 @@ def test_what_runs_on_an_h200(shape, options):
     """Lengths of samples change nothing but the word for it."""
     implementation, kernels = EXPECTED[shape]
     what = call(shape, **options)
-    found, _ = plans.choose_implementation(OPERATOR, "auto", what)
+    found, _ = selection.choose_implementation(OPERATOR, "auto", what)
     assert found.name == implementation
     assert found.source == ("nearest" if options else found.source) != "default"
     for operation, kernel in zip(OPERATIONS, kernels, strict=True):
@@ -82,7 +82,7 @@ def test_what_runs_on_an_h200(shape, options):
 def test_where_nothing_was_measured_the_default_runs(dtype, kernel):
     for shape in ("small", "mid"):
         what = call(shape, dtype)
-        found, _ = plans.choose_implementation(OPERATOR, "auto", what)
+        found, _ = selection.choose_implementation(OPERATOR, "auto", what)
         assert (found.name, found.source) == ("fused", "default")
         for operation in OPERATIONS:
             name, _, source = chosen(operation, what)
@@ -90,11 +90,11 @@ def test_where_nothing_was_measured_the_default_runs(dtype, kernel):
 
 
 def test_an_older_gpu_runs_pytorch_unless_samples_have_lengths():
-    found, _ = plans.choose_implementation(OPERATOR, "auto", call("mid", target=A100))
+    found, _ = selection.choose_implementation(OPERATOR, "auto", call("mid", target=A100))
     assert (found.name, found.source) == ("sdpa_flash", "default")
     assert chosen(FORWARD, call("mid", target=A100))[0] == "triton"
     counted = call("mid", target=A100, n_keys=True)
-    found, _ = plans.choose_implementation(OPERATOR, "auto", counted)
+    found, _ = selection.choose_implementation(OPERATOR, "auto", counted)
     assert found.name == "separate"
 
 
@@ -112,7 +112,7 @@ def test_a_gpu_of_the_same_capability_takes_the_table_and_says_whose():
 
 def test_what_a_user_tuned_comes_first():
     mine = problem("mid")
-    kernel = plans.kernels_of(FORWARD)["triton"]
+    kernel = selection.kernels_of(FORWARD)["triton"]
     config = kernel.configs(call("mid"))[1]
     choice.write(H200, [choice.entry("attention.forward", mine, "triton", config)])
     assert chosen(FORWARD, call("mid")) == ("triton", choice.as_json(config), "tuned")
@@ -129,7 +129,7 @@ def test_a_configuration_that_is_no_candidate_any_more_is_passed_over():
 def test_an_entry_of_the_same_options_comes_before_a_nearer_one_without():
     counted = problem("small", n_keys=True)
     before = chosen(FORWARD, call("small_b1"))
-    config = plans.kernels_of(FORWARD)["few_keys"].configs(call("small"))[0]
+    config = selection.kernels_of(FORWARD)["few_keys"].configs(call("small"))[0]
     choice.write(H200, [choice.entry("attention.forward", counted, "few_keys", config)])
     assert chosen(FORWARD, call("small_b1", n_keys=True))[1] == choice.as_json(config)
     assert chosen(FORWARD, call("small_b1")) == before
@@ -148,7 +148,7 @@ def test_every_committed_entry_is_taken_where_it_was_measured():
         inference = entry["mode"] == "inference"
         what = Call(mine, H200, () if inference else OPERATOR.differentiated)
         if entry["of"] == "attention":
-            found, _ = plans.choose_implementation(OPERATOR, "auto", what)
+            found, _ = selection.choose_implementation(OPERATOR, "auto", what)
             assert (found.name, found.source) == (entry["choice"], "tuned")
         else:
             found = chosen(operations[entry["of"]], what)
@@ -156,6 +156,6 @@ def test_every_committed_entry_is_taken_where_it_was_measured():
 
 
 def test_what_moves_gives_way_to_what_repeats(monkeypatch):
-    monkeypatch.setattr(plans.torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(selection.torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chosen(FUSED, call("mid"))[0] == "triton"
     assert chosen(SEPARATE, call("mid"))[0] == "hopper"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tnp import plans, targets
+from tnp import selection, targets
 from tnp.gates.checks import distance
 from tnp.ops.attention import OPERATOR, definition
 from tnp.values import Random
@@ -23,8 +23,8 @@ def test_what_is_drawn_is_the_problem(gpu):
     cases = CASES if gpu is None else OPERATOR.cases(targets.named(gpu))
     for case in cases:
         inputs = drawn(case, torch.device("meta"))
-        assert plans.describe(OPERATOR, inputs, target=targets.CPU).problem == case.problem
-        assert plans.aligned(inputs), case
+        assert selection.describe(OPERATOR, inputs, target=targets.CPU).problem == case.problem
+        assert selection.aligned(inputs), case
 
 
 # At larger magnitudes one key has all the weight of a query, and the first one may have none.

@@ -13,7 +13,7 @@ import torch
 
 from tests.dtypes import FLOAT32
 from tests.ops.problems import DEVICE
-from tnp import choice, plans, targets
+from tnp import choice, plans, selection, targets
 from tnp.contract import Call
 from tnp.contract import Case as OperatorsCase
 from tnp.gates import rounding
@@ -78,14 +78,14 @@ class Kernels:
     def plan(self, q, k, v, n_keys=None, wanted=("q", "k", "v"), config=None, forward_config=None):
         """With these kernels forced, of `config` backward; and the inputs as it takes them."""
         inputs = (q, k, v, n_keys)
-        what = plans.describe(OPERATOR, inputs, (), wanted, TARGET)
+        what = selection.describe(OPERATOR, inputs, (), wanted, TARGET)
         backward = SEPARATE if self.implementation == "separate" else FUSED
         forced = {}
         for operation, name, given in (
             (FORWARD, self.forward, forward_config),
             (backward, self.backward, config),
         ):
-            kernel = plans.kernels_of(operation)[name]
+            kernel = selection.kernels_of(operation)[name]
             if reason := kernel.refuses(what):
                 pytest.skip(reason)
             forced[operation.name] = name, given or kernel.configs(what)[0]
@@ -326,7 +326,7 @@ def test_a_launch_keeps_no_tensor(kernels):
 def test_configurations_differ():
     what = Call(OPERATOR.problem("bfloat16", **SIZES), targets.named("H200"), ("q",))
     for operation in (FORWARD, SEPARATE, FUSED):
-        for kernel in plans.kernels_of(operation).values():
+        for kernel in selection.kernels_of(operation).values():
             configs = kernel.configs(what)
             as_json = [json.dumps(choice.as_json(config)) for config in configs]
             assert len(set(as_json)) == len(configs) > 0

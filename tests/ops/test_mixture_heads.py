@@ -13,7 +13,7 @@ from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops import mixture_heads as operator
 from tnp.ops.mixture_heads import OPERATOR, mixture_heads, triton_heads
-from tnp.plans import choose_kernel
+from tnp.selection import choose_kernel
 
 
 def heads(

@@ -88,7 +88,7 @@ def test_gradients_have_the_weights_dtype(implementation):
 
 def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
     """Kernels of both passes of `fused`, where no table says anything."""
-    from tnp.plans import choose_kernel
+    from tnp.selection import choose_kernel
 
     sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
     call = Call(OPERATOR.problem(dtype, **sizes), target, wanted)

@@ -9,7 +9,7 @@ import torch
 from tnp import targets
 from tnp.catalog import catalog
 from tnp.contract import Case
-from tnp.plans import describe
+from tnp.selection import describe
 from tnp.values import Random
 
 NAMES = ("mlp", "mixture_heads", "linear", "project_qkv")

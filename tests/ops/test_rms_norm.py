@@ -10,7 +10,7 @@ from tests.ops.on_rows import (
     drawn,
     kernels_forced,
 )
-from tnp import plans
+from tnp import selection
 from tnp.contract import Call
 from tnp.ops.norms import COLUMNS
 from tnp.ops.rms_norm import (
@@ -46,7 +46,7 @@ def test_several_stripes_and_blocks_of_a_wide_row(monkeypatch):
 def test_rows_wider_than_a_backward_program_holds(width, kernel):
     call = Call(RMS_NORM.problem("bfloat16", rows=9, width=width), named("H200"), ("x",))
     backward = RMS_NORM.implementations[-1].backward
-    assert plans.choose_kernel(backward, RMS_NORM, call)[0].name == kernel
+    assert selection.choose_kernel(backward, RMS_NORM, call)[0].name == kernel
 
 
 def test_what_is_not_wanted_changes_nothing():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
-from tnp import plans, targets
+from tnp import plans, selection, targets
 from tnp.ops.rms_norm_swiglu import OPERATOR, reference, rms_norm_swiglu
 from tnp.ops.rms_norm_swiglu import triton_rms_norm_swiglu as code
 
@@ -76,7 +76,7 @@ def test_programs_walk_rows_and_columns(kernel, wanted, monkeypatch):
 
 
 def test_wide_rows_are_read_by_columns():
-    call = plans.describe(OPERATOR, draw(1, width=8193), wanted=("x",))
+    call = selection.describe(OPERATOR, draw(1, width=8193), wanted=("x",))
     assert "at most 8192, not 8193" in code.HELD.refuses(call)
     assert code.CHUNKS.refuses(call) is None
 

@@ -11,7 +11,7 @@ from tests.ops.on_rows import (
     drawn,
     kernels_forced,
 )
-from tnp import plans
+from tnp import selection
 from tnp.contract import Call
 from tnp.ops.softmax import OPERATOR, softmax
 from tnp.ops.softmax.triton_softmax import BlockConfig
@@ -42,7 +42,7 @@ def test_rows_wider_than_a_program_holds(width, name):
     own = OPERATOR.implementations[-1]
     call = Call(OPERATOR.problem("float32", rows=9, width=width), HERE, ("x",))
     for operation in (own.forward, own.backward):
-        assert plans.choose_kernel(operation, OPERATOR, call)[0].name == name
+        assert selection.choose_kernel(operation, OPERATOR, call)[0].name == name
 
 
 def extremes() -> torch.Tensor:

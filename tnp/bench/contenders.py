@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tnp import choice, plans, targets
+from tnp import choice, plans, selection, targets
 from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
 from tnp.bench.policy import Policy
 from tnp.catalog import AUTO, catalog
@@ -116,12 +116,12 @@ def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Fo
     if operation is None:
         return {}
     named: dict[str, Forced] = {}
-    for kernel in plans.kernels_of(operation).values():
+    for kernel in selection.kernels_of(operation).values():
         if kernel.refuses(call) is not None:
             continue
         before: Forced = {}
         if pass_ == "backward":
-            forward, picked = plans.choose_kernel(
+            forward, picked = selection.choose_kernel(
                 found.forward, catalog().operator(op), call, kernel.saves
             )
             before = {found.forward.name: (forward.name, choice.as_json(picked.config))}
@@ -199,7 +199,7 @@ class Contenders:
         found = self._found(name)
         if self.pass_ == "backward" and not self._wanted(contender):
             raise Unsupported("it is forward only")
-        reason = plans.refuses(found, self._call(contender))
+        reason = selection.refuses(found, self._call(contender))
         if reason is not None:
             raise Unsupported(reason)
 
@@ -315,15 +315,15 @@ class Contenders:
     def _call(self, contender: str) -> Call:
         return Call(self.case.problem, targets.of_device(self.device), self._wanted(contender))
 
-    def _forced(self, contender: str) -> plans.Forced:
+    def _forced(self, contender: str) -> selection.Forced:
         """Kernels and configurations of a trial; of others none.
 
         The configuration is the candidate with equal JSON; Unsupported where there is none.
         """
-        forced: plans.Forced = {}
+        forced: selection.Forced = {}
         for name, (kernel_name, wanted) in self.forced.get(contender, {}).items():
             found, call = self._found(implementation_of(contender)), self._call(contender)
-            kernel = plans.kernels_of(_operation(found, name)).get(kernel_name)
+            kernel = selection.kernels_of(_operation(found, name)).get(kernel_name)
             if kernel is None:
                 raise Unsupported(f"{name} has no kernel {kernel_name!r}")
             reason = kernel.refuses(call)

@@ -1,7 +1,9 @@
 """What a call costs the host: operators launched eagerly, at sizes where the device waits for it.
 
 Implementations take turns in one process. A round of each is `CALLS` calls without a look at the
-device, few enough for its queue to hold all their launches; the time is the host's alone. Passes:
+device, few enough for its queue to hold all their launches; the time is the host's alone. Ours, and
+"auto", are called through `tnp.dispatch`; functions that PyTorch differentiates are called as they
+are, as a user of PyTorch would call them. Passes:
 
     forward     a call that nobody differentiates
     recorded    a call that autograd is to differentiate
@@ -23,12 +25,13 @@ from unittest.mock import patch
 
 import torch
 
-from tnp import dispatch
+from tnp import dispatch, plans, targets
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import synchronize
-from tnp.catalog import catalog
-from tnp.contract import Case, Operator
+from tnp.catalog import catalog, is_automatic
+from tnp.contract import Call, Case, Operator
 from tnp.launch import Bound
+from tnp.selection import choose_implementation
 from tnp.values import Random
 
 CALLS = 40
@@ -38,6 +41,7 @@ BARE = "bare_function"
 PASSES = ("forward", "recorded", "training", "chain")
 
 Run = Callable[[], object]
+Output = Callable[..., torch.Tensor]  # of an operator's inputs: its last
 
 
 def measure_host(parameters: dict) -> list[dict]:
@@ -69,15 +73,13 @@ def launching_nothing() -> Iterator[None]:
 def _of_problem(
     operator: Operator, case: Case, names: list[str], with_launches: bool, device: torch.device
 ) -> list[dict]:
-    contenders = {name: (lambda *x, name=name: _call(operator, case, name, x)) for name in names}
-    if not with_launches:
-        contenders[BARE] = _bare
+    contenders = names if with_launches else [*names, BARE]
     rows = []
     for pass_ in PASSES:
         timed, reasons = {}, {}
-        for name, call in contenders.items():
+        for name in contenders:
             try:
-                timed[name] = _runs(operator, case, call, pass_, device)
+                timed[name] = _runs(operator, case, name, pass_, device)
                 for run in timed[name]:
                     run()
             except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -98,12 +100,32 @@ def _of_problem(
     return rows
 
 
-def _call(operator: Operator, case: Case, name: str, inputs: tuple) -> torch.Tensor:
-    options = tuple(
-        (key, value) for key, value in case.problem.options if key not in operator.optional
-    )
-    outputs = dispatch.call(operator, name, inputs, operator.numbers, options)
-    return outputs[-1] if isinstance(outputs, tuple) else outputs
+def _call(
+    operator: Operator, case: Case, name: str, wanted: tuple[str, ...], device: torch.device
+) -> Output:
+    """What calls an implementation; RuntimeError where it cannot run, with the reason."""
+    if name == BARE:
+        return _bare
+    numbers, options = operator.numbers, operator.call_options(case.problem)
+    several = len(operator.outputs) > 1
+    if not is_automatic(name):
+        what = Call(case.problem, targets.of_device(device), wanted)
+        chosen, found = choose_implementation(operator, name, what)
+        if found.run is not None:
+            plan = plans.PlainPlan(what, found, chosen)
+            function, named = plan.function, plan.options
+
+            def call_itself(*inputs: torch.Tensor | None) -> torch.Tensor:
+                outputs = function(*inputs, *numbers, **named)
+                return outputs[-1] if several else outputs
+
+            return call_itself
+
+    def call(*inputs: torch.Tensor | None) -> torch.Tensor:
+        outputs = dispatch.call(operator, name, inputs, numbers, options)
+        return outputs[-1] if several else outputs
+
+    return call
 
 
 class _Nothing(torch.autograd.Function):
@@ -123,19 +145,15 @@ def _bare(*inputs: torch.Tensor | None) -> torch.Tensor:
     return _Nothing.apply(*(tensors * 3)[:3])
 
 
-def _runs(
-    operator: Operator, case: Case, call: Callable, pass_: str, device: torch.device
-) -> list[Run]:
+def _runs(operator: Operator, case: Case, name: str, pass_: str, device: torch.device) -> list[Run]:
     """What to time: one call; for the pass "chain" a single one and a chain of them."""
     drawn = operator.draw(case, Random(case, device))
-    inputs = [drawn.get(name) for name in operator.tensors]
+    inputs = [drawn.get(one) for one in operator.tensors]
+    wanted = () if pass_ == "forward" else tuple(n for n in operator.differentiated if n in drawn)
+    leaves = [drawn[one].requires_grad_() for one in wanted]
+    call = _call(operator, case, name, wanted, device)
     if pass_ == "forward":
         return [lambda: call(*inputs)]
-    leaves = [
-        x.requires_grad_()
-        for name, x in zip(operator.tensors, inputs, strict=True)
-        if x is not None and name in operator.differentiated
-    ]
     if pass_ == "recorded":
         return [lambda: call(*inputs)]
     gradient = torch.empty_like(call(*inputs)).detach().zero_()

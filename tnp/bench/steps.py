@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from tnp import plans, targets
+from tnp import selection, targets
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
 from tnp.bench.memory import PeakMemory
@@ -150,7 +150,7 @@ def _require_step_supported(
 def _choices(variant: Variant) -> str | None:
     """What "auto" chose in this process, as JSON; None where the variant leaves it no choice."""
     automatic = any(map(is_automatic, variant.implementations().values()))
-    return json.dumps(plans.choices()) if automatic else None
+    return json.dumps(selection.choices()) if automatic else None
 
 
 def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict[str, float | None]:

@@ -159,10 +159,10 @@ def _candidates(
     operation: Any, what: Call, forced: tuple[str, str, object] | None
 ) -> list[tuple[Kernel, object]]:
     """Kernels that serve a call, with the configuration to compile them with."""
-    from tnp import plans
+    from tnp import selection
 
     found = []
-    for kernel in plans.kernels_of(operation).values():
+    for kernel in selection.kernels_of(operation).values():
         if kernel.refuses(what) is not None:
             continue
         configs = kernel.configs(what)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tnp import plans, targets
+from tnp import plans, selection, targets
 from tnp.catalog import catalog
 from tnp.contract import OWN, Call, Case, Implementation, Kernel, Operator, Target
 from tnp.gates import layout, routes
@@ -63,7 +63,7 @@ class Subject:
     def refuses(self, case: Case) -> str | None:
         """Why it does not serve a case, or None."""
         what = Call(case.problem, self.target, wanted_of(self.operator, self.found, case))
-        return plans.refuses(self.found, what)
+        return selection.refuses(self.found, what)
 
     def check(
         self, setting: Setting, what: str, metric: str, value: float, bound: float, kernel: str = ""
@@ -130,7 +130,7 @@ def _pairs(subject: Subject, setting: Setting) -> list[Pair]:
     what = Call(problem, subject.target, setting.wanted)
 
     def able(operation: Any, saves: str | None = None) -> list[Kernel]:
-        kernels = plans.kernels_of(operation, saves).values()
+        kernels = selection.kernels_of(operation, saves).values()
         return [kernel for kernel in kernels if kernel.refuses(what) is None]
 
     pairs = []

@@ -84,9 +84,10 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     For the inside of operators: the result has no gradient of its own and must not be written.
     """
-    if weight.dtype != dtype:
-        for casts in _active:
-            copy = casts.get(weight, dtype)
-            if copy is not None:
-                return copy
+    if weight.dtype == dtype:
+        return weight
+    for casts in _active:
+        copy = casts.get(weight, dtype)
+        if copy is not None:
+            return copy
     return weight.to(dtype)

@@ -119,8 +119,8 @@ def _rms_norm_coefficients_kernel(
 
 def empty(wanted, inputs):
     """Of rms_norm, and with an update of add_rms_norm."""
-    x, *update, _weight = inputs
-    return tuple(x.new_empty(x.shape) for _ in (x, *update)), ()
+    x = inputs[0]
+    return tuple([x.new_empty(x.shape) for _ in inputs[1:]]), ()
 
 
 def prepare(call, config, inputs):
@@ -156,11 +156,8 @@ def empty_backward(wanted, inputs):
 
 def _results(wanted, gradients, dx, dweight):
     """dx is the gradient of x and, where there is one, of the update."""
-    names = ("x", "update") if len(gradients) > 1 else ("x",)
-    return (
-        *(dx if name in wanted else None for name in names),
-        dweight if "weight" in wanted else None,
-    )
+    of_sum = [dx if name in wanted else None for name in ("x", "update")[: len(gradients)]]
+    return *of_sum, dweight if "weight" in wanted else None
 
 
 def _hand_on(call):

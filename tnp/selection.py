@@ -1,0 +1,195 @@
+"""What serves a call: which implementation of an operator, and which kernel of an operation.
+
+A call is described from its inputs; named implementations are taken as they are asked for, "auto"
+and kernels as the table of the GPU says (`tnp.choice`), of those that can run here and now.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from typing import Any
+
+import torch
+
+from tnp import choice, targets
+from tnp.catalog import AUTO, catalog
+from tnp.choice import Choice, Offer, choose
+from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason, Target
+
+AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
+
+Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration
+
+
+# ---------------------------------------------------------------------------- what is asked for
+
+
+def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
+    """Inputs whose gradients this call may be asked for."""
+    if not torch.is_grad_enabled():
+        return ()
+    named = zip(operator.tensors, inputs, strict=True)
+    return tuple(
+        name
+        for name, x in named
+        if x is not None and x.requires_grad and name in operator.differentiated
+    )
+
+
+def aligned(tensors: Any) -> bool:
+    """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded."""
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.device.type != "meta" and x.data_ptr() % 16:
+            return False
+        for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True):
+            if size > 1 and (step == 0 or step * x.element_size() % 16):
+                return False
+    return True
+
+
+def describe(
+    operator: Operator,
+    inputs: tuple,
+    options: tuple = (),
+    wanted: tuple[str, ...] = (),
+    target: Target | None = None,
+) -> Call:
+    """What is asked for; ValueError where the inputs do not go together."""
+    values = operator.describe(*inputs, **dict(options))
+    first = next(x for x in inputs if x is not None)
+    dtype = values.pop("dtype", None) or str(first.dtype).removeprefix("torch.")
+    named = zip(operator.tensors, inputs, strict=True)
+    given = {name: True for name, x in named if name in operator.optional and x is not None}
+    problem = operator.problem(dtype, **given | dict(options) | values)
+    return Call(problem, target or targets.of_device(first.device), wanted, aligned(inputs))
+
+
+# --------------------------------------------------------------------------------- what serves it
+
+
+def refuses(found: Implementation, what: Call) -> Reason:
+    """Why an implementation cannot serve a call here and now, or None."""
+    return found.refuses(what) or _moves(found.moving, what)
+
+
+def _moves(moving: tuple[str, ...], what: Call) -> Reason:
+    if moving and what.wanted and torch.are_deterministic_algorithms_enabled():
+        names = ", ".join(moving)
+        return f"{names} may differ between runs, and PyTorch is asked for deterministic algorithms"
+    return None
+
+
+def choose_implementation(
+    operator: Operator, name: str, what: Call
+) -> tuple[Choice, Implementation]:
+    """By its name, or what the table says.
+
+    Raises:
+        ValueError: there is no such name.
+        RuntimeError: it cannot run here, with the reason.
+    """
+    if name.partition(":")[0] == AUTO:
+        return _automatic(operator, name.partition(":")[2], what)
+    found = catalog().load(operator.name, name)
+    reason = refuses(found, what)
+    if reason is not None:
+        raise RuntimeError(f"{operator.name} implementation {name!r} cannot run here: {reason}")
+    return Choice(name, source="named"), found
+
+
+def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, Implementation]:
+    usable = {
+        own.name: own
+        for own in operator.implementations
+        if own.selectable and not own.compile and own.precision in ("", precision)
+    }
+    if os.environ.get(AUTO_VARIABLE) == "torch":
+        plain = next(iter(usable))
+        return Choice(plain, source=f"{AUTO_VARIABLE}=torch"), usable[plain]
+    # Somebody else's is imported only where a table names it.
+    for entry in choice.of_target(what.target)[0]:
+        if entry["of"] == operator.name and entry["choice"] not in usable:
+            theirs = _loaded(operator.name, entry["choice"])
+            if theirs and theirs.selectable and theirs.precision in ("", precision):
+                usable[theirs.name] = theirs
+    offers: list[Offer] = [(n, None, refuses(usable[n], what)) for n in _by_default(usable, what)]
+    chosen = choose(operator.name, operator, what, offers)
+    _tell(what, chosen)
+    return chosen, usable[chosen.name]
+
+
+def _loaded(op: str, name: str) -> Implementation | None:
+    try:
+        return catalog().load(op, name)
+    except Exception as error:  # it is theirs, and the next is taken
+        choice.log.warning("%s.%s cannot be loaded and is passed over: %s", op, name, error)
+        return None
+
+
+def _by_default(usable: dict[str, Implementation], what: Call) -> list[str]:
+    """Where nothing was measured: ours on GPUs that they were made for, elsewhere PyTorch's."""
+    ours = [name for name in reversed(usable) if usable[name].provider == OWN]
+    made_for = what.target.kind == "cuda" and what.target.capability in choice.OURS_ON
+    return list(dict.fromkeys([*(ours if made_for else []), *usable]))
+
+
+_told: dict[tuple[str, str], Choice] = {}
+
+
+def _tell(what: Call, chosen: Choice) -> None:
+    """Logs a decision the first time that it is made."""
+    key = what.problem.json, what.mode
+    if _told.get(key) != chosen:
+        _told[key] = chosen
+        refused = f"; {chosen.refused}" if chosen.refused else ""
+        choice.log.info(
+            "%s, %s: %s, %s%s", what.problem, what.mode, chosen.name, chosen.source, refused
+        )
+
+
+def choices() -> list[dict[str, Any]]:
+    """What "auto" decided in this process, by problem and mode; `op` is the family's name."""
+    found = []
+    for (problem, mode), chosen in _told.items():
+        operator = catalog().operator(json.loads(problem)["op"])
+        about = {"op": operator.family or operator.name, "implementation": chosen.name}
+        about |= {"source": chosen.source, "refused": chosen.refused}
+        found.append(about | {"problem": problem, "mode": mode})
+    return found
+
+
+def load(path: str) -> Kernel:
+    """The kernel at "module:NAME"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def kernels_of(operation: Operation, saves: str | None = None) -> dict[str, Kernel]:
+    """Kernels by name; `saves`: those alone that write or read this form of what is saved."""
+    found = map(load, operation.kernels)
+    return {kernel.name: kernel for kernel in found if saves is None or kernel.saves == saves}
+
+
+def choose_kernel(
+    operation: Operation,
+    operator: Operator,
+    what: Call,
+    saves: str | None = None,
+    forced: Forced | None = None,
+) -> tuple[Kernel, Choice]:
+    """The kernel and the configuration that serve a call; RuntimeError where none can."""
+    kernels = kernels_of(operation, saves)
+    if forced and operation.name in forced:
+        name, config = forced[operation.name]
+        return kernels[name], Choice(name, config, "forced")
+    offers: list[Offer] = []
+    for kernel in kernels.values():
+        reason = kernel.refuses(what) or _moves(kernel.moving, what)
+        configs = kernel.configs(what) if reason is None else (None,)
+        offers += [(kernel.name, config, reason) for config in configs]
+    chosen = choose(operation.name, operator, what, offers)
+    return kernels[chosen.name], chosen
