@@ -14,7 +14,7 @@ import pkgutil
 import re
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 
 from tnp.contract import OWN, Implementation, Operator
@@ -33,12 +33,12 @@ class Listed:
     own: Implementation | None = None  # where it stands in the operator's declaration
     entry: metadata.EntryPoint | None = None
 
-    @property
+    @cached_property
     def packages(self) -> dict[str, str | None]:
         """Distributions whose versions stand in its rows; None: not installed."""
         if self.entry is None:
             return {}
-        return {name: _version(name) for name in (*_required(self.entry), self.entry.dist.name)}
+        return {name: version(name) for name in (*_required(self.entry), self.entry.dist.name)}
 
     @property
     def provider(self) -> str:
@@ -210,7 +210,8 @@ def _own_operators() -> list[Operator]:
     return [operator for operator in found if operator is not None]
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Of an installed distribution; None: not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -7,12 +7,11 @@ kernels.
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 
-from tnp.bench.kernel_code import digest
 from tnp.bench.policy import Policy
-from tnp.catalog import catalog, is_automatic
+from tnp.catalog import catalog, is_automatic, version
 from tnp.contract import OWN
+from tnp.definitions import digest
 from tnp.gates import gates_of
 from tnp.variants import Variant
 
@@ -101,12 +100,8 @@ def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
     versions = {"torch": torch.__version__}
     if torch.cuda.is_available() and torch.backends.cudnn.version() is not None:
         versions["cudnn"] = str(torch.backends.cudnn.version())
-    for name in ("triton", *distributions):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: version(name) for name in ("triton", *distributions)}
+    return versions | {name: known for name, known in found.items() if known is not None}
 
 
 def _definitions_hash(definitions: dict[str, str] | None) -> str | None:

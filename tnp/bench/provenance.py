@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pynvml
 
+from tnp.catalog import version
+
 ROOT = Path(__file__).parents[2]
 # What a measurement depends on: other edits do not make it a dirty one.
 SOURCES = ("tnp", "workflow", "Snakefile", "config.yaml", "requirements.txt")
@@ -196,7 +198,7 @@ def environment(device_type: str) -> dict[str, object]:
     row = _gpu(torch) if device_type == "cuda" else _cpu()
     row |= {
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": len(os.sched_getaffinity(0)),
@@ -240,13 +242,6 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
     return names[0] if names else platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _packages() -> dict[str, str]:
