@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tnp.contract import Call, Operator, Problem, Reason, Target
+from tnp.files import replacing
 
 VERSION = 2
 COMMITTED = Path(__file__).parent / "tuned"
@@ -213,9 +214,7 @@ def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) 
     }
     lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
     head = f'"version": {VERSION}, "capability": {target.capability}'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n')
-    os.replace(new, path)
+    with replacing(path) as new:
+        new.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n')
     refresh()
     return path

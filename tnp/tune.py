@@ -20,12 +20,11 @@ from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
-from tnp.commands import Parser, size, table
-from tnp.contract import Operator, Target
+from tnp.commands import Parser, option, size, table
+from tnp.contract import FLOATS, Operator, Target
 
 TIMEOUT_S = 900.0
 OF_MODEL = ("d_model", "n_heads", "d_ff", "n_components")
-DTYPES = ("bfloat16", "float16", "float32")
 HEADER = ("operator", "implementation", "forward ms", "backward ms", "")
 PASSES = ("forward", "backward")
 
@@ -64,20 +63,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tnp.tune", description="Choose what 'auto' runs at these sizes."
     )
     for name in ("batch", "n_context", "n_target"):
-        parser.add_argument(_option(name), type=size, required=True)
+        parser.add_argument(option(name), type=size, required=True)
     for name in OF_MODEL:
-        parser.add_argument(_option(name), type=size, help="the model's own where not given")
+        parser.add_argument(option(name), type=size, help="the model's own where not given")
     parser.add_argument(
         "--d-ff-storage",
         type=size,
         help="width that hidden layers are zero-padded to; the next multiple of 64 where not given",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    parser.add_argument("--dtype", choices=FLOATS, default=FLOATS[0])
     return parser
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, dict]]:

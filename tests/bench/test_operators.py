@@ -185,12 +185,13 @@ def test_what_the_cpu_cannot_run_is_a_row_with_the_reason():
         assert rows["sdpa_flash", pass_]["status"] == "ok"
 
 
-def test_an_impossible_rate_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    cuda = torch.device("cuda")
-    measure.refuse_impossible(cuda, "bfloat16", 790.0, 4200.0)
+def test_an_impossible_rate_is_an_error():
+    measure.refuse_impossible("NVIDIA H200", 790.0, 4200.0)
+    measure.refuse_impossible("Some GPU of 2030", 1e6, 1e6)
     with pytest.raises(measure.AboveCeiling, match="1200 TFLOP/s"):
-        measure.refuse_impossible(cuda, "bfloat16", 1200.0, 4200.0)
+        measure.refuse_impossible("NVIDIA H200", 1200.0, 4200.0)
+    with pytest.raises(measure.AboveCeiling, match="5000 GB/s"):
+        measure.refuse_impossible("NVIDIA H200", None, 5000.0)
 
 
 def test_short_kernels_are_launched_from_graphs_of_whole_rotations():

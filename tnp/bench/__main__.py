@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tnp.catalog import AUTO, catalog
-from tnp.commands import Parser, size, table
+from tnp.commands import Parser, option, size, table
 from tnp.contract import ALL_FLOATS, FLOATS, Operator, Problem
 
 PROGRAM = "python -m tnp.bench"
@@ -62,17 +62,17 @@ def _parser(operator: Operator) -> Parser:
     about = (catalog_doc(operator) or operator.name).splitlines()[0]
     parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
     for name in operator.sizes:
-        parser.add_argument(_option(name), type=size, required=True, metavar="N", dest=name)
+        parser.add_argument(option(name), type=size, required=True, metavar="N")
     for name, kind in operator.options.items():
         if kind is bool:
-            parser.add_argument(_option(name), action="store_true", dest=name)
+            parser.add_argument(option(name), action="store_true")
         elif isinstance(kind, tuple):
-            parser.add_argument(_option(name), choices=kind, type=type(kind[0]), dest=name)
+            parser.add_argument(option(name), choices=kind, type=type(kind[0]))
         else:
-            parser.add_argument(_option(name), type=kind, metavar=kind.__name__, dest=name)
+            parser.add_argument(option(name), type=kind, metavar=kind.__name__)
     for name in operator.optional:
         help_text = f"with the tensor {name}"
-        parser.add_argument(_option(name), action="store_true", dest=name, help=help_text)
+        parser.add_argument(option(name), action="store_true", help=help_text)
     parser.add_argument("--dtype", choices=ALL_FLOATS, default=FLOATS[0], help="of the activations")
     parser.add_argument(
         "--implementations",
@@ -97,10 +97,6 @@ def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
     values = {name: getattr(wanted, name) for name in names}
     given = {name: value for name, value in values.items() if value is not None}
     return operator.problem(wanted.dtype, **given)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _measure(

@@ -60,4 +60,4 @@ def kernel_hash(module: str, name: str) -> str:
     if package in PACKAGES:
         return fingerprint([f"{module}:{name.split('.')[0]}"])
     (distribution,) = metadata.packages_distributions().get(package, [package])[:1]
-    return installed_hash(distribution) or ""
+    return installed_hash(distribution)

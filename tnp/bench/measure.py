@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from tnp import targets
 from tnp.bench import ceilings
 from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
@@ -28,7 +29,6 @@ from tnp.bench.outcome import (
 )
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
-from tnp.bench.roofline import above_ceiling
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import (
@@ -206,7 +206,8 @@ def _measure_pass(
         tflops = None if counted.flops is None else counted.flops / median_s / 1e12
         gb_per_s = counted.bytes / median_s / 1e9
         tensor = counted.tensor_flops and counted.tensor_flops / median_s / 1e12
-        refuse_impossible(device, "bfloat16", tensor, gb_per_s)
+        if device.type == "cuda":
+            refuse_impossible(torch.cuda.get_device_name(device), tensor, gb_per_s)
         bound = workload.precision(name) or dtype
         return (
             {"status": "ok", "reason": own.note}
@@ -259,14 +260,20 @@ def detached(output: Output) -> Output:
     return None if output is None else output.detach()
 
 
-def refuse_impossible(
-    device: torch.device, dtype: str, tflops: float | None, gb_per_s: float
-) -> None:
+def refuse_impossible(device_name: str, tflops: float | None, gb_per_s: float) -> None:
     """Raises AboveCeiling if the device's datasheet says that no kernel runs at these rates."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if impossible := above_ceiling(name, dtype, tflops, gb_per_s):
-            raise AboveCeiling(impossible)
+    sheet = targets.datasheet(device_name)
+    if sheet is None:
+        return
+    best_tflops, best_gb_per_s = sheet.flops_per_s / 1e12, sheet.bytes_per_s / 1e9
+    if tflops is not None and tflops > best_tflops:
+        raise AboveCeiling(
+            f"{tflops:.0f} TFLOP/s is above what {device_name} can do, {best_tflops:.0f}"
+        )
+    if gb_per_s > best_gb_per_s:
+        raise AboveCeiling(
+            f"{gb_per_s:.0f} GB/s is above what {device_name} can do, {best_gb_per_s:.0f}"
+        )
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:

@@ -13,10 +13,10 @@ from tnp.bench.memory import PeakMemory
 from tnp.bench.outcome import Unsupported, key
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
-from tnp.bench.roofline import step_attention_flops, step_matmul_flops
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
+from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
 from tnp.bench.timing import Measurement, first_call, measure
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call
