@@ -166,11 +166,11 @@ class _Source:
     def _imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, Symbol]:
         """{name that is bound: (module, name there)}; a whole module has no name there."""
         if isinstance(node, ast.Import):
-            whole = {a.asname or a.name.split(".")[0]: a for a in node.names}
-            return {
-                name: (a.name if a.asname else a.name.split(".")[0], EVERYTHING)
-                for name, a in whole.items()
-            }
+            found = {}
+            for a in node.names:
+                module = a.name if a.asname else a.name.split(".")[0]
+                found[a.asname or module] = module, EVERYTHING
+            return found
         above = self.package.split(".")
         parts = above[: len(above) + 1 - node.level] if node.level else []
         base = ".".join([*parts, *filter(None, [node.module])])
@@ -253,10 +253,8 @@ def _same_scope(statement: ast.stmt) -> Iterator[ast.stmt]:
 def _bound(statement: ast.stmt) -> set[str]:
     if isinstance(statement, SCOPES):
         return {statement.name}
-    targets = list(getattr(statement, "targets", ())) or [getattr(statement, "target", None)]
-    if isinstance(statement, ast.Delete):
-        return set()
-    nodes = (node for target in targets if target is not None for node in ast.walk(target))
+    targets = [*getattr(statement, "targets", ()), getattr(statement, "target", None)]
+    nodes = (node for target in filter(None, targets) for node in ast.walk(target))
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
@@ -264,13 +262,8 @@ def _registers(statement: ast.stmt) -> set[str]:
     """What a function is run for by its decorators: `@op.register_fake`, `@register(op)`."""
     found: set[str] = set()
     for decorator in getattr(statement, "decorator_list", ()):
-        call = decorator if isinstance(decorator, ast.Call) else None
-        inner = [*call.args, *(k.value for k in call.keywords)] if call else []
-        function = call.func if call else decorator
-        if not isinstance(function, ast.Name):
-            inner.append(function)
-        for node in inner:
-            found |= _names(node)
+        function = getattr(decorator, "func", decorator)
+        found |= _names(decorator) - {getattr(function, "id", None)}
     return found
 
 

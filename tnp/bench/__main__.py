@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tnp.catalog import AUTO, catalog
+from tnp.catalog import catalog, is_automatic
 from tnp.commands import Parser, option, size, table
 from tnp.contract import ALL_FLOATS, FLOATS, Operator, Problem
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         problem = _problem(operator, wanted)
         for name in names:
-            if name.partition(":")[0] != AUTO:
+            if not is_automatic(name):
                 catalog().listed(operator.name, name)
     except ValueError as error:
         parser.error(str(error))

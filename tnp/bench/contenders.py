@@ -19,7 +19,7 @@ import torch
 from tnp import choice, plans, targets
 from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
 from tnp.bench.policy import Policy
-from tnp.catalog import AUTO, catalog
+from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call, Case, Implementation, Operation, Problem, Work
 from tnp.gates.results import compute, in_float64, wanted_of
 from tnp.values import Random, Upstream
@@ -194,7 +194,7 @@ class Contenders:
     def require_supported(self, contender: str) -> None:
         """Raises Unsupported with the reason where it cannot run here."""
         name = implementation_of(contender)
-        if _is_auto(name):
+        if is_automatic(name):
             return
         found = self._found(name)
         if self.pass_ == "backward" and not self._wanted(contender):
@@ -256,7 +256,7 @@ class Contenders:
         """JSON of what was chosen, by itself or for it; None where there was nothing to choose."""
         plan = self.plans[contender]
         content: dict[str, Any] = dict(plan.choices)
-        if _is_auto(implementation_of(contender)):
+        if is_automatic(implementation_of(contender)):
             chosen = plan.chosen.describe()
             content = {"implementation": chosen.pop("choice")} | chosen | (
                 {"launch": content} if content else {}
@@ -309,7 +309,7 @@ class Contenders:
         if not self.trains:
             return ()
         name = implementation_of(contender)
-        found = self.operator.implementations[0] if _is_auto(name) else self._found(name)
+        found = self.operator.implementations[0] if is_automatic(name) else self._found(name)
         return wanted_of(self.operator, found, self.case)
 
     def _call(self, contender: str) -> Call:
@@ -347,10 +347,6 @@ def _operation(found: Implementation, name: str) -> Operation:
 
 def _same_json(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def _is_auto(name: str) -> bool:
-    return name.partition(":")[0] == AUTO
 
 
 def _as_tuple(output: Output) -> tuple:

@@ -25,10 +25,8 @@ STEP_SPEC = (
 def of_step(parameters: dict) -> dict[str, str | None]:
     """What is known of a step's evidence before it runs."""
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    return {
+    return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash({name: parameters[name] for name in STEP_SPEC}),
-        "source_hash": _definitions_hash(parameters.get("definitions")),
-        "timing_hash": _timing_hash(parameters),
         "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
     }
 
@@ -39,11 +37,7 @@ def of_op(parameters: dict) -> dict[str, object]:
     Nothing is imported for it. A ceiling has neither a problem nor a role.
     """
     op, name = parameters["op"], parameters["implementation"]
-    definitions = parameters.get("definitions", {}).get(name)
-    known = {
-        "source_hash": _definitions_hash(definitions),
-        "timing_hash": _timing_hash(parameters),
-    }
+    known = _known(parameters, parameters.get("definitions", {}).get(name))
     if "problem" not in parameters:
         asked = {name: parameters.get(name) for name in ("op", "n_q", "dtype")}
         return known | {"spec_hash": _hash(asked), "gates": ""}
@@ -104,13 +98,13 @@ def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
     return versions | {name: known for name, known in found.items() if known is not None}
 
 
-def _definitions_hash(definitions: dict[str, str] | None) -> str | None:
-    return _hash(definitions) if definitions else None
-
-
-def _timing_hash(parameters: dict) -> str:
-    return _hash(asdict(Policy.from_parameters(parameters["timing"])))
+def _known(parameters: dict, definitions: dict[str, str] | None) -> dict[str, str | None]:
+    """Of the code and of how it is timed."""
+    return {
+        "source_hash": _hash(definitions) if definitions else None,
+        "timing_hash": _hash(asdict(Policy.from_parameters(parameters["timing"]))),
+    }
 
 
 def _hash(content: object) -> str:
-    return digest(json.dumps(content, sort_keys=True))
+    return digest(json.dumps(content, sort_keys=True))[:12]  # as in all rows so far

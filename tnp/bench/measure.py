@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import TypeVar
 
@@ -19,26 +19,13 @@ from tnp.bench import ceilings
 from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
-from tnp.bench.outcome import (
-    Rows,
-    classify,
-    implementation_of,
-    key,
-    of_contender,
-    passes,
-)
+from tnp.bench.outcome import Rows, classify, implementation_of, key, of_contender, passes
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import (
-    call_ms,
-    first_call,
-    measure_interleaved,
-    synchronize,
-)
+from tnp.bench.timing import call_ms, first_call, measure_interleaved, synchronize
 from tnp.catalog import catalog, is_automatic
-from tnp.launch import watched
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
@@ -71,24 +58,21 @@ class Contender:
 
     calls: list[Callable[[], Output]]
     compile_s: float
-    call_ms: float
+    call_ms: float  # by nobody watched: it decides how all are timed
     peak_memory_bytes: int | None = None  # of one call, beyond what was there
 
     @classmethod
-    def prepare(cls, calls: list[Callable[[], Output]], device: torch.device) -> "Contender":
-        """Compile and run each of `calls`, then time the first."""
-        compile_s = sum(first_call(call, device) for call in calls)
-        return cls(calls, compile_s, call_ms(calls[0], device))
-
-    def again(self, device: torch.device) -> "Contender":
-        """Timed once more, by nobody watched: it decides how all are timed. And its memory."""
+    def of(
+        cls, calls: list[Callable[[], Output]], compile_s: float, device: torch.device
+    ) -> "Contender":
+        """Of calls that have all run, the first of which is timed and its memory read."""
         if device.type != "cuda":
-            return replace(self, call_ms=call_ms(self.calls[0], device))
+            return cls(calls, compile_s, call_ms(calls[0], device))
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        again_ms = call_ms(self.calls[0], device)
+        once_ms = call_ms(calls[0], device)
         peak = torch.cuda.max_memory_allocated(device) - before
-        return replace(self, call_ms=again_ms, peak_memory_bytes=peak)
+        return cls(calls, compile_s, once_ms, peak)
 
 
 def measure_op(
@@ -180,11 +164,12 @@ def _measure_pass(
         workload.require_supported(name)
         kernels: dict[str, str] = {}
         try:
-            with watched(), launches() as kernels:
-                contender = Contender.prepare(workload.calls(name), device)
+            with launches() as kernels:
+                calls = workload.calls(name)
+                compile_s = sum(first_call(call, device) for call in calls)
         finally:
             code[implementation_of(name)].kernels |= kernels
-        return contender.again(device)
+        return Contender.of(calls, compile_s, device)
 
     contenders = each(prepare, parameters["implementations"])
     n_launches = launches_per_run(contenders.values(), device)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pynvml
 
+from tnp import targets
 from tnp.catalog import version
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def device_slug() -> str:
         gpu = _first_visible_gpu() if present else None
         if gpu is None:
             return "cpu"
-        return re.sub(r"[^a-z0-9]+", "-", pynvml.nvmlDeviceGetName(gpu).lower()).strip("-")
+        return targets.slug(pynvml.nvmlDeviceGetName(gpu))
 
 
 def gpu_uuid() -> str | None:

@@ -133,14 +133,13 @@ def _require_step_supported(
 ) -> None:
     if parameters["cuda_graph"] and device.type != "cuda":
         raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
-    run = {**parameters, "dtype": parameters["dtype"]}
     model = parameters["model"] | {"d_ff_storage": variant.d_ff_storage}
     for family, name in variant.implementations().items():
         for operator in catalog().family(family):
-            problem = operator.within(model, run)
+            problem = operator.within(model, parameters)
             if problem is not None and not is_automatic(name):
                 found = catalog().load(operator.name, name)
-                wanted = found.gradients if found.gradients else operator.differentiated
+                wanted = found.gradients or operator.differentiated
                 call = Call(problem, targets.of_device(device), wanted)
                 reason = found.refuses(call)
                 if reason is not None:
