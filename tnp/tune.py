@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from tnp import choice, targets, tuning
 from tnp.bench.child import require_device
 from tnp.bench.isolate import run_isolated
+from tnp.bench.outcome import op_job
+from tnp.bench.policy import Policy
 from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import in_step
@@ -77,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, dict]]:
     """Benchmarks of the operators that a step has, with all that "auto" may choose."""
-    from tnp.bench.contenders import job
     from tnp.model import TNPConfig
 
     default = TNPConfig()
@@ -90,7 +92,10 @@ def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, d
             problem, draw = found
             contenders = catalog().candidates(operator.name, AUTO)
             config_id = f"tune--{operator.name}"
-            yield operator, job(problem, contenders, "cuda", device, config_id, draw, shape="tune")
+            yield operator, op_job(
+                problem, contenders, config_id, draw, device="cuda", device_slug=device,
+                replicate=0, timing=asdict(Policy()), shape="tune",
+            )  # fmt: skip
 
 
 def _target() -> Target:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tnp.catalog import catalog, is_automatic
@@ -102,8 +103,8 @@ def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
 def _measure(
     operator: Operator, problem: Problem, names: list[str], passes: list[str], iters: int | None
 ) -> int:
-    from tnp.bench.contenders import job
     from tnp.bench.isolate import run_isolated
+    from tnp.bench.outcome import op_job
     from tnp.bench.policy import Policy
     from tnp.bench.process import DeviceMissing, device_lock
     from tnp.bench.provenance import device_slug
@@ -113,7 +114,10 @@ def _measure(
         timing = Policy(min_samples=iters, half_width=float("inf"), long_samples=iters)
     slug = device_slug()
     device = "cpu" if slug == "cpu" else "cuda"
-    parameters = job(problem, names, device, slug, passes=passes, timing=timing, shape="asked")
+    parameters = op_job(
+        problem, names, problem.op, {}, device=device, device_slug=slug, replicate=0,
+        timing=asdict(timing), passes=passes, shape="asked",
+    )  # fmt: skip
     try:
         with device_lock(slug):
             rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,9 +18,8 @@ import torch
 
 from tnp import choice, plans, targets
 from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
-from tnp.bench.policy import Policy
 from tnp.catalog import catalog, is_automatic
-from tnp.contract import Call, Case, Implementation, Operation, Problem, Work
+from tnp.contract import Call, Case, Implementation, Operation, Work
 from tnp.gates.results import compute, in_float64, wanted_of
 from tnp.values import Random, Upstream
 
@@ -58,51 +57,6 @@ def input_sets(bytes_touched: float, device: torch.device) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, math.ceil(2 * cache / max(bytes_touched, 1)))
-
-
-def job(
-    problem: Problem,
-    contenders: Iterable[str],
-    device: str,
-    slug: str,
-    config_id: str = "",
-    draw: Mapping[str, Any] | None = None,
-    forced: Mapping[str, Forced] | None = None,
-    passes: Iterable[str] | None = None,
-    timing: Policy | None = None,
-    replicate: int = 0,
-    **columns: Any,
-) -> dict[str, Any]:
-    """Parameters of a benchmark, as `tnp.bench.isolate.run_isolated` takes them.
-
-    Args:
-        problem, draw: what is computed, and how its values are drawn.
-        contenders: implementations, "auto" too; twins and trials are called
-            "implementation--anything".
-        device, slug: "cuda" or "cpu", and the name that rows have.
-        forced: of trials, kernels and configurations by operation, as `trials` gives them; of an
-            implementation nothing, {}, where the process that measures is to list all its trials
-            (`listed`).
-        passes: "forward", "backward" or both; by default both, where there are two.
-        columns: of its rows, such as `shape`.
-    """
-    config_id = config_id or problem.op
-    content = {
-        "op": problem.op,
-        "problem": problem.json,
-        "draw": dict(draw or {}),
-        "dtype": problem.dtype,
-        "config_id": config_id,
-        "implementations": {name: f"{config_id}{SEPARATOR}{name}" for name in contenders},
-        "forced": {name: dict(one) for name, one in (forced or {}).items()},
-        "replicate": replicate,
-        "timing": asdict(timing or Policy()),
-        "device": device,
-        "device_slug": slug,
-    }
-    if passes is not None:
-        content["passes"] = list(passes)
-    return content | columns
 
 
 def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Forced]:
@@ -165,7 +119,7 @@ class Contenders:
     """A job in one pass: inputs, calls, and the check afterwards.
 
     Args:
-        parameters: what `job` gives.
+        parameters: what `tnp.bench.outcome.op_job` gives.
         pass_: "forward" or "backward".
         device: where it runs.
     """

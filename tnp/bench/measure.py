@@ -84,7 +84,7 @@ def measure_op(
     are measured without it.
 
     Args:
-        parameters: what `tnp.bench.contenders.job` gives: `implementations` (contender →
+        parameters: what `tnp.bench.outcome.op_job` gives: `implementations` (contender →
             config_id), `timing`, `device`; and `definitions`, the hashes of what an implementation
             reaches by its name and theirs.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
