@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,30 +24,6 @@ from tnp.values import Random, Upstream
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 Forced = Mapping[str, tuple[str, Any]]  # operation → kernel, and its configuration as JSON holds it
-
-# Operations at half the datasheet's rate of 16-bit ones, and at twice that.
-SIXTEEN_BITS = ("bfloat16", "float16")
-EIGHT_BITS = ("float8_e4m3fn", "e4m3", "int8")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The least that a contender must do.
-
-    `tensor_flops` are operations at the rate of 16-bit products, those on 8 bits counted half;
-    None where none are.
-    """
-
-    flops: float | None
-    bytes: float
-    tensor_flops: float | None
-
-    @classmethod
-    def of(cls, work: Work) -> Counted:
-        """Of what an operator or an implementation declares."""
-        weights = dict.fromkeys(SIXTEEN_BITS, 1.0) | dict.fromkeys(EIGHT_BITS, 0.5)
-        tensor = sum(weights.get(kind, 0.0) * flops for kind, flops in work.flops.items())
-        return cls(sum(work.flops.values()) or None, work.bytes, tensor or None)
 
 
 def input_sets(bytes_touched: float, device: torch.device) -> int:
@@ -201,10 +176,10 @@ class Contenders:
         outputs, gradients = arriving(run())
         return partial(torch.autograd.grad, outputs, of, gradients, retain_graph=True)
 
-    def counted(self, contender: str) -> Counted:
+    def work(self, contender: str) -> Work:
         """What it must do at least."""
-        plan = self.plans[contender]
-        return Counted.of((plan.found.work or self.operator.work)(self.case, self.pass_))
+        declared = self.plans[contender].found.work or self.operator.work
+        return declared(self.case, self.pass_)
 
     def launch_config(self, contender: str) -> str | None:
         """JSON of what was chosen, by itself or for it; None where there was nothing to choose."""

@@ -26,12 +26,16 @@ from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import call_ms, first_call, measure_interleaved, synchronize
 from tnp.catalog import catalog, is_automatic
+from tnp.contract import Work
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
 GRAPH_BELOW_MS = 2.0
 # … nor, with at least this many launches in one, the events around it.
 GRAPH_LAUNCHES = 20
+
+# Of an operation, by its number format, of one at the datasheet's rate: a product in 16 bits.
+SHARES = {"bfloat16": 1.0, "float16": 1.0, "float8_e4m3fn": 0.5, "e4m3": 0.5, "int8": 0.5}
 
 # Share of the largest reference value that an output may be off. An absolute bound sees nothing
 # at 200,000 keys, where an attention output is about as small as the bound; the gates hold those.
@@ -185,20 +189,14 @@ def _measure_pass(
     measured = dict(zip(runs, measurements, strict=True))
 
     def columns(name: str) -> dict[str, object]:
-        own, (_, output), counted = measured[name], runs[name], workload.counted(name)
+        own, (_, output) = measured[name], runs[name]
         timings = summarize(own.samples_ms, "time_ms")
-        median_s = timings["time_ms_p50"] / 1e3
-        tflops = None if counted.flops is None else counted.flops / median_s / 1e12
-        gb_per_s = counted.bytes / median_s / 1e9
-        tensor = counted.tensor_flops and counted.tensor_flops / median_s / 1e12
-        if device.type == "cuda":
-            refuse_impossible(torch.cuda.get_device_name(device), tensor, gb_per_s)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         bound = workload.precision(name) or dtype
         return (
             {"status": "ok", "reason": own.note}
             | timings
-            | {"flops": counted.flops, "bytes": counted.bytes}
-            | {"tflops": tflops, "gb_per_s": gb_per_s}
+            | rates(workload.work(name), timings["time_ms_p50"], gpu)
             | {"launch_config": workload.launch_config(name)}
             | {"max_abs_error": checked_error(workload.check(name, output()), bound)}
             | {"compile_s": contenders[name].compile_s}
@@ -245,20 +243,24 @@ def detached(output: Output) -> Output:
     return None if output is None else output.detach()
 
 
-def refuse_impossible(device_name: str, tflops: float | None, gb_per_s: float) -> None:
-    """Raises AboveCeiling if the device's datasheet says that no kernel runs at these rates."""
-    sheet = targets.datasheet(device_name)
-    if sheet is None:
-        return
-    best_tflops, best_gb_per_s = sheet.flops_per_s / 1e12, sheet.bytes_per_s / 1e9
-    if tflops is not None and tflops > best_tflops:
-        raise AboveCeiling(
-            f"{tflops:.0f} TFLOP/s is above what {device_name} can do, {best_tflops:.0f}"
-        )
-    if gb_per_s > best_gb_per_s:
-        raise AboveCeiling(
-            f"{gb_per_s:.0f} GB/s is above what {device_name} can do, {best_gb_per_s:.0f}"
-        )
+def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
+    """The columns flops, bytes, tflops and gb_per_s.
+
+    Raises AboveCeiling where the datasheet of the device of this name says that no kernel runs at
+    these rates.
+    """
+    flops = sum(work.flops.values()) or None
+    tflops = None if flops is None else flops / time_ms / 1e9
+    gb_per_s = work.bytes / time_ms / 1e6
+    if sheet := targets.datasheet(gpu):
+        in_16_bits = sum(SHARES.get(kind, 0.0) * number for kind, number in work.flops.items())
+        for rate, best, unit in (
+            (in_16_bits / time_ms / 1e9, sheet.flops_per_s / 1e12, "TFLOP/s"),
+            (gb_per_s, sheet.bytes_per_s / 1e9, "GB/s"),
+        ):
+            if rate > best:
+                raise AboveCeiling(f"{rate:.0f} {unit} is above what {gpu} can do, {best:.0f}")
+    return {"flops": flops, "bytes": work.bytes, "tflops": tflops, "gb_per_s": gb_per_s}
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:
