@@ -118,7 +118,7 @@ def _answer(
     if listed.entry is not None and not load:
         return "?", "installed; --load asks it"
     try:
-        found = listed.load()
+        found = listed.implementation
     except Exception as error:  # whatever importing it raises is the answer
         return "no", " ".join(f"{type(error).__name__}: {error}".split())
     wanted = wanted_of(operator, found, Case(problem))
