@@ -36,7 +36,7 @@ def implementation_definitions(
     one, name = listed.own, f"{listed.op}.{listed.name}"
     if one is None:
         return {f"{package}:": installed_hash(package) for package in listed.packages}
-    found = _of_functions(_run_by(one, use), listed.op, without)
+    found = _of_functions(_run_by(one, use), without)
     found[f"{name}:compile"] = digest(one.compile)
     if use == GATE:
         said = (one.gradients, one.dtypes, one.options, one.moving, one.precision)
@@ -67,7 +67,7 @@ def operator_definitions(
         functions += operator.controls.values()
         said = (budget.outputs, budget.gradients, budget.emulated, sorted(operator.controls))
         found[f"{op}:budget"] = digest(said)
-    return found | _of_functions(filter(None, functions), op, without)
+    return found | _of_functions(filter(None, functions), without)
 
 
 def installed_hash(distribution: str) -> str:
@@ -101,9 +101,7 @@ def _run_by(one: Implementation, use: str) -> Iterator[Callable | str]:
         yield from filter(None, (one.work, one.budget and one.budget.emulate))
 
 
-def _of_functions(
-    functions: Iterable[Callable | str], op: str, without: Iterable[str]
-) -> dict[str, str]:
+def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -> dict[str, str]:
     """Definitions of functions and of "module:NAME"; of another package's, its own hash."""
     starts, found = [], {}
     for function in functions:

@@ -47,7 +47,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     device = torch.device(parameters["device"])
     dtype = getattr(torch, parameters["dtype"])
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    _require_step_supported(parameters, variant, device, dtype)
+    _require_step_supported(parameters, variant, device)
     memory = PeakMemory(device)
     policy = Policy.from_parameters(parameters["timing"])
 
@@ -128,9 +128,7 @@ def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
     return None if power_w is None else power_w * sampling_s / len(measurement.samples_ms)
 
 
-def _require_step_supported(
-    parameters: dict, variant: Variant, device: torch.device, dtype: torch.dtype
-) -> None:
+def _require_step_supported(parameters: dict, variant: Variant, device: torch.device) -> None:
     if parameters["cuda_graph"] and device.type != "cuda":
         raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
     model = parameters["model"] | {"d_ff_storage": variant.d_ff_storage}
