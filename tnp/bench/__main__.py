@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(operator: Operator) -> Parser:
     """Options of an operator's command."""
-    about = (catalog_doc(operator) or operator.name).splitlines()[0]
-    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
+    about = sys.modules[operator.describe.__module__].__doc__ or operator.name
+    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about.strip().splitlines()[0])
     for name in operator.sizes:
         parser.add_argument(option(name), type=size, required=True, metavar="N")
     for name, kind in operator.options.items():
@@ -86,11 +86,6 @@ def _parser(operator: Operator) -> Parser:
     passes.add_argument("--both", action="store_true", help="time both passes")
     parser.add_argument("--iters", type=size, metavar="N", help="samples of each, exactly so many")
     return parser
-
-
-def catalog_doc(operator: Operator) -> str:
-    """What the module that declares an operator says of it."""
-    return (sys.modules[operator.describe.__module__].__doc__ or "").strip()
 
 
 def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
