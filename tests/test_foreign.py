@@ -52,7 +52,8 @@ theirs = known.listed("swiglu", "theirs")
 print(theirs.provider, theirs.packages["tnp-example"], known.operators["scale"].sizes)
 print(known.listed("swiglu", "absent").missing)
 from tnp import fingerprints
-print(len(fingerprints.of_implementation(theirs)), len(fingerprints.of_operator("scale")))
+print(*fingerprints.implementation_definitions(theirs))
+print(*sorted(fingerprints.operator_definitions("scale")))
 assert not {"torch", "triton", "tnp_example.swiglu", "yaml"} & sys.modules.keys()
 """
     )
@@ -60,7 +61,8 @@ assert not {"torch", "triton", "tnp_example.swiglu", "yaml"} & sys.modules.keys(
         "PyYAML 1.2.3 ('n',)",
         "package no-such-package-of-anybody is not installed: pip install "
         "no-such-package-of-anybody",
-        "16 16",
+        "PyYAML: tnp-example:",
+        "scale:form scale:values tnp-example:",
     ]
 
 

@@ -210,8 +210,8 @@ def test_device_does_not_ask_other_packages_unless_told(declared, monkeypatch):
     listed = catalogs.catalog().listed("swiglu", "triton")
     entry = type("Entry", (), {"dist": type("D", (), {"name": "theirs", "requires": None})(),
                                "name": "swiglu.triton"})()  # fmt: skip
-    monkeypatch.setattr(catalogs, "_version", lambda name: "1.0")
-    monkeypatch.setattr(catalogs.Listed, "load", load)
+    monkeypatch.setattr(catalogs, "version", lambda name: "1.0")
+    monkeypatch.setattr(catalogs.Listed, "implementation", property(load))
     theirs = replace(listed, own=None, entry=entry)
     problem = OPERATOR.problem("bfloat16", rows=1, width=1)
     target = targets.named("H200")

@@ -8,9 +8,8 @@ import torch
 from tests.bench.configurations import TIMING
 from tnp import choice, selection, tuning
 from tnp.bench import isolate
-from tnp.bench.contenders import job, listed
-from tnp.bench.outcome import failure_rows
-from tnp.bench.policy import Policy
+from tnp.bench.contenders import listed
+from tnp.bench.outcome import failure_rows, op_job
 from tnp.contract import Call
 from tnp.ops.mixture_nll import OPERATOR as MIXTURE_NLL
 from tnp.ops.swiglu import OPERATOR
@@ -124,8 +123,9 @@ def test_a_backward_pass_that_was_timed_with_its_forward_is_all_of_training():
 
 
 def asked(pass_: str, **changes) -> dict:
-    return job(PROBLEM, ["triton"], "cpu", "cpu", "tuning--swiglu", forced={"triton": {}},
-               passes=[pass_], timing=Policy(**TIMING)) | changes  # fmt: skip
+    of_trials = {"forced": {"triton": {}}, "passes": [pass_], "timing": TIMING, "replicate": 0}
+    columns = {"device": "cpu", "device_slug": "cpu"} | of_trials | changes
+    return op_job(PROBLEM, ["triton"], "tuning--swiglu", {}, **columns)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
@@ -140,7 +140,7 @@ def test_a_job_of_all_trials_has_a_contender_for_each(pass_):
     assert ids[0] == f"tuning--swiglu--triton--triton {json.dumps(configs[0])}"
     assert len(set(ids)) == len(configs) > 1
     # Once they are listed there is nothing more to list.
-    assert listed(asked(pass_) | found) == listed(job(PROBLEM, ["triton"], "cpu", "cpu")) == {}
+    assert listed(asked(pass_) | found) == listed(op_job(PROBLEM, ["triton"], "", {})) == {}
 
 
 def test_who_ends_the_process_is_one_of_the_trials_that_it_listed(monkeypatch):

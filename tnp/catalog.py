@@ -14,7 +14,7 @@ import pkgutil
 import re
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 
 from tnp.contract import OWN, Implementation, Operator
@@ -33,12 +33,12 @@ class Listed:
     own: Implementation | None = None  # where it stands in the operator's declaration
     entry: metadata.EntryPoint | None = None
 
-    @property
+    @cached_property
     def packages(self) -> dict[str, str | None]:
         """Distributions whose versions stand in its rows; None: not installed."""
         if self.entry is None:
             return {}
-        return {name: _version(name) for name in (*_required(self.entry), self.entry.dist.name)}
+        return {name: version(name) for name in (*_required(self.entry), self.entry.dist.name)}
 
     @property
     def provider(self) -> str:
@@ -51,10 +51,12 @@ class Listed:
         absent = [name for name, version in self.packages.items() if version is None]
         return f"package {absent[0]} is not installed: pip install {absent[0]}" if absent else None
 
-    def load(self) -> Implementation:
-        """Raises RuntimeError for a missing package, ValueError where it is not what it says.
+    @cached_property
+    def implementation(self) -> Implementation:
+        """Imported where it is somebody else's.
 
-        And whatever importing the package raises.
+        Raises RuntimeError for a missing package, ValueError where it is not what it says, and
+        whatever importing the package raises.
         """
         if self.own is not None:
             return self.own
@@ -78,7 +80,6 @@ class Catalog:
         self.operators: dict[str, Operator] = {}
         self.faults: list[str] = []
         self._listed: dict[tuple[str, str], Listed] = {}
-        self._loaded: dict[tuple[str, str], Implementation] = {}
         for operator in _own_operators():
             self._add(operator, "tnp")
         for entry in metadata.entry_points(group=OPERATORS):
@@ -108,11 +109,8 @@ class Catalog:
         return self._listed[op, name]
 
     def load(self, op: str, name: str) -> Implementation:
-        """Imported where it is somebody else's; raises as `Listed.load` does."""
-        found = self._loaded.get((op, name))
-        if found is None:
-            found = self._loaded[op, name] = self.listed(op, name).load()
-        return found
+        """ValueError naming what there is; raises as `Listed.implementation` does."""
+        return self.listed(op, name).implementation
 
     def family(self, name: str) -> list[Operator]:
         """Operators whose implementations a variant names together: rms_norm and add_rms_norm.
@@ -210,7 +208,8 @@ def _own_operators() -> list[Operator]:
     return [operator for operator in found if operator is not None]
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Of an installed distribution; None: not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

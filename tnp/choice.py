@@ -15,10 +15,12 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tnp.contract import Call, Operator, Problem, Reason, Target
+from tnp.files import replacing
 
 VERSION = 2
 COMMITTED = Path(__file__).parent / "tuned"
@@ -112,13 +114,13 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 
     One without an option that is on says something too: after those with it, before a default.
     """
-    text = json.dumps(content)
-    if (operator.name, text) not in _problems:
+    key = operator.name, json.dumps(content)
+    if key not in _problems:
         try:
-            _problems[operator.name, text] = operator.from_json(text)
+            _problems[key] = operator.from_json(key[1])
         except (ValueError, KeyError):  # the operator has changed since
-            _problems[operator.name, text] = None
-    theirs = _problems[operator.name, text]
+            _problems[key] = None
+    theirs = _problems[key]
     if theirs is None:
         return None
     same = theirs.dtype == problem.dtype and set(theirs.options) <= set(problem.options)
@@ -128,7 +130,6 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 
 # ------------------------------------------------------------------------------------- the tables
 
-_read: dict[Path, tuple[Entry, ...]] = {}
 _problems: dict[tuple[str, str], Problem | None] = {}  # of entries, parsed once
 epoch = 0  # of the tables in this process; part of every plan's key
 
@@ -136,7 +137,7 @@ epoch = 0  # of the tables in this process; part of every plan's key
 def refresh() -> None:
     """Forget what was read: the next choice reads the tables again."""
     global epoch
-    _read.clear()
+    table.cache_clear()
     _problems.clear()
     epoch += 1
 
@@ -164,21 +165,21 @@ def of_target(target: Target) -> tuple[list[Entry], str]:
     return [], ""
 
 
+@cache
 def table(path: Path) -> tuple[Entry, ...]:
     """Entries of a file, each with the GPU's capability; none, with a warning, where it is cut
     short or of another version.
     """
-    if path not in _read:
-        _read[path] = ()
-        if path.exists():
-            try:
-                _read[path] = _parsed(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning(
-                    "%s is no tuned table of version %d (%s: %s) and is passed over: restore it, "
-                    "or tune again", path, VERSION, type(error).__name__, error,
-                )  # fmt: skip
-    return _read[path]
+    if not path.exists():
+        return ()
+    try:
+        return _parsed(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning(
+            "%s is no tuned table of version %d (%s: %s) and is passed over: restore it, "
+            "or tune again", path, VERSION, type(error).__name__, error,
+        )  # fmt: skip
+        return ()
 
 
 def _parsed(path: Path) -> tuple[Entry, ...]:
@@ -215,9 +216,7 @@ def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) 
     }
     lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
     head = f'"version": {VERSION}, "capability": {target.capability}'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n')
-    os.replace(new, path)
+    with replacing(path) as new:
+        new.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n')
     refresh()
     return path

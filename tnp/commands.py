@@ -20,6 +20,11 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def option(name: str) -> str:
+    """ "n_context" as it is written: "--n-context"."""
+    return "--" + name.replace("_", "-")
+
+
 def size(text: str) -> int:
     """A whole number, at least 1, of an option."""
     if not text.isdigit() or int(text) < 1:

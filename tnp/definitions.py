@@ -14,7 +14,6 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -49,25 +48,40 @@ def fingerprint(starts: Iterable[str], without: Iterable[str] = HOUSE) -> str:
 
 def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[str, str]:
     """{"module:name": hash} of what `fingerprint` takes together."""
-    without, seen = frozenset(without), set()
-    hashes: dict[str, set[str]] = {}
-    pending: list[Symbol] = []
+    without = frozenset(without)
+    found: dict[str, str] = {}
     for start in starts:
-        module, _, name = start.partition(":")
-        if module not in without and not (_source(ROOT, module) and _resolve((module, name))):
-            raise ValueError(f"no definition {start!r}: is its name spelt right?")
-        pending.append((module, name))
+        found |= _reached(ROOT, start, without)
+    return found
+
+
+@cache
+def _reached(root: Path, start: str, without: frozenset[str]) -> dict[str, str]:
+    """Of one start."""
+    module, _, name = start.partition(":")
+    pending, seen = [_resolve(root, (module, name))], set()
+    if pending == [None] and module not in without:
+        raise ValueError(f"no definition {start!r}: is its name spelt right?")
+    found: dict[str, str] = {}
     while pending:
-        symbol = _resolve(pending.pop())
+        symbol = pending.pop()
         if symbol is None or symbol in seen or symbol[0] in without:
             continue
         seen.add(symbol)
-        hashed, mentions = _source(ROOT, symbol[0]).read(symbol[1])
-        name = LAMBDA if symbol[1].startswith(LAMBDA) else symbol[1]  # without its line
+        module, name = symbol
+        hashed, mentions = _source(root, module).read(name)
         pending += mentions
-        if hashed:
-            hashes.setdefault(f"{symbol[0]}:{name}", set()).add(hashed)
-    return {name: digest(sorted(each)) for name, each in hashes.items()}
+        if hashed:  # of a function without a name the hash stands for its line, which may move
+            found[f"{module}:{LAMBDA + hashed if name.startswith(LAMBDA) else name}"] = hashed
+    return found
+
+
+def module_hash(text: str) -> str:
+    """Of what a module says by itself, its imports included."""
+    tree = _Tree()
+    for statement in _without_docstring(ast.parse(text).body):
+        tree.write(statement)
+    return digest(["".join(tree.pieces), *map(ast.unparse, tree.imports)])
 
 
 def together(found: Mapping[str, str]) -> str:
@@ -89,59 +103,46 @@ def _declares(statement: ast.stmt) -> bool:
 # --------------------------------------------------------------------------------------- sources
 
 
-@dataclass
-class _Part:
-    """A statement: its tree as text, and the symbols of ours that it mentions."""
-
-    text: str
-    mentions: list[Symbol] = field(default_factory=list)
-
-
 class _Source:
     """A module's top-level statements, by the names that they bind."""
 
-    def __init__(self, module: str, file: Path) -> None:
-        self.module = module
+    def __init__(self, root: Path, module: str, file: Path) -> None:
+        self.root, self.module = root, module
         self.package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         self.imported: dict[str, Symbol] = {}  # name → where it is from; not yet resolved
         self.bound: dict[str, list[ast.stmt]] = {}
         self.registered: list[tuple[set[str], ast.stmt]] = []  # run for what they mention
         self._nameless: list[ast.stmt] = []
-        self._parts: dict[int, _Part] = {}
         self._read: dict[str, tuple[str, list[Symbol]]] = {}
         self.tree = ast.parse(file.read_text())
         for statement in self.tree.body:
             self._add(statement)
 
-    def has(self, name: str) -> bool:
-        return name in self.bound or name in self.imported
-
     def read(self, name: str) -> tuple[str, list[Symbol]]:
-        """A definition's hash, "" where there is nothing to hash, and what it mentions."""
-        found = self._read.get(name)
-        if found is None:
-            parts = self._parts_of(name)
-            texts = sorted({part.text for part in parts if part.text})
-            mentions = list(dict.fromkeys(symbol for part in parts for symbol in part.mentions))
-            found = self._read[name] = digest(texts) if texts else "", mentions
-        return found
+        """A definition's hash, "" where there is nothing to hash, and what of ours it mentions."""
+        if name not in self._read:
+            mentions = [(self.module, bound) for bound in self.bound] if name == EVERYTHING else []
+            texts = set()
+            for statement in self._statements(name):
+                text, mentioned = self._said(statement)
+                texts.add(text)
+                mentions += mentioned
+            resolved = dict.fromkeys(_resolve(self.root, symbol) for symbol in mentions)
+            self._read[name] = digest(sorted(texts)) if texts else "", list(filter(None, resolved))
+        return self._read[name]
 
-    def _parts_of(self, name: str) -> list[_Part]:
-        """Of the statements that define a name, and of those that are run for it."""
-        if name in DECLARED or any(map(_declares, self.bound.get(name, ()))):
-            return []
+    def _statements(self, name: str) -> list[ast.AST]:
+        """Those that define a name, and those that are run for it."""
+        if name == EVERYTHING:
+            return self._nameless
         if name.startswith(LAMBDA):
             line = int(name.removeprefix(LAMBDA))
             found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
-            return [self._part(node) for node in found if node.lineno == line]
-        if name == EVERYTHING:
-            return [
-                _Part("", [(self.module, bound) for bound in self.bound]),
-                *map(self._part, self._nameless),
-            ]
-        own = self.bound.get(name, [])
-        others = [one for names, one in self.registered if name in names and one not in own]
-        return [self._part(one) for one in (*own, *others)]
+            return [node for node in found if node.lineno == line]
+        own = self.bound[name]
+        if name in DECLARED or any(map(_declares, own)):
+            return []
+        return own + [one for names, one in self.registered if name in names and one not in own]
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -165,45 +166,43 @@ class _Source:
     def _imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, Symbol]:
         """{name that is bound: (module, name there)}; a whole module has no name there."""
         if isinstance(node, ast.Import):
-            whole = {a.asname or a.name.split(".")[0]: a for a in node.names}
-            return {
-                name: (a.name if a.asname else a.name.split(".")[0], EVERYTHING)
-                for name, a in whole.items()
-            }
+            found = {}
+            for a in node.names:
+                module = a.name if a.asname else a.name.split(".")[0]
+                found[a.asname or module] = module, EVERYTHING
+            return found
         above = self.package.split(".")
         parts = above[: len(above) + 1 - node.level] if node.level else []
         base = ".".join([*parts, *filter(None, [node.module])])
         return {a.asname or a.name: (base, a.name) for a in node.names}
 
-    def _part(self, statement: ast.AST) -> _Part:
-        found = self._parts.get(id(statement))
-        if found is None:
-            found = self._parts[id(statement)] = self._part_of(statement)
-        return found
-
-    def _part_of(self, statement: ast.AST) -> _Part:
+    def _said(self, statement: ast.AST) -> tuple[str, list[Symbol]]:
+        """A statement as text, and the symbols of ours that it mentions."""
         tree = _Tree()
         tree.write(statement)
         imported = dict(self.imported)
         for node in tree.imports:
             imported |= self._imports(node)
-        mentions = [symbol for symbol in tree.strings if symbol[0].split(".")[0] in PACKAGES]
+        mentions = [symbol for symbol in tree.strings if _is_ours(symbol[0])]
         libraries = set()
         for name, *attributes in tree.chains:
             if name in self.bound:
                 mentions.append((self.module, name))
+            elif name in imported and not _is_ours(imported[name][0]):
+                libraries.add((name, *imported[name]))
             elif name in imported:
                 symbol = imported[name]
-                if symbol[0].split(".")[0] not in PACKAGES:
-                    libraries.add((name, *symbol))
-                    continue
                 for attribute in attributes:  # through modules, as far as they are modules
-                    inside = _whole(symbol)
-                    if inside is None:
+                    module, rest = _resolve(self.root, symbol) or symbol
+                    if rest != EVERYTHING:
                         break
-                    symbol = (inside, attribute)
+                    symbol = (module, attribute)
                 mentions.append(symbol)
-        return _Part("".join(tree.pieces) + ascii(sorted(libraries)), mentions)
+        return "".join(tree.pieces) + ascii(sorted(libraries)), mentions
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in PACKAGES
 
 
 @cache
@@ -211,36 +210,23 @@ def _source(root: Path, module: str) -> _Source | None:
     path = root.joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
     file = next((file for file in files if file.is_file()), None)
-    return _Source(module, file) if file else None
+    return _Source(root, module, file) if file else None
 
 
-def _whole(symbol: Symbol) -> str | None:
-    """The module that a symbol stands for, if it is one."""
-    module, name = symbol
-    if name == EVERYTHING:
-        return module
-    source = _source(ROOT, module)
-    if source is not None and source.has(name):
-        if name in source.bound:
-            return None
-        if source.imported[name] != symbol:  # `from . import name` in a package's own file
-            return _whole(source.imported[name])
-    return f"{module}.{name}" if _source(ROOT, f"{module}.{name}") else None
-
-
-def _resolve(symbol: Symbol) -> Symbol | None:
+@cache
+def _resolve(root: Path, symbol: Symbol) -> Symbol | None:
     """Where it is defined, past modules that only hand it on; None where it is not ours."""
     module, name = symbol
-    if module.split(".")[0] not in PACKAGES:
+    if not _is_ours(module):
         return None
-    source = _source(ROOT, module)
+    source = _source(root, module)
     if name == EVERYTHING or name.startswith(LAMBDA):
         return symbol if source else None
     if source is not None and name in source.bound:
         return symbol
     if source is not None and source.imported.get(name, symbol) != symbol:
-        return _resolve(source.imported[name])
-    return (f"{module}.{name}", EVERYTHING) if _source(ROOT, f"{module}.{name}") else None
+        return _resolve(root, source.imported[name])
+    return (f"{module}.{name}", EVERYTHING) if _source(root, f"{module}.{name}") else None
 
 
 def _idle(statement: ast.stmt) -> bool:
@@ -267,10 +253,8 @@ def _same_scope(statement: ast.stmt) -> Iterator[ast.stmt]:
 def _bound(statement: ast.stmt) -> set[str]:
     if isinstance(statement, SCOPES):
         return {statement.name}
-    targets = list(getattr(statement, "targets", ())) or [getattr(statement, "target", None)]
-    if isinstance(statement, ast.Delete):
-        return set()
-    nodes = (node for target in targets if target is not None for node in ast.walk(target))
+    targets = [*getattr(statement, "targets", ()), getattr(statement, "target", None)]
+    nodes = (node for target in filter(None, targets) for node in ast.walk(target))
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
@@ -278,13 +262,8 @@ def _registers(statement: ast.stmt) -> set[str]:
     """What a function is run for by its decorators: `@op.register_fake`, `@register(op)`."""
     found: set[str] = set()
     for decorator in getattr(statement, "decorator_list", ()):
-        call = decorator if isinstance(decorator, ast.Call) else None
-        inner = [*call.args, *(k.value for k in call.keywords)] if call else []
-        function = call.func if call else decorator
-        if not isinstance(function, ast.Name):
-            inner.append(function)
-        for node in inner:
-            found |= _names(node)
+        function = getattr(decorator, "func", decorator)
+        found |= _names(decorator) - {getattr(function, "id", None)}
     return found
 
 
@@ -319,7 +298,8 @@ class _Tree:
             return add(ascii(value))
         elif kind is ast.Import or kind is ast.ImportFrom:
             self.imports.append(node)
-            if _is_ours(node):
+            modules = [a.name for a in node.names] if kind is ast.Import else [node.module]
+            if getattr(node, "level", 0) or all(map(_is_ours, modules)):
                 return None  # what it names is in the text of what names it
         add(f"{kind.__name__}(")
         for name in kind._fields:
@@ -354,12 +334,6 @@ def _chain(node: ast.AST) -> tuple[str, ...]:
         parts.append(inner.attr)
         inner = inner.value
     return (inner.id, *reversed(parts)) if isinstance(inner, ast.Name) else ()
-
-
-def _is_ours(node: ast.Import | ast.ImportFrom) -> bool:
-    if isinstance(node, ast.ImportFrom):
-        return bool(node.level) or (node.module or "").split(".")[0] in PACKAGES
-    return all(alias.name.split(".")[0] in PACKAGES for alias in node.names)
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from tnp.catalog import Listed, catalog
 from tnp.commands import Parser, size, table
-from tnp.contract import Call, Operator, Problem, Target
+from tnp.contract import Call, Case, Operator, Problem, Target
 
 HEADER = ("operator", "implementation", "provider", "runs", "")
 
@@ -109,6 +109,8 @@ def _answer(
     operator: Operator, listed: Listed, problem: Problem | None, target: Target, load: bool
 ) -> tuple[str, str]:
     """ "yes", "no" or "?", and why or with what."""
+    from tnp.gates.results import wanted_of
+
     if problem is None:
         return "?", "the operator has no problem for this device"
     if listed.missing:
@@ -116,15 +118,10 @@ def _answer(
     if listed.entry is not None and not load:
         return "?", "installed; --load asks it"
     try:
-        found = listed.load()
+        found = listed.implementation
     except Exception as error:  # whatever importing it raises is the answer
         return "no", " ".join(f"{type(error).__name__}: {error}".split())
-    given = operator.differentiated if found.gradients is None else found.gradients
-    wanted = tuple(
-        name for name in operator.differentiated
-        if found.differentiable and name in given
-        and (name not in operator.optional or problem[name])
-    )  # fmt: skip
+    wanted = wanted_of(operator, found, Case(problem))
     call = Call(problem, target, wanted)
     reason = found.refuses(call)
     if reason is not None:

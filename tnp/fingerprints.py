@@ -18,29 +18,25 @@ from pathlib import Path
 
 from tnp.catalog import OPERATORS, Listed, catalog
 from tnp.contract import Implementation
-from tnp.definitions import HOUSE, LAMBDA, PACKAGES, definitions, digest, together
+from tnp.definitions import HOUSE, LAMBDA, PACKAGES, definitions, digest
 
 # What a job does with an operator: a training step calls it, a benchmark also draws its inputs and
 # checks its results, a gate tests all that is said of it.
 STEP, BENCHMARK, GATE = "step", "benchmark", "gate"
 
 
-def of_implementation(listed: Listed, use: str = BENCHMARK) -> str:
-    """What the results of an implementation depend on besides its operator.
-
-    Of ours that is its code, of somebody else's its packages as they are installed.
-    """
-    return together(implementation_definitions(listed, use))
-
-
 def implementation_definitions(
     listed: Listed, use: str = BENCHMARK, without: Iterable[str] = HOUSE
 ) -> dict[str, str]:
-    """{name: hash}: the parts of `of_implementation`. Modules in `without` are passed by."""
+    """{name: hash} of what the results of an implementation depend on besides its operator.
+
+    Of ours that is its code, of somebody else's its packages as they are installed. Modules in
+    `without` are passed by.
+    """
     one, name = listed.own, f"{listed.op}.{listed.name}"
     if one is None:
-        return {f"{package}:": installed_hash(package) or "" for package in listed.packages}
-    found = _of_functions(_run_by(one, use), listed.op, without)
+        return {f"{package}:": installed_hash(package) for package in listed.packages}
+    found = _of_functions(_run_by(one, use), without)
     found[f"{name}:compile"] = digest(one.compile)
     if use == GATE:
         said = (one.gradients, one.dtypes, one.options, one.moving, one.precision)
@@ -48,15 +44,13 @@ def implementation_definitions(
     return found
 
 
-def of_operator(op: str, use: str = BENCHMARK) -> str:
-    """What every implementation of an operator is given and compared with."""
-    return together(operator_definitions(op, use))
-
-
 def operator_definitions(
     op: str, use: str = BENCHMARK, without: Iterable[str] = HOUSE
 ) -> dict[str, str]:
-    """{name: hash}: the parts of `of_operator`. Modules in `without` are passed by."""
+    """{name: hash} of what every implementation of an operator is given and compared with.
+
+    Modules in `without` are passed by.
+    """
     operator = catalog().operator(op)
     functions = [operator.describe]
     said = (
@@ -73,18 +67,18 @@ def operator_definitions(
         functions += operator.controls.values()
         said = (budget.outputs, budget.gradients, budget.emulated, sorted(operator.controls))
         found[f"{op}:budget"] = digest(said)
-    return found | _of_functions(filter(None, functions), op, without)
+    return found | _of_functions(filter(None, functions), without)
 
 
-def installed_hash(distribution: str) -> str | None:
-    """Of an installed distribution's files, of an editable one's sources; None: not installed.
+def installed_hash(distribution: str) -> str:
+    """Of an installed distribution's files, of an editable one's sources; "": not installed.
 
     Both ways of installing the same sources have the same hash.
     """
     try:
         found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
-        return None
+        return ""
     origin = json.loads(found.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return digest(sorted(_editable(found)))
@@ -107,9 +101,7 @@ def _run_by(one: Implementation, use: str) -> Iterator[Callable | str]:
         yield from filter(None, (one.work, one.budget and one.budget.emulate))
 
 
-def _of_functions(
-    functions: Iterable[Callable | str], op: str, without: Iterable[str]
-) -> dict[str, str]:
+def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -> dict[str, str]:
     """Definitions of functions and of "module:NAME"; of another package's, its own hash."""
     starts, found = [], {}
     for function in functions:
@@ -118,7 +110,7 @@ def _of_functions(
             if package in PACKAGES:
                 starts.append(start)
             elif name := _brings(package):
-                found[f"{name}:"] = installed_hash(name) or ""
+                found[f"{name}:"] = installed_hash(name)
             else:  # a library's, whose version stands in the row
                 found[start] = digest(start)
     return found | definitions(starts, without)

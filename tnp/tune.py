@@ -12,20 +12,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from tnp import choice, targets, tuning
 from tnp.bench.child import require_device
 from tnp.bench.isolate import run_isolated
+from tnp.bench.outcome import op_job
+from tnp.bench.policy import Policy
 from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
-from tnp.commands import Parser, size, table
-from tnp.contract import Operator, Target
+from tnp.commands import Parser, option, size, table
+from tnp.contract import FLOATS, Operator, Target
 
 TIMEOUT_S = 900.0
 OF_MODEL = ("d_model", "n_heads", "d_ff", "n_components")
-DTYPES = ("bfloat16", "float16", "float32")
 HEADER = ("operator", "implementation", "forward ms", "backward ms", "")
 PASSES = ("forward", "backward")
 
@@ -64,25 +66,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tnp.tune", description="Choose what 'auto' runs at these sizes."
     )
     for name in ("batch", "n_context", "n_target"):
-        parser.add_argument(_option(name), type=size, required=True)
+        parser.add_argument(option(name), type=size, required=True)
     for name in OF_MODEL:
-        parser.add_argument(_option(name), type=size, help="the model's own where not given")
+        parser.add_argument(option(name), type=size, help="the model's own where not given")
     parser.add_argument(
         "--d-ff-storage",
         type=size,
         help="width that hidden layers are zero-padded to; the next multiple of 64 where not given",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    parser.add_argument("--dtype", choices=FLOATS, default=FLOATS[0])
     return parser
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, dict]]:
     """Benchmarks of the operators that a step has, with all that "auto" may choose."""
-    from tnp.bench.contenders import job
     from tnp.model import TNPConfig
 
     default = TNPConfig()
@@ -95,7 +92,10 @@ def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, d
             problem, draw = found
             contenders = catalog().candidates(operator.name, AUTO)
             config_id = f"tune--{operator.name}"
-            yield operator, job(problem, contenders, "cuda", device, config_id, draw, shape="tune")
+            yield operator, op_job(
+                problem, contenders, config_id, draw, device="cuda", device_slug=device,
+                replicate=0, timing=asdict(Policy()), shape="tune",
+            )  # fmt: skip
 
 
 def _target() -> Target:

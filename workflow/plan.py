@@ -7,7 +7,7 @@ import hashlib
 import json
 from itertools import chain, product
 
-from tnp.bench.outcome import twins
+from tnp.bench.outcome import op_job, twins
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
@@ -239,17 +239,8 @@ def deciding(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:
 
 
 def _op_job(config_id: str, named: problems.Named, contenders: list[str], study: dict) -> dict:
-    return {
-        "config_id": config_id,
-        "op": named.problem.op,
-        "problem": named.problem.json,
-        "draw": named.draw,
-        "dtype": named.problem.dtype,
-        "shape": named.shape,
-        "implementations": {name: f"{config_id}--{name}" for name in contenders},
-        **named.columns,
-        **study,
-    }
+    columns = {"shape": named.shape} | named.columns | study
+    return op_job(named.problem, contenders, config_id, named.draw, **columns)
 
 
 def host(config: dict, device: str, slug: str) -> dict[str, dict]:

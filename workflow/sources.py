@@ -10,11 +10,10 @@ from functools import cache
 from pathlib import Path
 
 from tnp import choice, targets
-from tnp.bench.kernel_code import module_hash
 from tnp.bench.outcome import implementation_of
 from tnp.catalog import Listed, catalog, is_automatic
 from tnp.contract import OWN, Operator
-from tnp.definitions import HOUSE, ROOT, definitions, digest
+from tnp.definitions import HOUSE, ROOT, definitions, digest, module_hash
 from tnp.fingerprints import (
     BENCHMARK,
     GATE,

@@ -10,10 +10,9 @@ import torch
 from tests.bench.configurations import TIMING
 from tnp import catalog as catalogs
 from tnp import plans, targets
-from tnp.bench.contenders import job, trials
+from tnp.bench.contenders import trials
 from tnp.bench.measure import measure_op
-from tnp.bench.outcome import failure_rows, twins
-from tnp.bench.policy import Policy
+from tnp.bench.outcome import failure_rows, op_job, twins
 from tnp.contract import Call, Implementation
 from tnp.ops.swiglu import OPERATOR, triton_swiglu
 from tnp.schemas import PROVENANCE, RUN, TABLES
@@ -23,8 +22,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parameters(*names, **changes) -> dict:
-    arguments = {"timing": Policy(**TIMING)} | changes
-    return job(PROBLEM, names or ("torch", "triton"), DEVICE, "cpu", **arguments)
+    arguments = {"device": DEVICE, "device_slug": "cpu", "replicate": 0, "draw": {}} | changes
+    return op_job(PROBLEM, names or ("torch", "triton"), "swiglu", timing=TIMING, **arguments)
 
 
 def measured(*names, **changes) -> dict[tuple[str, str], dict]:

@@ -9,7 +9,7 @@ from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import ceilings, measure
 from tnp.bench.measure import Inaccurate, checked_error, measure_op
 from tnp.catalog import Listed, catalog
-from tnp.contract import Implementation
+from tnp.contract import Implementation, Work
 from tnp.schemas import PROVENANCE, RUN, TABLES
 
 BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "other": "attention--tiny--other"}
@@ -32,8 +32,7 @@ def other(monkeypatch):
         listed = Listed("attention", "other", len(known.names("attention")), own)
         monkeypatch.setitem(known._listed, ("attention", "other"), listed)
 
-    yield install
-    catalog()._loaded.pop(("attention", "other"), None)
+    return install
 
 
 def plain(*inputs, **rest):
@@ -185,12 +184,18 @@ def test_what_the_cpu_cannot_run_is_a_row_with_the_reason():
         assert rows["sdpa_flash", pass_]["status"] == "ok"
 
 
-def test_an_impossible_rate_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    cuda = torch.device("cuda")
-    measure.refuse_impossible(cuda, "bfloat16", 790.0, 4200.0)
+def test_an_impossible_rate_is_an_error():
+    def rates(gpu: str, flops: float, moved: float, kind: str = "bfloat16") -> dict:
+        return measure.rates(Work({kind: flops * 1e9}, moved * 1e6, 0.0), 1.0, gpu)
+
+    possible = rates("NVIDIA H200", 790.0, 4200.0)
+    assert possible == {"flops": 790e9, "bytes": 4200e6, "tflops": 790.0, "gb_per_s": 4200.0}
+    assert rates("Some GPU of 2030", 1e6, 1e6)["tflops"] == 1e6
+    assert rates("NVIDIA H200", 1200.0, 4200.0, "e4m3")["tflops"] == 1200.0
     with pytest.raises(measure.AboveCeiling, match="1200 TFLOP/s"):
-        measure.refuse_impossible(cuda, "bfloat16", 1200.0, 4200.0)
+        rates("NVIDIA H200", 1200.0, 4200.0)
+    with pytest.raises(measure.AboveCeiling, match="5000 GB/s"):
+        rates("NVIDIA H200", 0.0, 5000.0)
 
 
 def test_short_kernels_are_launched_from_graphs_of_whole_rotations():

@@ -1,1 +1,1 @@
-"""How things are measured: timing, memory, provenance, rooflines, isolation. No model code."""
+"""How things are measured: timing, memory, provenance, isolation. No model code."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from tnp.catalog import AUTO, catalog
-from tnp.commands import Parser, size, table
+from tnp.catalog import catalog, is_automatic
+from tnp.commands import Parser, option, size, table
 from tnp.contract import ALL_FLOATS, FLOATS, Operator, Problem
 
 PROGRAM = "python -m tnp.bench"
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         problem = _problem(operator, wanted)
         for name in names:
-            if name.partition(":")[0] != AUTO:
+            if not is_automatic(name):
                 catalog().listed(operator.name, name)
     except ValueError as error:
         parser.error(str(error))
@@ -59,20 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(operator: Operator) -> Parser:
     """Options of an operator's command."""
-    about = (catalog_doc(operator) or operator.name).splitlines()[0]
-    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
+    about = sys.modules[operator.describe.__module__].__doc__ or operator.name
+    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about.strip().splitlines()[0])
     for name in operator.sizes:
-        parser.add_argument(_option(name), type=size, required=True, metavar="N", dest=name)
+        parser.add_argument(option(name), type=size, required=True, metavar="N")
     for name, kind in operator.options.items():
         if kind is bool:
-            parser.add_argument(_option(name), action="store_true", dest=name)
+            parser.add_argument(option(name), action="store_true")
         elif isinstance(kind, tuple):
-            parser.add_argument(_option(name), choices=kind, type=type(kind[0]), dest=name)
+            parser.add_argument(option(name), choices=kind, type=type(kind[0]))
         else:
-            parser.add_argument(_option(name), type=kind, metavar=kind.__name__, dest=name)
+            parser.add_argument(option(name), type=kind, metavar=kind.__name__)
     for name in operator.optional:
         help_text = f"with the tensor {name}"
-        parser.add_argument(_option(name), action="store_true", dest=name, help=help_text)
+        parser.add_argument(option(name), action="store_true", help=help_text)
     parser.add_argument("--dtype", choices=ALL_FLOATS, default=FLOATS[0], help="of the activations")
     parser.add_argument(
         "--implementations",
@@ -87,11 +88,6 @@ def _parser(operator: Operator) -> Parser:
     return parser
 
 
-def catalog_doc(operator: Operator) -> str:
-    """What the module that declares an operator says of it."""
-    return (sys.modules[operator.describe.__module__].__doc__ or "").strip()
-
-
 def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
     names = (*operator.sizes, *operator.options, *operator.optional)
     values = {name: getattr(wanted, name) for name in names}
@@ -99,15 +95,11 @@ def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
     return operator.problem(wanted.dtype, **given)
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _measure(
     operator: Operator, problem: Problem, names: list[str], passes: list[str], iters: int | None
 ) -> int:
-    from tnp.bench.contenders import job
     from tnp.bench.isolate import run_isolated
+    from tnp.bench.outcome import op_job
     from tnp.bench.policy import Policy
     from tnp.bench.process import DeviceMissing, device_lock
     from tnp.bench.provenance import device_slug
@@ -117,7 +109,10 @@ def _measure(
         timing = Policy(min_samples=iters, half_width=float("inf"), long_samples=iters)
     slug = device_slug()
     device = "cpu" if slug == "cpu" else "cuda"
-    parameters = job(problem, names, device, slug, passes=passes, timing=timing, shape="asked")
+    parameters = op_job(
+        problem, names, problem.op, {}, device=device, device_slug=slug, replicate=0,
+        timing=asdict(timing), passes=passes, shape="asked",
+    )  # fmt: skip
     try:
         with device_lock(slug):
             rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]

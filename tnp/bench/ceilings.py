@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tnp.bench.contenders import Counted
+from tnp.contract import Work
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
@@ -19,7 +19,7 @@ class Ceiling:
     """What is timed, as `tnp.bench.contenders.Contenders` says it of an operator."""
 
     call: Callable[[], torch.Tensor]
-    work: Counted
+    least: Work
     pairs: Callable[[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
 
     def require_supported(self, contender: str) -> None:
@@ -29,9 +29,9 @@ class Ceiling:
         """One, on one set of inputs that no cache holds."""
         return [self.call]
 
-    def counted(self, contender: str) -> Counted:
+    def work(self, contender: str) -> Work:
         """Operations and bytes."""
-        return self.work
+        return self.least
 
     def launch_config(self, contender: str) -> str | None:
         """PyTorch's own."""
@@ -61,10 +61,10 @@ def _matmul(parameters: dict, device: torch.device, generator: torch.Generator) 
     dtype = getattr(torch, parameters["dtype"])
     a, b = (torch.randn(n, n, dtype=dtype, device=device, generator=generator) for _ in "ab")
     rows = slice(n - min(n, CHECKED_ROWS), n)
-    flops = 2.0 * n**3
+    size = 1.0 * n**2 * dtype.itemsize
     return Ceiling(
         lambda: a @ b,
-        Counted(flops, 3.0 * n**2 * dtype.itemsize, flops if dtype.itemsize == 2 else None),
+        Work({parameters["dtype"]: 2.0 * n**3}, 2 * size, size),
         lambda product: [(product[rows], a[rows].double() @ b.double())],
     )
 
@@ -79,6 +79,6 @@ def _copy(parameters: dict, device: torch.device, generator: torch.Generator) ->
     target = torch.empty_like(source)
     return Ceiling(
         lambda: torch.neg(source, out=target),
-        Counted(None, 2.0 * COPY_BYTES, None),
+        Work({}, COPY_BYTES, COPY_BYTES),
         lambda copied: [(copied, -source)],
     )

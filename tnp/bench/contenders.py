@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,38 +17,13 @@ import torch
 
 from tnp import choice, plans, selection, targets
 from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
-from tnp.bench.policy import Policy
-from tnp.catalog import AUTO, catalog
-from tnp.contract import Call, Case, Implementation, Operation, Problem, Work
+from tnp.catalog import catalog, is_automatic
+from tnp.contract import Call, Case, Implementation, Operation, Work
 from tnp.gates.results import compute, in_float64, wanted_of
 from tnp.values import Random, Upstream
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 Forced = Mapping[str, tuple[str, Any]]  # operation → kernel, and its configuration as JSON holds it
-
-# Operations at half the datasheet's rate of 16-bit ones, and at twice that.
-SIXTEEN_BITS = ("bfloat16", "float16")
-EIGHT_BITS = ("float8_e4m3fn", "e4m3", "int8")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The least that a contender must do.
-
-    `tensor_flops` are operations at the rate of 16-bit products, those on 8 bits counted half;
-    None where none are.
-    """
-
-    flops: float | None
-    bytes: float
-    tensor_flops: float | None
-
-    @classmethod
-    def of(cls, work: Work) -> Counted:
-        """Of what an operator or an implementation declares."""
-        weights = dict.fromkeys(SIXTEEN_BITS, 1.0) | dict.fromkeys(EIGHT_BITS, 0.5)
-        tensor = sum(weights.get(kind, 0.0) * flops for kind, flops in work.flops.items())
-        return cls(sum(work.flops.values()) or None, work.bytes, tensor or None)
 
 
 def input_sets(bytes_touched: float, device: torch.device) -> int:
@@ -58,51 +32,6 @@ def input_sets(bytes_touched: float, device: torch.device) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, math.ceil(2 * cache / max(bytes_touched, 1)))
-
-
-def job(
-    problem: Problem,
-    contenders: Iterable[str],
-    device: str,
-    slug: str,
-    config_id: str = "",
-    draw: Mapping[str, Any] | None = None,
-    forced: Mapping[str, Forced] | None = None,
-    passes: Iterable[str] | None = None,
-    timing: Policy | None = None,
-    replicate: int = 0,
-    **columns: Any,
-) -> dict[str, Any]:
-    """Parameters of a benchmark, as `tnp.bench.isolate.run_isolated` takes them.
-
-    Args:
-        problem, draw: what is computed, and how its values are drawn.
-        contenders: implementations, "auto" too; twins and trials are called
-            "implementation--anything".
-        device, slug: "cuda" or "cpu", and the name that rows have.
-        forced: of trials, kernels and configurations by operation, as `trials` gives them; of an
-            implementation nothing, {}, where the process that measures is to list all its trials
-            (`listed`).
-        passes: "forward", "backward" or both; by default both, where there are two.
-        columns: of its rows, such as `shape`.
-    """
-    config_id = config_id or problem.op
-    content = {
-        "op": problem.op,
-        "problem": problem.json,
-        "draw": dict(draw or {}),
-        "dtype": problem.dtype,
-        "config_id": config_id,
-        "implementations": {name: f"{config_id}{SEPARATOR}{name}" for name in contenders},
-        "forced": {name: dict(one) for name, one in (forced or {}).items()},
-        "replicate": replicate,
-        "timing": asdict(timing or Policy()),
-        "device": device,
-        "device_slug": slug,
-    }
-    if passes is not None:
-        content["passes"] = list(passes)
-    return content | columns
 
 
 def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Forced]:
@@ -165,7 +94,7 @@ class Contenders:
     """A job in one pass: inputs, calls, and the check afterwards.
 
     Args:
-        parameters: what `job` gives.
+        parameters: what `tnp.bench.outcome.op_job` gives.
         pass_: "forward" or "backward".
         device: where it runs.
     """
@@ -194,7 +123,7 @@ class Contenders:
     def require_supported(self, contender: str) -> None:
         """Raises Unsupported with the reason where it cannot run here."""
         name = implementation_of(contender)
-        if _is_auto(name):
+        if is_automatic(name):
             return
         found = self._found(name)
         if self.pass_ == "backward" and not self._wanted(contender):
@@ -247,16 +176,16 @@ class Contenders:
         outputs, gradients = arriving(run())
         return partial(torch.autograd.grad, outputs, of, gradients, retain_graph=True)
 
-    def counted(self, contender: str) -> Counted:
+    def work(self, contender: str) -> Work:
         """What it must do at least."""
-        plan = self.plans[contender]
-        return Counted.of((plan.found.work or self.operator.work)(self.case, self.pass_))
+        declared = self.plans[contender].found.work or self.operator.work
+        return declared(self.case, self.pass_)
 
     def launch_config(self, contender: str) -> str | None:
         """JSON of what was chosen, by itself or for it; None where there was nothing to choose."""
         plan = self.plans[contender]
         content: dict[str, Any] = dict(plan.choices)
-        if _is_auto(implementation_of(contender)):
+        if is_automatic(implementation_of(contender)):
             chosen = plan.chosen.describe()
             content = {"implementation": chosen.pop("choice")} | chosen | (
                 {"launch": content} if content else {}
@@ -309,7 +238,7 @@ class Contenders:
         if not self.trains:
             return ()
         name = implementation_of(contender)
-        found = self.operator.implementations[0] if _is_auto(name) else self._found(name)
+        found = self.operator.implementations[0] if is_automatic(name) else self._found(name)
         return wanted_of(self.operator, found, self.case)
 
     def _call(self, contender: str) -> Call:
@@ -347,10 +276,6 @@ def _operation(found: Implementation, name: str) -> Operation:
 
 def _same_json(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def _is_auto(name: str) -> bool:
-    return name.partition(":")[0] == AUTO
 
 
 def _as_tuple(output: Output) -> tuple:

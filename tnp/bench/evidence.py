@@ -7,12 +7,11 @@ kernels.
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 
-from tnp.bench.kernel_code import digest
 from tnp.bench.policy import Policy
-from tnp.catalog import catalog, is_automatic
+from tnp.catalog import catalog, is_automatic, version
 from tnp.contract import OWN
+from tnp.definitions import digest
 from tnp.gates import gates_of
 from tnp.variants import Variant
 
@@ -26,10 +25,8 @@ STEP_SPEC = (
 def of_step(parameters: dict) -> dict[str, str | None]:
     """What is known of a step's evidence before it runs."""
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    return {
+    return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash({name: parameters[name] for name in STEP_SPEC}),
-        "source_hash": _definitions_hash(parameters.get("definitions")),
-        "timing_hash": _timing_hash(parameters),
         "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
     }
 
@@ -40,11 +37,7 @@ def of_op(parameters: dict) -> dict[str, object]:
     Nothing is imported for it. A ceiling has neither a problem nor a role.
     """
     op, name = parameters["op"], parameters["implementation"]
-    definitions = parameters.get("definitions", {}).get(name)
-    known = {
-        "source_hash": _definitions_hash(definitions),
-        "timing_hash": _timing_hash(parameters),
-    }
+    known = _known(parameters, parameters.get("definitions", {}).get(name))
     if "problem" not in parameters:
         asked = {name: parameters.get(name) for name in ("op", "n_q", "dtype")}
         return known | {"spec_hash": _hash(asked), "gates": ""}
@@ -101,21 +94,17 @@ def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
     versions = {"torch": torch.__version__}
     if torch.cuda.is_available() and torch.backends.cudnn.version() is not None:
         versions["cudnn"] = str(torch.backends.cudnn.version())
-    for name in ("triton", *distributions):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: version(name) for name in ("triton", *distributions)}
+    return versions | {name: known for name, known in found.items() if known is not None}
 
 
-def _definitions_hash(definitions: dict[str, str] | None) -> str | None:
-    return _hash(definitions) if definitions else None
-
-
-def _timing_hash(parameters: dict) -> str:
-    return _hash(asdict(Policy.from_parameters(parameters["timing"])))
+def _known(parameters: dict, definitions: dict[str, str] | None) -> dict[str, str | None]:
+    """Of the code and of how it is timed."""
+    return {
+        "source_hash": _hash(definitions) if definitions else None,
+        "timing_hash": _hash(asdict(Policy.from_parameters(parameters["timing"]))),
+    }
 
 
 def _hash(content: object) -> str:
-    return digest(json.dumps(content, sort_keys=True))
+    return digest(json.dumps(content, sort_keys=True))[:12]  # as in all rows so far

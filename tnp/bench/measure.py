@@ -9,43 +9,34 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import TypeVar
 
 import torch
 
+from tnp import targets
 from tnp.bench import ceilings
 from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
-from tnp.bench.outcome import (
-    Rows,
-    classify,
-    implementation_of,
-    key,
-    of_contender,
-    passes,
-)
+from tnp.bench.outcome import Rows, classify, implementation_of, key, of_contender, passes
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
-from tnp.bench.roofline import above_ceiling
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import (
-    call_ms,
-    first_call,
-    measure_interleaved,
-    synchronize,
-)
+from tnp.bench.timing import call_ms, first_call, measure_interleaved, synchronize
 from tnp.catalog import catalog, is_automatic
-from tnp.launch import watched
+from tnp.contract import Work
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
 GRAPH_BELOW_MS = 2.0
 # … nor, with at least this many launches in one, the events around it.
 GRAPH_LAUNCHES = 20
+
+# Of an operation, by its number format, of one at the datasheet's rate: a product in 16 bits.
+SHARES = {"bfloat16": 1.0, "float16": 1.0, "float8_e4m3fn": 0.5, "e4m3": 0.5, "int8": 0.5}
 
 # Share of the largest reference value that an output may be off. An absolute bound sees nothing
 # at 200,000 keys, where an attention output is about as small as the bound; the gates hold those.
@@ -72,24 +63,21 @@ class Contender:
 
     calls: list[Callable[[], Output]]
     compile_s: float
-    call_ms: float
+    call_ms: float  # by nobody watched: it decides how all are timed
     peak_memory_bytes: int | None = None  # of one call, beyond what was there
 
     @classmethod
-    def prepare(cls, calls: list[Callable[[], Output]], device: torch.device) -> "Contender":
-        """Compile and run each of `calls`, then time the first."""
-        compile_s = sum(first_call(call, device) for call in calls)
-        return cls(calls, compile_s, call_ms(calls[0], device))
-
-    def again(self, device: torch.device) -> "Contender":
-        """Timed once more, by nobody watched: it decides how all are timed. And its memory."""
+    def of(
+        cls, calls: list[Callable[[], Output]], compile_s: float, device: torch.device
+    ) -> "Contender":
+        """Of calls that have all run, the first of which is timed and its memory read."""
         if device.type != "cuda":
-            return replace(self, call_ms=call_ms(self.calls[0], device))
+            return cls(calls, compile_s, call_ms(calls[0], device))
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        again_ms = call_ms(self.calls[0], device)
+        once_ms = call_ms(calls[0], device)
         peak = torch.cuda.max_memory_allocated(device) - before
-        return replace(self, call_ms=again_ms, peak_memory_bytes=peak)
+        return cls(calls, compile_s, once_ms, peak)
 
 
 def measure_op(
@@ -101,7 +89,7 @@ def measure_op(
     are measured without it.
 
     Args:
-        parameters: what `tnp.bench.contenders.job` gives: `implementations` (contender →
+        parameters: what `tnp.bench.outcome.op_job` gives: `implementations` (contender →
             config_id), `timing`, `device`; and `definitions`, the hashes of what an implementation
             reaches by its name and theirs.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
@@ -181,11 +169,12 @@ def _measure_pass(
         workload.require_supported(name)
         kernels: dict[str, str] = {}
         try:
-            with watched(), launches() as kernels:
-                contender = Contender.prepare(workload.calls(name), device)
+            with launches() as kernels:
+                calls = workload.calls(name)
+                compile_s = sum(first_call(call, device) for call in calls)
         finally:
             code[implementation_of(name)].kernels |= kernels
-        return contender.again(device)
+        return Contender.of(calls, compile_s, device)
 
     contenders = each(prepare, parameters["implementations"])
     n_launches = launches_per_run(contenders.values(), device)
@@ -201,19 +190,14 @@ def _measure_pass(
     measured = dict(zip(runs, measurements, strict=True))
 
     def columns(name: str) -> dict[str, object]:
-        own, (_, output), counted = measured[name], runs[name], workload.counted(name)
+        own, (_, output) = measured[name], runs[name]
         timings = summarize(own.samples_ms, "time_ms")
-        median_s = timings["time_ms_p50"] / 1e3
-        tflops = None if counted.flops is None else counted.flops / median_s / 1e12
-        gb_per_s = counted.bytes / median_s / 1e9
-        tensor = counted.tensor_flops and counted.tensor_flops / median_s / 1e12
-        refuse_impossible(device, "bfloat16", tensor, gb_per_s)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         bound = workload.precision(name) or dtype
         return (
             {"status": "ok", "reason": own.note}
             | timings
-            | {"flops": counted.flops, "bytes": counted.bytes}
-            | {"tflops": tflops, "gb_per_s": gb_per_s}
+            | rates(workload.work(name), timings["time_ms_p50"], gpu)
             | {"launch_config": workload.launch_config(name)}
             | {"max_abs_error": checked_error(workload.check(name, output()), bound)}
             | {"compile_s": contenders[name].compile_s}
@@ -261,14 +245,24 @@ def detached(output: Output) -> Output:
     return None if output is None else output.detach()
 
 
-def refuse_impossible(
-    device: torch.device, dtype: str, tflops: float | None, gb_per_s: float
-) -> None:
-    """Raises AboveCeiling if the device's datasheet says that no kernel runs at these rates."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if impossible := above_ceiling(name, dtype, tflops, gb_per_s):
-            raise AboveCeiling(impossible)
+def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
+    """The columns flops, bytes, tflops and gb_per_s.
+
+    Raises AboveCeiling where the datasheet of the device of this name says that no kernel runs at
+    these rates.
+    """
+    flops = sum(work.flops.values()) or None
+    tflops = None if flops is None else flops / time_ms / 1e9
+    gb_per_s = work.bytes / time_ms / 1e6
+    if sheet := targets.datasheet(gpu):
+        in_16_bits = sum(SHARES.get(kind, 0.0) * number for kind, number in work.flops.items())
+        for rate, best, unit in (
+            (in_16_bits / time_ms / 1e9, sheet.flops_per_s / 1e12, "TFLOP/s"),
+            (gb_per_s, sheet.bytes_per_s / 1e9, "GB/s"),
+        ):
+            if rate > best:
+                raise AboveCeiling(f"{rate:.0f} {unit} is above what {gpu} can do, {best:.0f}")
+    return {"flops": flops, "bytes": work.bytes, "tflops": tflops, "gb_per_s": gb_per_s}
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:

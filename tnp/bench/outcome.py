@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from tnp.bench import evidence
 from tnp.catalog import catalog
+from tnp.contract import Problem
 from tnp.schemas import CONTRACT, OP_KEY, OP_SIZES, STEP_KEY, VARIANT
 
 Rows = dict[str, list[dict[str, object]]]  # by table
@@ -35,6 +36,34 @@ def key(kind: str, parameters: dict) -> dict[str, object]:
     if kind == "stage":
         return row
     return row | (evidence.of_step(parameters) if kind == "step" else evidence.of_op(parameters))
+
+
+def op_job(
+    problem: Problem, contenders: Iterable[str], config_id: str, draw: dict, **others: object
+) -> dict:
+    """Parameters of an operator's benchmark, as `tnp.bench.isolate.run_isolated` takes them.
+
+    Args:
+        problem: what is computed.
+        contenders: implementations, "auto" too; twins and trials are called
+            "implementation--anything".
+        config_id: of the job; that of a row is this one and the contender.
+        draw: how values are drawn.
+        others: `device` ("cuda" or "cpu") and `device_slug`, the name that rows have; `replicate`;
+            `timing`, the fields of a policy; columns of its rows, such as `shape`. And `passes`,
+            where not all of them are asked for; `forced`, of trials: kernels and configurations by
+            operation, as `tnp.bench.contenders.trials` gives them. Of an implementation nothing,
+            {}, is forced where the process that measures is to list all its trials.
+    """
+    return {
+        "config_id": config_id,
+        "op": problem.op,
+        "problem": problem.json,
+        "draw": draw,
+        "dtype": problem.dtype,
+        "implementations": {name: f"{config_id}{SEPARATOR}{name}" for name in contenders},
+        **others,
+    }
 
 
 def passes(parameters: dict) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pynvml
 
+from tnp import targets
+from tnp.catalog import version
+
 ROOT = Path(__file__).parents[2]
 # What a measurement depends on: other edits do not make it a dirty one.
 SOURCES = ("tnp", "workflow", "Snakefile", "config.yaml", "requirements.txt")
@@ -37,44 +40,32 @@ SLOWDOWNS = 0x008 | 0x020 | 0x040 | 0x080
 
 
 @contextmanager
-def _nvml():
-    """NVML if this machine has it: yields whether it does."""
+def _first_visible_gpu():
+    """NVML handle of the GPU that CUDA calls device 0; None without one, and without NVML."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield False
+        yield None
         return
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     try:
-        yield True
+        if first.isdigit():
+            yield _read(pynvml.nvmlDeviceGetHandleByIndex, int(first))
+        else:
+            yield _read(pynvml.nvmlDeviceGetHandleByUUID, first)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _first_visible_gpu():
-    """NVML handle of the GPU that CUDA calls device 0; None without one. NVML must be up."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    first = "0" if visible is None else visible.split(",")[0].strip()
-    try:
-        if first.isdigit():
-            return pynvml.nvmlDeviceGetHandleByIndex(int(first))
-        return pynvml.nvmlDeviceGetHandleByUUID(first)
-    except pynvml.NVMLError:
-        return None
-
-
 def device_slug() -> str:
     """Name of the first visible NVIDIA GPU as in "nvidia-h200", or "cpu". Imports no torch."""
-    with _nvml() as present:
-        gpu = _first_visible_gpu() if present else None
-        if gpu is None:
-            return "cpu"
-        return re.sub(r"[^a-z0-9]+", "-", pynvml.nvmlDeviceGetName(gpu).lower()).strip("-")
+    with _first_visible_gpu() as gpu:
+        return "cpu" if gpu is None else targets.slug(pynvml.nvmlDeviceGetName(gpu))
 
 
 def gpu_uuid() -> str | None:
     """Of the first visible NVIDIA GPU; None without one. Imports no torch."""
-    with _nvml() as present:
-        gpu = _first_visible_gpu() if present else None
+    with _first_visible_gpu() as gpu:
         found = None if gpu is None else _read(pynvml.nvmlDeviceGetUUID, gpu)
         return found.decode() if isinstance(found, bytes) else found
 
@@ -114,8 +105,7 @@ class Conditions:
             self._thread.join()
 
     def _run(self) -> None:
-        with _nvml() as present:
-            gpu = _first_visible_gpu() if present else None
+        with _first_visible_gpu() as gpu:
             while gpu is not None and not self._stop.is_set():
                 self._readings.append(_reading(gpu))
                 self._stop.wait(SAMPLING_INTERVAL_S)
@@ -174,10 +164,10 @@ def _reading(gpu) -> Reading:
     )
 
 
-def _read(query, *arguments) -> int | None:
+def _read(query, *arguments):
     try:
         return query(*arguments)
-    except pynvml.NVMLError:  # this GPU, or this user, cannot be asked for it
+    except pynvml.NVMLError:  # there is none, or this GPU, or this user, cannot be asked for it
         return None
 
 
@@ -196,7 +186,7 @@ def environment(device_type: str) -> dict[str, object]:
     row = _gpu(torch) if device_type == "cuda" else _cpu()
     row |= {
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": len(os.sched_getaffinity(0)),
@@ -210,9 +200,8 @@ def environment(device_type: str) -> dict[str, object]:
 
 def _gpu(torch) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(0)
-    with _nvml() as present:
-        gpu = _first_visible_gpu() if present else None
-        driver = pynvml.nvmlSystemGetDriverVersion() if present else None
+    with _first_visible_gpu() as gpu:
+        driver = _read(pynvml.nvmlSystemGetDriverVersion)  # None where NVML is not there
         limit_mw = _read(pynvml.nvmlDeviceGetPowerManagementLimit, gpu) if gpu is not None else None
         uuid = _read(pynvml.nvmlDeviceGetUUID, gpu) if gpu is not None else None
     cudnn = torch.backends.cudnn.version()
@@ -240,13 +229,6 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
     return names[0] if names else platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _packages() -> dict[str, str]:

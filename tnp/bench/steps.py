@@ -13,10 +13,10 @@ from tnp.bench.memory import PeakMemory
 from tnp.bench.outcome import Unsupported, key
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
-from tnp.bench.roofline import step_attention_flops, step_matmul_flops
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
+from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
 from tnp.bench.timing import Measurement, first_call, measure
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call
@@ -47,7 +47,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     device = torch.device(parameters["device"])
     dtype = getattr(torch, parameters["dtype"])
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    _require_step_supported(parameters, variant, device, dtype)
+    _require_step_supported(parameters, variant, device)
     memory = PeakMemory(device)
     policy = Policy.from_parameters(parameters["timing"])
 
@@ -128,19 +128,16 @@ def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
     return None if power_w is None else power_w * sampling_s / len(measurement.samples_ms)
 
 
-def _require_step_supported(
-    parameters: dict, variant: Variant, device: torch.device, dtype: torch.dtype
-) -> None:
+def _require_step_supported(parameters: dict, variant: Variant, device: torch.device) -> None:
     if parameters["cuda_graph"] and device.type != "cuda":
         raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
-    run = {**parameters, "dtype": parameters["dtype"]}
     model = parameters["model"] | {"d_ff_storage": variant.d_ff_storage}
     for family, name in variant.implementations().items():
         for operator in catalog().family(family):
-            problem = operator.within(model, run)
+            problem = operator.within(model, parameters)
             if problem is not None and not is_automatic(name):
                 found = catalog().load(operator.name, name)
-                wanted = found.gradients if found.gradients else operator.differentiated
+                wanted = found.gradients or operator.differentiated
                 call = Call(problem, targets.of_device(device), wanted)
                 reason = found.refuses(call)
                 if reason is not None:

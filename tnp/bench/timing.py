@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,6 +35,7 @@ N_BATCHES, T_QUANTILE = 10, 2.26
 Mark = torch.cuda.Event | float
 Call = Callable[[], object]
 Spans = list[tuple[Mark, Mark]]  # of one contender, in the order taken
+Rounds = Callable[[int], list[Spans]]  # takes so many rounds of all contenders
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,13 @@ def measure_interleaved(
     if not contenders:
         return []
     start = time.perf_counter()
-    turns, n = _turns(contenders), len(contenders)
-    calls_ms = [elapsed_ms(*spans[0]) for spans in _rounds(turns, 1, n, device)]
+    rounds = partial(_rounds, _turns(contenders), len(contenders), device)
+    calls_ms = [elapsed_ms(*spans[0]) for spans in rounds(1)]
     round_ms, is_long = sum(calls_ms), max(calls_ms) > policy.long_step_s * 1e3
-    n_warmup = 1 if is_long else 1 + _warm_up(turns, n, round_ms, device, policy)
+    n_warmup = 1 if is_long else 1 + _warm_up(rounds, round_ms, policy)
     synchronize(device)
     began, origin = time.perf_counter(), mark(device)
-    if is_long:
-        taken = _rounds(turns, policy.long_samples, n, device)
-    else:
-        taken = _sample(turns, n, device, policy)
+    taken = rounds(policy.long_samples) if is_long else _sample(rounds, policy)
     measure_s = time.perf_counter() - start
     has_settled = settled(
         [sum(elapsed_ms(*span) for span in one) for one in zip(*taken, strict=True)]
@@ -157,7 +156,7 @@ def _turns(contenders: Sequence[Sequence[Call]]) -> Iterator[tuple[int, Call]]:
 
 
 def _rounds(
-    turns: Iterator[tuple[int, Call]], n_rounds: int, n_contenders: int, device: torch.device
+    turns: Iterator[tuple[int, Call]], n_contenders: int, device: torch.device, n_rounds: int
 ) -> list[Spans]:
     """Marks around the next `n_rounds` calls of each contender."""
     spans: list[Spans] = [[] for _ in range(n_contenders)]
@@ -169,12 +168,10 @@ def _rounds(
     return spans
 
 
-def _sample(
-    turns: Iterator[tuple[int, Call]], n_contenders: int, device: torch.device, policy: Policy
-) -> list[Spans]:
+def _sample(rounds: Rounds, policy: Policy) -> list[Spans]:
     """The least number of samples of each, then as many again until all means are known."""
     start = time.perf_counter()
-    taken = _rounds(turns, policy.min_samples, n_contenders, device)
+    taken = rounds(policy.min_samples)
     while True:
         elapsed_s, n_rounds = time.perf_counter() - start, len(taken[0])
         known = all(half_width([elapsed_ms(*span) for span in spans]) <= policy.half_width
@@ -182,8 +179,7 @@ def _sample(
         if known or elapsed_s >= policy.max_sampling_s:
             return taken
         affordable = math.ceil(n_rounds * (policy.max_sampling_s / elapsed_s - 1))
-        more = _rounds(turns, min(n_rounds, affordable), n_contenders, device)
-        for spans, others in zip(taken, more, strict=True):
+        for spans, others in zip(taken, rounds(min(n_rounds, affordable)), strict=True):
             spans += others
 
 
@@ -204,20 +200,14 @@ def half_width(samples: Sequence[float]) -> float:
     return T_QUANTILE * deviation / statistics.fmean(means)
 
 
-def _warm_up(
-    turns: Iterator[tuple[int, Call]],
-    n_contenders: int,
-    round_ms: float,
-    device: torch.device,
-    policy: Policy,
-) -> int:
+def _warm_up(rounds: Rounds, round_ms: float, policy: Policy) -> int:
     """Run until all have settled, or for too long; returns the number of rounds."""
     least, most = CHUNK_CALLS
     chunk = min(max(round(policy.warmup_s * 250 / max(round_ms, 1e-3)), least), most)
     start = time.perf_counter()
 
     def medians() -> list[float]:
-        taken = _rounds(turns, chunk, n_contenders, device)
+        taken = rounds(chunk)
         return [statistics.median(elapsed_ms(*span) for span in spans) for spans in taken]
 
     n_rounds, latest = chunk, medians()

@@ -1,6 +1,6 @@
 import pytest
 
-from tnp.bench.roofline import above_ceiling, step_attention_flops, step_matmul_flops
+from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
 from tnp.catalog import catalog
 from tnp.contract import Case, Work
 
@@ -93,13 +93,3 @@ def test_a_steps_operations_are_those_of_its_operators():
     )
     rest = 2 * rows * (3 * 512 + 512**2 + 4 * 512**2)
     assert step_matmul_flops(one, 64, 64, 500) == 3 * (mlp + heads + rest)
-
-
-def test_impossible_rates_are_named():
-    assert "TFLOP/s" in above_ceiling("NVIDIA H200", "bfloat16", 1200.0, 100.0)
-    assert "GB/s" in above_ceiling("NVIDIA H200", "bfloat16", None, 5000.0)
-
-
-def test_possible_rates_and_unknown_devices_pass():
-    assert above_ceiling("NVIDIA H200", "bfloat16", 790.0, 4200.0) is None
-    assert above_ceiling("Some GPU of 2030", "bfloat16", 1e6, 1e6) is None

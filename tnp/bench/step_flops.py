@@ -1,0 +1,41 @@
+"""Operations of a training step, counted by hand.
+
+One multiply-add counts as two, T = B·(M+N) are rows and d_in = d_x + d_y + 1:
+
+    embed      2·T·(d_in·d_model + d_model²)
+    block      2·T·(3·d_model² + d_model² + 2·d_model·d_ff)          + attention 4·B·(M+N)·M·d_model
+    heads      2·B·N·n_components·(d_model·d_ff + d_ff·(1 + 2·d_y))
+
+forward; a matmul's backward is twice its forward (one product for each operand's gradient),
+attention's 2.5 times (five products for two, the scores being recomputed). These are the model's
+operations: d_ff is the logical width, and neither padding nor a checkpoint's recomputation changes
+the count. `skip_unread` leaves out keys and values of targets, and in the last block everything of
+context points but their keys and values. Norms, SiLU and the optimizer are left out.
+"""
+
+
+def step_matmul_flops(
+    model: dict, batch: int, n_context: int, n_target: int, skip_unread: bool = False
+) -> float:
+    """Operations outside attention of one training step; `model` as `TNPConfig`'s fields."""
+    d_model, d_ff = model["d_model"], model["d_ff"]
+    d_x, d_y = model.get("d_x", 1), model.get("d_y", 1)
+    contexts, targets = batch * n_context, batch * n_target
+    embed = 2 * (contexts + targets) * ((d_x + d_y + 1) * d_model + d_model**2)
+    block = 2 * (contexts + targets) * (4 * d_model**2 + 2 * d_model * d_ff)
+    heads = 2 * targets * model["n_components"] * d_ff * (d_model + 1 + 2 * d_y)
+    unread = 0
+    if skip_unread:
+        unread = 2 * targets * 2 * d_model**2 * model["n_layers"]
+        unread += 2 * contexts * (2 * d_model**2 + 2 * d_model * d_ff)
+    return 3.0 * (embed + model["n_layers"] * block + heads - unread)
+
+
+def step_attention_flops(
+    model: dict, batch: int, n_context: int, n_target: int, skip_unread: bool = False
+) -> float:
+    """Operations of all attention layers of one training step."""
+    everyone = n_context + n_target
+    queries = (model["n_layers"] - 1) * everyone + (n_target if skip_unread else everyone)
+    # Two products forward, five backward: the scores, dv, dp, dq and dk.
+    return (2.0 + 5.0) * 2.0 * batch * queries * n_context * model["d_model"]
