@@ -14,7 +14,7 @@ import pkgutil
 import re
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 
 from tnp.contract import OWN, Implementation, Operator
@@ -33,7 +33,7 @@ class Listed:
     own: Implementation | None = None  # where it stands in the operator's declaration
     entry: metadata.EntryPoint | None = None
 
-    @property
+    @cached_property
     def packages(self) -> dict[str, str | None]:
         """Distributions whose versions stand in its rows; None: not installed."""
         if self.entry is None:
