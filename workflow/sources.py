@@ -100,7 +100,7 @@ def of_job(kind: str, parameters: dict) -> Found:
     if kind != "op":
         return {"step": of_step, "host": of_host, "train": of_training}[kind](parameters)
     found: Found = {}
-    for name in set(map(implementation_of, parameters["implementations"])):
+    for name in dict.fromkeys(map(implementation_of, parameters["implementations"])):
         found |= of_op(parameters | {"implementation": name})
     return found
 
@@ -185,7 +185,7 @@ def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:
     passes = (one for way in own for one in (way.forward, way.backward))
     of = {one.name for one in passes if one} | ({op} if is_automatic(name) else set())
     entries = [entry for entry in _table(slug) if entry["of"] in of]
-    return {f"{slug}.json:{op}": digest(sorted(map(ascii, entries)))} if entries else {}
+    return {f"{slug}.json:{op}.{name}": digest(sorted(map(ascii, entries)))} if entries else {}
 
 
 def _table(slug: str) -> list[choice.Entry]:
