@@ -34,8 +34,8 @@ candidates as (
         min(time_ms) as best_time_ms,
         bool_and(has_evidence) as have_evidence
     from operator_training
-    inner join auto_candidates using (op, implementation)
-    where time_ms is not null
+    inner join implementations using (op, implementation)
+    where chosen_from and time_ms is not null
     group by device, op, shape, dtype
 )
 

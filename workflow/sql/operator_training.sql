@@ -32,14 +32,9 @@ passes as (
         dtype,
         implementation,
         pass,
-        any_value(batch) as batch,
-        any_value(n_q) as n_q,
-        any_value(n_k) as n_k,
-        any_value(n_heads) as n_heads,
-        any_value(head_dim) as head_dim,
-        any_value(d_model) as d_model,
-        any_value(d_ff_storage) as d_ff_storage,
-        any_value(n_components) as n_components,
+        any_value(columns([
+            'batch', 'n_q', 'n_k', 'n_heads', 'head_dim', 'd_model', 'd_ff_storage', 'n_components'
+        ])),
         bool_or(coalesce(with_forward, op = 'mixture_nll')) as with_forward,
         arg_max(environment_id, recorded_at) as environment_id,
         arg_max(launch_config, recorded_at) as launch_config,
@@ -61,14 +56,7 @@ whole as (
         dtype,
         implementation,
         any_value(columns([
-            'batch',
-            'n_q',
-            'n_k',
-            'n_heads',
-            'head_dim',
-            'd_model',
-            'd_ff_storage',
-            'n_components',
+            'batch', 'n_q', 'n_k', 'n_heads', 'head_dim', 'd_model', 'd_ff_storage', 'n_components',
             'environment_id'
         ])),
         any_value(launch_config) filter (where pass = 'forward') as launch_config,
