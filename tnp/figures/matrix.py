@@ -42,7 +42,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "matrix", device)
         of_device = [cell for cell in cells if cell["device"] == slug]
-        panels = _panels(of_device, variants, octaves)
+        panels = [_table(of_shape, variants, octaves) for of_shape in switches.panels(of_device)]
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
@@ -106,10 +106,6 @@ def _small(values: Row, memory: float | None) -> str:
     return theme.status_text(values["status"]) if values["status"] else "not run"
 
 
-def _panels(cells: list[Row], variants: list[str], octaves: int) -> list[alt.TopLevelMixin]:
-    return [_table(of_shape, variants, octaves) for of_shape in switches.panels(cells)]
-
-
 def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelMixin:
     """Lines and columns of the shape, without those where nothing was run."""
     run = [cell for cell in cells if cell["status"]]
@@ -119,11 +115,10 @@ def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelM
         cell for cell in cells if cell["variant"] in present and cell["switch"] in combinations
     ]
     timed = [cell for cell in cells if cell["log2_speedup"] is not None]
-    axis = theme.line_axis(variants)
     x = alt.X("switch:N", scale=alt.Scale(domain=combinations), title=None).axis(
         orient="top", labelAngle=0, labelColor=theme.MUTED, labelLimit=CELL_WIDTH
     )
-    y = alt.Y("variant:N", scale=alt.Scale(domain=present), axis=axis, title=None)
+    y = theme.line("variant:N", present, variants)
     color = alt.Color(
         "log2_speedup:Q",
         scale=alt.Scale(domain=[-octaves, 0, octaves], range=COLORS, interpolate="lab"),

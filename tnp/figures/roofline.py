@@ -158,7 +158,9 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
     x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
     y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
     y = y.axis(values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)], format=",")
-    marks = data.drawing(points).encode(x=x, y=y)
+    marks = data.drawing(points).encode(
+        x=x, y=y, color=_color(rows, colors), tooltip=_tooltip(rows)
+    )
     line = data.drawing(roof).mark_line(color=theme.INK, strokeWidth=2)
     names = data.drawing(_shape_labels(points)).encode(x=x, y=y, text="label:N")
     return alt.layer(
@@ -172,7 +174,7 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
         names.transform_filter("datum.bound == 'memory'").mark_text(
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
-        *_filled_or_hollow(marks, _color(rows, colors), _tooltip(rows), size=80),
+        *theme.filled_or_hollow(marks, "point", size=80, opacity=1),
     ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=alt.Title(pass_, fontSize=14))
 
 
@@ -196,18 +198,6 @@ def _color(rows: list[Row], colors: alt.Scale) -> alt.Color:
     """The colours of all variants, with a legend of those drawn."""
     legend = alt.Legend(values=_implementations(rows, colors))
     return alt.Color("implementation:N", scale=colors, legend=legend, title=None)
-
-
-def _filled_or_hollow(
-    base: alt.Chart, color: alt.Color, tooltip: list[alt.Tooltip], size: int
-) -> list[alt.Chart]:
-    """Points: filled where the row counts, hollow where it was recorded without evidence."""
-    return [
-        base.transform_filter(f"{negation}datum.counts")
-        .mark_point(filled=filled, size=size, opacity=1)
-        .encode(color=color, tooltip=tooltip)
-        for negation, filled in (("", True), ("!", False))
-    ]
 
 
 def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
@@ -266,13 +256,11 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt
         .mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35)
         .encode(x=x, color=color),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q", color=color),
-        *_filled_or_hollow(base.encode(x=x), color, _tooltip(rows), size=60),
-        *theme.text(base.encode(x=high, text="label:N"), dx=8),
-        *theme.text(
-            data.drawing(failed).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines),
-            fontStyle="italic",
-            color=theme.MUTED,
+        *theme.filled_or_hollow(
+            base.encode(x=x, color=color, tooltip=_tooltip(rows)), "point", size=60, opacity=1
         ),
+        *theme.text(base.encode(x=high, text="label:N"), dx=8),
+        *theme.in_place(failed, lines),
     ).properties(
         width=PANEL_WIDTH,
         height=SLOT_HEIGHT * len(implementations) * len(shapes),

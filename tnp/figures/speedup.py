@@ -182,11 +182,11 @@ def _panel(
         _vertical([{"speedup": 1.0}], x, **one),
         _vertical(fastest_pytorch, x, **DASHED),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="speedup_high:Q"),
-        *(
-            base.transform_filter(f"{negation}datum.counts")
-            .mark_point(filled=filled, size=75, opacity=1)
-            .encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP)
-            for negation, filled in (("", True), ("!", False))
+        *theme.filled_or_hollow(
+            base.encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP),
+            "point",
+            size=75,
+            opacity=1,
         ),
         *theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
         *theme.text(
