@@ -57,16 +57,15 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
     """The variant with the shortest step at each shape, on the first device that timed anything."""
-    for slug, device in devices.items():
-        timed = [cell for cell in cells if cell["device"] == slug and _fastest([cell])]
-        if timed:
-            shapes: dict[str, list[str]] = {}
-            for shape in dict.fromkeys(cell["shape"] for cell in timed):
-                (fastest,) = _fastest([cell for cell in timed if cell["shape"] == shape])
-                shapes.setdefault(fastest["variant"], []).append(shape)
-            winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
-            return f"Shortest training step on {device['name']}: {'; '.join(winners)}"
-    return "No configuration could be timed yet"
+    timed, device = data.of_first(devices, [cell for cell in cells if _fastest([cell])])
+    if not timed:
+        return "No configuration could be timed yet"
+    shapes: dict[str, list[str]] = {}
+    for of_shape in switches.panels(timed):
+        (fastest,) = _fastest(of_shape)
+        shapes.setdefault(fastest["variant"], []).append(fastest["shape"])
+    winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
+    return f"Shortest training step on {device}: {'; '.join(winners)}"
 
 
 def _fastest(cells: list[Row]) -> list[Row]:

@@ -59,16 +59,13 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What ours needs where most memory is needed, or else what checkpointing saves there."""
-    for slug, device in devices.items():
-        measured = [row for row in rows if row["device"] == slug and row["peak_memory_gib"]]
-        if measured:
-            return _device_finding(measured, device["name"])
-    return "No configuration ran to its end yet"
+    """What needs least of ours without checkpointing, beside plain PyTorch, at the largest step.
 
-
-def _device_finding(measured: list[Row], device: str) -> str:
-    """What needs least of ours without checkpointing, beside plain PyTorch, at the largest step."""
+    Or else what checkpointing saves there.
+    """
+    measured, device = data.of_first(devices, [row for row in rows if row["peak_memory_gib"]])
+    if not measured:
+        return "No configuration ran to its end yet"
     alike = [row for row in measured if row["optimizer"] and not row["checkpoint"]]
     baseline = [row for row in alike if row["role"] == "baseline" and not row["cuda_graph"]]
     most = max(baseline, key=lambda row: row["peak_memory_gib"], default=None)

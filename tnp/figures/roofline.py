@@ -84,37 +84,29 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
     A share above 1 says that the ceiling was measured too low, and nothing of the kernel.
     """
-    for slug, device in devices.items():
-        timed = [
-            row
-            for row in rows
-            if row["device"] == slug and 0 < (row["share_of_roofline"] or 0) <= 1
-        ]
-        own = [row for row in timed if row["own"]]
-        if own:
-            best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
-            peers = [
-                row
-                for row in timed
-                if not row["own"]
-                and (row["op"], row["pass"], row["shape"])
-                == (best["op"], best["pass"], best["shape"])
-            ]
-            peer = max(peers, key=lambda row: row["share_of_roofline"], default=None)
-            return _sentence(best, device) + (
-                f"; {peer['implementation']} reaches {peer['share_of_roofline']:.0%}"
-                if peer
-                else ""
-            )
-        if timed:
-            return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
-    return "No operator has both a timing and a measured ceiling"
+    known = [row for row in rows if 0 < (row["share_of_roofline"] or 0) <= 1]
+    timed, device = data.of_first(devices, known)
+    if not timed:
+        return "No operator has both a timing and a measured ceiling"
+    own = [row for row in timed if row["own"]]
+    if not own:
+        return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
+    best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
+    alike = [best[name] for name in ("op", "pass", "shape")]
+    peers = [
+        row
+        for row in timed
+        if not row["own"] and [row[name] for name in ("op", "pass", "shape")] == alike
+    ]
+    peer = max(peers, key=lambda row: row["share_of_roofline"], default=None)
+    reaches = f"; {peer['implementation']} reaches {peer['share_of_roofline']:.0%}" if peer else ""
+    return _sentence(best, device) + reaches
 
 
-def _sentence(row: Row, device: Row) -> str:
+def _sentence(row: Row, device: str) -> str:
     return (
         f"{theme.sentence(row['op'])} {row['pass']} of {row['implementation']} reaches "
-        f"{row['share_of_roofline']:.0%} of the {device['name']} roofline at {row['shape']}"
+        f"{row['share_of_roofline']:.0%} of the {device} roofline at {row['shape']}"
         f"{'' if row['counts'] else f' ({theme.WITHOUT_EVIDENCE})'}"
     )
 

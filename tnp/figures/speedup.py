@@ -78,14 +78,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     """What the rows of the first device that timed anything say, in one sentence."""
-    for slug, device in devices.items():
-        timed = [row for row in rows if row["device"] == slug and row["speedup"] is not None]
-        if timed:
-            return _device_finding(timed, device["name"])
-    return "No configuration could be timed yet"
-
-
-def _device_finding(timed: list[Row], device: str) -> str:
+    timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
+    if not timed:
+        return "No configuration could be timed yet"
     own = [row for row in timed if row["role"] == "own"]
     if own:
         best = max(
