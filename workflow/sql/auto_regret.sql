@@ -40,17 +40,8 @@ candidates as (
 )
 
 select
-    device,
-    op,
-    shape,
-    dtype,
-    batch,
-    n_q,
-    n_k,
-    chosen,
-    source,
+    automatic.* exclude (has_evidence),
     source = 'tuned' as tuned_on,
-    time_ms,
     best_implementation,
     best_time_ms,
     time_ms / best_time_ms - 1 as regret,
