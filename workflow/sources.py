@@ -40,7 +40,7 @@ def of_gate(gate: str) -> Found:
     kind, *names = gate.split("--")
     if names:
         return _of_implementation_gate(*names)
-    found = definitions([f"tnp.gates.{gate}:*"], NOT_MEASURED)
+    found = _reached(f"tnp.gates.{gate}:*")
     for operator in _operators_of(gate):
         for name in catalog().names(operator.name):
             provider = catalog().listed(operator.name, name).provider
@@ -59,14 +59,14 @@ def _operators_of(gate: str) -> list[Operator]:
 
 def _of_implementation_gate(op: str, name: str) -> Found:
     """It forces its kernels: no table has a say."""
-    found = definitions(["tnp.gates.operators:checks"], NOT_MEASURED)
+    found = _reached("tnp.gates.operators:checks")
     found |= operator_definitions(op, GATE, NOT_MEASURED)
     return found | implementation_definitions(catalog().listed(op, name), GATE, NOT_MEASURED)
 
 
 def of_step(parameters: dict) -> Found:
     used = _of_variant(parameters)
-    return _using(["tnp.bench.steps:measure_step"], used, STEP, parameters["device_slug"])
+    return _using("tnp.bench.steps:measure_step", used, parameters["device_slug"])
 
 
 def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
@@ -75,7 +75,7 @@ def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
     And so is the house, on which a device's time does not depend.
     """
     op, name = parameters["op"], parameters["implementation"]
-    found = definitions(["tnp.bench.measure:measure_op"], {*NOT_MEASURED, *without})
+    found = _reached("tnp.bench.measure:measure_op", without)
     if op in CEILINGS:
         return found
     return found | _of_operator(op, name, BENCHMARK, parameters.get("device_slug", ""), without)
@@ -83,7 +83,7 @@ def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
 
 def of_host(parameters: dict) -> Found:
     """Of calls from Python: the house takes part in their time."""
-    found = definitions(["tnp.bench.host:measure_host"], NOT_MEASURED)
+    found = _reached("tnp.bench.host:measure_host")
     for asked in parameters["problems"]:
         for name in asked["implementations"]:
             found |= _of_operator(asked["op"], name, STEP, parameters["device_slug"])
@@ -91,7 +91,17 @@ def of_host(parameters: dict) -> Found:
 
 
 def of_training(parameters: dict) -> Found:
-    return _using(["tnp.train:run"], _of_variant(parameters), STEP, parameters["device_slug"])
+    return _using("tnp.train:run", _of_variant(parameters), parameters["device_slug"])
+
+
+def of_job(kind: str, parameters: dict) -> Found:
+    """Of a job of any kind but a gate."""
+    if kind != "op":
+        return {"step": of_step, "host": of_host, "train": of_training}[kind](parameters)
+    found: Found = {}
+    for name in dict.fromkeys(map(implementation_of, parameters["implementations"])):
+        found |= of_op(parameters | {"implementation": name})
+    return found
 
 
 def with_definitions(kind: str, parameters: dict) -> dict:
@@ -128,15 +138,26 @@ def _of_variant(parameters: dict) -> set[Pair]:
     return set(variant.implementations().items())
 
 
-def _using(starts: Iterable[str], implementations: set[Pair], use: str, slug: str = "") -> Found:
-    """What is reached from `starts`, and what these implementations run, by family; no others."""
-    found = definitions(starts, NOT_MEASURED)
+def _using(start: str, implementations: set[Pair], slug: str) -> Found:
+    """What is reached from `start`, and what these implementations run, by family; no others."""
+    found = _reached(start)
     for family, name in sorted(implementations):
         for operator in catalog().family(family):
-            found |= _of_operator(operator.name, name, use, slug)
+            found |= _of_operator(operator.name, name, STEP, slug)
     return found
 
 
+def _reached(start: str, without: Iterable[str] = ()) -> Found:
+    return dict(_definitions(start, frozenset({*NOT_MEASURED, *without})))
+
+
+# Of all steps, and of all benchmarks of operators, it is the same.
+@cache
+def _definitions(start: str, without: frozenset[str]) -> Found:
+    return definitions([start], without)
+
+
+@cache
 def _of_operator(op: str, name: str, use: str, slug: str, without: Iterable[str] = ()) -> Found:
     """What one implementation of an operator runs, and the table's entries that decide about it."""
     without = {*NOT_MEASURED, *without}
@@ -163,7 +184,7 @@ def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:
     passes = (one for way in own for one in (way.forward, way.backward))
     of = {one.name for one in passes if one} | ({op} if is_automatic(name) else set())
     entries = [entry for entry in _table(slug) if entry["of"] in of]
-    return {f"{slug}.json:{op}": digest(sorted(map(ascii, entries)))} if entries else {}
+    return {f"{slug}.json:{op}.{name}": digest(sorted(map(ascii, entries)))} if entries else {}
 
 
 def _table(slug: str) -> list[choice.Entry]:

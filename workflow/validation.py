@@ -144,8 +144,9 @@ def _faults(config: dict) -> Iterator[Fault]:
         yield from _of_tuning((TUNING,), config[TUNING], config)
     for name, run in config["training"].items():
         yield from _of_training(("training", name), run, config)
+    named = gates(config)
     for use in _uses(config):
-        yield from _of_use(use, gates(config))
+        yield from _of_use(use, named)
 
 
 def _of_model(place: Place, model: dict) -> Iterator[Fault]:

@@ -42,8 +42,8 @@ VIEWS = {
     " difference_low double, difference_high double, is_null_pair boolean, margin double,"
     " equivalent boolean",
     "roofline": f"device text, question text, op text, pass text, implementation text,"
-    " role text, own boolean, counts boolean, shape text, dtype text, time_ms double,"
-    " tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
+    " role text, own boolean, counts boolean, shape text, batch integer, dtype text,"
+    " time_ms double, tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
     "operator_speedup": "device text, question text, op text, pass text, implementation text,"

@@ -27,7 +27,7 @@ RECORDED_BY = datetime(2026, 11, 22, tzinfo=UTC)
 # Digits of a number that count: DuckDB may sum in another order.
 DIGITS = 9
 # Of the catalog, which other packages that are installed add to, and of nothing recorded.
-OF_CATALOG = ("implementations", "families", "auto_candidates")
+OF_CATALOG = ("implementations", "families")
 
 
 Digests = dict[str, dict[str, str]]  # view or table → column → digest of its cells

@@ -1,14 +1,13 @@
 """Views of operators: roofline, speedup, choice and regret; by values computed by hand."""
 
 import json
+import math
 from collections.abc import Callable
 from datetime import timedelta
 
-import numpy as np
 import pytest
 
-from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, gate, operator, run
-from tnp import tuning
+from tests.sql.conftest import NOW, Query, Tables, gate, operator, run
 from tnp.catalog import AUTO, catalog
 
 
@@ -169,7 +168,7 @@ def test_an_operator_is_faster_where_all_its_runs_say_so(store: Callable[..., Qu
     assert row["speedup"] == pytest.approx(2)  # the twin is nobody's contender
     assert row["time_ms"] == 2.0
     (noise,) = query("from noise where part = 'attention forward'")
-    assert (noise["n_equals"], noise["of_equals"]) == (3, pytest.approx(np.log(2.01 / 2)))
+    assert (noise["n_equals"], noise["of_equals"]) == (3, pytest.approx(math.log(2.01 / 2)))
     (verdicts,) = query("from noise_verdicts")
     assert (verdicts["n_comparisons"], verdicts["n_called"], verdicts["n_containing"]) == (1, 0, 1)
 
@@ -226,7 +225,9 @@ def test_pairs_of_runs_on_two_versions_of_torch_are_two_generations(
 
 
 def test_the_candidates_of_auto_are_the_catalogs(store: Callable[..., Query]) -> None:
-    rows = store()("from auto_candidates order by op, rank")
+    rows = store()(
+        "select op, implementation, rank from implementations where chosen_from order by op, rank"
+    )
     expected = [
         {"op": op, "implementation": name, "rank": catalog().listed(op, name).rank}
         for op in sorted(catalog().operators)
@@ -250,48 +251,20 @@ def both_passes(implementation: str, op: str, forward: float, backward: float, *
 SIZES_OF_MLP = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
 
 
-def test_the_fastest_candidate_is_chosen_and_pytorch_stays_within_one_percent(
-    store: Callable[..., Query],
-) -> None:
-    near = SIZES_OF_MLP | {"shape": "near", "config_id": "near"}
+def test_forward_and_backward_together(store: Callable[..., Query]) -> None:
     query = store(
-        {"environments": [PROVENANCE | {"compute_capability": "9.0"}] * 2},
         both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
         both_passes("single", "mlp", 1.0, 0.0, **SIZES_OF_MLP),  # without a backward
-        both_passes("fused", "mlp", 1.5, 4.0, **SIZES_OF_MLP),
-        both_passes("compiled", "mlp", 1.0, 1.0, **SIZES_OF_MLP),  # no candidate
-        both_passes("auto", "mlp", 1.0, 1.0, **SIZES_OF_MLP),
-        both_passes("torch", "mlp", 1.0, 2.0, **near | {"config_id": "near-torch"}),
-        both_passes("fused", "mlp", 1.0, 1.98, **near | {"config_id": "near-fused"}),
         # The backward alone is forward and backward.
         both_passes("torch", "mixture_nll", 1.0, 3.0, batch=4, n_q=10, n_components=10),
-        both_passes("fused", "mixture_nll", 2.5, 2.5, batch=4, n_q=10, n_components=10),
         operator("torch", "matmul", time_ms_p50=1.0),
     )
-    rows = {(row["op"], row["shape"]): row for row in query("from operator_choice")}
-    expected = {
-        ("mlp", "mid"): ("fused", 5.5, "fused", 5.5, 2),
-        ("mlp", "near"): ("torch", 3.0, "fused", 2.98, 2),
-        ("mixture_nll", "mid"): ("fused", 2.5, "fused", 2.5, 2),
+    rows = query("from operator_training")
+    assert {(row["op"], row["implementation"]): row["time_ms"] for row in rows} == {
+        ("mlp", "torch"): 6,
+        ("mlp", "single"): None,
+        ("mixture_nll", "torch"): 3,
     }
-    names = ("implementation", "time_ms", "best_implementation", "best_time_ms", "n_candidates")
-    assert {key: tuple(row[name] for name in names) for key, row in rows.items()} == expected
-    assert rows["mlp", "mid"]["capability"] == 90
-
-
-def test_what_the_table_and_the_view_choose_is_the_same(store: Callable[..., Query]) -> None:
-    generator = np.random.default_rng(0)
-    parts, expected = [], {}
-    for shape in map(str, range(20)):
-        names = catalog().candidates("mlp", AUTO)
-        times = {name: tuple(generator.uniform(1.0, 1.02, 2)) for name in names}
-        for name, passes in times.items():
-            columns = {"shape": shape, "config_id": f"{shape}-{name}"}
-            parts.append(both_passes(name, "mlp", *passes, **columns))
-        expected[shape] = tuning.fastest({name: sum(passes) for name, passes in times.items()})
-    rows = store(*parts)("from operator_choice")
-    assert {row["shape"]: row["implementation"] for row in rows} == expected
-    assert len(set(expected.values())) > 1
 
 
 def test_what_was_timed_alone_since_takes_no_candidate_from_auto(
@@ -310,8 +283,6 @@ def test_what_was_timed_alone_since_takes_no_candidate_from_auto(
     (regret,) = query("from auto_regret")
     assert (regret["best_implementation"], regret["regret_of_choice"]) == ("fused", 0)
     assert regret["has_evidence"] is False
-    (choice,) = query("from operator_choice")
-    assert (choice["implementation"], choice["n_candidates"]) == ("fused", 3)
 
 
 def test_the_others_of_an_operator_without_keys_are_listed(store: Callable[..., Query]) -> None:

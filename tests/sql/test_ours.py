@@ -66,10 +66,6 @@ def test_any_name_of_ours_is_ours_everywhere(
     known = {(row["op"], row["provider"], row["chosen_from"])
              for row in query(f"from implementations where implementation = '{NAME}'")}  # fmt: skip
     assert known == {(op, "own", True) for op in operators}
-    candidates = query(f"from auto_candidates where implementation = '{NAME}'")
-    assert {row["op"] for row in candidates} == set(operators)
-    choices = {row["op"]: row["implementation"] for row in query("from operator_choice")}
-    assert choices == dict.fromkeys(operators, NAME)
 
     both = {(op, pass_) for op in operators for pass_ in ("forward", "backward")}
     for view in ("roofline", "operator_speedup"):

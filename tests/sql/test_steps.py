@@ -10,7 +10,6 @@ import pytest
 
 from tests.sql.conftest import (
     NOW,
-    PROVENANCE,
     SQL,
     VIEWS,
     Query,
@@ -25,7 +24,7 @@ from tnp.store import build_database, write_table
 
 def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) -> None:
     query = store()
-    for view in set(VIEWS) - {"auto_candidates", "families"}:  # lists, of nothing measured
+    for view in set(VIEWS) - {"families"}:  # a list, of nothing measured
         assert query(f"from {view}") == []
 
 
@@ -276,14 +275,6 @@ def test_stage_shares_are_of_medians_and_sum_to_one(store: Callable[..., Query])
         "attention": (2, 0.25),
         "backward": (6, 0.75),
     }
-
-
-def test_environment_summary_has_the_latest_of_each(store: Callable[..., Query]) -> None:
-    row = PROVENANCE | {"device_name": "GPU", "git_commit": "a"}
-    later = row | {"recorded_at": NOW + timedelta(days=1), "git_commit": "b"}
-    (found,) = store({"environments": [row, later]})("from environment_summary")
-    assert (found["n_measurements"], found["git_commit"]) == (2, "b")
-    assert (found["first_recorded_at"], found["last_recorded_at"]) == (NOW, later["recorded_at"])
 
 
 NEWER = {"kernel": {"_kernel": "2"}, "module": {"tnp.model": "2"}}

@@ -51,9 +51,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
         panels = [_panel(of_shape, labels, _ends(rows)) for of_shape in switches.panels(of_device)]
-        blocks.append(
-            theme.block(panels, device["name"], _measured(connection, of_device, device), COLUMNS)
-        )
+        when = data.recorded(connection, "ablation", device)
+        measured = data.joined([when, ", ".join(_names(of_device, "dtype"))])
+        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     base, full = (
         theme.listed([explained(name) for name in _names(rows, f"{end}_variant")])
         for end in ("base", "full")
@@ -117,11 +117,6 @@ def _by_gain(rows: list[Row]) -> list[str]:
     return sorted(gains, key=lambda component: (-gains[component], component))
 
 
-def _measured(connection: duckdb.DuckDBPyConnection, rows: list[Row], device: Row) -> str:
-    when = data.recorded(connection, "ablation", device)
-    return data.joined([when, ", ".join(_names(rows, "dtype"))])
-
-
 def _names(rows: list[Row], column: str) -> list[str]:
     return sorted({row[column] for row in rows if row[column]}) or ["?"]
 
@@ -160,12 +155,7 @@ def _panel(rows: list[Row], labels: list[str], ends_shown: list[str]) -> alt.Top
     scale = alt.Scale(domain=[low - 0.05 * span, high + 0.3 * span], nice=False)
     x = alt.X("gain_ms:Q", scale=scale, title="gain, ms of a step").axis(tickCount=5)
     lines = {
-        "y": alt.Y(
-            "component:N",
-            scale=alt.Scale(domain=labels, padding=0.15),
-            axis=theme.line_axis(labels),
-            title=None,
-        ),
+        "y": theme.line("component:N", labels, labels, padding=0.15),
         "yOffset": alt.YOffset(
             "end:N", scale=alt.Scale(domain=[ENDS[end][0] for end in ends_shown])
         ),
@@ -177,17 +167,17 @@ def _panel(rows: list[Row], labels: list[str], ends_shown: list[str]) -> alt.Top
     edges = [bar | {"high_ms": max(0.0, bar["gain_ms"], bar["high_ms"] or 0.0)} for bar in bars]
     return alt.layer(
         data.drawing([{"gain_ms": 0.0}]).mark_rule(color=theme.INK, strokeWidth=1.5).encode(x=x),
-        *(
-            base.transform_filter(f"{negation}datum.counts")
-            .mark_bar(height=SLOT_HEIGHT - 5, opacity=0.85, filled=filled)
-            .encode(x=x, color=color, tooltip=TOOLTIP)
-            for negation, filled in (("", True), ("!", False))
+        *theme.filled_or_hollow(
+            base.encode(x=x, color=color, tooltip=TOOLTIP),
+            "bar",
+            height=SLOT_HEIGHT - 5,
+            opacity=0.85,
         ),
         whiskers.mark_rule(strokeWidth=1.5, color=theme.INK).encode(
             x=alt.X("low_ms:Q", scale=scale), x2="high_ms:Q"
         ),
         *theme.text(data.drawing(edges).encode(x=label_x, text="label:N", **lines), dx=6),
-        *_failures(rows, ends_shown, lines),
+        *theme.in_place(_failures(rows, ends_shown), lines),
     ).properties(
         width=PANEL_WIDTH,
         height=max(22, SLOT_HEIGHT * len(ends_shown)) * len(labels),
@@ -201,11 +191,9 @@ def _outcome(row: Row) -> str:
     return "not_counted" if row["counts"] is False else "not run"
 
 
-def _failures(
-    rows: list[Row], ends_shown: list[str], lines: dict[str, alt.Y | alt.YOffset]
-) -> list[alt.Chart]:
-    """Why a component has no bar, in its place."""
-    texts = [
+def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:
+    """Why a component has no bar."""
+    return [
         {
             "component": row["component"],
             "end": ENDS[end][0],
@@ -216,5 +204,3 @@ def _failures(
         for end in ends_shown
         if row[f"gain_{end}_ms"] is None
     ]
-    base = data.drawing(texts).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines)
-    return theme.text(base, fontStyle="italic", color=theme.MUTED)

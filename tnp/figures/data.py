@@ -58,6 +58,14 @@ def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
     return {row["device"]: row for row in found}
 
 
+def of_first(devices: dict[str, Row], rows: Sequence[Row]) -> tuple[list[Row], str]:
+    """Those of `rows` that the first device with any has, and its name; none and "" without."""
+    for slug, device in devices.items():
+        if found := [row for row in rows if row["device"] == slug]:
+            return found, device["name"]
+    return [], ""
+
+
 def recorded(
     connection: duckdb.DuckDBPyConnection,
     view: str,

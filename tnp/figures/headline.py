@@ -134,12 +134,7 @@ def _chart(
         ],
     )
     chart = alt.layer(
-        *(
-            base.transform_filter(f"{negation}datum.counts")
-            .mark_bar(height=BAR_HEIGHT, filled=filled)
-            .encode(x=x, color=color)
-            for negation, filled in (("", True), ("!", False))
-        ),
+        *theme.filled_or_hollow(base.encode(x=x, color=color), "bar", height=BAR_HEIGHT),
         # Dark on light: one of the two is seen on any page.
         measured.mark_rule(color="white", strokeWidth=9),
         measured.mark_rule(color=theme.INK, strokeWidth=5),

@@ -86,7 +86,7 @@ def _panel(rows: list[Row], labels: list[str], colors: alt.Scale) -> alt.TopLeve
     scale = alt.Scale(domain=[0, 1.45 * longest])
     base = data.drawing(rows).encode(
         x=alt.X("host_us:Q", title="µs of the host", scale=scale, axis=alt.Axis(tickCount=5)),
-        y=alt.Y("line:N", scale=alt.Scale(domain=lines), axis=theme.line_axis(labels), title=None),
+        y=theme.line("line:N", lines, labels),
     )
     bars = base.mark_bar(height=BAR_HEIGHT - 6).encode(
         color=alt.Color("implementation:N", scale=colors, legend=None),

@@ -42,7 +42,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "matrix", device)
         of_device = [cell for cell in cells if cell["device"] == slug]
-        panels = _panels(of_device, variants, octaves)
+        panels = [_table(of_shape, variants, octaves) for of_shape in switches.panels(of_device)]
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
@@ -57,16 +57,15 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
     """The variant with the shortest step at each shape, on the first device that timed anything."""
-    for slug, device in devices.items():
-        timed = [cell for cell in cells if cell["device"] == slug and _fastest([cell])]
-        if timed:
-            shapes: dict[str, list[str]] = {}
-            for shape in dict.fromkeys(cell["shape"] for cell in timed):
-                (fastest,) = _fastest([cell for cell in timed if cell["shape"] == shape])
-                shapes.setdefault(fastest["variant"], []).append(shape)
-            winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
-            return f"Shortest training step on {device['name']}: {'; '.join(winners)}"
-    return "No configuration could be timed yet"
+    timed, device = data.of_first(devices, [cell for cell in cells if _fastest([cell])])
+    if not timed:
+        return "No configuration could be timed yet"
+    shapes: dict[str, list[str]] = {}
+    for of_shape in switches.panels(timed):
+        (fastest,) = _fastest(of_shape)
+        shapes.setdefault(fastest["variant"], []).append(fastest["shape"])
+    winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
+    return f"Shortest training step on {device}: {'; '.join(winners)}"
 
 
 def _fastest(cells: list[Row]) -> list[Row]:
@@ -106,10 +105,6 @@ def _small(values: Row, memory: float | None) -> str:
     return theme.status_text(values["status"]) if values["status"] else "not run"
 
 
-def _panels(cells: list[Row], variants: list[str], octaves: int) -> list[alt.TopLevelMixin]:
-    return [_table(of_shape, variants, octaves) for of_shape in switches.panels(cells)]
-
-
 def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelMixin:
     """Lines and columns of the shape, without those where nothing was run."""
     run = [cell for cell in cells if cell["status"]]
@@ -119,11 +114,10 @@ def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelM
         cell for cell in cells if cell["variant"] in present and cell["switch"] in combinations
     ]
     timed = [cell for cell in cells if cell["log2_speedup"] is not None]
-    axis = theme.line_axis(variants)
     x = alt.X("switch:N", scale=alt.Scale(domain=combinations), title=None).axis(
         orient="top", labelAngle=0, labelColor=theme.MUTED, labelLimit=CELL_WIDTH
     )
-    y = alt.Y("variant:N", scale=alt.Scale(domain=present), axis=axis, title=None)
+    y = theme.line("variant:N", present, variants)
     color = alt.Color(
         "log2_speedup:Q",
         scale=alt.Scale(domain=[-octaves, 0, octaves], range=COLORS, interpolate="lab"),

@@ -46,7 +46,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     blocks = []
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "memory", device)
-        panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
+        of_device = [row for row in rows if row["device"] == slug]
+        panels = [_panel(of_shape, variants, colors) for of_shape in switches.panels(of_device)]
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
@@ -58,16 +59,13 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What ours needs where most memory is needed, or else what checkpointing saves there."""
-    for slug, device in devices.items():
-        measured = [row for row in rows if row["device"] == slug and row["peak_memory_gib"]]
-        if measured:
-            return _device_finding(measured, device["name"])
-    return "No configuration ran to its end yet"
+    """What needs least of ours without checkpointing, beside plain PyTorch, at the largest step.
 
-
-def _device_finding(measured: list[Row], device: str) -> str:
-    """What needs least of ours without checkpointing, beside plain PyTorch, at the largest step."""
+    Or else what checkpointing saves there.
+    """
+    measured, device = data.of_first(devices, [row for row in rows if row["peak_memory_gib"]])
+    if not measured:
+        return "No configuration ran to its end yet"
     alike = [row for row in measured if row["optimizer"] and not row["checkpoint"]]
     baseline = [row for row in alike if row["role"] == "baseline" and not row["cuda_graph"]]
     most = max(baseline, key=lambda row: row["peak_memory_gib"], default=None)
@@ -108,21 +106,15 @@ def _checkpointing_finding(measured: list[Row], device: str) -> str:
     return f"Checkpointing cuts peak memory {theme.times(ratio)} {where}: {sizes}"
 
 
-def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
-    return [
-        _panel(of_shape, switches.Lines.of(of_shape, variants), colors)
-        for of_shape in switches.panels(rows)
-    ]
-
-
-def _panel(rows: list[Row], lines: switches.Lines, colors: alt.Scale) -> alt.TopLevelMixin:
+def _panel(rows: list[Row], variants: list[str], colors: alt.Scale) -> alt.TopLevelMixin:
+    lines = switches.Lines.of(rows, variants)
     measured = [
         row
         | {
             "switch": switches.name(row),
             "label": theme.number(row["peak_memory_gib"]),
             # A row whose time does not count says as much of memory as one whose time does.
-            "hollow": row["counts"] is None,
+            "counts": row["counts"] is not None,
         }
         for row in rows
         if row["peak_memory_gib"]
@@ -135,11 +127,11 @@ def _panel(rows: list[Row], lines: switches.Lines, colors: alt.Scale) -> alt.Top
     base = data.drawing(measured).encode(x=x, **y)
     layers = [
         base.mark_bar(height=switches.SLOT_HEIGHT // 2, opacity=0.35).encode(color=color),
-        *(
-            base.transform_filter(f"{negation}datum.hollow")
-            .mark_point(filled=filled, size=75, opacity=1)
-            .encode(color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP)
-            for negation, filled in (("!", True), ("", False))
+        *theme.filled_or_hollow(
+            base.encode(color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP),
+            "point",
+            size=75,
+            opacity=1,
         ),
         *theme.text(base.encode(text="label:N"), dx=8),
         *switches.failures(rows, y),

@@ -126,12 +126,7 @@ def _panel(
     axis = alt.Axis(format=".0%", labelExpr="format(datum.value, '.2f') + '×'", tickCount=5)
     x = alt.X("ratio:Q", scale=scale, axis=axis, title="seemed as fast by")
     base = data.drawing(rows).encode(
-        y=alt.Y(
-            "line:N",
-            scale=alt.Scale(domain=lines, padding=0.1),
-            axis=theme.line_axis(labels),
-            title=None,
-        ),
+        y=theme.line("line:N", lines, labels, padding=0.1),
         yOffset=alt.YOffset("slot:O", scale=alt.Scale(domain=list(range(1, slots + 1)))),
         color=alt.condition("datum.wrong", alt.value(WRONG), alt.value(RIGHT)),
     )

@@ -14,6 +14,7 @@ from tnp.figures.data import Row
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 290  # px
 SLOT_HEIGHT = 15  # px, per implementation of a shape
+MOST_SHAPES = 24  # of an operator; of more, those of the neural process alone
 CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 12, "color": theme.MUTED}
@@ -22,6 +23,7 @@ QUERY = """
     select *
     from roofline
     where not is_ceiling(op)
+    qualify batch is not null or count(distinct shape) over (partition by device, op) <= $most
     order by
         sum(flops) over (partition by op) desc nulls last, op, intensity, shape, pass, role,
         implementation
@@ -43,7 +45,7 @@ TOOLTIP = [
 
 def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     """Log-log roofline per pass above the shares of it, shape by shape."""
-    rows = data.query(connection, QUERY)
+    rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
         return theme.no_rows(
             "no operator has been timed", "snakemake --cores 1 all    # on a GPU host"
@@ -84,37 +86,29 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
     A share above 1 says that the ceiling was measured too low, and nothing of the kernel.
     """
-    for slug, device in devices.items():
-        timed = [
-            row
-            for row in rows
-            if row["device"] == slug and 0 < (row["share_of_roofline"] or 0) <= 1
-        ]
-        own = [row for row in timed if row["own"]]
-        if own:
-            best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
-            peers = [
-                row
-                for row in timed
-                if not row["own"]
-                and (row["op"], row["pass"], row["shape"])
-                == (best["op"], best["pass"], best["shape"])
-            ]
-            peer = max(peers, key=lambda row: row["share_of_roofline"], default=None)
-            return _sentence(best, device) + (
-                f"; {peer['implementation']} reaches {peer['share_of_roofline']:.0%}"
-                if peer
-                else ""
-            )
-        if timed:
-            return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
-    return "No operator has both a timing and a measured ceiling"
+    known = [row for row in rows if 0 < (row["share_of_roofline"] or 0) <= 1]
+    timed, device = data.of_first(devices, known)
+    if not timed:
+        return "No operator has both a timing and a measured ceiling"
+    own = [row for row in timed if row["own"]]
+    if not own:
+        return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
+    best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
+    alike = [best[name] for name in ("op", "pass", "shape")]
+    peers = [
+        row
+        for row in timed
+        if not row["own"] and [row[name] for name in ("op", "pass", "shape")] == alike
+    ]
+    peer = max(peers, key=lambda row: row["share_of_roofline"], default=None)
+    reaches = f"; {peer['implementation']} reaches {peer['share_of_roofline']:.0%}" if peer else ""
+    return _sentence(best, device) + reaches
 
 
-def _sentence(row: Row, device: Row) -> str:
+def _sentence(row: Row, device: str) -> str:
     return (
         f"{theme.sentence(row['op'])} {row['pass']} of {row['implementation']} reaches "
-        f"{row['share_of_roofline']:.0%} of the {device['name']} roofline at {row['shape']}"
+        f"{row['share_of_roofline']:.0%} of the {device} roofline at {row['shape']}"
         f"{'' if row['counts'] else f' ({theme.WITHOUT_EVIDENCE})'}"
     )
 
@@ -158,7 +152,9 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
     x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
     y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
     y = y.axis(values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)], format=",")
-    marks = data.drawing(points).encode(x=x, y=y)
+    marks = data.drawing(points).encode(
+        x=x, y=y, color=_color(rows, colors), tooltip=_tooltip(rows)
+    )
     line = data.drawing(roof).mark_line(color=theme.INK, strokeWidth=2)
     names = data.drawing(_shape_labels(points)).encode(x=x, y=y, text="label:N")
     return alt.layer(
@@ -172,7 +168,7 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
         names.transform_filter("datum.bound == 'memory'").mark_text(
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
-        *_filled_or_hollow(marks, _color(rows, colors), _tooltip(rows), size=80),
+        *theme.filled_or_hollow(marks, "point", size=80, opacity=1),
     ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=alt.Title(pass_, fontSize=14))
 
 
@@ -196,18 +192,6 @@ def _color(rows: list[Row], colors: alt.Scale) -> alt.Color:
     """The colours of all variants, with a legend of those drawn."""
     legend = alt.Legend(values=_implementations(rows, colors))
     return alt.Color("implementation:N", scale=colors, legend=legend, title=None)
-
-
-def _filled_or_hollow(
-    base: alt.Chart, color: alt.Color, tooltip: list[alt.Tooltip], size: int
-) -> list[alt.Chart]:
-    """Points: filled where the row counts, hollow where it was recorded without evidence."""
-    return [
-        base.transform_filter(f"{negation}datum.counts")
-        .mark_point(filled=filled, size=size, opacity=1)
-        .encode(color=color, tooltip=tooltip)
-        for negation, filled in (("", True), ("!", False))
-    ]
 
 
 def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
@@ -266,13 +250,11 @@ def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt
         .mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35)
         .encode(x=x, color=color),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q", color=color),
-        *_filled_or_hollow(base.encode(x=x), color, _tooltip(rows), size=60),
-        *theme.text(base.encode(x=high, text="label:N"), dx=8),
-        *theme.text(
-            data.drawing(failed).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines),
-            fontStyle="italic",
-            color=theme.MUTED,
+        *theme.filled_or_hollow(
+            base.encode(x=x, color=color, tooltip=_tooltip(rows)), "point", size=60, opacity=1
         ),
+        *theme.text(base.encode(x=high, text="label:N"), dx=8),
+        *theme.in_place(failed, lines),
     ).properties(
         width=PANEL_WIDTH,
         height=SLOT_HEIGHT * len(implementations) * len(shapes),

@@ -78,14 +78,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     """What the rows of the first device that timed anything say, in one sentence."""
-    for slug, device in devices.items():
-        timed = [row for row in rows if row["device"] == slug and row["speedup"] is not None]
-        if timed:
-            return _device_finding(timed, device["name"])
-    return "No configuration could be timed yet"
-
-
-def _device_finding(timed: list[Row], device: str) -> str:
+    timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
+    if not timed:
+        return "No configuration could be timed yet"
     own = [row for row in timed if row["role"] == "own"]
     if own:
         best = max(
@@ -182,11 +177,11 @@ def _panel(
         _vertical([{"speedup": 1.0}], x, **one),
         _vertical(fastest_pytorch, x, **DASHED),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="speedup_high:Q"),
-        *(
-            base.transform_filter(f"{negation}datum.counts")
-            .mark_point(filled=filled, size=75, opacity=1)
-            .encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP)
-            for negation, filled in (("", True), ("!", False))
+        *theme.filled_or_hollow(
+            base.encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP),
+            "point",
+            size=75,
+            opacity=1,
         ),
         *theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
         *theme.text(

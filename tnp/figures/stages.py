@@ -45,7 +45,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     blocks = []
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "stage_share", device)
-        panels = _panels([row for row in rows if row["device"] == slug], lines)
+        of_device = [row for row in rows if row["device"] == slug]
+        panels = [_panel(of_shape, lines) for of_shape in switches.panels(of_device)]
         blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         "Median time per stage of an eager training step, in ms: embed to loss are forward, summed "
@@ -83,14 +84,9 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     return f"{sentence}; {forward[0]['stage']} takes {share:.0%} of the forward pass"
 
 
-def _panels(rows: list[Row], labels: list[str]) -> list[alt.TopLevelMixin]:
-    return [_panel(of_shape, labels) for of_shape in switches.panels(rows)]
-
-
 def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
     found = {switches.configuration(row) for row in rows}
     lines = [label for label in labels if label in found]
-    axis = theme.line_axis(labels)
     stages = list(STAGES)
     totals: dict[str, float] = {}
     for row in rows:
@@ -110,7 +106,7 @@ def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
     x = alt.X("time_ms:Q", title="ms", stack="zero", scale=alt.Scale(domain=[0, longest]))
     base = data.drawing(segments).encode(
         x=x.axis(tickCount=5),
-        y=alt.Y("line:N", scale=alt.Scale(domain=lines), axis=axis, title=None),
+        y=theme.line("line:N", lines, labels),
         order="order:Q",
     )
     color = alt.Color(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import altair as alt
 
-from tnp.figures import data, theme
+from tnp.figures import theme
 from tnp.figures.data import Row
 
 # A step's two switches as one mark: order, name and shape.
@@ -71,19 +71,14 @@ class Lines:
         """Pixels; a line is never lower than its label."""
         return len(self.variants) * max(SLOT_HEIGHT * len(self.slots), 24)
 
-    def encodings(self) -> dict[str, alt.Y | alt.YOffset]:
+    def encodings(self) -> theme.Encodings:
         return {
-            "y": alt.Y(
-                "variant:N",
-                scale=alt.Scale(domain=self.variants, padding=0.12),
-                axis=theme.line_axis(self.labels),
-                title=None,
-            ),
+            "y": theme.line("variant:N", self.variants, self.labels, padding=0.12),
             "yOffset": alt.YOffset("switch:N", scale=alt.Scale(domain=self.slots)),
         }
 
 
-def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> list[alt.Chart]:
+def failures(rows: Sequence[Row], encodings: theme.Encodings) -> list[alt.Chart]:
     """Why configurations have no mark, as text in their place: one line per variant and status."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -102,7 +97,4 @@ def failures(rows: Sequence[Row], encodings: dict[str, alt.Y | alt.YOffset]) -> 
                 "reason": failed[0]["reason"] or failed[0]["why_not"],
             }
         )
-    base = data.drawing(texts).encode(
-        x=alt.value(4), text="text:N", tooltip="reason:N", **encodings
-    )
-    return theme.text(base, fontStyle="italic", color=theme.MUTED)
+    return theme.in_place(texts, encodings)

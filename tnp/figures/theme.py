@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from tnp.figures.data import drawing
+from tnp.figures.data import Row, drawing
+
+Encodings = dict[str, alt.Y | alt.YOffset]  # which line of a panel a row stands on
 
 INK, MUTED, RULE = "#1f2328", "#59636e", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -148,6 +150,28 @@ def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
     """Device above device, each starting at the left edge."""
     stack = alt.concat(*blocks, columns=1, spacing=40, align="none")
     return stack.resolve_scale(yOffset="independent")
+
+
+def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Chart]:
+    """Two layers: rows that count are filled, those recorded without evidence hollow."""
+    return [
+        getattr(base.transform_filter(f"{negation}datum.counts"), f"mark_{mark}")(
+            filled=filled, **style
+        )
+        for negation, filled in (("", True), ("!", False))
+    ]
+
+
+def in_place(rows: list[Row], lines: Encodings) -> list[alt.Chart]:
+    """Why what would stand on `lines` has no mark: texts, each with its reason as a tooltip."""
+    base = drawing(rows).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines)
+    return text(base, fontStyle="italic", color=MUTED)
+
+
+def line(field: str, names: Sequence[str], labels: Sequence[str], **scale: float) -> alt.Y:
+    """A line for each of `names`, beside labels with room for all `labels` of the figure."""
+    domain = alt.Scale(domain=names, **scale)
+    return alt.Y(field, scale=domain, axis=line_axis(labels), title=None)
 
 
 def line_axis(labels: Sequence[str]) -> alt.Axis:

@@ -19,5 +19,5 @@ select
     verdict_best as verdict,
     evidence_cell(counts, why_not) as evidence
 from own_operators
-where op = 'attention'
+where op = 'attention' and n_q is not null
 order by device asc, pass desc, batch::bigint * n_q * n_k asc, implementation asc;

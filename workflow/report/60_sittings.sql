@@ -33,7 +33,7 @@ select
     max_by(versions, length(versions)) as packages
 from sittings
 left join machines_of_runs using (device, run)
-left join environment_summary using (device, environment_id)
+left join environments using (device, environment_id)
 left join packages using (environment_id)
 group by device, sitting
 order by min(started_at) desc;

@@ -6,73 +6,50 @@ An operator's configuration is one size with all its implementations, timed in t
 
 rule step:
     input:
-        gates_of_step,
+        awaited("step", REPLICATE),
     output:
-        **outputs("step", "{config_id}--r{replicate}{attempt}"),
+        **outputs("step", REPLICATE),
     log:
-        f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
+        f"{LOGS}/{REPLICATE}.log",
     wildcard_constraints:
         config_id=one_of(STEPS),
-        replicate=r"\d+",
-    priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
+    priority: priority_of
     threads: workflow.cores
     resources:
         gpu=GPUS,
     params:
+        **params_of("step"),
         kind="step",
-        code=lambda wildcards: step_code(wildcards.config_id),
-        gates=lambda wildcards: step_gates(STEPS[wildcards.config_id]),
-        state=step_state,
-        parameters=lambda wildcards: plan.job(
-            STEPS, wildcards.config_id, wildcards.replicate
-        ),
     script:
         "../scripts/benchmark.py"
 
 
-rule op:
+use rule step as op with:
     input:
-        gates_of_op,
+        awaited("op", REPLICATE),
     output:
-        **outputs("op", "{config_id}--r{replicate}{attempt}"),
-    log:
-        f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
+        **outputs("op", REPLICATE),
     wildcard_constraints:
         config_id=one_of(OF_OPERATORS),
-        replicate=r"\d+",
-    priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
-    threads: workflow.cores
-    resources:
-        gpu=GPUS,
     params:
+        **params_of("op"),
         kind="op",
-        code=lambda wildcards: op_code(wildcards.config_id),
-        gates=lambda wildcards: op_gates(OF_OPERATORS[wildcards.config_id]),
-        state=op_state,
-        parameters=lambda wildcards: plan.job(
-            OF_OPERATORS, wildcards.config_id, wildcards.replicate
-        ),
-    script:
-        "../scripts/benchmark.py"
 
 
 rule host_calls:
     output:
-        **outputs("host", "{config_id}--r{replicate}{attempt}"),
+        **outputs("host", REPLICATE),
     log:
-        f"{LOGS}/{{config_id}}--r{{replicate}}{{attempt}}.log",
+        f"{LOGS}/{REPLICATE}.log",
     wildcard_constraints:
         config_id=one_of(HOST),
-        replicate=r"\d+",
-    priority: lambda wildcards: PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
+    priority: priority_of
     threads: workflow.cores
     resources:
         gpu=GPUS,
     params:
-        code=lambda wildcards: host_code(wildcards.config_id),
-        parameters=lambda wildcards: plan.job(
-            HOST, wildcards.config_id, wildcards.replicate
-        ),
+        code=lambda wildcards: code("host", wildcards.config_id),
+        parameters=lambda wildcards: parameters_of("host", wildcards),
     script:
         "../scripts/host.py"
 

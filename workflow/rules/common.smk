@@ -50,6 +50,8 @@ TUNING = plan.tuning(config, DEVICE, SLUG)  # on demand alone
 OF_OPERATORS = OPS | TUNING
 TRAINING = plan.training(config, DEVICE, SLUG)
 HOST = plan.host(config, DEVICE, SLUG)
+JOBS = {"step": STEPS, "op": OF_OPERATORS, "host": HOST, "train": TRAINING}
+SCRIPTS = {"step": "benchmark", "op": "benchmark", "host": "host", "train": "train"}
 
 # Gates first, then the benchmarks round by round, training last.
 ORDER = plan.running_order(STEPS | OPS | HOST)
@@ -78,8 +80,13 @@ GPUS = 1 if DEVICE == "cuda" else 0
 start.prepare_environment(workflow.basedir)
 
 
+# Of the files of a benchmark's job, and of a training's.
+REPLICATE, TRAINED = "{config_id}--r{replicate}{attempt}", "{config_id}{attempt}"
+
+
 wildcard_constraints:
     attempt=PATTERN,
+    replicate=r"\d+",
 
 
 def one_of(names):
@@ -108,12 +115,18 @@ def gate_files(gates):
     return [planned("gate", gate)["gates"] for gate in named_gates(gates)]
 
 
-def step_gates(parameters):
-    return named_gates(parameters["gates"].split("|"))
+def parameters_of(kind, wildcards):
+    """Of one job."""
+    if kind == "train":
+        return TRAINING[wildcards.config_id]
+    return plan.job(JOBS[kind], wildcards.config_id, wildcards.replicate)
 
 
-def op_gates(parameters):
-    """{contender: the gates it waits for}."""
+def awaited_gates(kind, config_id):
+    """Gates that a job waits for; of an operator's benchmark {contender: its gates}."""
+    parameters = JOBS[kind][config_id]
+    if kind != "op":
+        return named_gates(parameters["gates"].split("|"))
     op = parameters["op"]
     return {
         name: (
@@ -124,76 +137,51 @@ def op_gates(parameters):
 
 
 @cache
-def step_code(config_id):
-    return sources.fingerprint("benchmark", sources.of_step(STEPS[config_id]))
-
-
-@cache
-def op_code(config_id):
-    found, parameters = {}, OF_OPERATORS[config_id]
-    for name in set(map(implementation_of, parameters["implementations"])):
-        found |= sources.of_op(parameters | {"implementation": name})
+def code(kind, config_id):
+    """Fingerprint of all that a job runs."""
+    found = sources.of_job(kind, JOBS[kind][config_id])
     if config_id in TUNING:  # the table that it is for voids no trial
         found = sources.code(found)
-    return sources.fingerprint("benchmark", found)
+    return sources.fingerprint(SCRIPTS[kind], found)
 
 
-@cache
-def host_code(config_id):
-    return sources.fingerprint("host", sources.of_host(HOST[config_id]))
-
-
-@cache
-def train_code(run):
-    return sources.fingerprint("train", sources.of_training(TRAINING[run]))
-
-
-def state(code, parameters, gates):
+def state(kind, wildcards):
     """All that a result depends on."""
-    return digest(json.dumps([code, parameters, gates], sort_keys=True))
+    config_id, parameters = wildcards.config_id, parameters_of(kind, wildcards)
+    depends_on = [code(kind, config_id), parameters, awaited_gates(kind, config_id)]
+    return digest(json.dumps(depends_on, sort_keys=True))
 
 
-def awaited(kind, stem, gates, now):
-    """Results of the gates that a job waits for: of none where its own is there and of `now`.
+def params_of(kind):
+    """What the jobs of a rule are told, by which they run again where it changes."""
+    return {
+        "code": lambda wildcards: code(kind, wildcards.config_id),
+        "gates": lambda wildcards: awaited_gates(kind, wildcards.config_id),
+        "state": lambda wildcards: state(kind, wildcards),
+        "parameters": lambda wildcards: parameters_of(kind, wildcards),
+    }
+
+
+def awaited(kind, stem):
+    """Results of the gates that a job waits for: of none where its own is there and of now.
 
     As plain inputs, gates that run again would take all that waits for them with them.
     """
-    own = Path(outputs(kind, stem)[plan.TABLES[kind][0]])
-    return [] if is_of(own, now) else gate_files(gates)
+
+    def files(wildcards):
+        own = outputs(kind, stem.format(**wildcards))[plan.TABLES[kind][0]]
+        if is_of(Path(own), state(kind, wildcards)):
+            return []
+        gates = awaited_gates(kind, wildcards.config_id)
+        return gate_files(
+            sorted(set().union(*gates.values())) if kind == "op" else gates
+        )
+
+    return files
 
 
-def step_state(wildcards):
-    parameters = plan.job(STEPS, wildcards.config_id, wildcards.replicate)
-    config_id = wildcards.config_id
-    return state(step_code(config_id), parameters, step_gates(parameters))
-
-
-def op_state(wildcards):
-    parameters = plan.job(OF_OPERATORS, wildcards.config_id, wildcards.replicate)
-    return state(op_code(wildcards.config_id), parameters, op_gates(parameters))
-
-
-def train_state(wildcards):
-    parameters = TRAINING[wildcards.run]
-    return state(train_code(wildcards.run), parameters, step_gates(parameters))
-
-
-def gates_of_step(wildcards):
-    stem = "{config_id}--r{replicate}{attempt}".format(**wildcards)
-    gates = step_gates(STEPS[wildcards.config_id])
-    return awaited("step", stem, gates, step_state(wildcards))
-
-
-def gates_of_op(wildcards):
-    stem = "{config_id}--r{replicate}{attempt}".format(**wildcards)
-    gates = sorted(set().union(*op_gates(OF_OPERATORS[wildcards.config_id]).values()))
-    return awaited("op", stem, gates, op_state(wildcards))
-
-
-def gates_of_training(wildcards):
-    gates = step_gates(TRAINING[wildcards.run])
-    stem = "{run}{attempt}".format(**wildcards)
-    return awaited("train", stem, gates, train_state(wildcards))
+def priority_of(wildcards):
+    return PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
 
 
 def planned_tables():

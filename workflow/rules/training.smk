@@ -3,22 +3,19 @@
 
 rule train:
     input:
-        gates_of_training,
+        awaited("train", TRAINED),
     output:
-        **outputs("train", "{run}{attempt}"),
+        **outputs("train", TRAINED),
     log:
-        f"{LOGS}/{{run}}{{attempt}}.log",
+        f"{LOGS}/{TRAINED}.log",
     wildcard_constraints:
-        run=one_of(TRAINING),
+        config_id=one_of(TRAINING),
     threads: workflow.cores
     resources:
         gpu=GPUS,
     params:
-        code=lambda wildcards: train_code(wildcards.run),
-        gates=lambda wildcards: step_gates(TRAINING[wildcards.run]),
-        state=train_state,
-        parameters=lambda wildcards: TRAINING[wildcards.run],
+        **params_of("train"),
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
-        checkpoints=lambda wildcards: f"{RUNS}/checkpoints/{wildcards.run}{wildcards.attempt}",
+        checkpoints=f"{RUNS}/checkpoints/{TRAINED}",
     script:
         "../scripts/train.py"

@@ -34,23 +34,14 @@ candidates as (
         min(time_ms) as best_time_ms,
         bool_and(has_evidence) as have_evidence
     from operator_training
-    inner join auto_candidates using (op, implementation)
-    where time_ms is not null
+    inner join implementations using (op, implementation)
+    where chosen_from and time_ms is not null
     group by device, op, shape, dtype
 )
 
 select
-    device,
-    op,
-    shape,
-    dtype,
-    batch,
-    n_q,
-    n_k,
-    chosen,
-    source,
+    automatic.* exclude (has_evidence),
     source = 'tuned' as tuned_on,
-    time_ms,
     best_implementation,
     best_time_ms,
     time_ms / best_time_ms - 1 as regret,

@@ -18,17 +18,12 @@ of_runs as (
         device,
         generation,
         may_count,
-        any_value(kind) as kind,
-        any_value(family) as family,
+        any_value(columns([
+            'kind', 'family', 'question', 'name', 'switches', 'role', 'versions', 'ablation_part',
+            'is_current'
+        ])),
         max(flops) as flops, -- rows of one commit left out what `skip_unread` does
-        any_value(question) as question,
-        any_value(name) as name,
-        any_value(switches) as switches,
-        any_value(role) as role,
-        any_value(versions) as versions,
-        any_value(ablation_part) as ablation_part,
         bool_or(shown) as shown,
-        any_value(is_current) as is_current,
         bool_or(coalesce(counts, false)) as has_evidence,
         count(distinct run) as n_runs,
         median(log_ms) as log_ms,

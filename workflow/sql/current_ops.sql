@@ -1,4 +1,4 @@
 -- Grain: as `judged_ops`, of each question's current generation.
 create or replace view current_ops as
-select * exclude (is_current) from judged_ops
+select * exclude (is_current, started_at) from judged_ops
 where is_current;

@@ -1,33 +1,4 @@
--- Grain: question × run of its current generation, failed runs included.
---
--- `counts`: the row may be compared. `why_not` says why not. A time that is no finite number is an
--- error here.
-create or replace table current_steps as
-select
-    steps.* replace (
-        evidence.status as status,
-        evidence.reason as reason,
-        evidence.role as role
-    ),
-    evidence.run,
-    evidence.gpu,
-    evidence.sitting,
-    evidence.question,
-    evidence.generation,
-    evidence.torch,
-    evidence.triton,
-    evidence.proven,
-    evidence.counts,
-    evidence.why_not
-from steps
-inner join evidence
-    on
-        steps.device = evidence.device
-        and run_of(steps.run_id, steps.device, steps.recorded_at) = evidence.run
-        and steps.config_id = evidence.config_id
-        and evidence.pass = 'step'
-where evidence.is_current
-qualify
-    row_number()
-        over (partition by steps.device, evidence.run, steps.config_id order by steps.origin)
-    = 1;
+-- Grain: as `judged_steps`, of each question's current generation.
+create or replace view current_steps as
+select * exclude (is_current, started_at) from judged_steps
+where is_current;

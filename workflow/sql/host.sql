@@ -3,18 +3,10 @@
 -- PyTorch's plain form takes it, or where launches were replaced by nothing as an empty
 -- autograd.Function.
 create or replace view host as
-with commits as (
-    select
-        environment_id,
-        any_value(git_commit) as git_commit
-    from environments
-    group by environment_id
-),
-
-newest as (
+with newest as (
     select host_calls.*
     from host_calls
-    left join commits using (environment_id)
+    left join machines using (environment_id)
     where status = 'ok'
     qualify
         git_commit is not distinct from arg_max(git_commit, recorded_at)

@@ -17,6 +17,7 @@ select
     evidence.question,
     evidence.generation,
     evidence.is_current,
+    evidence.started_at,
     evidence.torch,
     evidence.triton,
     evidence.proven,

@@ -16,25 +16,11 @@ with baselines as (
 )
 
 select
-    device,
-    question,
-    config_id,
-    study,
-    shape,
-    variant,
-    role,
-    batch,
-    n_context,
-    n_target,
-    dtype,
-    checkpoint,
-    cuda_graph,
-    optimizer,
-    status,
-    reason,
-    counts,
-    why_not,
-    peak_memory_bytes,
+    * exclude (
+        generation, studies, proven, n_runs, n_failed, step_ms, step_ms_low, step_ms_high,
+        tokens_per_s, energy_j, tflops, mfu, throttled, environment_id, operators, gates,
+        baseline_peak_memory_bytes
+    ),
     peak_memory_bytes / pow(2, 30) as peak_memory_gib,
     baseline_peak_memory_bytes / pow(2, 30) as baseline_peak_memory_gib,
     peak_memory_bytes / baseline_peak_memory_bytes as relative_to_baseline

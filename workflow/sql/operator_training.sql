@@ -16,41 +16,15 @@ with runs as (
 ),
 
 used as (
-    select * from runs
+    select
+        *,
+        status = 'ok' and coalesce(counts, true) as is_timed
+    from runs
     qualify
         case
             when bool_or(has_auto) over (partition by device, op, shape, dtype) then has_auto
             else is_current
         end
-),
-
-passes as (
-    select
-        device,
-        op,
-        shape,
-        dtype,
-        implementation,
-        pass,
-        any_value(batch) as batch,
-        any_value(n_q) as n_q,
-        any_value(n_k) as n_k,
-        any_value(n_heads) as n_heads,
-        any_value(head_dim) as head_dim,
-        any_value(d_model) as d_model,
-        any_value(d_ff_storage) as d_ff_storage,
-        any_value(n_components) as n_components,
-        bool_or(coalesce(with_forward, op = 'mixture_nll')) as with_forward,
-        arg_max(environment_id, recorded_at) as environment_id,
-        arg_max(launch_config, recorded_at) as launch_config,
-        max(recorded_at) as recorded_at,
-        median(time_ms_p50) filter (where status = 'ok' and counts is distinct from false)
-            as pass_ms,
-        bool_and(coalesce(counts, false))
-        filter (where status = 'ok' and counts is distinct from false)
-            as has_evidence
-    from used
-    group by device, op, shape, dtype, implementation, pass
 ),
 
 whole as (
@@ -61,27 +35,21 @@ whole as (
         dtype,
         implementation,
         any_value(columns([
-            'batch',
-            'n_q',
-            'n_k',
-            'n_heads',
-            'head_dim',
-            'd_model',
-            'd_ff_storage',
-            'n_components',
-            'environment_id'
+            'batch', 'n_q', 'n_k', 'n_heads', 'head_dim', 'd_model', 'd_ff_storage', 'n_components'
         ])),
-        any_value(launch_config) filter (where pass = 'forward') as launch_config,
+        arg_max(environment_id, recorded_at) as environment_id,
+        arg_max(launch_config, recorded_at) filter (where pass = 'forward') as launch_config,
         max(recorded_at) as recorded_at,
-        bool_and(has_evidence) as has_evidence,
-        bool_or(with_forward) filter (where pass = 'backward') as with_forward,
-        any_value(pass_ms) filter (where pass = 'forward') as forward_ms,
-        any_value(pass_ms) filter (where pass = 'backward') as backward_ms
-    from passes
+        bool_and(coalesce(counts, false)) filter (where is_timed) as has_evidence,
+        median(time_ms_p50) filter (where pass = 'forward' and is_timed) as forward_ms,
+        median(time_ms_p50) filter (where pass = 'backward' and is_timed) as backward_ms,
+        bool_or(coalesce(with_forward, op = 'mixture_nll')) filter (where pass = 'backward')
+            as is_whole
+    from used
     group by device, op, shape, dtype, implementation
 )
 
 select
-    * exclude (with_forward),
-    case when with_forward then backward_ms else forward_ms + backward_ms end as time_ms
+    * exclude (is_whole),
+    case when is_whole then backward_ms else forward_ms + backward_ms end as time_ms
 from whole;

@@ -46,13 +46,7 @@ used as (
 
 drawn as (
     select
-        'speedup' as view_name,
-        device,
-        question
-    from speedup
-    union
-    select
-        'matrix' as view_name,
+        unnest(['speedup', 'matrix']) as view_name,
         device,
         question
     from speedup

@@ -4,39 +4,14 @@
 -- of more than 30 minutes. `started_at` is the run's first `recorded_at`.
 create or replace table sittings as
 with rows_of_runs as (
-    select
-        device,
-        environment_id,
-        run_id,
-        recorded_at
     from gates
-    union all
-    select
-        device,
-        environment_id,
-        run_id,
-        recorded_at
+    union all by name
     from steps
-    union all
-    select
-        device,
-        environment_id,
-        run_id,
-        recorded_at
+    union all by name
     from ops
-    union all
-    select
-        device,
-        environment_id,
-        run_id,
-        recorded_at
+    union all by name
     from training
-    union all
-    select
-        device,
-        environment_id,
-        run_id,
-        recorded_at
+    union all by name
     from trials
 ),
 

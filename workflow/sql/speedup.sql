@@ -17,28 +17,10 @@ with compared as (
 
 compared_steps as (
     select
-        own.device,
-        own.question,
-        own.config_id,
-        own.study,
-        own.shape,
-        own.variant,
-        own.role,
-        own.batch,
-        own.n_context,
-        own.n_target,
-        own.dtype,
-        own.checkpoint,
-        own.cuda_graph,
-        own.status,
-        own.reason,
-        own.counts,
-        own.why_not,
-        own.proven,
-        own.throttled,
-        own.n_runs,
-        own.n_failed,
-        own.step_ms,
+        own.* exclude (
+            generation, studies, optimizer, step_ms_low, step_ms_high, tokens_per_s, energy_j,
+            peak_memory_bytes, tflops, mfu, environment_id, operators, gates
+        ),
         baseline.step_ms as baseline_step_ms,
         to_baseline.ratio as speedup,
         to_baseline.low as speedup_low,

@@ -26,16 +26,10 @@ medians as (
         question,
         stage,
         min(config_id) as config_id,
-        any_value(study) as study,
-        any_value(shape) as shape,
-        any_value(variant) as variant,
-        any_value(role) as role,
-        any_value(batch) as batch,
-        any_value(n_context) as n_context,
-        any_value(n_target) as n_target,
-        any_value(dtype) as dtype,
-        any_value(checkpoint) as checkpoint,
-        any_value(cuda_graph) as cuda_graph,
+        any_value(columns([
+            'study', 'shape', 'variant', 'role', 'batch', 'n_context', 'n_target', 'dtype',
+            'checkpoint', 'cuda_graph'
+        ])),
         bool_and(counts) as counts,
         median(time_ms_p50) as time_ms
     from current_stages

@@ -29,20 +29,13 @@ with runs as (
 select
     device,
     question,
-    any_value(generation) as generation,
+    any_value(columns([
+        'generation', 'shape', 'variant', 'role', 'batch', 'n_context', 'n_target', 'dtype',
+        'checkpoint', 'cuda_graph', 'optimizer'
+    ])),
     min(config_id) as config_id,
     list(distinct study order by study) as studies,
     coalesce(min(study) filter (where study != 'ablation'), 'ablation') as study,
-    any_value(shape) as shape,
-    any_value(variant) as variant,
-    any_value(role) as role,
-    any_value(batch) as batch,
-    any_value(n_context) as n_context,
-    any_value(n_target) as n_target,
-    any_value(dtype) as dtype,
-    any_value(checkpoint) as checkpoint,
-    any_value(cuda_graph) as cuda_graph,
-    any_value(optimizer) as optimizer,
     case when bool_or(timed) then 'ok' else arg_max(status, recorded_at) end as status,
     coalesce(
         arg_max(reason, recorded_at) filter (where is_used and reason != ''),

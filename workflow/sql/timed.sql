@@ -8,15 +8,11 @@
 create or replace table timed as
 with measured as (
     select
-        device,
-        run_of(run_id, device, recorded_at) as run,
-        config_id,
+        *,
         'step' as pass,
-        origin,
         'step' as kind,
         shape as part,
         concat_ws(' ', dtype, batch, n_context, n_target, optimizer) as family,
-        flops,
         variant as name,
         concat_ws(
             ' ',
@@ -29,22 +25,18 @@ with measured as (
             when study = 'ablation' then 'whole'
         end as ablation_part,
         optimizer and study != 'ablation' as shown,
-        false as twin,
         ln(step_ms_p50) as log_ms,
         step_ms_std / step_ms_p50 as deviation
-    from steps
-    union all
+    from judged_steps
+    where status = 'ok'
+    union all by name
     select
-        device,
-        run_of(run_id, device, recorded_at) as run,
-        config_id,
-        pass,
-        origin,
+        * exclude (flops),
         'operator' as kind,
-        concat_ws(' ', op_now(op, problem), pass) as part,
+        concat_ws(' ', op, pass) as part,
         concat_ws(
             ' ',
-            op_now(op, problem),
+            op,
             pass,
             dtype,
             batch,
@@ -58,35 +50,37 @@ with measured as (
             n_components,
             case when n_q is null then problem end
         ) as family,
-        null as flops,
         implementation as name,
         '' as switches,
-        null as ablation_part,
-        implementation != 'auto' and not is_ceiling(op_now(op, problem)) as shown,
-        coalesce(twin, false) as twin,
+        implementation != 'auto' and not is_ceiling(op) as shown,
         ln(time_ms_p50) as log_ms,
         time_ms_std / time_ms_p50 as deviation
-    from ops
-    where forced is null
+    from judged_ops
+    where status = 'ok'
 )
 
 select
-    measured.* exclude (origin),
-    evidence.question,
-    evidence.generation,
-    evidence.is_current,
-    evidence.role,
-    evidence.counts,
-    concat_ws(' ', evidence.torch, evidence.triton) as versions,
-    evidence.sitting,
-    evidence.started_at
-from measured
-inner join evidence using (device, run, config_id, pass)
-where evidence.status = 'ok'
-qualify
-    row_number()
-        over (
-            partition by measured.device, measured.run, measured.config_id, measured.pass
-            order by measured.origin
-        )
-    = 1;
+    device,
+    run,
+    config_id,
+    pass,
+    kind,
+    part,
+    family,
+    flops,
+    name,
+    switches,
+    ablation_part,
+    shown,
+    coalesce(twin, false) as twin,
+    log_ms,
+    deviation,
+    question,
+    generation,
+    is_current,
+    role,
+    counts,
+    concat_ws(' ', torch, triton) as versions,
+    sitting,
+    started_at
+from measured;

@@ -5,7 +5,7 @@ select
     *,
     row_number() over (
         partition by generation, pass, sitting
-        order by started_at, run
+        order by started_at, run, config_id
     ) as ordinal
 from timed
 where counts is distinct from false;

@@ -45,16 +45,7 @@ quantiles as (
 )
 
 select
-    device,
-    run,
-    variant,
-    baseline_run,
-    baseline_variant,
-    first_step,
-    last_step,
-    n_rows,
-    mean_difference,
-    standard_error,
+    * exclude (degrees, t_quantile, spread, allowed),
     mean_difference - t_quantile * standard_error as difference_low,
     mean_difference + t_quantile * standard_error as difference_high,
     run = 'gp_small_flash' as is_null_pair,

@@ -1,0 +1,222 @@
+"""From jobs to the definitions that each depends on, without importing what computes."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from tnp.bench.outcome import implementation_of
+from tnp.catalog import AUTO, IMPLEMENTATIONS, catalog
+from tnp.gates import gates_for, gates_of
+from tnp.schemas import CEILINGS
+from tnp.variants import FAMILIES
+from workflow import plan, sources
+
+ROOT = Path(__file__).parents[2]
+CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
+
+
+def files(found: dict[str, str]) -> set[str]:
+    """Those that these definitions stand in, and tables."""
+    names = {name.partition(":")[0] for name in found}
+    return {n if n.endswith(".json") else f"{n.replace('.', '/')}.py" for n in names}
+
+
+def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    kernel = "triton_forward.py"
+
+    def uses(found: dict[str, str]) -> bool:
+        return any(file.endswith(kernel) for file in files(found))
+
+    assert uses(sources.of_step(steps["matrix--mid--separate"]))
+    assert not uses(sources.of_step(steps["matrix--mid--sdpa_flash"]))
+    assert uses(sources.of_gate("op--attention--separate"))
+    assert not uses(sources.of_gate("baseline"))
+    assert "tnp/model.py" in files(sources.of_gate("baseline"))
+
+
+def test_a_variants_operators_are_sources_each_of_its_own():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    kernels = {
+        op: f"tnp/ops/{file}.py"
+        for op, file in (("mlp", "mlp/composed"), ("rms_norm", "rms_norm/triton_rms_norm"))
+    }
+
+    def used(found: dict[str, str]) -> set[str]:
+        return {op for op, kernel in kernels.items() if kernel in files(found)}
+
+    assert used(sources.of_step(steps["ablation--small--only_mlp--graph"])) == {"mlp"}
+    assert used(sources.of_step(steps["ablation--small--fused--graph"])) == {"mlp", "rms_norm"}
+    assert used(sources.of_step(steps["matrix--mid--fused_attention"])) == set()
+    assert used(sources.of_gate("op--mlp--fused")) == {"mlp"}
+    assert (
+        used(sources.of_gate("op--attention--separate"))
+        == used(sources.of_gate("baseline"))
+        == set()
+    )
+    fused, torch = ({"op": "mlp", "implementation": name} for name in ("fused", "torch"))
+    assert used(sources.of_op(fused)) == {"mlp"} and used(sources.of_op(torch)) == set()
+    assert not any("rms_norm" in f or "attention" in f for f in files(sources.of_op(torch)))
+
+
+KERNELS = {
+    f"tnp/ops/{module}.py"
+    for module in (
+        "attention/triton_forward",
+        "attention/triton_backward",
+        "attention/few_keys",
+        "attention/hopper_forward",
+        "attention/hopper_backward",
+        "embedding/triton_embedding",
+        "hopper_matmul",
+        "hopper_silu",
+        "mixture_heads/hopper",
+        "mixture_heads/triton_heads",
+        "mixture_nll/triton_mixture_nll",
+        "mlp/composed",
+        "norms",
+        "projection/products",
+        "rms_norm/triton_rms_norm",
+        "triton_matmul",
+        "weight_gradient",
+    )
+}
+
+
+def used_kernels(found: dict[str, str]) -> set[str]:
+    return (KERNELS | {"tnp/ops/mlp/single.py"}) & files(found)
+
+
+def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    assert used_kernels(sources.of_step(steps["matrix--mid--sdpa_flash"])) == set()
+    assert used_kernels(sources.of_step(steps["ablation--small--fused--graph"])) == KERNELS
+
+
+def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
+    assert used_kernels(sources.of_gate("skip_unread")) == KERNELS | {"tnp/ops/mlp/single.py"}
+    # Else an edited kernel would void what PyTorch's steps wait for.
+    for gate in ("baseline", "checkpointing", "cuda_graphs"):
+        assert used_kernels(sources.of_gate(gate)) == set()
+
+
+def test_what_a_backward_runs_is_its_source():
+    fused, single = (
+        used_kernels(sources.of_op({"op": "mlp", "implementation": name}))
+        for name in ("fused", "single")
+    )
+    assert single == fused | {"tnp/ops/mlp/single.py"}
+    assert "tnp/ops/mlp/composed.py" in fused and "tnp/ops/hopper_silu.py" in fused
+    projection = used_kernels(sources.of_gate("op--linear--fused"))
+    assert projection == {"tnp/ops/weight_gradient.py", "tnp/ops/projection/products.py"}
+
+
+def test_what_auto_may_choose_is_its_source_and_gate():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    step = steps["auto--mid--auto--graph"]
+    assert set(json.loads(step["operators"]).values()) == {"auto"}
+    every = [
+        gates_for({family: name})
+        for family in FAMILIES
+        for operator in catalog().family(family)
+        for name in catalog().candidates(operator.name, AUTO)
+    ]
+    assert set(step["gates"].split("|")) == set().union(*every) | {"skip_unread", "cuda_graphs"}
+
+    def of(op: str, name: str) -> set[str]:
+        parameters = {"op": op, "implementation": name, "device_slug": "nvidia-h200"}
+        return files(sources.of_op(parameters))
+
+    mlp = {name: of("mlp", name) for name in ("torch", "single", "fused", "auto")}
+    assert mlp["auto"] == mlp["torch"] | mlp["single"] | mlp["fused"] | {"nvidia-h200.json"}
+    # Its kernels' entries decide about what is ours too, and nothing about PyTorch's.
+    attention = {name: of("attention", name) for name in ("sdpa_flash", "fused", "auto")}
+    found = {name: "nvidia-h200.json" in own for name, own in (mlp | attention).items()}
+    assert found["auto"] and found["fused"] and not found["torch"] and not found["sdpa_flash"]
+    assert not any("peers" in file for file in attention["auto"])
+    assert "nvidia-h200.json" not in files(sources.of_gate("op--mlp--fused"))
+
+
+def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
+    """Otherwise an edit of it would leave its rows proven by gates that never saw the edit."""
+    model = re.compile(r"tnp\.(ops|model|step)(\.|:|$)")
+
+    def unproven(found: dict[str, str], gates: list[str]) -> set[str]:
+        ran = {name for name in sources.code(found) if model.match(name)}
+        return ran - set().union(*map(sources.of_gate, gates))
+
+    for step in plan.steps(CONFIG, "cuda", "nvidia-h200").values():
+        assert not unproven(sources.of_step(step), step["gates"].split("|")), step["config_id"]
+    for config_id, job in plan.ops(CONFIG, "cuda", "nvidia-h200").items():
+        ceiling = job["op"] in CEILINGS
+        for name in () if ceiling else set(map(implementation_of, job["implementations"])):
+            if gates := gates_of(job["op"], name):
+                found = sources.of_op(job | {"implementation": name}, without=())
+                # PyTorch's are compared with, and need no proof, where "auto" may take them too.
+                plain = set()
+                for other in catalog().candidates(job["op"], name):
+                    if catalog().listed(job["op"], other).provider == "torch":
+                        plain |= sources.of_op(job | {"implementation": other}, ()).keys()
+                assert unproven(found, gates) <= plain, (config_id, name)
+
+
+def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
+    found = sources.of_step(plan.steps(CONFIG, "cuda", "nvidia-h200")["matrix--mid--separate"])
+    assert "nvidia-h200.json" in files(found)
+    turned = dict(reversed(found.items()))
+    prints = [sources.fingerprint(*of) for of in (
+        ("gate", found), ("gate", turned), ("benchmark", found), ("gate", sources.code(found)),
+    )]  # fmt: skip
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
+def test_the_order_of_implementations_voids_nothing():
+    """Of each the table has other entries."""
+    job = plan.ops(CONFIG, "cuda", "nvidia-h200")["attention--mid"]
+    turned = job | {"implementations": dict(reversed(job["implementations"].items()))}
+    assert sources.of_job("op", job) == sources.of_job("op", turned)
+    tables = [name for name in sources.of_job("op", job) if ".json:" in name]
+    assert len(tables) > 2
+
+
+PLANNING = """
+import sys, time
+started = time.perf_counter()
+import yaml
+from tnp.bench.outcome import implementation_of
+from workflow import plan, sources
+from workflow.validation import validate
+config = yaml.safe_load(open("config.yaml"))
+validate(config)
+where = config, "cuda", "nvidia-h200"
+for gate in plan.gates(config):
+    sources.of_gate(gate)
+for step in plan.steps(*where).values():
+    sources.of_step(step)
+for op in (plan.ops(*where) | plan.tuning(*where)).values():
+    for name in map(implementation_of, op["implementations"]):
+        sources.of_op(op | {"implementation": name})
+for run in plan.training(*where).values():
+    sources.of_training(run)
+print(f"planned in {time.perf_counter() - started:.1f} s")
+heavy = {name.partition(".")[0] for name in sys.modules}
+heavy &= {"torch", "triton", *sys.argv[1:]}
+sys.exit(", ".join(heavy) or 0)
+"""
+
+
+def test_planning_for_a_gpu_imports_nothing_that_computes():
+    """Neither PyTorch nor Triton, nor a module that an entry point names."""
+    entries = metadata.entry_points(group=IMPLEMENTATIONS)
+    modules = {entry.module.partition(".")[0] for entry in entries} - {"tnp"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNING, *modules], cwd=ROOT, capture_output=True, text=True
+    )
+    print(done.stdout)  # how long it took, which nothing is asserted of
+    assert done.returncode == 0, f"it imported {done.stderr}"
+    assert "planned in" in done.stdout

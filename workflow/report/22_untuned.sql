@@ -1,0 +1,22 @@
+-- # Attention at sizes that nobody tuned for
+-- Study `untuned`: 62 sizes of 8 heads of 64, 1 to 64 tasks, 100 to 20,000 queries and 1 to 20,000
+-- keys, none of which has an entry in the table that our kernels are chosen by. At each the fastest
+-- of ours beside the fastest of PyTorch's flash and cuDNN and of FlashAttention-3, which has no
+-- backward pass. The ratio is the time of the others' fastest over ours.
+with fastest as (
+    select * from own_operators
+    where op = 'attention' and n_q is null and speedup_best is not null
+    qualify time_ms = min(time_ms) over (partition by device, shape, pass)
+)
+
+select
+    device,
+    pass,
+    count(*) as sizes,
+    min(speedup_best) as least_ratio,
+    arg_min(shape, speedup_best) as where_least,
+    median(speedup_best) as median_ratio,
+    count(*) filter (where speedup_best_high < 0.97) as "interval_wholly_below_0.97"
+from fastest
+group by device, pass
+order by device asc, pass desc;
