@@ -16,7 +16,7 @@ select
     min(speedup_best) as least_ratio,
     arg_min(shape, speedup_best) as where_least,
     median(speedup_best) as median_ratio,
-    count(*) filter (where speedup_best_high < 0.97) as "interval_wholly_below_0.97"
+    count(*) filter (where speedup_best_high < 0.97) as clearly_below_97_percent
 from fastest
 group by device, pass
 order by device asc, pass desc;
