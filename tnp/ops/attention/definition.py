@@ -108,9 +108,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
     """Ragged, far apart, of one key, and of a length for every sample."""
 
     def case(batch, n_heads, n_q, n_k, head_dim=64, dtype="bfloat16", **drawn) -> Case:
-        sizes = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
-        problem = operator.problem(dtype, **sizes, n_keys="lengths" in drawn)
-        return Case(problem, tuple(drawn.items()))
+        sizes = batch, n_heads, n_q, n_k, head_dim
+        return operator.case(dtype, *sizes, n_keys="lengths" in drawn, **drawn)
 
     if target.kind != "cuda":
         return (
