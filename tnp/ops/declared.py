@@ -34,17 +34,17 @@ def by_pytorch(
 def by_triton(
     name: str,
     op: str,
-    module: str,
-    *,
+    *modules: str,
     forward: tuple[str, ...] = ("FORWARD",),
     backward: tuple[str, ...] = ("BACKWARD",),
     supported: Support | None = None,
     **limits: Any,
 ) -> Implementation:
-    """Ours, made of Triton kernels of one module, of each pass those named here."""
+    """Ours, made of Triton kernels: of these modules, in each pass, those of these names."""
 
     def operation(pass_: str, kernels: tuple[str, ...]) -> Operation:
-        return Operation(f"{op}.{pass_}", tuple(f"{module}:{kernel}" for kernel in kernels))
+        named = tuple(f"{module}:{kernel}" for module in modules for kernel in kernels)
+        return Operation(f"{op}.{pass_}", named)
 
     return Implementation(
         name,

@@ -13,18 +13,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    ALL_FLOATS,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Work,
-    on_cuda,
-    triton_from,
-)
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operator, Work, on_cuda, triton_from
 from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_pytorch
+from tnp.ops.declared import by_pytorch, by_triton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,16 +191,7 @@ OPERATOR = Operator(
             "grouped_mm", run=_grouped_mm, provider="torch", dtypes=("bfloat16",),
             supported=_grouped, selectable=False,
         ),
-        Implementation(
-            "fused",
-            forward=Operation(
-                "mixture_heads.forward", (f"{_HOPPER}:FORWARD", f"{_TRITON}:FORWARD")
-            ),
-            backward=Operation(
-                "mixture_heads.backward", (f"{_HOPPER}:BACKWARD", f"{_TRITON}:BACKWARD")
-            ),
-            supported=_fused,
-        ),
+        by_triton("fused", "mixture_heads", _HOPPER, _TRITON, supported=_fused),
     ),
     describe=describe,
     draw=draw,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tnp.contract import Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_pytorch
+from tnp.ops.declared import by_pytorch, by_triton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,10 +132,12 @@ def _up_shifted(x, up, down):
     return reference(x, up.roll(up.shape[0] // 2, 0), down)
 
 
-_COMPOSED, _SINGLE = "tnp.ops.mlp.composed", "tnp.ops.mlp.single"
-_AGAIN = f"{_COMPOSED}:BACKWARD_HOPPER_AGAIN", f"{_COMPOSED}:BACKWARD_AGAIN"
-_BACKWARD = Operation(
-    "mlp.backward", (f"{_COMPOSED}:BACKWARD_SLOPE", f"{_COMPOSED}:BACKWARD_Z", *_AGAIN)
+_FUSED = by_triton(
+    "fused",
+    "mlp",
+    "tnp.ops.mlp.composed",
+    forward=("FORWARD_SLOPE", "FORWARD_Z", "FORWARD_HOPPER_AGAIN", "FORWARD_AGAIN"),
+    backward=("BACKWARD_SLOPE", "BACKWARD_Z", "BACKWARD_HOPPER_AGAIN", "BACKWARD_AGAIN"),
 )
 OPERATOR = Operator(
     "mlp",
@@ -147,24 +149,11 @@ OPERATOR = Operator(
         *by_pytorch(reference),
         Implementation(
             "single",
-            forward=Operation("mlp.single", (f"{_SINGLE}:FORWARD",)),
-            backward=_BACKWARD,
+            forward=Operation("mlp.single", ("tnp.ops.mlp.single:FORWARD",)),
+            backward=_FUSED.backward,
             supported=_single,
         ),
-        Implementation(
-            "fused",
-            forward=Operation(
-                "mlp.forward",
-                (
-                    f"{_COMPOSED}:FORWARD_SLOPE",
-                    f"{_COMPOSED}:FORWARD_Z",
-                    f"{_COMPOSED}:FORWARD_HOPPER_AGAIN",
-                    f"{_COMPOSED}:FORWARD_AGAIN",
-                ),
-            ),
-            backward=_BACKWARD,
-            supported=triton_from(80),
-        ),
+        _FUSED,
     ),
     describe=describe,
     draw=draw,
