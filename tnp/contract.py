@@ -304,8 +304,8 @@ class Operator:
     cases: Callable[[Target], Iterable[Case]]  # of its gate
     family: str = ""  # the key of a variant that names its implementation; "": its own name
     differentiated: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()  # numbers that no choice depends on: scale, eps
-    values: Mapping[str, float] = field(default_factory=dict)  # of scalars in gates and benchmarks
+    # Numbers that no choice depends on, scale or eps, and what gates and benchmarks pass.
+    scalars: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
     numbered: tuple[str, ...] = ()  # sizes that no tensor shows: calls pass them as options
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
@@ -388,4 +388,4 @@ class Operator:
     @property
     def numbers(self) -> tuple[float, ...]:
         """The scalars that gates and benchmarks pass."""
-        return tuple(self.values[name] for name in self.scalars)
+        return tuple(self.scalars.values())

@@ -115,8 +115,7 @@ OPERATOR = Operator(
     outputs=("y",),
     sizes=("rows", "width"),
     differentiated=("x", "weight", "bias"),
-    scalars=("eps",),
-    values={"eps": EPS},
+    scalars={"eps": EPS},
     implementations=(
         *by_pytorch(reference),
         by_triton(

@@ -81,8 +81,7 @@ OPERATOR = Operator(
     outputs=("y",),
     sizes=("rows", "width"),
     differentiated=("x", "gate", "weight"),
-    scalars=("eps",),
-    values={"eps": 1e-6},
+    scalars={"eps": 1e-6},
     implementations=(
         *by_pytorch(reference),
         by_triton(
