@@ -27,6 +27,15 @@ def test_what_is_drawn_is_the_problem(gpu):
         assert plans.aligned(inputs), case
 
 
+def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
+    case = OPERATOR.case("float32", 2, 3, 4, 5, 16, lengths="1,5", n_keys=True, magnitude=2.0)
+    sizes = {"batch": 2, "n_heads": 3, "n_q": 4, "n_k": 5, "head_dim": 16}
+    assert case.problem == OPERATOR.problem("float32", **sizes, n_keys=True)
+    assert case.draw == (("lengths", "1,5"), ("magnitude", 2.0))
+    with pytest.raises(ValueError, match="shorter"):
+        OPERATOR.case("float32", 2, 3)
+
+
 # At larger magnitudes one key has all the weight of a query, and the first one may have none.
 SHARED = [case for case in CASES if dict(case.draw).get("magnitude", 1.0) < 12]
 
