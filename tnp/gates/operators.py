@@ -108,13 +108,10 @@ def _pairs(setting: Setting) -> list[Pair]:
         kernels = plans.kernels_of(operation, saves).values()
         return [kernel for kernel in kernels if kernel.refuses(what) is None]
 
-    pairs = []
-    for forward in able(found.forward):
-        if setting.wanted:
-            pairs += [Pair(forward, one) for one in able(found.backward, forward.saves)]
-        else:
-            pairs.append(Pair(forward))
-    return pairs
+    forward = able(found.forward)
+    if not setting.wanted:
+        return [Pair(one) for one in forward]
+    return [Pair(one, other) for one in forward for other in able(found.backward, one.saves)]
 
 
 class Forced:
