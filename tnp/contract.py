@@ -150,10 +150,6 @@ def triton_from(least: int) -> Support:
     return supported
 
 
-def _one_config(call: Call) -> tuple[Any, ...]:
-    return (None,)
-
-
 @dataclass(frozen=True)
 class Kernel:
     """One way to launch an operation. It stands beside its code.
@@ -173,7 +169,7 @@ class Kernel:
     empty: Callable[..., Any]
     prepare: Callable[..., Callable[..., Any]]
     supported: Support = anywhere
-    configs: Callable[[Call], tuple[Any, ...]] = _one_config  # candidates, the default first
+    configs: Callable[[Call], tuple[Any, ...]] = lambda call: (None,)  # the default first
     options: tuple[str, ...] = ()  # that it takes
     saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
     moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
@@ -279,10 +275,6 @@ class Implementation:
         return self.supported(call)
 
 
-def _within_nothing(model: Mapping, run: Mapping) -> Problem | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Operator:
     """What all implementations of an operator have in common.
@@ -312,18 +304,16 @@ class Operator:
     cases: Callable[[Target], Iterable[Case]]  # of its gate
     family: str = ""  # the key of a variant that names its implementation; "": its own name
     differentiated: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()  # numbers that no choice depends on: scale, eps
-    values: Mapping[str, float] = field(default_factory=dict)  # of scalars in gates and benchmarks
+    # Numbers that no choice depends on, scale or eps, and what gates and benchmarks pass.
+    scalars: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
-    numbered: tuple[
-        str, ...
-    ] = ()  # sizes that no tensor shows: a call passes them with its options
+    numbered: tuple[str, ...] = ()  # sizes that no tensor shows: calls pass them as options
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
     condition: Callable[[Case, dict], Any] | None = None  # see above
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
-    within: Callable[[Mapping, Mapping], Problem | None] = _within_nothing
+    within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
     fixed: tuple[str, ...] = ()  # sizes that a table's entry must share exactly
     coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
@@ -370,6 +360,13 @@ class Operator:
         sizes = tuple((name, values[name]) for name in self.sizes)
         return Problem(self.name, dtype, sizes, tuple(sorted(options.items())), known)
 
+    def case(self, dtype: str, *sizes: int, **named: Value) -> Case:
+        """Of sizes in the operator's order. What is named is an option, or how values are drawn."""
+        known = (*self.options, *self.optional)
+        of_problem = {name: named.pop(name) for name in known if name in named}
+        of_problem |= zip(self.sizes, sizes, strict=True)
+        return Case(self.problem(dtype, **of_problem), tuple(named.items()))
+
     def from_json(self, text: str) -> Problem:
         """The problem whose `json` this is; ValueError or KeyError where it is none of ours."""
         content = json.loads(text)
@@ -391,4 +388,4 @@ class Operator:
     @property
     def numbers(self) -> tuple[float, ...]:
         """The scalars that gates and benchmarks pass."""
-        return tuple(self.values[name] for name in self.scalars)
+        return tuple(self.scalars.values())

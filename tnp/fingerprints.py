@@ -55,12 +55,12 @@ def operator_definitions(
     functions = [operator.describe]
     said = (
         *(operator.inputs, operator.outputs, operator.sizes, operator.differentiated),
-        *(operator.scalars, operator.kept, operator.backward_with_forward),
+        *(tuple(operator.scalars), operator.kept, operator.backward_with_forward),
     )
     found = {f"{op}:form": digest(said)}
     if use != STEP:
         functions += [operator.draw, operator.reference, operator.work]
-        found[f"{op}:values"] = digest(sorted(operator.values.items()))
+        found[f"{op}:values"] = digest(sorted(operator.scalars.items()))
     if use == GATE:
         budget = operator.budget
         functions += [operator.cases, operator.condition, operator.spot, budget.emulate]

@@ -44,6 +44,16 @@ def require_equal(**tensors: torch.Tensor) -> None:
             )
 
 
+def require_alike(**tensors: torch.Tensor) -> None:
+    """Raises ValueError where two tensors differ in dtype or device."""
+    (first, x), (second, y) = tensors.items()
+    if (x.dtype, x.device) != (y.dtype, y.device):
+        raise ValueError(
+            f"{first} is {x.dtype} on {x.device} and {second} {y.dtype} on {y.device}: "
+            "they must be equal"
+        )
+
+
 def positive_number(name: str, value: float) -> float:
     """The number as a float; ValueError where it is not positive and finite."""
     require_number(name, value)

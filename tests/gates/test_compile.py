@@ -176,4 +176,4 @@ def test_briefly_the_newest_gpu_gets_one_kernel_of_each_operator():
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
     monkeypatch.setattr(compilation.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="a kernel does not compile"):
-        compilation._compile_in_child(0, 1)
+        compilation._compile_in_child(0, 1, briefly=False)

@@ -19,7 +19,7 @@ def setting(
     """Inputs of sizes and options `problem`, drawn as `draw` says, and what is expected of them."""
     found = next(one for one in operator.implementations if one.name == implementation)
     case = Case(operator.problem(dtype, **problem), tuple((draw or {}).items()))
-    return Setting.of(operator, found, case, HERE, DEVICE)
+    return Setting.of(operator, found, case, DEVICE)
 
 
 def results(of: Setting, function: Callable) -> Results:

@@ -27,6 +27,15 @@ def test_what_is_drawn_is_the_problem(gpu):
         assert selection.aligned(inputs), case
 
 
+def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
+    case = OPERATOR.case("float32", 2, 3, 4, 5, 16, lengths="1,5", n_keys=True, magnitude=2.0)
+    sizes = {"batch": 2, "n_heads": 3, "n_q": 4, "n_k": 5, "head_dim": 16}
+    assert case.problem == OPERATOR.problem("float32", **sizes, n_keys=True)
+    assert case.draw == (("lengths", "1,5"), ("magnitude", 2.0))
+    with pytest.raises(ValueError, match="shorter"):
+        OPERATOR.case("float32", 2, 3)
+
+
 # At larger magnitudes one key has all the weight of a query, and the first one may have none.
 SHARED = [case for case in CASES if dict(case.draw).get("magnitude", 1.0) < 12]
 
@@ -42,6 +51,24 @@ def test_controls_are_further_off_than_any_rounding(case):
     for name, broken in definition.CONTROLS.items():
         found = distance(broken(*inputs, *SCALE), exact)
         assert not found <= allowed, name  # NaN is further off than anything
+
+
+@pytest.mark.parametrize("case", SHARED[:6] + SHARED[-2:], ids=str)
+def test_a_spot_is_the_formula_of_the_first_and_the_last_head(case, monkeypatch):
+    monkeypatch.setattr(definition, "SCORES_AT_ONCE", 6 * case.problem["n_k"])  # three queries
+    inputs = dict(zip(OPERATOR.tensors, drawn(case), strict=True))
+    exact = {name: x.double() if name in "qkv" else x for name, x in inputs.items()}
+    for name in "qkv":
+        exact[name] = exact[name].detach().requires_grad_()
+    o = OPERATOR.reference(*exact.values(), *SCALE)
+    do = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, [exact[name] for name in "qkv"], do)
+    whole = {"o": o} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    found = definition.spot(case, inputs, None) | definition.spot(case, inputs, {"o": do})
+    assert found.keys() == whole.keys()
+    for name, (index, part) in found.items():
+        assert part.shape[0] == 2 and not part.requires_grad
+        torch.testing.assert_close(part, whole[name][index].detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_work_of_a_layer():

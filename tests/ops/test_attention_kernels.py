@@ -14,23 +14,17 @@ import torch
 from tests.dtypes import FLOAT32
 from tests.ops.problems import DEVICE
 from tnp import choice, plans, selection, targets
-from tnp.contract import Call
+from tnp.contract import Budget, Call
 from tnp.contract import Case as OperatorsCase
 from tnp.gates import rounding
-from tnp.gates.checks import (
-    GRADIENT_BUDGET,
-    OUTPUT_BUDGET,
-    distance,
-    error_ratio,
-    max_abs_error,
-)
+from tnp.gates.checks import distance, error_ratio, max_abs_error
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, triton_backward
 from tnp.ops.attention.primitives import LOG2_E
 from tnp.ops.attention.torch_forms import reference as formula
 from tnp.values import Random
 
 SCALE = 0.125
-BUDGETS = {"o": OUTPUT_BUDGET} | dict.fromkeys(("dq", "dk", "dv"), GRADIENT_BUDGET)
+BUDGETS = {"o": Budget.outputs} | dict.fromkeys(("dq", "dk", "dv"), Budget.gradients)
 
 
 @dataclass(frozen=True)
@@ -224,7 +218,7 @@ def test_lse(forward, magnitude):
     floor = rounding.attention(q, k, v, do, SCALE, (40, 33))["lse"]
     scores = SCALE * q.double() @ k.double().mT
     scores[1, :, :, 33:] = float("-inf")
-    assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= OUTPUT_BUDGET * floor
+    assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= Budget.outputs * floor
 
 
 def test_scores_far_below_zero(kernels):

@@ -18,9 +18,9 @@ from tests.ops.test_attention_kernels import (
     reference,
 )
 from tnp import plans, targets
-from tnp.contract import Call
+from tnp.contract import Budget, Call
 from tnp.gates import rounding
-from tnp.gates.checks import OUTPUT_BUDGET, distance, error_ratio, max_abs_error
+from tnp.gates.checks import distance, error_ratio, max_abs_error
 from tnp.ops.attention import OPERATOR, few_keys
 from tnp.ops.attention.few_keys import BACKWARD, FORWARD, ForwardConfig
 from tnp.ops.attention.primitives import LOG2_E, LaunchConfig
@@ -72,7 +72,7 @@ def test_forward_configurations_are_within_budgets(config: ForwardConfig, ragged
     scores = SCALE * q.double() @ k.double().mT
     for b, length in enumerate(lengths):
         scores[b, :, :, length:] = float("-inf")
-    assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= OUTPUT_BUDGET * floors["lse"]
+    assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= Budget.outputs * floors["lse"]
 
 
 @pytest.mark.parametrize("config", BACKWARD_CONFIGS, ids=str)

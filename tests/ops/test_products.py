@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tnp import targets
-from tnp.contract import Call, Case
-from tnp.gates.checks import GRADIENT_BUDGET, OUTPUT_BUDGET, error_ratio
+from tnp.contract import Budget, Call, Case
+from tnp.gates.checks import error_ratio
 from tnp.ops.products import GELU_LINEAR, MATMUL, OPERATORS, gelu_linear, matmul, triton_product
 from tnp.ops.products.triton_gelu_linear import BACKWARD_CONFIGS
 from tnp.ops.products.triton_product import CONFIGS, Operand
@@ -53,7 +53,7 @@ def off(operator, case, compute) -> float:
         results(compute, inputs, dy),
         results(operator.reference, inputs, dy),
         results(operator.reference, exact, dy),
-        [OUTPUT_BUDGET] + [GRADIENT_BUDGET] * len(inputs),
+        [Budget.outputs] + [Budget.gradients] * len(inputs),
         strict=True,
     )
     return max(error_ratio(x, theirs, truth) / budget for x, theirs, truth, budget in every)
@@ -97,7 +97,7 @@ def test_every_configuration(config):
     with torch.no_grad():
         c = build(MATMUL, "triton", tuple(inputs), forced=forced).run(tuple(inputs), ())
     exact = inputs[0].double() @ inputs[1].double()
-    assert error_ratio(c, inputs[0] @ inputs[1], exact) <= OUTPUT_BUDGET
+    assert error_ratio(c, inputs[0] @ inputs[1], exact) <= Budget.outputs
 
 
 @pytest.mark.parametrize("config", BACKWARD_CONFIGS, ids=str)

@@ -1,15 +1,9 @@
-"""What a correctness gate is made of: one `Check` a comparison, and the error budgets they use."""
+"""What a correctness gate is made of: one `Check` a comparison, and the distances it measures."""
 
 import math
 from dataclasses import dataclass
 
 import torch
-
-from tnp.contract import Budget
-
-# How far a result may be from float64, over what must be expected: see `error_ratio`.
-OUTPUT_BUDGET = Budget.outputs
-GRADIENT_BUDGET = Budget.gradients
 
 
 @dataclass(frozen=True)

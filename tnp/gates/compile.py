@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -53,10 +53,9 @@ class Launch:
     call: Callable[[], object]
 
 
-def committed_launches(operators: Iterable[str]) -> Iterator[Launch]:
-    """Every launch of these operators that could be chosen on GPUs of `TARGETS`."""
-    for name in operators:
-        operator = catalog().operator(name)
+def committed_launches() -> Iterator[Launch]:
+    """Every launch that could be chosen on GPUs of `TARGETS`."""
+    for operator in catalog().operators.values():
         for capability in TARGETS:
             target = targets.of_capability(capability)
             problems = operator.compiled or partial(_of_cases, operator)
@@ -235,7 +234,7 @@ def compile_all(briefly: bool = False) -> list[dict]:
         return [row for rows in parts for row in rows]
 
 
-def _compile_in_child(part: int, n_parts: int, briefly: bool = False) -> list[dict]:
+def _compile_in_child(part: int, n_parts: int, briefly: bool) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
@@ -331,7 +330,7 @@ def compiled(job: Job) -> dict:
     }
 
 
-def _main(arguments: Sequence[str] | None = None) -> None:
+def _main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tnp.gates.compile",
         description="Compile every committed kernel configuration for every target, which takes "
@@ -349,10 +348,10 @@ def _main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help=f"for {TARGETS[max(TARGETS)]} one kernel of each operator alone",
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     if given.part:
         first, step = given.part
-        jobs = collect(committed_launches(catalog().operators))
+        jobs = collect(committed_launches())
         jobs = one_of_each_on_the_newest(jobs) if given.briefly else jobs
         print(json.dumps([compiled(job) for job in jobs[first::step]]))
     else:

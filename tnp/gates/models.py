@@ -73,12 +73,12 @@ def variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
 
 
 def build_model(
-    device: torch.device, variant: Variant, *, checkpoint: bool = False, dtype=None
+    device: torch.device, variant: Variant, *, checkpoint: bool = False
 ) -> TransformerNP:
-    """The gate's model; equal weights for every variant, switch and dtype."""
+    """The gate's model; equal weights for every variant and switch."""
     torch.manual_seed(SEED)
     chosen = scale(device)
-    model = TransformerNP(chosen.config, variant, dtype or chosen.dtype, checkpoint=checkpoint)
+    model = TransformerNP(chosen.config, variant, chosen.dtype, checkpoint=checkpoint)
     return model.to(device)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from tnp import targets
 from tnp.contract import Budget, Call, Case, Implementation, Operator, Target
-from tnp.gates.checks import distance, error_ratio
+from tnp.gates.checks import Check, distance, error_ratio
 from tnp.values import Random, Upstream
 
 Inputs = dict[str, torch.Tensor | None]  # by name, in the operator's order
@@ -23,13 +25,14 @@ def compute(
     inputs: Inputs,
     wanted: tuple[str, ...] = (),
     upstream: Gradient | None = None,
+    **options: Any,
 ) -> Results:
-    """Outputs of `function(*inputs, *scalars)`, and the gradients of the `wanted` inputs."""
+    """Outputs of `function(*inputs, *scalars, **options)`, and gradients of the `wanted` inputs."""
     leaves = [
         x if x is None else x.detach().requires_grad_(name in wanted) for name, x in inputs.items()
     ]
     with torch.set_grad_enabled(bool(wanted)):
-        outputs = function(*leaves, *operator.numbers)
+        outputs = function(*leaves, *operator.numbers, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     found: Results = {name: x.detach() for name, x in zip(operator.outputs, outputs, strict=True)}
     if wanted:
@@ -50,7 +53,9 @@ class Setting:
     """A case with its inputs, and what is expected of an implementation there."""
 
     operator: Operator
+    found: Implementation
     case: Case
+    device: torch.device
     inputs: Inputs
     options: dict  # of a call
     wanted: tuple[str, ...]
@@ -64,9 +69,8 @@ class Setting:
 
     @classmethod
     def of(
-        cls, operator: Operator, found: Implementation, case: Case, target: Target,
-        device: torch.device,
-    ) -> Setting:  # fmt: skip
+        cls, operator: Operator, found: Implementation, case: Case, device: torch.device
+    ) -> Setting:
         """Draws the inputs and computes what is expected."""
         drawn = operator.draw(case, Random(case, device))
         inputs = {name: drawn.get(name) for name in operator.tensors}
@@ -76,33 +80,47 @@ class Setting:
         budget = found.budget or operator.budget
         held = inputs if budget.emulate is None else inputs | budget.emulate(case, inputs)
         yardstick = operator.implementations[0]
-        refused = yardstick.run is None or yardstick.refuses(Call(case.problem, target, wanted))
+        what = Call(case.problem, targets.of_device(device), wanted)
+        refused = yardstick.run is None or yardstick.refuses(what)
         plain = operator.reference if refused else yardstick.run
         floors = operator.condition(case, inputs) if operator.condition else 0.0
 
         def exact(of: Inputs) -> Results:
-            return compute(
-                operator, lambda *a: operator.reference(*a, **options), in_float64(of), wanted,
-                upstream,
-            )  # fmt: skip
+            doubles = in_float64(of)
+            return compute(operator, operator.reference, doubles, wanted, upstream, **options)
 
         return cls(
-            operator, case, inputs, options, wanted, upstream, budget, floors, plain,
-            own=compute(operator, lambda *a: plain(*a, **options), held, wanted, upstream),
+            operator, found, case, device, inputs, options, wanted, upstream, budget, floors, plain,
+            own=compute(operator, plain, held, wanted, upstream, **options),
             exact=exact(held), originals=None if budget.emulate is None else exact(inputs),
         )  # fmt: skip
 
+    @property
+    def target(self) -> Target:
+        return targets.of_device(self.device)
+
+    def results(self, function: Callable, inputs: Inputs, upstream: Gradient) -> Results:
+        """Of a function that is called as the reference is."""
+        return compute(self.operator, function, inputs, self.wanted, upstream, **self.options)
+
     def with_upstream(self, upstream: Gradient) -> Setting:
         """The same with other gradients of the outputs."""
-        operator, options = self.operator, self.options
-        own = compute(
-            operator, lambda *a: self.plain(*a, **options), self.inputs, self.wanted, upstream
-        )
-        exact = compute(
-            operator, lambda *a: operator.reference(*a, **options), in_float64(self.inputs),
-            self.wanted, upstream,
-        )  # fmt: skip
+        own = self.results(self.plain, self.inputs, upstream)
+        exact = self.results(self.operator.reference, in_float64(self.inputs), upstream)
         return replace(self, upstream=upstream, own=own, exact=exact, originals=None)
+
+    def check(self, what: str, metric: str, value: float, bound: float, kernel: str = "") -> Check:
+        """Of the implementation in this case."""
+        return Check(
+            f"{what}, {self.case}", metric, value, bound, self.found.name, op=self.operator.name,
+            problem=self.case.problem.json, kernel=kernel,
+        )  # fmt: skip
+
+    def against_float64(self, got: Results, how: str, kernel: str = "") -> Iterator[Check]:
+        """A check of each result; `how` it was computed is said after its name."""
+        for result, ratio, bound in self.judged(got):
+            what = f"{result}{how} against float64"
+            yield self.check(what, "error_ratio", ratio, bound, kernel)
 
     def judged(self, got: Results) -> Iterator[tuple[str, float, float]]:
         """Name, error ratio and bound of each result, and of emulated ones against the originals.

@@ -15,8 +15,6 @@ import torch
 ROUNDING = 2.0**-48 / 3
 # An exponential or a logarithm on a GPU is right to two units in the last place, which are 4 u.
 EXPONENTIAL = 16 * ROUNDING
-# A sigmoid is an exponential, a sum and a quotient; what is made of it takes two roundings more.
-SIGMOID = EXPONENTIAL + 4 * ROUNDING
 
 Floors = dict[str, float]  # by the result's name
 
@@ -99,33 +97,3 @@ def _head(
         "dv": (p.square() * (weight + var_lse)).mT @ do.square() + of_product(p.mT, do),
         "lse": var_lse,
     }
-
-
-def silu_layers(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dout: torch.Tensor
-) -> tuple[float, float, float, float]:
-    """Floors of out_k = silu(x up_kᵀ) down_kᵀ, and of dx, dup and ddown.
-
-    x [T, D], up [K, F, D], down [K, O, F], dout [T, K, O]; a feed-forward layer is K = 1.
-    """
-    x, up, down, dout = (t.detach().double() for t in (x, up, down, dout))
-    dout = dout.transpose(0, 1)
-    z, var_z = x @ up.mT, of_product(x, up.mT)  # [K, T, F]
-    s = z.sigmoid()
-    slope, curvature = s * (1 + z * (1 - s)), s * (1 - s) * (2 + z * (1 - 2 * s))
-    h = z * s
-    var_h = slope.square() * var_z + SIGMOID * h.square()
-    var_slope = curvature.square() * var_z + SIGMOID * (s * (1 + z.abs() * (1 - s))).square()
-    dh = dout @ down
-    dz = dh * slope
-    var_dz = slope.square() * of_product(dout, down) + dh.square() * var_slope
-    # dx is one sum over the hidden units of all K.
-    dz_rows, var_dz_rows = (t.transpose(0, 1).flatten(1) for t in (dz, var_dz))
-    units = up.flatten(0, 1)
-    variances = (
-        of_product(h, down.mT) + var_h @ down.mT.square(),
-        of_product(dz_rows, units) + var_dz_rows @ units.square(),
-        of_product(dz.mT, x) + var_dz.mT @ x.square(),
-        of_product(dout.mT, h) + dout.mT.square() @ var_h,
-    )
-    return tuple(variance.sum().sqrt().item() for variance in variances)

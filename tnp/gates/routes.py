@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,39 +12,33 @@ from tnp.contract import OWN
 from tnp.gates.checks import Check
 from tnp.gates.results import Results, Setting, compute
 
-if TYPE_CHECKING:
-    from tnp.gates.operators import Subject
-
 BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 
 
-def checks(subject: Subject, setting: Setting) -> Iterator[Check]:
+def checks(setting: Setting) -> Iterator[Check]:
     """Other packages' and PyTorch's own forms are called as they are; ours go every way."""
-    from tnp.gates.operators import against_float64
-
-    name, device, found = subject.found.name, subject.device, subject.found
+    operator, found, device = setting.operator, setting.found, setting.device.type
+    n, options = len(operator.tensors), tuple(setting.options.items())
 
     def call(*arguments: Any) -> Any:
-        n = len(setting.operator.tensors)
-        return dispatch.call(
-            setting.operator, name, arguments[:n], arguments[n:], tuple(setting.options.items())
-        )
+        tensors, numbers = arguments[:n], arguments[n:]
+        return dispatch.call(operator, found.name, tensors, numbers, options)
 
     def results(function: Any) -> Results:
-        return compute(setting.operator, function, setting.inputs, setting.wanted, setting.upstream)
+        return compute(operator, function, setting.inputs, setting.wanted, setting.upstream)
 
-    yield from against_float64(subject, setting, results(call), ", eager,")
+    yield from setting.against_float64(results(call), ", eager,")
     if found.provider != OWN or found.compile:
         return
     torch._dynamo.reset()
-    backend = BACKEND[device.type]
+    backend = BACKEND[device]
     compiled = torch.compile(call, fullgraph=found.traceable, backend=backend)
-    yield from against_float64(subject, setting, results(compiled), f", compiled by {backend},")
-    if device.type == "cuda":
+    yield from setting.against_float64(results(compiled), f", compiled by {backend},")
+    if device == "cuda":
         captured = _captured(lambda: results(call))
-        yield from against_float64(subject, setting, captured, ", from a CUDA graph,")
+        yield from setting.against_float64(captured, ", from a CUDA graph,")
     if found.forward is not None:
-        yield _opcheck(subject, setting)
+        yield _opcheck(setting)
 
 
 def _captured(results: Any) -> Results:
@@ -66,7 +60,7 @@ def _captured(results: Any) -> Results:
     return found
 
 
-def _opcheck(subject: Subject, setting: Setting) -> Check:
+def _opcheck(setting: Setting) -> Check:
     """PyTorch's own tests of the custom operator: schema, autograd, fake tensors, AOT dispatch."""
     operator = setting.operator
     inputs = tuple(
@@ -75,7 +69,7 @@ def _opcheck(subject: Subject, setting: Setting) -> Check:
     )
     outcomes = torch.library.opcheck(
         opaque.custom_op(operator),
-        (*inputs, *operator.numbers, _text(subject, setting, inputs)),
+        (*inputs, *operator.numbers, _text(setting, inputs)),
         raise_exception=False,
     )
     failed = {test: outcome for test, outcome in outcomes.items() if outcome != "SUCCESS"}
@@ -83,16 +77,16 @@ def _opcheck(subject: Subject, setting: Setting) -> Check:
     if failed:
         test, outcome = next(iter(failed.items()))
         what += f": {test}: {' '.join(str(outcome).split())[:300]}"
-    return subject.check(setting, what, "tests failed", len(failed), 0)
+    return setting.check(what, "tests failed", len(failed), 0)
 
 
-def _text(subject: Subject, setting: Setting, inputs: tuple) -> str:
+def _text(setting: Setting, inputs: tuple) -> str:
     """What decides the launch, as `tnp.opaque.call` says it."""
     first = next(x for x in inputs if x is not None)
     problem = setting.case.problem
     given = tuple(name for name in setting.operator.optional if problem[name])
     known = (
-        setting.operator.name, subject.found.name, problem.dtype, first.device, setting.wanted,
+        setting.operator.name, setting.found.name, problem.dtype, first.device, setting.wanted,
         tuple(setting.options.items()), given,
     )  # fmt: skip
     sizes = tuple(size for _, size in problem.sizes)

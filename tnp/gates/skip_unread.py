@@ -11,15 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from tnp.contract import Budget
 from tnp.gates import models
-from tnp.gates.checks import (
-    GRADIENT_BUDGET,
-    Check,
-    Unsupported,
-    error_ratio,
-    max_abs_error,
-    relative_error,
-)
+from tnp.gates.checks import Check, Unsupported, error_ratio, max_abs_error, relative_error
 from tnp.gates.cuda_graphs import captured_checks
 from tnp.model import TransformerNP
 from tnp.step import TrainingStep
@@ -62,7 +56,7 @@ def checks(device: torch.device) -> Iterator[Check]:
                         cosine.item(), COSINE_BOUND, attention, True)  # fmt: skip
             # A cosine does not see the scale.
             yield Check(f"all operators of ours, {what}", "error_ratio",
-                        error_ratio(gradient, own[name], reference), GRADIENT_BUDGET,
+                        error_ratio(gradient, own[name], reference), Budget.gradients,
                         attention)  # fmt: skip
         eager = (ours, ours_gradients, gradients)
         for what, switched in models.recomputing(device, model.variant):

@@ -43,7 +43,6 @@ OPERATOR = Operator(
     work=work,
     cases=cases,
     differentiated=("x",),
-    scalars=("factor",),
-    values={"factor": 1.5},
+    scalars={"factor": 1.5},
     controls={"factor missing": lambda x, factor: x},
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
+from tnp.inputs import positive_number, require_floats, require_one_device
 from tnp.ops.attention import definition, torch_forms
 
 if TYPE_CHECKING:
@@ -28,14 +29,12 @@ def describe(q: Tensor, k: Tensor, v: Tensor, n_keys: Tensor | None) -> dict[str
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}: they must be equal")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(
                 f"{name} has strides {x.stride()}: its last dimension must be contiguous"
             )
-    if not q.dtype.is_floating_point:
-        raise ValueError(f"q is {q.dtype}: it must be a float dtype")
+    require_one_device(q=q, k=k, v=v)
+    require_floats(q=q)
     if k.shape != v.shape:
         raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
@@ -51,9 +50,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, n_keys: Tensor | None) -> dict[str
                 f"n_keys is {n_keys.dtype} {tuple(n_keys.shape)}: "
                 f"it must be int32 of shape ({q.shape[0]},)"
             )
-        if n_keys.device != q.device:
-            where = f"n_keys is on {n_keys.device} and q on {q.device}"
-            raise ValueError(f"{where}: they must be equal")
+        require_one_device(q=q, n_keys=n_keys)
     batch, n_heads, n_q, head_dim = q.shape
     sizes = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
     return sizes | {"head_dim": head_dim}
@@ -83,8 +80,7 @@ OPERATOR = Operator(
     "attention",
     inputs=("q", "k", "v", "n_keys?"),
     outputs=("o",),
-    scalars=("scale",),
-    values={"scale": 0.125},
+    scalars={"scale": definition.SCALE},
     sizes=("batch", "n_heads", "n_q", "n_k", "head_dim"),
     differentiated=("q", "k", "v"),
     keeps=("q", "k", "v", "n_keys", "o"),
@@ -122,6 +118,7 @@ OPERATOR = Operator(
     draw=definition.draw,
     reference=torch_forms.reference,
     work=definition.work,
+    spot=definition.spot,
     cases=lambda target: definition.cases(OPERATOR, target),
     condition=lambda case, inputs: definition.condition(OPERATOR, case, inputs),
     controls=definition.CONTROLS,
@@ -167,14 +164,5 @@ def attention(
     if scale is None:
         scale = (q.shape[-1] or 1) ** -0.5 if q.dim() == 4 else 1.0
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
-        scale = _number(scale)
+        scale = positive_number("scale", scale)
     return dispatch.call(OPERATOR, implementation, (q, k, v, n_keys), (scale,))
-
-
-def _number(scale: float) -> float:
-    from tnp.inputs import require_number
-
-    require_number("scale", scale)
-    if not 0 < scale < _INFINITY:
-        raise ValueError(f"scale is {scale}: it must be positive and finite")
-    return float(scale)

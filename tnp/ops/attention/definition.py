@@ -48,6 +48,36 @@ def work(case: Case, pass_: str) -> Work:
     return Work({p.dtype: flops}, 3 * n_q + 2 * n_k, n_q + 2 * n_k)
 
 
+SCALE = 0.125  # that gates and benchmarks pass
+ENDS = [0, -1], [0, -1]  # the first head of the first sample, the last of the last
+SCORES_AT_ONCE = 1 << 27  # of them in float64, 1 GiB
+
+
+def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
+    """Two heads, some queries at a time: all scores of 200,000 keys would take terabytes."""
+    import torch
+
+    q, k, v = (inputs[name][ENDS][:, None].double().requires_grad_() for name in "qkv")
+    n_keys = None if inputs["n_keys"] is None else inputs["n_keys"][ENDS[0]]
+    n_q, n_k = q.shape[2], k.shape[2]
+    step = max(1, SCORES_AT_ONCE // (2 * n_k))
+    o, dq, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+    for part in (slice(begin, begin + step) for begin in range(0, n_q, step)):
+        some = q[:, :, part].detach().requires_grad_()
+        with torch.set_grad_enabled(gradients is not None):
+            o.append(reference(some, k, v, n_keys, SCALE))
+        if gradients is not None:
+            do = gradients["o"][ENDS][:, None, part].double()
+            of_part = torch.autograd.grad(o.pop(), (some, k, v), do)
+            dq.append(of_part[0])
+            dk += of_part[1]
+            dv += of_part[2]
+    if gradients is None:
+        return {"o": (ENDS, torch.cat(o, 2)[:, 0])}
+    whole = {"dq": torch.cat(dq, 2), "dk": dk, "dv": dv}
+    return {name: (ENDS, x[:, 0]) for name, x in whole.items()}
+
+
 KEY_BLOCK = 64  # keys that every kernel reads at a time, or a multiple of it
 
 
@@ -113,9 +143,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
     """Ragged, far apart, of one key, and of a length for every sample."""
 
     def case(batch, n_heads, n_q, n_k, head_dim=64, dtype="bfloat16", **drawn) -> Case:
-        sizes = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
-        problem = operator.problem(dtype, **sizes, n_keys="lengths" in drawn)
-        return Case(problem, tuple(drawn.items()))
+        sizes = batch, n_heads, n_q, n_k, head_dim
+        return operator.case(dtype, *sizes, n_keys="lengths" in drawn, **drawn)
 
     if target.kind != "cuda":
         return (

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
-from tnp.inputs import require_floats
-from tnp.ops.sizes import rows_within
+from tnp.contract import Case, Operator, Work
+from tnp.inputs import require_floats, require_one_device
+from tnp.ops.declared import by_pytorch, by_triton, rows_within
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,7 @@ def check_target(target, rows, name: str) -> None:
             f"{name} is {tuple(rows.shape)} and target {tuple(target.shape)}: target must be "
             f"[{rows.shape[0]}]"
         )
-    if target.device != rows.device:
-        raise ValueError(
-            f"target is on {target.device} and {name} on {rows.device}: they must be equal"
-        )
+    require_one_device(**{name: rows, "target": target})
 
 
 def describe(logits, target) -> dict:
@@ -83,10 +80,6 @@ def work(case, pass_) -> Work:
     return Work({}, size + 8 * case.problem["rows"], 4 if pass_ == "forward" else size)
 
 
-def _case(dtype, n, v, **draw) -> Case:
-    return Case(OPERATOR.problem(dtype, rows=n, classes=v), tuple(draw.items()))
-
-
 def cases(target) -> list[Case]:
     """Few classes and many, ragged and strided; targets that do not count; logits that saturate."""
     if target.kind != "cuda":
@@ -97,14 +90,14 @@ def cases(target) -> list[Case]:
             ("float32", 1000, 32_000), ("bfloat16", 100_003, 10),
         ]  # fmt: skip
     return [
-        *(_case(*one, ignored=3) for one in many),
-        _case("float32", 1, 1),
-        _case("float32", 67, 10),
-        _case("bfloat16", 67, 10, padded=3),
-        _case("float32", 9, 130, padded=2, masked=5),
-        _case("float32", 33, 257, magnitude=100.0),
-        _case("float32", 33, 257, magnitude=1e4, ignored=2),
-        _case("float16", 33, 257, magnitude=50.0),
+        *(OPERATOR.case(*one, ignored=3) for one in many),
+        OPERATOR.case("float32", 1, 1),
+        OPERATOR.case("float32", 67, 10),
+        OPERATOR.case("bfloat16", 67, 10, padded=3),
+        OPERATOR.case("float32", 9, 130, padded=2, masked=5),
+        OPERATOR.case("float32", 33, 257, magnitude=100.0),
+        OPERATOR.case("float32", 33, 257, magnitude=1e4, ignored=2),
+        OPERATOR.case("float16", 33, 257, magnitude=50.0),
     ]
 
 
@@ -139,7 +132,6 @@ def _ignored_count(logits, target):
     return reference(logits, target) * torch.where(counted > 0, counted, 1.0)
 
 
-_CODE = "tnp.ops.cross_entropy.triton_cross_entropy"
 OPERATOR = Operator(
     "cross_entropy",
     inputs=("logits", "target"),
@@ -148,14 +140,8 @@ OPERATOR = Operator(
     differentiated=("logits",),
     backward_with_forward=True,
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
-        Implementation(
-            "triton",
-            forward=Operation("cross_entropy.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("cross_entropy.backward", (f"{_CODE}:BACKWARD",)),
-            supported=triton_from(80),
-        ),
+        *by_pytorch(reference),
+        by_triton("triton", "cross_entropy", "tnp.ops.cross_entropy.triton_cross_entropy"),
     ),
     describe=describe,
     draw=draw,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
-from tnp.inputs import require_floats
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operator, Work, triton_from
+from tnp.inputs import require_floats, require_one_device
+from tnp.ops.declared import by_triton
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +54,11 @@ def describe(x_context, y_context, x_target, weight, like) -> dict:
     if computed_in not in ("float32", "float64"):
         raise ValueError(f"weight is {weight.dtype}: it must be float32, or float64 for 'torch'")
     for name, x in given.items():
-        if x is not None and x.dim() != 3:
+        if x is None:
+            continue
+        if x.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, L, d]")
-        if x is not None and x.device != weight.device:
-            raise ValueError(
-                f"{name} is on {x.device} and weight on {weight.device}: they must be equal"
-            )
+        require_one_device(weight=weight, **{name: x})
     d_model, width = weight.shape
     if x_context is not None:
         _check_context(x_context, y_context, weight)
@@ -127,12 +127,10 @@ def work(case, pass_) -> Work:
 
 def _case(batch, n_context, n_target, d_model, dtype, d_x=1, d_y=1, scale=1.0) -> Case:
     context, target = n_context is not None, n_target is not None
-    problem = OPERATOR.problem(
-        dtype, rows=batch * ((n_context or 0) + (n_target or 0)), width=d_x + d_y + 1,
-        d_model=d_model, x_context=context, y_context=context, x_target=target,
-    )  # fmt: skip
+    rows = batch * ((n_context or 0) + (n_target or 0))
+    given = {"x_context": context, "y_context": context, "x_target": target}
     draw = {"batch": batch, "n_context": n_context or 0, "d_x": d_x, "scale": scale}
-    return Case(problem, tuple(draw.items()))
+    return OPERATOR.case(dtype, rows, d_x + d_y + 1, d_model, **given, **draw)
 
 
 def cases(target) -> list[Case]:
@@ -208,7 +206,6 @@ def _fused(call):
     return triton_from(80)(call)
 
 
-_CODE = "tnp.ops.embedding.triton_embedding"
 OPERATOR = Operator(
     "embedding",
     # `like` says by its dtype in which the result is wanted; nothing else of it is read.
@@ -219,10 +216,10 @@ OPERATOR = Operator(
     keeps=("x_context", "y_context", "x_target", "weight"),
     implementations=(
         Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS, options=GIVEN),
-        Implementation(
+        by_triton(
             "fused",
-            forward=Operation("embedding.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("embedding.backward", (f"{_CODE}:BACKWARD",)),
+            "embedding",
+            "tnp.ops.embedding.triton_embedding",
             supported=_fused,
             options=GIVEN,
             gradients=("weight",),

@@ -10,9 +10,16 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Implementation, Operation, Operator, Work
-from tnp.inputs import positive_number, require_floats
-from tnp.ops.sizes import draw_rows, rows_within, sized_cases, triton_to_width
+from tnp.contract import Operator, Work
+from tnp.inputs import positive_number, require_floats, require_one_device
+from tnp.ops.declared import (
+    by_pytorch,
+    by_triton,
+    cases_by_dtype,
+    draw_rows,
+    rows_within,
+    triton_to_width,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +43,7 @@ def describe(x, weight, bias) -> dict:
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: "
             "they must be [..., D], [D] and [D], with D at least 1"
         )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter.device != x.device:
-            raise ValueError(
-                f"{name} is on {parameter.device} and x on {x.device}: they must be equal"
-            )
+    require_one_device(x=x, weight=weight, bias=bias)
     require_floats(x=x, weight=weight, bias=bias)
     return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
 
@@ -106,24 +109,20 @@ _INTERPRETED = {
         (3, 1100, {"start": 1}),
     ),
 }
-_CODE = "tnp.ops.layer_norm.triton_layer_norm"
 OPERATOR = Operator(
     "layer_norm",
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     sizes=("rows", "width"),
     differentiated=("x", "weight", "bias"),
-    scalars=("eps",),
-    values={"eps": EPS},
+    scalars={"eps": EPS},
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
-        Implementation(
+        *by_pytorch(reference),
+        by_triton(
             "triton",
-            forward=Operation("layer_norm.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation(
-                "layer_norm.backward", (f"{_CODE}:BACKWARD", f"{_CODE}:WIDE_BACKWARD")
-            ),
+            "layer_norm",
+            "tnp.ops.layer_norm.triton_layer_norm",
+            backward=("BACKWARD", "WIDE_BACKWARD"),
             supported=triton_to_width(MAX_WIDTH),
         ),
     ),
@@ -131,7 +130,7 @@ OPERATOR = Operator(
     draw=draw,
     reference=reference,
     work=work,
-    cases=lambda target: sized_cases(OPERATOR, _GPU if target.kind == "cuda" else _INTERPRETED),
+    cases=lambda target: cases_by_dtype(OPERATOR, _GPU if target.kind == "cuda" else _INTERPRETED),
     within=within,
     controls={
         "eps too large": lambda x, weight, bias, eps: reference(x, weight, bias, 1e-2),

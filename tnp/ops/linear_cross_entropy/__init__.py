@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
-from tnp.inputs import require_floats
+from tnp.contract import Case, Operator, Work
+from tnp.inputs import require_alike, require_floats
 from tnp.ops.cross_entropy import check_target, draw_target, without_last_class
 from tnp.ops.cross_entropy import reference as loss_of_logits
-from tnp.ops.sizes import rows_within
+from tnp.ops.declared import by_pytorch, by_triton, rows_within
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +36,7 @@ def describe(x, weight, target) -> dict:
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: "
             "they must be [N, D] and [V, D]"
         )
-    if (x.dtype, x.device) != (weight.dtype, weight.device):
-        raise ValueError(
-            f"x is {x.dtype} on {x.device} and weight {weight.dtype} on {weight.device}: "
-            "they must be equal"
-        )
+    require_alike(x=x, weight=weight)
     check_target(target, x, "x")
     return {"rows": x.shape[0], "width": x.shape[1], "classes": weight.shape[0]}
 
@@ -64,28 +60,24 @@ def work(case, pass_) -> Work:
     return Work({problem.dtype: 2.0 * n * d * v * products}, operands + 8 * n, written)
 
 
-def _case(dtype, n, d, v, **draw) -> Case:
-    return Case(OPERATOR.problem(dtype, rows=n, width=d, classes=v), tuple(draw.items()))
-
-
 def cases(target) -> list[Case]:
     """One chunk and several, the last one ragged; targets that do not count; sharp softmaxes."""
     if target.kind != "cuda":
         return [
-            _case("bfloat16", 23, 16, 200, ignored=3),
-            _case("float16", 19, 16, 300),
-            _case("float32", 21, 24, 257, ignored=5),
-            _case("float32", 1, 8, 1),
-            _case("float32", 9, 16, 33, magnitude=50.0),
+            OPERATOR.case("bfloat16", 23, 16, 200, ignored=3),
+            OPERATOR.case("float16", 19, 16, 300),
+            OPERATOR.case("float32", 21, 24, 257, ignored=5),
+            OPERATOR.case("float32", 1, 8, 1),
+            OPERATOR.case("float32", 9, 16, 33, magnitude=50.0),
         ]
     return [
-        _case("bfloat16", 5000, 256, 128_256, ignored=3),
-        _case("bfloat16", 777, 512, 50_257),
-        _case("float16", 1000, 768, 32_000, ignored=2),
-        _case("float32", 333, 264, 10_007, ignored=5),
-        _case("float32", 1, 8, 1),
-        _case("float32", 99, 64, 1000, magnitude=50.0),
-        _case("bfloat16", 99, 64, 1000, magnitude=10.0),
+        OPERATOR.case("bfloat16", 5000, 256, 128_256, ignored=3),
+        OPERATOR.case("bfloat16", 777, 512, 50_257),
+        OPERATOR.case("float16", 1000, 768, 32_000, ignored=2),
+        OPERATOR.case("float32", 333, 264, 10_007, ignored=5),
+        OPERATOR.case("float32", 1, 8, 1),
+        OPERATOR.case("float32", 99, 64, 1000, magnitude=50.0),
+        OPERATOR.case("bfloat16", 99, 64, 1000, magnitude=10.0),
     ]
 
 
@@ -119,14 +111,8 @@ OPERATOR = Operator(
     keeps=(),
     backward_with_forward=True,
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
-        Implementation(
-            "triton",
-            forward=Operation("linear_cross_entropy.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("linear_cross_entropy.backward", (f"{_CODE}:BACKWARD",)),
-            supported=triton_from(80),
-        ),
+        *by_pytorch(reference),
+        by_triton("triton", "linear_cross_entropy", _CODE),
     ),
     describe=describe,
     draw=draw,

@@ -13,16 +13,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    ALL_FLOATS,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Work,
-    on_cuda,
-    triton_from,
-)
+from tnp.contract import ALL_FLOATS, Case, Implementation, Operator, Work, on_cuda, triton_from
+from tnp.inputs import require_floats, require_one_device
+from tnp.ops.declared import by_pytorch, by_triton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,8 +68,6 @@ def _grouped_mm(x, up, down):
 
 def describe(x, up, down) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
-    from tnp.inputs import require_floats, require_one_device
-
     if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
@@ -125,36 +116,28 @@ def work(case, pass_) -> Work:
 
 def cases(target) -> list[Case]:
     """One row and many, padding, a ragged width, other numbers of heads and outputs, strided x."""
-
-    def case(dtype: str, rows: int, *sizes: int, heads: int, out: int = N_OUTPUTS, **drawn) -> Case:
-        d_model, d_ff, d_ff_real = sizes
-        if d_ff_real < d_ff:
-            drawn["d_ff_real"] = d_ff_real
-        problem = OPERATOR.problem(
-            dtype, rows=rows, d_model=d_model, d_ff=d_ff, n_components=heads, n_outputs=out
-        )
-        return Case(problem, tuple(drawn.items()))
-
+    case = OPERATOR.case
     if target.kind != "cuda":
+        sizes, padded = (70, 32, 48, 3, N_OUTPUTS), {"d_ff_real": 42}
         return [
-            case("bfloat16", 70, 32, 48, 42, heads=3),
-            case("float16", 70, 32, 48, 42, heads=3),
-            case("float32", 1, 32, 42, 42, heads=2),
-            case("float32", 130, 42, 200, 170, heads=2, out=16),
-            case("bfloat16", 70, 32, 48, 42, heads=3, wide=40),
-            case("bfloat16", 70, 32, 48, 42, heads=3, wide=40, start=1),
+            case("bfloat16", *sizes, **padded),
+            case("float16", *sizes, **padded),
+            case("float32", 1, 32, 42, 2, N_OUTPUTS),
+            case("float32", 130, 42, 200, 2, 16, d_ff_real=170),
+            case("bfloat16", *sizes, wide=40, **padded),
+            case("bfloat16", *sizes, wide=40, start=1, **padded),
         ]
-    model = 512, 1408, 1365
+    model, padded = (512, 1408, 10, N_OUTPUTS), {"d_ff_real": 1365}
     return [
-        *(case("bfloat16", n, *model, heads=10) for n in (1, 63, 65, 564, 777, 11_000, 44_000)),
-        *(case("bfloat16", n, *model, heads=3) for n in (777, 11_000)),
-        case("bfloat16", 777, 512, 128, 100, heads=10),  # one tile wide
-        case("bfloat16", 777, *model, heads=10, wide=576),
-        case("bfloat16", 777, *model, heads=10, wide=576, start=1),  # no row starts at 16 bytes
-        case("float16", 777, *model, heads=10),
-        case("float32", 564, *model, heads=10),
-        case("bfloat16", 300, 512, 1365, 1365, heads=10),  # what a kernel multiplies is padded
-        case("bfloat16", 4097, 64, 96, 96, heads=3, out=16),
+        *(case("bfloat16", n, *model, **padded) for n in (1, 63, 65, 564, 777, 11_000, 44_000)),
+        *(case("bfloat16", n, 512, 1408, 3, N_OUTPUTS, **padded) for n in (777, 11_000)),
+        case("bfloat16", 777, 512, 128, 10, N_OUTPUTS, d_ff_real=100),  # one tile wide
+        case("bfloat16", 777, *model, wide=576, **padded),
+        case("bfloat16", 777, *model, wide=576, start=1, **padded),  # no row starts at 16 bytes
+        case("float16", 777, *model, **padded),
+        case("float32", 564, *model, **padded),
+        case("bfloat16", 300, 512, 1365, 10, N_OUTPUTS),  # what a kernel multiplies is padded
+        case("bfloat16", 4097, 64, 96, 3, 16),
     ]
 
 
@@ -200,8 +183,7 @@ OPERATOR = Operator(
     sizes=("rows", "d_model", "d_ff", "n_components", "n_outputs"),
     differentiated=("x", "up", "down"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        *by_pytorch(reference),
         # For benchmarks and models that name it.
         Implementation("loop", run=_loop, provider="torch", dtypes=ALL_FLOATS, selectable=False),
         Implementation("bmm", run=_bmm, provider="torch", dtypes=ALL_FLOATS),
@@ -209,16 +191,7 @@ OPERATOR = Operator(
             "grouped_mm", run=_grouped_mm, provider="torch", dtypes=("bfloat16",),
             supported=_grouped, selectable=False,
         ),
-        Implementation(
-            "fused",
-            forward=Operation(
-                "mixture_heads.forward", (f"{_HOPPER}:FORWARD", f"{_TRITON}:FORWARD")
-            ),
-            backward=Operation(
-                "mixture_heads.backward", (f"{_HOPPER}:BACKWARD", f"{_TRITON}:BACKWARD")
-            ),
-            supported=_fused,
-        ),
+        by_triton("fused", "mixture_heads", _HOPPER, _TRITON, supported=_fused),
     ),
     describe=describe,
     draw=draw,

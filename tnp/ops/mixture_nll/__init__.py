@@ -13,8 +13,10 @@ import math
 from itertools import product
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
-from tnp.inputs import require_floats, require_number
+from tnp.contract import Case, Operator, Work, triton_from
+from tnp.inputs import require_floats, require_number, require_one_device
+from tnp.ops.cross_entropy import condition
+from tnp.ops.declared import by_pytorch, by_triton
 
 if TYPE_CHECKING:
     import torch
@@ -64,10 +66,7 @@ def describe(parameters, y, floor=False) -> dict:
             "the mean needs at least one target and one component"
         )
     require_floats(parameters=parameters, y=y)
-    if y.device != parameters.device:
-        raise ValueError(
-            f"y is on {y.device} and parameters on {parameters.device}: they must be equal"
-        )
+    require_one_device(parameters=parameters, y=y)
     sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
     double = y.itemsize == 8  # then all of it is in float64
     return sizes | {"d_y": y.shape[-1]} | ({"dtype": "float64"} if double else {})
@@ -100,8 +99,7 @@ def work(case, pass_) -> Work:
 
 
 def _case(batch, n, dtype="float32", k=10, d_y=1, floor=False, **draw) -> Case:
-    problem = OPERATOR.problem(dtype, rows=batch * n, n_components=k, d_y=d_y, floor=floor)
-    return Case(problem, (("batch", batch), *draw.items()))
+    return OPERATOR.case(dtype, batch * n, k, d_y, floor=floor, batch=batch, **draw)
 
 
 def cases(target) -> list[Case]:
@@ -139,14 +137,6 @@ def cases(target) -> list[Case]:
     ]
 
 
-def condition(case, inputs) -> float:
-    """The loss is one number, in which errors of targets cancel: PyTorch's own can be 0 by chance.
-
-    It is off by some roundings of a float32.
-    """
-    return 5e-7
-
-
 def within(model, run):
     """Of a neural process, whose heads give float32."""
     if "n_components" not in model:
@@ -177,33 +167,22 @@ def _fused(call):
     return triton_from(80)(call)
 
 
-_CODE = "tnp.ops.mixture_nll.triton_mixture_nll"
 OPERATOR = Operator(
     "mixture_nll",
     inputs=("parameters", "y"),
     outputs=("loss",),
     sizes=("rows", "n_components", "d_y"),
-    scalars=("sigma_min",),
-    values={"sigma_min": 1e-3},
+    scalars={"sigma_min": 1e-3},
     options={"floor": bool},  # whether sigma_min counts: a kernel without it does less
     differentiated=("parameters", "y"),
     keeps=(),
     backward_with_forward=True,
     implementations=(
-        Implementation(
-            "torch",
-            run=reference,
-            provider="torch",
-            dtypes=ALL_FLOATS,
-            options=("floor",),
-        ),
-        Implementation(
-            "compiled", run=reference, provider="torch", compile="default", options=("floor",)
-        ),
-        Implementation(
+        *by_pytorch(reference, options=("floor",)),
+        by_triton(
             "fused",
-            forward=Operation("mixture_nll.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("mixture_nll.backward", (f"{_CODE}:BACKWARD",)),
+            "mixture_nll",
+            "tnp.ops.mixture_nll.triton_mixture_nll",
             supported=_fused,
             options=("floor",),
         ),

@@ -12,7 +12,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.inputs import require_floats, require_one_device
+from tnp.ops.declared import by_pytorch, by_triton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +32,6 @@ def reference(x, up, down):
 
 def describe(x, up, down) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
-    from tnp.inputs import require_floats, require_one_device
-
     if up.dim() != 2 or down.shape != up.shape[::-1]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: they must be [F, D] and [D, F]"
@@ -76,33 +76,29 @@ def work(case, pass_) -> Work:
 
 def cases(target) -> list[Case]:
     """One row and many, padding, a ragged width, one tile, strided and misaligned rows."""
-
-    def case(dtype: str, rows: int, d_model: int, d_ff: int, d_ff_real: int, **drawn) -> Case:
-        if d_ff_real < d_ff:
-            drawn["d_ff_real"] = d_ff_real
-        problem = OPERATOR.problem(dtype, rows=rows, d_model=d_model, d_ff=d_ff)
-        return Case(problem, tuple(drawn.items()))
-
+    case = OPERATOR.case
     if target.kind != "cuda":
+        sizes, padded = (70, 32, 48), {"d_ff_real": 42}
         return [
-            case("bfloat16", 70, 32, 48, 42),
-            case("float16", 70, 32, 48, 42),
-            case("float32", 1, 32, 42, 42),
-            case("float32", 130, 64, 200, 170),
-            case("bfloat16", 70, 32, 48, 42, wide=40),
-            case("bfloat16", 70, 32, 48, 42, wide=40, start=1),
+            case("bfloat16", *sizes, **padded),
+            case("float16", *sizes, **padded),
+            case("float32", 1, 32, 42),
+            case("float32", 130, 64, 200, d_ff_real=170),
+            case("bfloat16", *sizes, wide=40, **padded),
+            case("bfloat16", *sizes, wide=40, start=1, **padded),
         ]
-    model = 512, 1408, 1365
+    model, padded = (512, 1408), {"d_ff_real": 1365}
+    rows = (1, 63, 65, 564, 777, 11_000, 44_000, 70_000)
     return [
         # Of more than 65,536 rows nothing is saved: computed again, in chunks.
-        *(case("bfloat16", n, *model) for n in (1, 63, 65, 564, 777, 11_000, 44_000, 70_000)),
-        case("bfloat16", 777, 512, 128, 100),  # one tile wide
-        case("bfloat16", 777, *model, wide=576),
-        case("bfloat16", 777, *model, wide=576, start=1),  # no row starts at 16 bytes
-        case("float16", 777, *model),
-        case("float32", 564, *model),
-        case("bfloat16", 300, 512, 1365, 1365),  # what a kernel multiplies is padded
-        case("bfloat16", 300, 64, 96, 96),
+        *(case("bfloat16", n, *model, **padded) for n in rows),
+        case("bfloat16", 777, 512, 128, d_ff_real=100),  # one tile wide
+        case("bfloat16", 777, *model, wide=576, **padded),
+        case("bfloat16", 777, *model, wide=576, start=1, **padded),  # no row starts at 16 bytes
+        case("float16", 777, *model, **padded),
+        case("float32", 564, *model, **padded),
+        case("bfloat16", 300, 512, 1365),  # what a kernel multiplies is padded
+        case("bfloat16", 300, 64, 96),
     ]
 
 
@@ -136,10 +132,12 @@ def _up_shifted(x, up, down):
     return reference(x, up.roll(up.shape[0] // 2, 0), down)
 
 
-_COMPOSED, _SINGLE = "tnp.ops.mlp.composed", "tnp.ops.mlp.single"
-_AGAIN = f"{_COMPOSED}:BACKWARD_HOPPER_AGAIN", f"{_COMPOSED}:BACKWARD_AGAIN"
-_BACKWARD = Operation(
-    "mlp.backward", (f"{_COMPOSED}:BACKWARD_SLOPE", f"{_COMPOSED}:BACKWARD_Z", *_AGAIN)
+_FUSED = by_triton(
+    "fused",
+    "mlp",
+    "tnp.ops.mlp.composed",
+    forward=("FORWARD_SLOPE", "FORWARD_Z", "FORWARD_HOPPER_AGAIN", "FORWARD_AGAIN"),
+    backward=("BACKWARD_SLOPE", "BACKWARD_Z", "BACKWARD_HOPPER_AGAIN", "BACKWARD_AGAIN"),
 )
 OPERATOR = Operator(
     "mlp",
@@ -148,28 +146,14 @@ OPERATOR = Operator(
     sizes=("rows", "d_model", "d_ff"),
     differentiated=("x", "up", "down"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
+        *by_pytorch(reference),
         Implementation(
             "single",
-            forward=Operation("mlp.single", (f"{_SINGLE}:FORWARD",)),
-            backward=_BACKWARD,
+            forward=Operation("mlp.single", ("tnp.ops.mlp.single:FORWARD",)),
+            backward=_FUSED.backward,
             supported=_single,
         ),
-        Implementation(
-            "fused",
-            forward=Operation(
-                "mlp.forward",
-                (
-                    f"{_COMPOSED}:FORWARD_SLOPE",
-                    f"{_COMPOSED}:FORWARD_Z",
-                    f"{_COMPOSED}:FORWARD_HOPPER_AGAIN",
-                    f"{_COMPOSED}:FORWARD_AGAIN",
-                ),
-            ),
-            backward=_BACKWARD,
-            supported=triton_from(80),
-        ),
+        _FUSED,
     ),
     describe=describe,
     draw=draw,

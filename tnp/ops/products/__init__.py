@@ -11,18 +11,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    ALL_FLOATS,
-    FLOATS,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Problem,
-    Work,
-    on_cuda,
-    triton_from,
-)
+from tnp.contract import FLOATS, Case, Implementation, Operator, Problem, Work, on_cuda
+from tnp.inputs import require_alike, require_one_device
+from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,10 +37,7 @@ def describe_matmul(a, b) -> dict:
         raise ValueError(
             f"a has {a.shape[1]} columns and b {b.shape[0]} rows: they must be as many"
         )
-    if (a.dtype, a.device) != (b.dtype, b.device):
-        raise ValueError(
-            f"a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}: they must be equal"
-        )
+    require_alike(a=a, b=b)
     return {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
 
 
@@ -74,20 +62,12 @@ def work_matmul(case, pass_) -> Work:
 
 def cases_matmul(target) -> list[Case]:
     """Ragged and whole sizes in every dtype, either operand transposed."""
-    sizes = ((1, 1, 1, ""), (33, 40, 24, "b"), (17, 16, 64, "a"), (20, 70, 7, ""), (64, 16, 32, ""))
+    a, b, both = {"transposed": "a"}, {"transposed": "b"}, {"transposed": "ab"}
+    drawn = [(1, 1, 1, {}), (33, 40, 24, b), (17, 16, 64, a), (20, 70, 7, {}), (64, 16, 32, {})]
     if target.kind == "cuda":
-        sizes = (
-            (1, 1, 1, ""), (1, 4096, 4096, "b"), (777, 1000, 513, ""), (777, 1000, 513, "ab"),
-            (2048, 2000, 1000, "a"), (4096, 4096, 4096, ""), (4096, 4096, 4096, "ab"),
-        )  # fmt: skip
-    return [
-        Case(MATMUL.problem(dtype, m=m, n=n, k=k), (("transposed", columns),) if columns else ())
-        for dtype in FLOATS
-        for m, n, k, columns in sizes
-    ]
-
-
-_PRODUCT = "tnp.ops.products.triton_product"
+        drawn = [(1, 1, 1, {}), (1, 4096, 4096, b), (777, 1000, 513, {}), (777, 1000, 513, both)]
+        drawn += [(2048, 2000, 1000, a), (4096, 4096, 4096, {}), (4096, 4096, 4096, both)]
+    return cases_by_dtype(MATMUL, dict.fromkeys(FLOATS, drawn))
 
 
 def condition(case, inputs) -> float:
@@ -103,13 +83,11 @@ MATMUL = Operator(
     sizes=("m", "n", "k"),
     differentiated=("a", "b"),
     implementations=(
-        Implementation("torch", run=matmul_reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=matmul_reference, provider="torch", compile="default"),
-        Implementation(
+        *by_pytorch(matmul_reference),
+        by_triton(
             "triton",
-            forward=Operation("matmul.forward", (f"{_PRODUCT}:FORWARD",)),
-            backward=Operation("matmul.backward", (f"{_PRODUCT}:BACKWARD",)),
-            supported=triton_from(80),
+            "matmul",
+            "tnp.ops.products.triton_product",
             selectable=False,  # a row beside cuBLAS, which stays
         ),
     ),
@@ -181,10 +159,7 @@ def describe_gelu_linear(x, weight, bias) -> dict:
             raise ValueError(
                 f"{name} is {parameter.dtype}: it must be torch.float32, or {x.dtype} as x is"
             )
-        if parameter.device != x.device:
-            raise ValueError(
-                f"{name} is on {parameter.device} and x on {x.device}: they must be equal"
-            )
+        require_one_device(x=x, **{name: parameter})
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
 
 
@@ -207,20 +182,12 @@ def work_gelu_linear(case, pass_) -> Work:
 
 def cases_gelu_linear(target) -> list[Case]:
     """Ragged sizes, and GPT-2's on a GPU, in every dtype."""
-    sizes = ((1, 1, 1, False), (35, 24, 40, False), (20, 7, 70, True), (64, 32, 16, True))
+    half = {"half": True}
+    drawn = [(1, 1, 1, {}), (35, 24, 40, {}), (20, 7, 70, half), (64, 32, 16, half)]
     if target.kind == "cuda":
-        sizes = (
-            (1, 1, 1, False), (777, 100, 513, False), (333, 760, 3000, True),
-            (1024, 768, 3072, False), (8 * 1024, 768, 3072, True),
-        )  # fmt: skip
-    return [
-        Case(
-            GELU_LINEAR.problem(dtype, rows=rows, n_in=n_in, n_out=n_out),
-            (("half", True),) if half else (),
-        )
-        for dtype in FLOATS
-        for rows, n_in, n_out, half in sizes
-    ]
+        drawn = [(1, 1, 1, {}), (777, 100, 513, {}), (333, 760, 3000, half)]
+        drawn += [(1024, 768, 3072, {}), (8 * 1024, 768, 3072, half)]
+    return cases_by_dtype(GELU_LINEAR, dict.fromkeys(FLOATS, drawn))
 
 
 def gelu_linear_within(model, run) -> Problem | None:
@@ -237,7 +204,6 @@ def _with_silu(x, weight, bias):
     return F.silu(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)))
 
 
-_GELU = "tnp.ops.products.triton_gelu_linear"
 GELU_LINEAR = Operator(
     "gelu_linear",
     condition=condition,
@@ -246,8 +212,7 @@ GELU_LINEAR = Operator(
     sizes=("rows", "n_in", "n_out"),
     differentiated=("x", "weight", "bias"),
     implementations=(
-        Implementation("torch", run=gelu_linear_reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=gelu_linear_reference, provider="torch", compile="default"),
+        *by_pytorch(gelu_linear_reference),
         Implementation(
             "addmm_activation",
             run=addmm_activation,
@@ -255,12 +220,7 @@ GELU_LINEAR = Operator(
             gradients=(),
             supported=on_cuda(80),
         ),
-        Implementation(
-            "fused",
-            forward=Operation("gelu_linear.forward", (f"{_GELU}:FORWARD",)),
-            backward=Operation("gelu_linear.backward", (f"{_GELU}:BACKWARD",)),
-            supported=triton_from(80),
-        ),
+        by_triton("fused", "gelu_linear", "tnp.ops.products.triton_gelu_linear"),
     ),
     describe=describe_gelu_linear,
     draw=draw_gelu_linear,

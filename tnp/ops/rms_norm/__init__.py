@@ -11,9 +11,16 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Implementation, Operation, Operator, Work
-from tnp.inputs import positive_number, require_equal, require_floats
-from tnp.ops.sizes import draw_rows, rows_within, sized_cases, triton_to_width
+from tnp.contract import Implementation, Operator, Work
+from tnp.inputs import positive_number, require_equal, require_floats, require_one_device
+from tnp.ops.declared import (
+    by_pytorch,
+    by_triton,
+    cases_by_dtype,
+    draw_rows,
+    rows_within,
+    triton_to_width,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +49,7 @@ def describe(x, weight) -> dict:
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., D] and "
             "[D], with D at least 1"
         )
-    if weight.device != x.device:
-        raise ValueError(f"weight is on {weight.device} and x on {x.device}: they must be equal")
+    require_one_device(x=x, weight=weight)
     require_floats(x=x, weight=weight)
     return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
 
@@ -134,20 +140,15 @@ def _within(operator: Operator, model, run):
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])
 
 
-_CODE = "tnp.ops.rms_norm.triton_rms_norm"
-
-
 def _implementations(name: str, plain) -> tuple[Implementation, ...]:
-    return (
-        Implementation("torch", run=plain, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=plain, provider="torch", compile="default"),
-        Implementation(
-            "fused",
-            forward=Operation(f"{name}.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation(f"{name}.backward", (f"{_CODE}:BACKWARD", f"{_CODE}:WIDE_BACKWARD")),
-            supported=triton_to_width(MAX_WIDTH),
-        ),
+    ours = by_triton(
+        "fused",
+        name,
+        "tnp.ops.rms_norm.triton_rms_norm",
+        backward=("BACKWARD", "WIDE_BACKWARD"),
+        supported=triton_to_width(MAX_WIDTH),
     )
+    return *by_pytorch(plain), ours
 
 
 def _without_residual_gradient(x, update, weight, eps):
@@ -162,14 +163,13 @@ RMS_NORM = Operator(
     sizes=("rows", "width"),
     family="rms_norm",
     differentiated=("x", "weight"),
-    scalars=("eps",),
-    values={"eps": EPS},
+    scalars={"eps": EPS},
     implementations=_implementations("rms_norm", reference),
     describe=describe,
     draw=draw,
     reference=reference,
     work=work,
-    cases=lambda target: sized_cases(RMS_NORM, _sizes(target)),
+    cases=lambda target: cases_by_dtype(RMS_NORM, _sizes(target)),
     within=lambda model, run: _within(RMS_NORM, model, run),
     controls={
         "eps too large": lambda x, weight, eps: reference(x, weight, 1e-2),
@@ -185,15 +185,14 @@ ADD_RMS_NORM = Operator(
     sizes=("rows", "width"),
     family="rms_norm",
     differentiated=("x", "update", "weight"),
-    scalars=("eps",),
-    values={"eps": EPS},
+    scalars={"eps": EPS},
     keeps=("sum", "weight"),
     implementations=_implementations("add_rms_norm", add_reference),
     describe=add_describe,
     draw=add_draw,
     reference=add_reference,
     work=add_work,
-    cases=lambda target: sized_cases(ADD_RMS_NORM, _sizes(target)),
+    cases=lambda target: cases_by_dtype(ADD_RMS_NORM, _sizes(target)),
     within=lambda model, run: _within(ADD_RMS_NORM, model, run),
     controls={
         "eps too large": lambda x, update, weight, eps: add_reference(x, update, weight, 1e-2),

@@ -11,16 +11,9 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    ALL_FLOATS,
-    FLOATS,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Work,
-    triton_from,
-)
+from tnp.contract import FLOATS, Case, Operator, Work
+from tnp.inputs import positive_number, require_equal, require_floats, require_one_device
+from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,20 +28,14 @@ def reference(x, gate, weight, eps):
 
 def describe(x, gate, weight) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
-    if (x.shape, x.dtype, x.device) != (gate.shape, gate.dtype, gate.device):
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)} on {x.device} and gate {gate.dtype} "
-            f"{tuple(gate.shape)} on {gate.device}: they must be equal"
-        )
+    require_equal(gate=gate, x=x)
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or weight.shape[0] == 0:
         raise ValueError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., width] "
             "and [width], with width at least 1"
         )
-    if weight.device != x.device:
-        raise ValueError(f"weight is on {weight.device} and x on {x.device}: they must be equal")
-    if not weight.is_floating_point():
-        raise ValueError(f"weight is {weight.dtype}: it must be a float dtype")
+    require_one_device(x=x, weight=weight)
+    require_floats(weight=weight)
     return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
 
 
@@ -78,38 +65,30 @@ def work(case, pass_) -> Work:
 
 def cases(target) -> list[Case]:
     """Ragged and whole widths, halves of a projection, large and tiny values."""
-    drawn = [((3, 24), ()), ((5, 100), ()), ((9, 128), (("halves", True),))]
-    drawn += [((3, 64), (("magnitude", 1e3),)), ((4, 33), (("narrow_weight", True),))]
+    drawn = [(3, 24, {}), (5, 100, {}), (9, 128, {"halves": True})]
+    drawn += [(3, 64, {"magnitude": 1e3}), (4, 33, {"narrow_weight": True})]
     if target.kind == "cuda":
-        drawn = [
-            ((128, width), ()) for width in (24, 128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
-        ]
-        drawn += [((16384, 4096), (("halves", True),)), ((777, 5120), (("narrow_weight", True),))]
-        drawn += [((33, 4097), (("magnitude", 1e3),)), ((33, 4097), (("magnitude", 1e-4),))]
-    return [
-        Case(OPERATOR.problem(dtype, rows=rows, width=width), how)
-        for dtype in FLOATS
-        for (rows, width), how in drawn
-    ]
+        widths = (24, 128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
+        drawn = [(128, width, {}) for width in widths]
+        drawn += [(16384, 4096, {"halves": True}), (777, 5120, {"narrow_weight": True})]
+        drawn += [(33, 4097, {"magnitude": 1e3}), (33, 4097, {"magnitude": 1e-4})]
+    return cases_by_dtype(OPERATOR, dict.fromkeys(FLOATS, drawn))
 
 
-_CODE = "tnp.ops.rms_norm_swiglu.triton_rms_norm_swiglu"
 OPERATOR = Operator(
     "rms_norm_swiglu",
     inputs=("x", "gate", "weight"),
     outputs=("y",),
     sizes=("rows", "width"),
     differentiated=("x", "gate", "weight"),
-    scalars=("eps",),
-    values={"eps": 1e-6},
+    scalars={"eps": 1e-6},
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
-        Implementation(
+        *by_pytorch(reference),
+        by_triton(
             "triton",
-            forward=Operation("rms_norm_swiglu.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("rms_norm_swiglu.backward", (f"{_CODE}:HELD", f"{_CODE}:CHUNKS")),
-            supported=triton_from(80),
+            "rms_norm_swiglu",
+            "tnp.ops.rms_norm_swiglu.triton_rms_norm_swiglu",
+            backward=("HELD", "CHUNKS"),
         ),
     ),
     describe=describe,
@@ -145,6 +124,6 @@ def rms_norm_swiglu(
     """
     import tnp.dispatch as dispatch
 
-    if not 0.0 < eps < inf:
-        raise ValueError(f"eps is {eps}: it must be positive and finite")
-    return dispatch.call(OPERATOR, implementation, (x, gate, weight), (float(eps),))
+    if type(eps) is not float or not 0.0 < eps < inf:
+        eps = positive_number("eps", eps)
+    return dispatch.call(OPERATOR, implementation, (x, gate, weight), (eps,))

@@ -13,17 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    ALL_FLOATS,
-    FLOATS,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Problem,
-    Work,
-    triton_from,
-)
+from tnp.contract import FLOATS, Case, Operator, Problem, Work
+from tnp.inputs import require_alike
+from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +58,7 @@ def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
         raise ValueError(
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they may differ in their heads alone"
         )
-    if (k.dtype, k.device) != (q.dtype, q.device):
-        raise ValueError(
-            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}: they must be equal"
-        )
+    require_alike(q=q, k=k)
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}: it must be even, since elements turn in pairs")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim // 2:
@@ -149,31 +138,27 @@ def work(case, pass_) -> Work:
 def cases(target) -> list[Case]:
     """Grouped and odd numbers of heads, every kind of head_dim, both pairings, positions."""
     positions, interleaved = {"positions": True}, {"interleaved": True}
-    heads_first, wide = ("heads_first", True), ("wide_tables", True)
+    heads_first, wide = {"heads_first": True}, {"wide_tables": True}
     if target.kind == "cuda":
         drawn = [
-            ((8, 32, 8, 2048, 128), {}, ()),
-            ((3, 32, 8, 777, 128), positions, (heads_first, wide)),
-            ((2, 12, 12, 1000, 64), interleaved, (wide,)),
-            ((64, 25, 5, 1, 96), positions, ()),
-            ((2, 8, 8, 256, 48), positions | interleaved, (heads_first,)),
-            ((1, 10, 10, 4097, 80), {}, (wide,)),
-            ((2, 3, 1, 33, 6), interleaved, ()),
-            ((1, 64, 8, 512, 256), {}, ()),
+            (8, 32, 8, 2048, 128, {}),
+            (3, 32, 8, 777, 128, positions | heads_first | wide),
+            (2, 12, 12, 1000, 64, interleaved | wide),
+            (64, 25, 5, 1, 96, positions),
+            (2, 8, 8, 256, 48, positions | interleaved | heads_first),
+            (1, 10, 10, 4097, 80, wide),
+            (2, 3, 1, 33, 6, interleaved),
+            (1, 64, 8, 512, 256, {}),
         ]
     else:
         drawn = [
-            ((1, 1, 1, 3, 2), {}, ()),
-            ((2, 4, 2, 5, 16), {}, (wide,)),
-            ((1, 3, 1, 6, 48), positions, (heads_first,)),
-            ((2, 4, 4, 3, 80), positions | interleaved, (wide,)),
-            ((1, 2, 2, 7, 6), interleaved, ()),
+            (1, 1, 1, 3, 2, {}),
+            (2, 4, 2, 5, 16, wide),
+            (1, 3, 1, 6, 48, positions | heads_first),
+            (2, 4, 4, 3, 80, positions | interleaved | wide),
+            (1, 2, 2, 7, 6, interleaved),
         ]
-    return [
-        Case(OPERATOR.problem(dtype, **dict(zip(SIZES, sizes, strict=True)), **options), how)
-        for dtype in FLOATS
-        for sizes, options, how in drawn
-    ]
+    return cases_by_dtype(OPERATOR, dict.fromkeys(FLOATS, drawn))
 
 
 def within(model, run) -> Problem | None:
@@ -200,32 +185,18 @@ def _turned_back(q, k, cos, sin, positions=None, *, interleaved=False):
     return reference(q, k, cos, -sin, positions, interleaved=interleaved)
 
 
-SIZES = ("batch", "heads", "kv_heads", "n_tokens", "head_dim")
-_CODE = "tnp.ops.rope.triton_rope"
+_OPTIONS = ("interleaved", "positions")
 OPERATOR = Operator(
     "rope",
     inputs=("q", "k", "cos", "sin", "positions?"),
     outputs=("q_rotated", "k_rotated"),
-    sizes=SIZES,
+    sizes=("batch", "heads", "kv_heads", "n_tokens", "head_dim"),
     differentiated=("q", "k"),
     options={"interleaved": bool},
     keeps=("cos", "sin", "positions"),
     implementations=(
-        Implementation(
-            "torch", run=reference, provider="torch", dtypes=ALL_FLOATS,
-            options=("interleaved", "positions"),
-        ),
-        Implementation(
-            "compiled", run=reference, provider="torch", compile="default",
-            options=("interleaved", "positions"),
-        ),
-        Implementation(
-            "triton",
-            forward=Operation("rope.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("rope.backward", (f"{_CODE}:BACKWARD",)),
-            supported=triton_from(80),
-            options=("interleaved", "positions"),
-        ),
+        *by_pytorch(reference, _OPTIONS),
+        by_triton("triton", "rope", "tnp.ops.rope.triton_rope", options=_OPTIONS),
     ),
     describe=describe,
     draw=draw,
@@ -239,7 +210,7 @@ OPERATOR = Operator(
     },
     within=within,
     fixed=("head_dim",),
-)  # fmt: skip
+)
 
 
 def rope(

@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import Operator, Work
 from tnp.inputs import require_floats
-from tnp.ops.sizes import draw_rows, sized_cases
+from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype, draw_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,6 @@ _INTERPRETED = {
         (2, 16_400, {"start": 1}),
     ),
 }
-_CODE = "tnp.ops.softmax.triton_softmax"
 OPERATOR = Operator(
     "softmax",
     inputs=("x",),
@@ -103,15 +102,13 @@ OPERATOR = Operator(
     differentiated=("x",),
     keeps=("y",),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
-        Implementation(
+        *by_pytorch(reference),
+        by_triton(
             "triton",
-            forward=Operation("softmax.forward", (f"{_CODE}:FORWARD", f"{_CODE}:ONLINE_FORWARD")),
-            backward=Operation(
-                "softmax.backward", (f"{_CODE}:BACKWARD", f"{_CODE}:BLOCKS_BACKWARD")
-            ),
-            supported=triton_from(80),
+            "softmax",
+            "tnp.ops.softmax.triton_softmax",
+            forward=("FORWARD", "ONLINE_FORWARD"),
+            backward=("BACKWARD", "BLOCKS_BACKWARD"),
         ),
     ),
     describe=describe,
@@ -119,7 +116,7 @@ OPERATOR = Operator(
     reference=reference,
     work=work,
     condition=condition,
-    cases=lambda target: sized_cases(OPERATOR, _GPU if target.kind == "cuda" else _INTERPRETED),
+    cases=lambda target: cases_by_dtype(OPERATOR, _GPU if target.kind == "cuda" else _INTERPRETED),
     controls={
         "another temperature": lambda x: reference(x * 1.01),
         "not normalized": lambda x: (x - x.amax(-1, True)).exp(),

@@ -10,17 +10,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
-    ALL_FLOATS,
-    FLOATS,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Problem,
-    Work,
-    triton_from,
-)
+from tnp.contract import FLOATS, Case, Operator, Problem, Work
+from tnp.inputs import require_equal
+from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +27,7 @@ def reference(gate, up):
 
 def describe(gate, up) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
-    if (gate.shape, gate.dtype, gate.device) != (up.shape, up.dtype, up.device):
-        raise ValueError(
-            f"gate is {gate.dtype} {tuple(gate.shape)} on {gate.device} and up {up.dtype} "
-            f"{tuple(up.shape)} on {up.device}: they must be equal"
-        )
+    require_equal(up=up, gate=gate)
     if gate.dim() == 0:
         raise ValueError("gate has no dimensions: it must be [..., width]")
     return {"rows": prod(gate.shape[:-1]), "width": gate.shape[-1]}
@@ -69,17 +57,13 @@ def work(case, pass_) -> Work:
 
 def cases(target) -> list[Case]:
     """Ragged and whole sizes, halves of a projection, slices of a batch, saturated gates."""
-    drawn = [((1, 1), ()), ((7, 100), ()), ((33, 256), (("halves", True),))]
-    drawn += [((6, 37), (("tokens", True),)), ((3, 64), (("magnitude", 40.0),))]
+    drawn = [(1, 1, {}), (7, 100, {}), (33, 256, {"halves": True})]
+    drawn += [(6, 37, {"tokens": True}), (3, 64, {"magnitude": 40.0})]
     if target.kind == "cuda":
-        drawn = [((1, 1), ()), ((777, 4097), ()), ((777, 4097), (("halves", True),))]
-        drawn += [((16384, 14336), (("halves", True),)), ((1, 8_388_608), ())]
-        drawn += [((1000, 1365), (("tokens", True),)), ((512, 4096), (("magnitude", 40.0),))]
-    return [
-        Case(OPERATOR.problem(dtype, rows=rows, width=width), how)
-        for dtype in FLOATS
-        for (rows, width), how in drawn
-    ]
+        drawn = [(1, 1, {}), (777, 4097, {}), (777, 4097, {"halves": True})]
+        drawn += [(16384, 14336, {"halves": True}), (1, 8_388_608, {})]
+        drawn += [(1000, 1365, {"tokens": True}), (512, 4096, {"magnitude": 40.0})]
+    return cases_by_dtype(OPERATOR, dict.fromkeys(FLOATS, drawn))
 
 
 def within(model, run) -> Problem | None:
@@ -91,14 +75,13 @@ def within(model, run) -> Problem | None:
 
 
 def condition(case, inputs) -> float:
-    """What a sigmoid costs in float32, `tnp.gates.rounding.SIGMOID`, two units of an exponential.
+    """What a sigmoid costs in float32: an exponential, right to two units, and four roundings.
 
     In a result of one element PyTorch's own error may be none, by chance.
     """
     return 1.6e-7
 
 
-_CODE = "tnp.ops.swiglu.triton_swiglu"
 OPERATOR = Operator(
     "swiglu",
     inputs=("gate", "up"),
@@ -106,14 +89,8 @@ OPERATOR = Operator(
     sizes=("rows", "width"),
     differentiated=("gate", "up"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
-        Implementation("compiled", run=reference, provider="torch", compile="default"),
-        Implementation(
-            "triton",
-            forward=Operation("swiglu.forward", (f"{_CODE}:FORWARD",)),
-            backward=Operation("swiglu.backward", (f"{_CODE}:BACKWARD",)),
-            supported=triton_from(80),
-        ),
+        *by_pytorch(reference),
+        by_triton("triton", "swiglu", "tnp.ops.swiglu.triton_swiglu"),
     ),
     describe=describe,
     draw=draw,

@@ -1,0 +1,94 @@
+"""What operators' declarations share. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tnp.contract import (
+    ALL_FLOATS,
+    Call,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Reason,
+    Support,
+    triton_from,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def by_pytorch(
+    run: Callable[..., Any], options: tuple[str, ...] = ()
+) -> tuple[Implementation, Implementation]:
+    """PyTorch's plain form, in any of its floats, and the same compiled."""
+    return (
+        Implementation("torch", run=run, provider="torch", dtypes=ALL_FLOATS, options=options),
+        Implementation("compiled", run=run, provider="torch", compile="default", options=options),
+    )
+
+
+def by_triton(
+    name: str,
+    op: str,
+    *modules: str,
+    forward: tuple[str, ...] = ("FORWARD",),
+    backward: tuple[str, ...] = ("BACKWARD",),
+    supported: Support | None = None,
+    **limits: Any,
+) -> Implementation:
+    """Ours, made of Triton kernels: of these modules, in each pass, those of these names."""
+
+    def operation(pass_: str, kernels: tuple[str, ...]) -> Operation:
+        named = tuple(f"{module}:{kernel}" for module in modules for kernel in kernels)
+        return Operation(f"{op}.{pass_}", named)
+
+    return Implementation(
+        name,
+        forward=operation("forward", forward),
+        backward=operation("backward", backward),
+        supported=supported or triton_from(80),
+        **limits,
+    )
+
+
+def triton_to_width(most: int) -> Support:
+    """Support of Triton kernels from 8.0 on that take rows up to a width."""
+    anywhere_else = triton_from(80)
+
+    def supported(call: Call) -> Reason:
+        width = call.problem["width"]
+        if width > most:
+            return f"it takes widths up to {most}, not {width}"
+        return anywhere_else(call)
+
+    return supported
+
+
+def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]]) -> list[Case]:
+    """Of each dtype those described: sizes in the operator's order, and by name all the rest."""
+    return [
+        operator.case(dtype, *sizes, **named)
+        for dtype, of_dtype in described.items()
+        for *sizes, named in of_dtype
+    ]
+
+
+def draw_rows(case: Case, random: Any) -> Tensor:
+    """[rows, width], or [batch, rows / batch, width] where the case names a batch.
+
+    Of the case: `start`, the row that this is a view from, and `magnitude`.
+    """
+    rows, width, start = case.problem["rows"], case.problem["width"], int(case["start"])
+    batch = int(case["batch"])
+    shape = (batch, start + rows // batch) if batch else (start + rows,)
+    return (random(*shape, width) * (case["magnitude"] or 1.0))[..., start:, :]
+
+
+def rows_within(run: Mapping) -> int:
+    """Rows of a step: tokens, or context and target points."""
+    n_tokens = run.get("n_tokens") or run["n_context"] + run["n_target"]
+    return run["batch"] * n_tokens
