@@ -11,7 +11,7 @@ import jsonschema
 import yaml
 
 from tnp.catalog import AUTO, catalog, is_automatic
-from tnp.contract import Call, Operator
+from tnp.contract import Call, Operator, Problem
 from tnp.gates import GATES, gates_of, generic_gates
 from tnp.task_sources import MAX_POINTS
 from tnp.variants import FAMILIES, Variant, not_in_models
@@ -296,15 +296,20 @@ def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
 
 
 def _of_limits(use: _Use, operator: Operator, name: str) -> Iterator[Fault]:
-    """What an implementation of ours or PyTorch's says of the model's sizes, on a GPU."""
+    """What an implementation says of the model's sizes."""
     problem = operator.within(use.model, use.run)
-    own = None if is_automatic(name) else catalog().listed(operator.name, name).own
-    if problem is None or own is None or own.compile:
-        return
-    call = Call(problem, problems.target("cuda"), own.gradients or operator.differentiated)
-    reason = own.refuses(call)
+    reason = None if problem is None else _refusal(operator, name, problem)
     if reason is not None:
-        yield Fault(use.model_place, f"{operator.name} {name!r} cannot run it: {reason}")
+        yield Fault(use.model_place, f"{operator.name} {reason}")
+
+
+def _refusal(operator: Operator, name: str, problem: Problem) -> str | None:
+    """That one of ours or PyTorch's does not run a problem forward on a GPU, if it says so."""
+    own = None if is_automatic(name) else catalog().listed(operator.name, name).own
+    if own is None or own.compile:
+        return None
+    reason = own.refuses(Call(problem, problems.target("cuda"), ()))
+    return reason and f"{name!r} cannot run it: {reason}"
 
 
 def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[Fault]:
@@ -316,6 +321,7 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
     known = [*catalog().names(op), AUTO, problems.INSTALLED]
     names = study["implementations"]
     yield from _not_among((*place, "implementations"), "implementation", names, known)
+    names = [name for name in names if name in catalog().names(op)]
     shapes = study.get("shapes", [])
     yield from _not_among((*place, "shapes"), "shape", shapes, config["shapes"])
     yield from _of_storage(place, study, config["model"])
@@ -331,8 +337,10 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
         for name in sorted({name for name in called if called.count(name) > 1}):
             yield Fault(place, f"two of its problems are called {name!r}: rename one")
         for named in of_op:
-            reason = problems.without_case(named.problem, device)
-            if reason is not None:
+            reasons = [problems.without_case(named.problem, device)]
+            if device == "cuda":
+                reasons += [_refusal(catalog().operator(op), name, named.problem) for name in names]
+            for reason in filter(None, reasons):
                 yield Fault(place, f"{named.shape}: {reason}")
 
 

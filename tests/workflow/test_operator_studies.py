@@ -51,9 +51,11 @@ def test_a_language_models_batch_has_all_its_tokens():
         ("untuned", {"timing": {"warmup": 1.0}}, "ops.untuned.timing: unknown key 'warmup'"),
         ("untuned", {"timing": {"warmup_s": -1.0}}, "warmup_s: -1.0 must be at least 0"),
         ("rope", {"at": ["llama3_8b/train", "gpt2/train"]}, "gpt2 has no rope"),
+        ("rms_norm", {"problems": {"wide": {"rows": 2, "width": 16_385}}},
+         "ops.rms_norm: wide: 'fused' cannot run it: it takes widths up to 16384"),
         ("rope", {"at": ["llama3_8b/trian"]}, "'llama3_8b/trian' is no model/run"),
     ],
-)
+)  # fmt: skip
 def test_a_study_that_cannot_be_is_refused(study, change, message):
     config = copy.deepcopy(CONFIG)
     config["ops"][study] |= change

@@ -12,8 +12,8 @@ import duckdb
 from tnp.figures import data, theme
 from tnp.figures.data import Row
 
-PANEL_WIDTH = 460  # px
-COLUMNS = 2  # panels abreast
+PANEL_WIDTH = 620  # px
+COLUMNS = 1
 BAR_HEIGHT = 20  # px
 
 PASSES = {

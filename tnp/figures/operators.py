@@ -11,9 +11,9 @@ from tnp.figures import data, theme
 from tnp.figures.data import Row
 from tnp.figures.words import words
 
-PANEL_WIDTH = 250  # px
+PANEL_WIDTH = 560  # px
 LINE_HEIGHT = 19  # px
-COLUMNS = 2  # panels abreast
+COLUMNS = 1
 EDGES = 0.5, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
@@ -110,7 +110,7 @@ def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
     peers = (
         data.drawing(first or rows)
         .mark_text(align="left", fontSize=11, color=theme.MUTED)
-        .encode(y=y, x=alt.value(PANEL_WIDTH + 6), text="peer:N")
+        .encode(y=y, x=alt.value(PANEL_WIDTH + 14), text="peer:N")
     )
     return alt.layer(one, bars, marks, peers).properties(
         width=PANEL_WIDTH,

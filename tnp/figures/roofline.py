@@ -82,7 +82,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Who of ours comes nearest to its roofline on the first device, and the best peer there.
+    """Who of ours comes nearest to its roofline, and the best peer there: of the operator that is
+    drawn first, on the first device.
 
     A share above 1 says that the ceiling was measured too low, and nothing of the kernel.
     """
@@ -90,6 +91,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     timed, device = data.of_first(devices, known)
     if not timed:
         return "No operator has both a timing and a measured ceiling"
+    timed = [row for row in timed if row["op"] == timed[0]["op"]]
     own = [row for row in timed if row["own"]]
     if not own:
         return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)

@@ -2,7 +2,7 @@
 -- Microseconds of the host for one call that is launched asynchronously at a size where the device
 -- waits, without a CUDA graph. "recorded" is a forward pass that autograd records, "training" has
 -- its backward pass, and "chain" is one of many such calls in a row. PyTorch's plain form was timed
--- in turn in the same process, through the same dispatch.
+-- in turn in the same process, called as a user of PyTorch calls it.
 select
     host.device,
     op || ' ' || array_to_string(
