@@ -322,8 +322,7 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
     names = study["implementations"]
     yield from _not_among((*place, "implementations"), "implementation", names, known)
     names = [name for name in names if name in catalog().names(op)]
-    shapes = study.get("shapes", [])
-    yield from _not_among((*place, "shapes"), "shape", shapes, config["shapes"])
+    yield from _not_among((*place, "shapes"), "shape", study.get("shapes", []), config["shapes"])
     yield from _of_storage(place, study, config["model"])
     if not any(key in study for key in problems.SECTIONS):
         yield Fault(place, f"one of the keys {_listed(problems.SECTIONS)} is missing")
