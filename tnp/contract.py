@@ -334,7 +334,7 @@ class Operator:
         """Inputs and outputs that the backward pass gets."""
         return self.tensors if self.keeps is None else self.keeps
 
-    def problem(self, dtype: str, **values: Value) -> Problem:
+    def problem(self, dtype: str, /, **values: Value) -> Problem:
         """Of these sizes and options; ValueError naming what does not exist or is not allowed."""
         allowed = dict(self.options) | dict.fromkeys(self.optional, bool)
         known = frozenset((*self.sizes, *allowed))

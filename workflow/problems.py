@@ -33,14 +33,16 @@ def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named
     """
     operator = catalog().operator(op)
     for shape in spec.get("shapes", ()):
-        model = config["model"] | {"d_ff_storage": storage(config, op)}
+        model = config["model"] | {"d_ff_storage": storage(config, op, spec)}
         sizes = config["shapes"][shape]
         found = in_step(operator, model, sizes | {"dtype": dtype})
         if found is None:
             raise ValueError(f"the neural process has no {op}")
         yield Named(shape, *found, columns(op, sizes, model))
     for at in spec.get("at", ()):
-        model, _, run = at.partition("/")
+        model, between, run = at.partition("/")
+        if not between:
+            raise ValueError(f"{at!r} must be a model and a run, as in 'llama3_8b/train'")
         for section, name in (("models", model), ("runs", run)):
             if name not in config.get(section, {}):
                 known = ", ".join(config.get(section, {}))
@@ -86,6 +88,6 @@ def target(device: str) -> Target:
     return CPU if device == "cpu" else of_capability(90)
 
 
-def storage(config: dict, op: str) -> int | None:
-    """The width that an operator's benchmark zero-pads hidden layers to."""
-    return config["ops"].get(op, {}).get("d_ff_storage")
+def storage(config: dict, op: str, spec: dict) -> int | None:
+    """The width that a benchmark zero-pads hidden layers to: its own, or else its operator's."""
+    return spec.get("d_ff_storage", config["ops"].get(op, {}).get("d_ff_storage"))

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +16,12 @@ from tnp.task_sources import MAX_POINTS
 from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
+from workflow.faults import Fault, listed, not_among, shown, unknown
 from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, TUNING, gates
 
 ENDS = ("base", "full")  # of the ablation
-SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
+ROOT = Path(__file__).parents[1]
+SCHEMA = ROOT / "workflow" / "schemas" / "config.schema.yaml"
 MAX_COUNT = 2**31 - 1  # columns of the store are int32
 # The schema's types, in words.
 TYPES = {
@@ -31,12 +32,6 @@ TYPES = {
     "object": "keys with values",
     "string": "text",
 }
-
-
-class Fault(NamedTuple):
-    place: Place
-    what: str
-    inside: Place = ()  # further in, where the line is that it is about
 
 
 def validate(config: dict, written: Mapping[Place, str] | None = None) -> None:
@@ -65,7 +60,7 @@ def _schema_fault(config: dict) -> Fault | None:
     place, value, limit = tuple(error.path), error.instance, error.validator_value
     if "propertyNames" in error.absolute_schema_path:
         what = "must be a name of at most 48 small letters, digits and single underscores"
-        return Fault(place, f"{_shown(value)} {what}", (value,))
+        return Fault(place, f"{shown(value)} {what}", (value,))
     match error.validator:
         case "additionalProperties":
             known = error.schema["properties"]
@@ -76,7 +71,7 @@ def _schema_fault(config: dict) -> Fault | None:
             return Fault(place, f"key {key!r} is missing")
         case "uniqueItems":
             twice = next(item for item in value if value.count(item) > 1)
-            return Fault(place, f"{_shown(twice)} stands in it twice")
+            return Fault(place, f"{shown(twice)} stands in it twice")
         case "minimum":
             wanted = f"must be at least {limit}"
         case "maximum":
@@ -91,12 +86,12 @@ def _schema_fault(config: dict) -> Fault | None:
             types = [limit] if isinstance(limit, str) else limit
             wanted = f"must be {' or '.join(TYPES[name] for name in types)}"
         case "enum":
-            wanted = f"must be one of {_listed(map(_shown, limit))}"
+            wanted = f"must be one of {listed(map(shown, limit))}"
         case "pattern":
             wanted = f"must be {error.schema['description']}"
         case _:
             return Fault(place, error.message)
-    return Fault(place, f"{_shown(value)} {wanted}")
+    return Fault(place, f"{shown(value)} {wanted}")
 
 
 def _is_count(checker: jsonschema.TypeChecker, value: object) -> bool:
@@ -118,7 +113,7 @@ _VALIDATOR = jsonschema.validators.extend(
 def _faults(config: dict) -> Iterator[Fault]:
     """What a schema cannot say: names defined in one place must exist in the other."""
     shapes, variants, model = config["shapes"], config["variants"], config["model"]
-    yield from _not_among(
+    yield from not_among(
         ("gates",), "gate", config["gates"], [*GATES, *generic_gates(), EVERY_OPERATOR]
     )
     yield from _of_model(("model",), model)
@@ -128,12 +123,14 @@ def _faults(config: dict) -> Iterator[Fault]:
         yield from _of_variant(("variants", name), spec, model)
     for name, study in config["steps"].items():
         place = ("steps", name)
-        yield from _not_among((*place, "shapes"), "shape", study["shapes"], shapes)
-        yield from _not_among((*place, "variants"), "variant", study["variants"], variants)
-        if name in (ABLATION, NOISE, TUNING):
-            yield Fault(place, f"that is section {name}: rename the study")
+        yield from not_among((*place, "shapes"), "shape", study["shapes"], shapes)
+        yield from not_among((*place, "variants"), "variant", study["variants"], variants)
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
+    taken = {ABLATION, NOISE, TUNING, HOST, *_rules()}
+    for place in [(section, name) for section in ("steps", "ops") for name in config[section]]:
+        if place[1] in taken:
+            yield Fault(place, f"{place[1]!r} is a section or a target already: rename the study")
     for place, op, study in _operators(config):
         yield from _of_operator(place, op, study, config)
     for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
@@ -147,6 +144,13 @@ def _faults(config: dict) -> Iterator[Fault]:
     named = gates(config)
     for use in _uses(config):
         yield from _of_use(use, named)
+
+
+def _rules() -> list[str]:
+    """Names of rules, each of which is a target: a study is one too."""
+    files = [ROOT / "Snakefile", *ROOT.glob("workflow/rules/*.smk")]
+    text = "\n".join(file.read_text() for file in files)
+    return re.findall(r"^(?:use )?rule .*?(\w+)(?: with)?:", text, re.MULTILINE)
 
 
 def _of_model(place: Place, model: dict) -> Iterator[Fault]:
@@ -192,14 +196,14 @@ def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
 
 
 def _of_ablation(place: Place, spec: dict, shapes: dict, variants: dict) -> Iterator[Fault]:
-    yield from _not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
+    yield from not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
     for end in ENDS:
         if spec[end] not in variants:
             yield Fault((*place, end), unknown("variant", spec[end], variants))
     base, full = variants[spec["base"]], variants[spec["full"]]
     differing = [key for key in base | full if base.get(key) != full.get(key)]
     components = (*place, "components")
-    yield from _not_among(components, "difference of base and full", spec["components"], differing)
+    yield from not_among(components, "difference of base and full", spec["components"], differing)
     uses_ours = [Variant.from_spec(spec[end], variants[spec[end]]).role() == "own" for end in ENDS]
     if uses_ours != [False, True]:
         yield Fault(
@@ -235,9 +239,9 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
 
 
 def _of_tuning(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
-    yield from _not_among((*place, "shapes"), "shape", spec["shapes"], config["shapes"])
+    yield from not_among((*place, "shapes"), "shape", spec["shapes"], config["shapes"])
     operators = (*place, "operators")
-    yield from _not_among(operators, "operator", spec["operators"], catalog().operators)
+    yield from not_among(operators, "operator", spec["operators"], catalog().operators)
     for index, op in enumerate(spec["operators"]):
         try:
             list(problems.of_operator(config, op, spec, config["compute_dtype"]["cuda"]))
@@ -272,7 +276,7 @@ def _uses(config: dict) -> Iterator[_Use]:
     for place, op, spec in _operators(config):
         for index, name in enumerate(spec["implementations"]):
             if is_automatic(name) or name in catalog().names(op):
-                model = config["model"] | {"d_ff_storage": problems.storage(config, op)}
+                model = config["model"] | {"d_ff_storage": problems.storage(config, op, spec)}
                 where = (*place, "implementations", index)
                 yield _Use(where, {op: name}, model, ("model",), step)
     for run, spec in config["training"].items():
@@ -291,7 +295,7 @@ def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
             yield from _of_limits(use, operator, name)
             missing = [gate for gate in gates_of(operator.name, name) if gate not in gates]
             if missing:
-                what = f"gates must name {_listed(missing)}, which it waits for"
+                what = f"gates must name {listed(missing)}, which it waits for"
                 yield Fault(use.place, f"{operator.name} {name!r} cannot be used: {what}")
 
 
@@ -320,12 +324,12 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
         return
     known = [*catalog().names(op), AUTO, problems.INSTALLED]
     names = study["implementations"]
-    yield from _not_among((*place, "implementations"), "implementation", names, known)
+    yield from not_among((*place, "implementations"), "implementation", names, known)
     names = [name for name in names if name in catalog().names(op)]
-    yield from _not_among((*place, "shapes"), "shape", study.get("shapes", []), config["shapes"])
+    yield from not_among((*place, "shapes"), "shape", study.get("shapes", []), config["shapes"])
     yield from _of_storage(place, study, config["model"])
     if not any(key in study for key in problems.SECTIONS):
-        yield Fault(place, f"one of the keys {_listed(problems.SECTIONS)} is missing")
+        yield Fault(place, f"one of the keys {listed(problems.SECTIONS)} is missing")
     for device in study.get("devices", ["cuda"]):
         try:
             of_op = list(problems.of_operator(config, op, study, config["compute_dtype"][device]))
@@ -352,41 +356,13 @@ def _operators(config: dict) -> Iterator[tuple[Place, str, dict]]:
         yield (NOISE, "ops", op), op, study
 
 
-def _not_among(
-    place: Place, kind: str, names: Iterable[str], known: Iterable[str]
-) -> Iterator[Fault]:
-    """A fault for each of `names`, a list or keys, that is not `known`."""
-    for index, name in enumerate(names):
-        if name not in known:
-            inside = name if isinstance(names, Mapping) else index
-            yield Fault(place, unknown(kind, name, known), (inside,))
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """A sentence that says what `name` may have meant, or what is `known`."""
-    close = get_close_matches(str(name), list(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"choose from {_listed(known)}"
-    return f"unknown {kind} {_shown(name)}: {hint}"
-
-
-def _listed(values: Iterable) -> str:
-    return ", ".join(map(str, values))
-
-
-def _shown(value: object) -> str:
-    """As YAML would have it, and not at length."""
-    words = {"None": "an empty value", "True": "true", "False": "false"}
-    text = words.get(repr(value), repr(value))
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
 def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
     if spec["op"] not in catalog().operators:
         yield Fault(place, unknown("operator", spec["op"], catalog().operators), ("op",))
         return
     known = catalog().names(spec["op"])
     names = spec["implementations"]
-    yield from _not_among((*place, "implementations"), "implementation", names, known)
+    yield from not_among((*place, "implementations"), "implementation", names, known)
     try:
         catalog().operator(spec["op"]).problem("bfloat16", **spec["sizes"])
     except ValueError as error:

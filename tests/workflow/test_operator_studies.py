@@ -44,6 +44,14 @@ def test_a_language_models_batch_has_all_its_tokens():
     assert problem["sizes"] == {"rows": 8 * 2048, "classes": 128_256}
 
 
+def test_a_study_has_a_width_of_its_own():
+    config = copy.deepcopy(CONFIG)
+    config["ops"]["wide"] = config["ops"]["mlp"] | {"op": "mlp", "d_ff_storage": 2048}
+    found = plan.ops(config, "cuda", "nvidia-h200")
+    widths = {name: found[name]["d_ff_storage"] for name in ("wide--mid", "mlp--mid")}
+    assert widths == {"wide--mid": 2048, "mlp--mid": 1408}
+
+
 @pytest.mark.parametrize(
     "study, change, message",
     [
@@ -53,11 +61,18 @@ def test_a_language_models_batch_has_all_its_tokens():
         ("rope", {"at": ["llama3_8b/train", "gpt2/train"]}, "gpt2 has no rope"),
         ("rms_norm", {"problems": {"wide": {"rows": 2, "width": 16_385}}},
          "ops.rms_norm: wide: 'fused' cannot run it: it takes widths up to 16384"),
+        ("rope", {"at": ["llama3_8b"]}, "'llama3_8b' must be a model and a run"),
+        ("rope", {"problems": {"none": {"batch": 0}}}, "problems.none.batch: 0 must be at least 1"),
+        ("rope", {"problems": {}}, "ops.rope.problems: .* must not be empty"),
+        ("swiglu", {"problems": {"x": {"rows": 1, "width": 1, "dtype": 3}}}, "no size or option"),
+        ("gates", {"op": "rope", "devices": ["cuda"], "priority": 1, "at": ["llama3_8b/train"],
+         "implementations": ["torch"], "replicates": 1},
+         "ops.gates: 'gates' is a section or a target already"),
         ("rope", {"at": ["llama3_8b/trian"]}, "'llama3_8b/trian' is no model/run"),
     ],
 )  # fmt: skip
 def test_a_study_that_cannot_be_is_refused(study, change, message):
     config = copy.deepcopy(CONFIG)
-    config["ops"][study] |= change
+    config["ops"].setdefault(study, {}).update(change)
     with pytest.raises(ValueError, match=message):
         validate(config)

@@ -18,10 +18,16 @@ EDGES = 0.5, 4.0  # ratios beyond are drawn at the edge; the tooltip has their n
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
 QUERY = """
-    select *
-    from operator_speedup
-    where own and speedup_best is not null
-    qualify time_ms = min(time_ms) over (partition by device, op, shape, pass)
+    with fastest as (
+        select * from operator_speedup
+        where own and time_ms is not null
+        qualify row_number() over (
+            partition by device, op, shape, pass order by time_ms, implementation
+        ) = 1
+    )
+
+    select * from fastest
+    where speedup_best is not null
     order by device, op, shape, pass desc
 """
 

@@ -90,5 +90,5 @@ def draw_rows(case: Case, random: Any) -> Tensor:
 
 def rows_within(run: Mapping) -> int:
     """Rows of a step: tokens, or context and target points."""
-    n_tokens = run.get("n_tokens") or run["n_context"] + run["n_target"]
-    return run["batch"] * n_tokens
+    n_points = run["n_context"] + run["n_target"] if "n_context" in run else run["n_tokens"]
+    return run["batch"] * n_points

@@ -18,7 +18,8 @@ from tnp.schemas import CEILINGS
 from workflow import plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, is_of, keep, named
 from workflow.progress import Progress
-from workflow.validation import unknown, validate
+from workflow.faults import unknown
+from workflow.validation import validate
 
 # What is to be measured again, beside what is there. The rest of `config` is the experiment.
 again = config.pop("again", None)

@@ -1,5 +1,5 @@
--- Grain: device × gate × op × implementation × check × metric, of each gate's newest run on the
--- device: a check that the gate no longer makes is not in it.
+-- Grain: device × gate × op × implementation × problem × kernel × check × metric, of each gate's
+-- newest run on the device: a check that the gate no longer makes is not in it.
 create or replace view current_gates as
 with gates_of_runs as (
     select
@@ -13,6 +13,8 @@ qualify
     run = arg_max(run, row(recorded_at, run)) over (partition by device, gate)
     and row_number()
         over (
-            partition by device, run, gate, op, implementation, "check", metric order by origin
+            partition by
+                device, run, gate, op, implementation, problem, kernel, "check", metric
+            order by origin
         )
     = 1;

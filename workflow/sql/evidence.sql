@@ -69,9 +69,11 @@ unproven as (
             or (
                 part in ('definition', 'module')
                 and regexp_matches(name, '^tnp\.(ops|model|step)(\.|:|$)')
-                -- They choose and say what ran: what was chosen is proven in their place.
+                -- They choose and say what ran: what was chosen is proven in their place. PyTorch's
+                -- forms, which `auto` may choose too, no gate proves where they run alone either.
                 and not regexp_matches(
-                    name, '^tnp\.ops\.(auto|registry)(:|$)|:describe_launch$'
+                    name,
+                    '^tnp\.ops\.((auto|registry)(:|$)|\w+\.torch_forms:)|:describe_launch$'
                 )
             )
         )
