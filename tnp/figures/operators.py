@@ -74,7 +74,8 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "numbers, in turn in one process: right of the line ours is faster. Circles: forward. "
         "Squares: backward. Bars: 95% interval.",
         "Orange: called faster, blue: called slower, by more than 1% and allowing for how many are "
-        "compared. Grey: neither, or no evidence. At the right, the fastest of the others forward.",
+        "compared. Grey: neither, or no evidence. Beyond 4× a mark stands at the edge. At the "
+        "right, the fastest of the others forward.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle)
 

@@ -3,8 +3,8 @@
 -- model, and operators beyond the model at sizes of language models and of kernel exercises.
 -- `torch` is PyTorch's plain form, `compiled` the same under `torch.compile`; `loop`, `bmm` and
 -- `grouped_mm` are other ways that PyTorch can do the heads. `addmm_activation` is cuBLAS with GELU
--- in its epilogue, which has no backward pass. `quack` and `liger` are the packages QuACK and Liger.
--- Embedding and projections have gates and no benchmark of their own; the ablation times them.
+-- in its epilogue, which has no backward pass. `quack` and `liger` are packages. Embedding and
+-- projections have gates and no benchmark of their own; the ablation times them.
 -- Where a row has evidence and no ratio, the fastest of the others was not timed beside it.
 -- `torch.compile` does not choose alike on every machine: DESIGN.md, "Known limits", has a case.
 select

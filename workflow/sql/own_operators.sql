@@ -1,7 +1,8 @@
 -- Grain: device × question of an operator of ours that was timed, beside all others of its sizes.
 --
--- `others` lists what is not ours with its time in ms, fastest first. `auto` is left out: it is one
--- of the rest, and view `auto_regret` says which.
+-- `others` lists what is not ours with its time in ms, fastest first, and behind them what gave no
+-- time, with its status. `auto` is left out: it is one of the rest, and view `auto_regret` says
+-- which.
 create or replace view own_operators as
 with others as (
     select
@@ -14,10 +15,11 @@ with others as (
         n_k,
         dtype,
         string_agg(
-            implementation || ' ' || format('{:.4g}', time_ms), ', ' order by time_ms
+            implementation || ' ' || coalesce(format('{:.4g}', time_ms), status),
+            ', ' order by time_ms nulls last, implementation
         ) as others
     from operator_speedup
-    where role != 'own' and status = 'ok'
+    where role != 'own'
     group by all
 )
 
@@ -31,8 +33,9 @@ left join others
         and own.op = others.op
         and own.pass = others.pass
         and own.shape = others.shape
-        and own.batch = others.batch
-        and own.n_q = others.n_q
-        and own.n_k is not distinct from others.n_k -- only attention has keys
+        -- Only what stands in a step has these, and only attention keys.
+        and own.batch is not distinct from others.batch
+        and own.n_q is not distinct from others.n_q
+        and own.n_k is not distinct from others.n_k
         and own.dtype = others.dtype
 where own.role = 'own' and own.status = 'ok' and own.implementation != 'auto';

@@ -64,9 +64,13 @@ def sdpa_cudnn(q, k, v, n_keys, scale):
 
 
 def flash_supported(call):
-    """Any of its dtypes on the CPU, 16-bit floats on CUDA."""
-    if call.target.kind == "cuda" and call.problem.itemsize != 2:
+    """Any of its dtypes on the CPU, 16-bit floats on GPUs from 8.0 on."""
+    if call.target.kind != "cuda":
+        return None
+    if call.problem.itemsize != 2:
         return f"SDPA's flash backend on CUDA takes bfloat16 or float16, not {call.problem.dtype}"
+    if call.target.capability < 80:
+        return "SDPA's flash backend needs compute capability 8.0 or newer"
     return None
 
 
