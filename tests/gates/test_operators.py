@@ -189,8 +189,9 @@ def test_memory_that_is_left_as_it_was_is_red(of_swiglu):
 
         return leaves_one
 
+    # Other checks are red only where what was freed before happens to have held NaN.
     found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert found and all(what.startswith("memory full of NaN") for what in found)
+    assert any(what.startswith("memory full of NaN") for what in found)
 
 
 def test_a_read_past_the_end_is_red(of_swiglu):
@@ -207,8 +208,9 @@ def test_a_read_past_the_end_is_red(of_swiglu):
 
         return reads_on
 
+    # Other checks are red only where what was freed before happens to have held NaN.
     found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert found and all(what.startswith("memory full of NaN") for what in found)
+    assert any(what.startswith("memory full of NaN") for what in found)
 
 
 def test_an_input_that_is_written_to_is_red(of_swiglu):
