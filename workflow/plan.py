@@ -175,8 +175,8 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
         op = problems.operator_of(study, spec)
         names = problems.implementations(op, spec)
         contenders = [*names, *twins(_twice(op, names), 1)]
-        about = common | _of_study(study, spec)
-        about |= {"timing": config["timing"] | spec.get("timing", {})}
+        timing = {"timing": config["timing"] | spec.get("timing", {})}
+        about = common | _of_study(study, spec) | timing
         for named in problems.of_operator(config, op, spec, dtype):
             config_id = f"{study}--{named.shape.replace('/', '-')}"
             configurations[config_id] = _op_job(config_id, named, contenders, about)

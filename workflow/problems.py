@@ -28,7 +28,7 @@ class Named:
 def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named]:
     """Those that an entry of section `ops` or `noise` asks for.
 
-    `shapes` are steps of the neural process, `at` runs of language models ("llama3_8b/train_2k"),
+    `shapes` are steps of the neural process, `at` runs of language models ("llama3_8b/train"),
     `problems` sizes by a name. Raises ValueError with a sentence that names what cannot be.
     """
     operator = catalog().operator(op)

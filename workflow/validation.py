@@ -302,17 +302,21 @@ def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
 def _of_limits(use: _Use, operator: Operator, name: str) -> Iterator[Fault]:
     """What an implementation says of the model's sizes."""
     problem = operator.within(use.model, use.run)
-    reason = None if problem is None else _refusal(operator, name, problem)
+    reason = None if problem is None else _refusal(operator, name, problem, trains=True)
     if reason is not None:
         yield Fault(use.model_place, f"{operator.name} {reason}")
 
 
-def _refusal(operator: Operator, name: str, problem: Problem) -> str | None:
-    """That one of ours or PyTorch's does not run a problem forward on a GPU, if it says so."""
+def _refusal(operator: Operator, name: str, problem: Problem, trains: bool) -> str | None:
+    """That one of ours or PyTorch's does not run a problem on a GPU, if it says so.
+
+    One that is forward only is refused where it `trains`, and may be timed.
+    """
     own = None if is_automatic(name) else catalog().listed(operator.name, name).own
     if own is None or own.compile:
         return None
-    reason = own.refuses(Call(problem, problems.target("cuda"), ()))
+    wanted = own.gradients or operator.differentiated if trains or own.differentiable else ()
+    reason = own.refuses(Call(problem, problems.target("cuda"), wanted))
     return reason and f"{name!r} cannot run it: {reason}"
 
 
@@ -341,8 +345,9 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
             yield Fault(place, f"two of its problems are called {name!r}: rename one")
         for named in of_op:
             reasons = [problems.without_case(named.problem, device)]
-            if device == "cuda":
-                reasons += [_refusal(catalog().operator(op), name, named.problem) for name in names]
+            for name in names if device == "cuda" else ():
+                operator = catalog().operator(op)
+                reasons.append(_refusal(operator, name, named.problem, trains=False))
             for reason in filter(None, reasons):
                 yield Fault(place, f"{named.shape}: {reason}")
 

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tnp import catalog as catalogs
 from tnp import targets
 from tnp.contract import OWN, Budget, Case, Implementation
 from tnp.gates import generic_gates, operators, run_gate
 from tnp.gates.checks import Unsupported
+from tnp.gates.poison import Poisoned
 from tnp.ops import swiglu as package
 from tnp.ops.swiglu import OPERATOR, triton_swiglu
 
@@ -182,6 +184,8 @@ def test_memory_that_is_left_as_it_was_is_red(of_swiglu):
         def leaves_one(inputs, scalars):
             (y,), saved = launch(inputs, scalars)
             out = y.new_empty(y.shape)
+            if not any(isinstance(mode, Poisoned) for mode in _get_current_dispatch_mode_stack()):
+                out.zero_()  # as such memory often is, whatever was freed before
             fresh = out[-1, -1].isnan()
             out.copy_(y)
             out[-1, -1] = torch.where(fresh, out.new_tensor(float("nan")), y[-1, -1])
@@ -189,9 +193,8 @@ def test_memory_that_is_left_as_it_was_is_red(of_swiglu):
 
         return leaves_one
 
-    # Other checks are red only where what was freed before happens to have held NaN.
     found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert any(what.startswith("memory full of NaN") for what in found)
+    assert found and all(what.startswith("memory full of NaN") for what in found)
 
 
 def test_a_read_past_the_end_is_red(of_swiglu):
@@ -208,9 +211,8 @@ def test_a_read_past_the_end_is_red(of_swiglu):
 
         return reads_on
 
-    # Other checks are red only where what was freed before happens to have held NaN.
     found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert any(what.startswith("memory full of NaN") for what in found)
+    assert found and all(what.startswith("memory full of NaN") for what in found)
 
 
 def test_an_input_that_is_written_to_is_red(of_swiglu):

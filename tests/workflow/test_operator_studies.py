@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from tnp import choice
+from tnp.catalog import catalog
 from workflow import plan
-from workflow.validation import validate
+from workflow.validation import _refusal, validate
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -76,3 +77,11 @@ def test_a_study_that_cannot_be_is_refused(study, change, message):
     config["ops"].setdefault(study, {}).update(change)
     with pytest.raises(ValueError, match=message):
         validate(config)
+
+
+def test_what_is_forward_only_may_be_timed_and_trains_nothing():
+    operator = catalog().operator("gelu_linear")
+    problem = operator.problem("bfloat16", rows=8, n_in=16, n_out=16)
+    asked = operator, "addmm_activation", problem
+    assert _refusal(*asked, trains=False) is None
+    assert "forward only" in _refusal(*asked, trains=True)

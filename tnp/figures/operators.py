@@ -1,7 +1,7 @@
 """How each operator of ours compares with the fastest of everybody else's, size by size.
 
-Reads the view `operator_speedup`. One panel per device and operator, one line per
-size, one mark per pass: of our implementations the fastest at that size.
+Reads the view `operator_speedup`. One panel per device and operator, one line per size, one mark
+per pass: of our implementations the fastest at that size.
 """
 
 import altair as alt
@@ -9,7 +9,6 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
-from tnp.figures.words import words
 
 PANEL_WIDTH = 560  # px
 LINE_HEIGHT = 19  # px
@@ -39,7 +38,7 @@ TOOLTIP = [
     alt.Tooltip("speedup_best_low:Q", format=".3f", title="95% low"),
     alt.Tooltip("speedup_best_high:Q", format=".3f", title="95% high"),
     alt.Tooltip("verdict:N"),
-    alt.Tooltip("peer:N", title="best peer"),
+    alt.Tooltip("best_peer_implementation:N", title="best peer"),
     alt.Tooltip("time_ms:Q", format=".4~r", title="ms"),
     alt.Tooltip("share_of_roofline:Q", format=".0%", title="share of the ceiling"),
 ]
@@ -51,7 +50,6 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     if not rows:
         return theme.no_rows("no operator was timed beside others", "snakemake --cores 1 all")
     for row in rows:
-        row["peer"] = words(row["best_peer_implementation"])
         row["verdict"] = row["verdict_best"] or "none"
         row["color"] = COLORS.get(row["verdict"], theme.MUTED)
         row["line"] = row["shape"].replace("/", ", ").replace("_", " ")
@@ -117,7 +115,7 @@ def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
     peers = (
         data.drawing(first or rows)
         .mark_text(align="left", fontSize=11, color=theme.MUTED)
-        .encode(y=y, x=alt.value(PANEL_WIDTH + 14), text="peer:N")
+        .encode(y=y, x=alt.value(PANEL_WIDTH + 14), text="best_peer_implementation:N")
     )
     return alt.layer(one, bars, marks, peers).properties(
         width=PANEL_WIDTH,

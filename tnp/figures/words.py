@@ -62,6 +62,7 @@ NAMED = {
     "implementation",
     "variant",
     "baseline_variant",
+    "best_peer_implementation",
 }
 
 
