@@ -113,7 +113,7 @@ def columns_configs(call: Call) -> tuple[ColumnsConfig, ...]:
 
 
 def held(call: Call) -> Reason:
-    """Support of the backward kernels that hold rows in registers."""
+    """Support of kernels that hold whole rows in registers."""
     width = call.problem["width"]
     return None if width <= MAX_HELD else f"it holds rows of at most {MAX_HELD}, not {width}"
 

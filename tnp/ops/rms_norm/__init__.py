@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPS = 1e-6
-MAX_WIDTH = 16384  # a whole row lies in registers of the forward kernel
+MAX_WIDTH = 16384  # to which it is gated
 
 
 def reference(x, weight, eps):
@@ -125,6 +125,7 @@ _INTERPRETED = {
         (33, 100, {}),
         (9, 64, {"magnitude": 1e-4}),
         (3, 1100, {"start": 1}),
+        (2, 8200, {}),
     ),
 }
 
@@ -145,6 +146,7 @@ def _implementations(name: str, plain) -> tuple[Implementation, ...]:
         "fused",
         name,
         "tnp.ops.rms_norm.triton_rms_norm",
+        forward=("FORWARD", "WIDE_FORWARD"),
         backward=("BACKWARD", "WIDE_BACKWARD"),
         supported=triton_to_width(MAX_WIDTH),
     )

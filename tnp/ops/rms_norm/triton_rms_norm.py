@@ -8,7 +8,8 @@ and with x̂ = sum·rstd and g = dnormalized·weight
 
 Computed in float32. The backward pass reads sum, dnormalized and dsum and computes rstd again; its
 programs walk the rows and keep dweight in registers, so that each writes one partial [D], added up
-by a second, small launch in a fixed order. Rows too wide for that are read twice (`tnp.ops.norms`).
+by a second, small launch in a fixed order. Rows too wide for either pass are read twice, backward as
+`tnp.ops.norms` says.
 (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.)
 """
 
@@ -30,6 +31,10 @@ from tnp.ops.norms import (
 )
 from tnp.ops.primitives import cast
 from tnp.ops.rows import load_rows, programs, row_layout, row_offsets
+
+# Columns at a time of a row that the forward pass reads twice. On an H200, 4,096 rows of 16,384 in
+# bfloat16: 69.3 µs, blocks of 4,096 and 8 warps 72.5, a row held in registers 102; a copy 64.8.
+WIDE_BLOCK, WIDE_WARPS = 8192, 16
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -54,6 +59,40 @@ def _rms_norm_fwd_kernel(
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
     normalized = cast(x * rstd[:, None] * weight[None, :], normalized_ptr.dtype.element_ty)
     tl.store(normalized_ptr + offs_out, normalized, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_inner"])
+def _rms_norm_wide_fwd_kernel(
+    x_ptr, update_ptr, weight_ptr, sum_ptr, normalized_ptr,
+    stride_xb, stride_xl, stride_ub, stride_ul,
+    n_inner, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_UPDATE: tl.constexpr,
+):  # fmt: skip
+    """Of a row a program, in blocks; what is read the second time comes from a cache."""
+    row = tl.program_id(0)
+    x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
+    update_ptr += row_offsets(row, n_inner, stride_ub, stride_ul)
+    sum_ptr += row.to(tl.int64) * D
+    normalized_ptr += row.to(tl.int64) * D
+    squares = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        x = load_rows(x_ptr, offs_d, offs_d < D)
+        if HAS_UPDATE:
+            update = load_rows(update_ptr, offs_d, offs_d < D)
+            x = cast(x + update, sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + offs_d, x, mask=offs_d < D)
+            x = x.to(tl.float32)
+        squares += x * x
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares) / D + eps)
+    # What was stored is in sight of the whole program: it met for the sum of squares.
+    read_ptr = sum_ptr if HAS_UPDATE else x_ptr
+    for start in tl.static_range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        x = load_rows(read_ptr, offs_d, offs_d < D)
+        weight = load_rows(weight_ptr, offs_d, offs_d < D)
+        normalized = cast(x * rstd * weight, normalized_ptr.dtype.element_ty)
+        tl.store(normalized_ptr + offs_d, normalized, mask=offs_d < D)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -124,14 +163,24 @@ def empty(wanted, inputs):
 
 
 def prepare(call, config, inputs):
+    sizes = config.sizes(call.problem["width"], call.problem.itemsize)
+    n_rows = call.problem["rows"]
+    n_programs = triton.cdiv(n_rows, sizes["ROWS"])
+    return _launch(call, inputs, _rms_norm_fwd_kernel, n_programs, (n_rows,), sizes)
+
+
+def prepare_wide(call, config, inputs):
+    sizes = {"D": call.problem["width"], "BLOCK_D": WIDE_BLOCK, "num_warps": WIDE_WARPS}
+    return _launch(call, inputs, _rms_norm_wide_fwd_kernel, call.problem["rows"], (), sizes)
+
+
+def _launch(call, inputs, kernel, n_programs, integers, sizes):
     x, *update, _weight = inputs
     x_rows = row_layout(x)
     update_rows = row_layout(update[0]) if update else x_rows
-    sizes = config.sizes(call.problem["width"], call.problem.itemsize)
-    n_rows = call.problem["rows"]
-    kernel = Bound(
-        _rms_norm_fwd_kernel, (triton.cdiv(n_rows, sizes["ROWS"]),),
-        *x_rows.strides, *update_rows.strides, n_rows, x_rows.n_inner,
+    strides = *x_rows.strides, *update_rows.strides
+    bound = Bound(
+        kernel, (n_programs,), *strides, *integers, x_rows.n_inner,
         HAS_UPDATE=bool(update), **sizes,
     )  # fmt: skip
 
@@ -139,7 +188,7 @@ def prepare(call, config, inputs):
         x, weight = x_rows.of(inputs[0]), inputs[-1].contiguous()
         outputs, saved = empty(call.wanted, inputs)
         added = update_rows.of(inputs[1]) if len(inputs) > 2 else x
-        kernel(x, added, weight, outputs[0], outputs[-1], *scalars)
+        bound(x, added, weight, outputs[0], outputs[-1], *scalars)
         return outputs, saved
 
     return launch
@@ -233,6 +282,7 @@ def prepare_wide_backward(call, config, inputs):
     return launch
 
 
-FORWARD = Kernel("rows", empty, prepare, configs=forward_configs)
+FORWARD = Kernel("rows", empty, prepare, held, forward_configs)
+WIDE_FORWARD = Kernel("blocks", empty, prepare_wide)
 BACKWARD = Kernel("rows", empty_backward, prepare_backward, held, backward_configs)
 WIDE_BACKWARD = Kernel("columns", empty_backward, prepare_wide_backward, configs=columns_configs)
