@@ -8,8 +8,8 @@ and with x̂ = sum·rstd and g = dnormalized·weight
 
 Computed in float32. The backward pass reads sum, dnormalized and dsum and computes rstd again; its
 programs walk the rows and keep dweight in registers, so that each writes one partial [D], added up
-by a second, small launch in a fixed order. Rows too wide for either pass are read twice, backward as
-`tnp.ops.norms` says.
+by a second, small launch in a fixed order. Rows too wide for either pass are read twice, as
+`tnp.ops.norms` says of the backward pass.
 (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.)
 """
 
