@@ -71,7 +71,7 @@ operators_as_measured as (
             'd_ff=' || d_ff,
             'd_ff_storage=' || d_ff_storage,
             'n_components=' || n_components,
-            case when n_q is null then problem end,
+            case when n_q is null then in_words(problem) end,
             nullif(draw, '{}'),
             forced
         ) as question,

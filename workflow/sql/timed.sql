@@ -48,7 +48,7 @@ with measured as (
             d_ff,
             d_ff_storage,
             n_components,
-            case when n_q is null then problem end
+            case when n_q is null then in_words(problem) end
         ) as family,
         implementation as name,
         '' as switches,
