@@ -2,14 +2,37 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tnp.commands import Parser
 
-@pytest.mark.parametrize(
-    "command", ["tnp.train --help", "tnp.gates.compile --help", "tnp.bench.child"]
-)
+ROOT = Path(__file__).parents[1]
+COMMANDS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for folder in ("tnp", "workflow") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
+    if "\nif __name__ ==" in path.read_text()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_says_how_it_is_used(command):
-    done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)
-    assert (done.stdout + done.stderr).startswith("usage: ")
-    assert done.returncode == (0 if "--help" in command else 1)
+    call = [sys.executable, "-m", command, "--help"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("command", ["tnp.bench.child", "workflow.gate_process"])
+def test_a_process_of_the_workflow_says_who_starts_it(command):
+    done = subprocess.run([sys.executable, "-m", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "snakemake" in done.stdout
+
+
+def test_an_unknown_option_is_named_before_one_that_is_missing(capsys):
+    parser = Parser(prog="some command")
+    parser.add_argument("--width", required=True)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--widht=3"])
+    assert "unknown option --widht" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["swigloo"], "unknown operator 'swigloo': choose from "),
-        (["swiglu", *SIZES, "--height", "4"], "unrecognized arguments: --height 4"),
+        (["swiglu", *SIZES, "--height", "4"], "unknown option --height"),
         (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
         (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
         (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),

@@ -32,12 +32,13 @@ class Listed:
     rank: int  # its place among the operator's implementations; 0 is PyTorch's plain form
     own: Implementation | None = None  # where it stands in the operator's declaration
     entry: metadata.EntryPoint | None = None
+    brought_by: str | None = None  # the distribution of somebody else's operator
 
     @cached_property
     def packages(self) -> dict[str, str | None]:
         """Distributions whose versions stand in its rows; None: not installed."""
         if self.entry is None:
-            return {}
+            return {self.brought_by: version(self.brought_by)} if self.brought_by else {}
         return {name: version(name) for name in (*_required(self.entry), self.entry.dist.name)}
 
     @property
@@ -81,7 +82,7 @@ class Catalog:
         self.faults: list[str] = []
         self._listed: dict[tuple[str, str], Listed] = {}
         for operator in _own_operators():
-            self._add(operator, "tnp")
+            self._add(operator)
         for entry in metadata.entry_points(group=OPERATORS):
             self._add_foreign_operator(entry)
         self._add_foreign_implementations()
@@ -138,31 +139,42 @@ class Catalog:
         listed = [self.listed(op, one) for one in self.names(op)]
         return [one.name for one in listed if one.own is None or one.own.chosen_from]
 
-    def _add(self, operator: Operator, who: str) -> None:
-        if operator.name in self.operators:
-            self.faults.append(f"operator {operator.name!r} of {who}: there is one of that name")
-            return
+    def _add(self, operator: Operator, brought_by: str | None = None) -> None:
         self.operators[operator.name] = operator
         for rank, own in enumerate(operator.implementations):
-            self._listed[operator.name, own.name] = Listed(operator.name, own.name, rank, own)
+            listed = Listed(operator.name, own.name, rank, own, brought_by=brought_by)
+            self._listed[operator.name, own.name] = listed
 
     def _add_foreign_operator(self, entry: metadata.EntryPoint) -> None:
         had_torch = "torch" in sys.modules
         try:
             operator = entry.load()
-        except Exception as error:  # whatever it is, the others go on
+            reason = self._refusal(operator)
+        except (Exception, SystemExit) as error:  # whatever it is, the others go on
             reason = f"{type(error).__name__}: {error}"
+        if reason is None and "torch" in sys.modules and not had_torch:
+            reason = (
+                "its module imports torch, which planning must not wait for; import it inside "
+                "functions"
+            )
+        if reason is not None:
             self.faults.append(f"operator {entry.name!r} of {entry.dist.name}: {reason}")
             return
+        theirs = tuple(
+            replace(one, provider=entry.dist.name) if one.provider == OWN else one
+            for one in operator.implementations
+        )
+        self._add(replace(operator, implementations=theirs), entry.dist.name)
+
+    def _refusal(self, operator: object) -> str | None:
+        """Why somebody else's operator is not taken."""
         if not isinstance(operator, Operator):
-            self.faults.append(f"operator {entry.name!r} of {entry.dist.name}: it is no Operator")
-        elif "torch" in sys.modules and not had_torch:
-            self.faults.append(
-                f"operator {entry.name!r} of {entry.dist.name}: its module imports torch, which "
-                "planning must not wait for; import it inside functions"
-            )
-        else:
-            self._add(operator, entry.dist.name)
+            return "it is no Operator"
+        if operator.name in self.operators:
+            return f"there is an operator {operator.name!r} already"
+        names = [one.name for one in operator.implementations]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        return twice and f"two of its implementations are called {twice!r}"
 
     def _add_foreign_implementations(self) -> None:
         found: dict[tuple[str, str], list[metadata.EntryPoint]] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ OURS_ON = (90, 100)
 # An implementation declared earlier, PyTorch's first, stays where it takes at most this much of the
 # fastest's time: two runs differ by as much.
 STAYS_BELOW = 1.01
+TUNED = "tuned"  # the source of a choice that the problem's own entry made
 EVERY_MODE = ""  # of an entry that serves training and inference
 
 Entry = dict[str, Any]
@@ -63,7 +64,9 @@ def as_json(config: object) -> object:
     return asdict(config) if is_dataclass(config) else config
 
 
-def choose(of: str, operator: Operator, call: Call, offers: Sequence[Offer]) -> Choice:
+def choose(
+    of: str, operator: Operator, call: Call, offers: Sequence[Offer], others: Collection[str] = ()
+) -> Choice:
     """The nearest entry's candidate that can run, else the first that can.
 
     Args:
@@ -71,12 +74,15 @@ def choose(of: str, operator: Operator, call: Call, offers: Sequence[Offer]) -> 
         operator: whose problems are compared.
         call: what is to be served.
         offers: candidates in the order to be tried where no table says anything.
+        others: names that entries may have and that are not on offer for this call.
 
     Raises:
         RuntimeError: none of them can run, with the first reason.
     """
     refused = ""
     for entry, source in _ranked(of, operator, call):
+        if source == TUNED:
+            _warn_if_gone(entry, offers, others)
         for name, config, reason in offers:
             if name != entry["choice"] or as_json(config) != entry.get("config"):
                 continue
@@ -88,6 +94,21 @@ def choose(of: str, operator: Operator, call: Call, offers: Sequence[Offer]) -> 
             return Choice(name, config, "default", refused)
         refused = refused or f"{name} cannot run here: {reason}"
     raise RuntimeError(f"nothing serves {call.problem} as {of}: {refused}")
+
+
+def _warn_if_gone(entry: Entry, offers: Sequence[Offer], others: Collection[str]) -> None:
+    """Says once of a problem's own entry that its kernel or configuration is there no more."""
+    same_name = [(config, reason) for name, config, reason in offers if name == entry["choice"]]
+    if not same_name and entry["choice"] in others:
+        return
+    # What cannot run here does not say which configurations it has.
+    config = entry.get("config")
+    if any(reason or as_json(known) == config for known, reason in same_name):
+        return
+    text = json.dumps({name: entry.get(name) for name in ("of", "problem", "choice", "config")})
+    if text not in _gone:
+        _gone.add(text)
+        log.warning("a tuned entry names what is there no more and is passed over: %s", text)
 
 
 def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
@@ -102,7 +123,7 @@ def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
             distance = operator.distance(call.problem, theirs)
             other = len(call.problem.options) - len(theirs.options)
             elsewhere = theirs != call.problem
-            source = whose or ("nearest" if elsewhere else "tuned")
+            source = whose or ("nearest" if elsewhere else TUNED)
             rank = other, distance, elsewhere, entry["mode"] == EVERY_MODE
             found.append((rank, entry, source))
     found.sort(key=lambda one: one[0])
@@ -118,7 +139,7 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
     if key not in _problems:
         try:
             _problems[key] = operator.from_json(key[1])
-        except (ValueError, KeyError):  # the operator has changed since
+        except (ValueError, KeyError, TypeError):  # the operator has changed since
             _problems[key] = None
     theirs = _problems[key]
     if theirs is None:
@@ -131,6 +152,7 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 # ------------------------------------------------------------------------------------- the tables
 
 _problems: dict[tuple[str, str], Problem | None] = {}  # of entries, parsed once
+_gone: set[str] = set()  # entries of which it was said
 epoch = 0  # of the tables in this process; part of every plan's key
 
 
@@ -191,6 +213,8 @@ def _parsed(path: Path) -> tuple[Entry, ...]:
     for entry in entries:
         if not {"of", "problem", "choice"} <= entry.keys():
             raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
+        if not isinstance(entry["problem"], dict):
+            raise ValueError(f"an entry's problem is no mapping: {json.dumps(entry)}")
     return entries
 
 

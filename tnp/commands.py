@@ -14,6 +14,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, allow_abbrev=False, **options)
 
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's; an option that there is not is named, before others that are missing."""
+        given = sys.argv[1:] if args is None else args
+        names = [text.partition("=")[0] for text in given if text.startswith("--")]
+        unknown = next((name for name in names if name not in self._option_string_actions), None)
+        if unknown and unknown != "--":
+            self.error(f"unknown option {unknown}: --help says what there is")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Exit code 2."""
         print(f"{self.prog}: {message}", file=sys.stderr)

@@ -117,7 +117,7 @@ def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, 
             if theirs and theirs.selectable and theirs.precision in ("", precision):
                 usable[theirs.name] = theirs
     offers: list[Offer] = [(n, None, refuses(usable[n], what)) for n in _by_default(usable, what)]
-    chosen = choose(operator.name, operator, what, offers)
+    chosen = choose(operator.name, operator, what, offers, catalog().names(operator.name))
     _tell(what, chosen)
     return chosen, usable[chosen.name]
 
@@ -191,5 +191,7 @@ def choose_kernel(
         reason = kernel.refuses(what) or _moves(kernel.moving, what)
         configs = kernel.configs(what) if reason is None else (None,)
         offers += [(kernel.name, config, reason) for config in configs]
-    chosen = choose(operation.name, operator, what, offers)
+    # Kernels of another form of what is saved.
+    others = () if saves is None else kernels_of(operation)
+    chosen = choose(operation.name, operator, what, offers, others)
     return kernels[chosen.name], chosen

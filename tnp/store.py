@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from stat import S_ISREG
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from tnp import manifest
 from tnp.catalog import catalog
+from tnp.commands import Parser
 from tnp.files import StoreError, cannot_write, first_line, parquet_files, replacing
 from tnp.schemas import SCHEMA_VERSION, TABLES
 
@@ -338,12 +339,19 @@ def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) ->
         pending = waiting
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit code 2 for arguments that are wrong, 1 where rows cannot be recorded."""
+    parser = Parser(prog="python -m tnp.store", description="Keeps rows that a run has written.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_record = commands.add_parser("record", help="add a folder's rows to those recorded")
+    of_record.add_argument("runs", type=Path, help="as a run left them: data/runs")
+    of_record.add_argument("recorded", type=Path, help="where they are kept: data/recorded")
+    wanted = parser.parse_args(arguments)
+    try:
+        record(wanted.runs, wanted.recorded)
+    except StoreError as error:
+        sys.exit(str(error))
+
+
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["record", runs, recorded]:
-            try:
-                record(Path(runs), Path(recorded))
-            except StoreError as error:
-                sys.exit(str(error))
-        case _:
-            sys.exit("usage: python -m tnp.store record data/runs data/recorded")
+    main()

@@ -67,4 +67,6 @@ def main(parent: str, report: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from tnp.bench.child import started_by_snakemake
+
+    main(*started_by_snakemake(sys.argv[1:]))

@@ -7,6 +7,8 @@ of requirements.txt, which `make all` sets up.
 import subprocess
 import sys
 
+from tnp.commands import Parser
+
 NOT_ASKED = "Specify a conda environment or container for each rule."
 WHERE, TITLE = "Lints for ", "    * "
 
@@ -23,6 +25,7 @@ def findings(report: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    Parser(prog="python -m workflow.lint", description=__doc__).parse_args()
     lint = subprocess.run(["snakemake", "--lint"], capture_output=True, text=True)
     if WHERE not in lint.stderr and lint.returncode:  # it could not read the workflow
         sys.exit(lint.stderr)

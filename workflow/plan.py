@@ -177,7 +177,7 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
         contenders = [*names, *twins(_twice(op, names), 1)]
         timing = {"timing": config["timing"] | spec.get("timing", {})}
         about = common | _of_study(study, spec) | timing
-        for named in problems.of_operator(config, op, spec, dtype):
+        for named in problems.of_operator(config, op, spec, spec.get("dtype", dtype)):
             config_id = f"{study}--{named.shape.replace('/', '-')}"
             configurations[config_id] = _op_job(config_id, named, contenders, about)
     noise = config.get("noise", {"devices": []})

@@ -336,7 +336,8 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
         yield Fault(place, f"one of the keys {listed(problems.SECTIONS)} is missing")
     for device in study.get("devices", ["cuda"]):
         try:
-            of_op = list(problems.of_operator(config, op, study, config["compute_dtype"][device]))
+            dtype = study.get("dtype", config["compute_dtype"][device])
+            of_op = list(problems.of_operator(config, op, study, dtype))
         except ValueError as error:
             yield Fault(place, str(error))
             return
@@ -369,9 +370,16 @@ def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
     names = spec["implementations"]
     yield from not_among((*place, "implementations"), "implementation", names, known)
     try:
-        catalog().operator(spec["op"]).problem("bfloat16", **spec["sizes"])
+        operator = catalog().operator(spec["op"])
+        problem = operator.problem(config["compute_dtype"]["cuda"], **spec["sizes"])
     except ValueError as error:
         yield Fault(place, str(error), ("sizes",))
+        return
+    reasons = [problems.without_case(problem, "cuda")]
+    for name in (name for name in names if name in known):
+        reasons.append(_refusal(operator, name, problem, trains=False))
+    for reason in filter(None, reasons):
+        yield Fault(place, reason)
 
 
 def _names(family: str) -> list[str]:

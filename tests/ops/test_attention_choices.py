@@ -119,10 +119,24 @@ def test_what_a_user_tuned_comes_first():
     assert chosen(FORWARD, call("small"))[0] == "few_keys"
 
 
-def test_a_configuration_that_is_no_candidate_any_more_is_passed_over():
+@pytest.mark.parametrize(("kernel", "config"), [("hopper", {"block_n": 7}), ("gone", None)])
+def test_an_entry_of_what_is_there_no_more_is_passed_over_and_named_once(kernel, config, caplog):
     before = chosen(FORWARD, call("mid"))
-    stale = choice.entry("attention.forward", problem("mid"), "hopper", {"block_n": 7})
-    choice.write(H200, [stale])
+    choice.write(H200, [choice.entry("attention.forward", problem("mid"), kernel, config)])
+    for _ in range(2):
+        assert chosen(FORWARD, call("mid")) == before
+    (said,) = [one.getMessage() for one in caplog.records if "there no more" in one.getMessage()]
+    assert kernel in said and "11000" in said
+
+
+@pytest.mark.parametrize("content", [5, {"op": "attention", "dtype": "bfloat16", "sizes": [1]}])
+def test_an_entry_whose_problem_is_none_is_passed_over(content):
+    before = chosen(FORWARD, call("mid"))
+    path = choice.write(H200, [choice.entry("attention.forward", problem("mid"), "triton")])
+    table = json.loads(path.read_text())
+    table["entries"][0]["problem"] = content
+    path.write_text(json.dumps(table))
+    choice.refresh()
     assert chosen(FORWARD, call("mid")) == before
 
 

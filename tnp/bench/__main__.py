@@ -12,6 +12,7 @@ they were timed. All run in a process of their own, in turn, on the first visibl
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from typing import Any
 
 from tnp.catalog import catalog, is_automatic
 from tnp.commands import Parser, option, size, table
-from tnp.contract import ALL_FLOATS, FLOATS, Operator, Problem
+from tnp.contract import FLOATS, Operator, Problem
 
 PROGRAM = "python -m tnp.bench"
 TIMEOUT_S = 900.0
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         outer.print_help()
         return 0 if arguments else 2
+    print(*catalog().faults, sep="\n", end="\n" * bool(catalog().faults), file=sys.stderr)
     try:
         operator = catalog().operator(arguments[0])
     except ValueError as error:
@@ -74,7 +76,7 @@ def _parser(operator: Operator) -> Parser:
     for name in operator.optional:
         help_text = f"with the tensor {name}"
         parser.add_argument(option(name), action="store_true", help=help_text)
-    parser.add_argument("--dtype", choices=ALL_FLOATS, default=FLOATS[0], help="of the activations")
+    parser.add_argument("--dtype", choices=FLOATS, default=FLOATS[0], help="of the activations")
     parser.add_argument(
         "--implementations",
         nargs="+",
@@ -120,6 +122,8 @@ def _measure(
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     print(f"{problem} on {slug}\n")
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        print("Triton's interpreter runs our kernels here: their times say nothing of a GPU\n")
     print(table(HEADER, lines(rows, names, passes), NUMBERS))
     if operator.backward_with_forward and "backward" in passes:
         print("\nbackward is timed with its forward")

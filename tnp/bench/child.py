@@ -88,7 +88,13 @@ def require_visible(slug: str) -> None:
         raise DeviceMissing(f"device {slug!r} is not here: {here}")
 
 
+def started_by_snakemake(arguments: list[str]) -> list[str]:
+    """The arguments; without them, or asked for help, this says who starts such a process."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments
+    print("usage: `snakemake` starts this process and says what it is to run")
+    raise SystemExit(0 if "--help" in arguments else 2)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 1 or sys.argv[1].startswith("-"):
-        sys.exit("usage: the benchmarks of `snakemake` start this process and say what to time")
-    main(*sys.argv[1:])
+    main(*started_by_snakemake(sys.argv[1:]))

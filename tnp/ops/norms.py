@@ -25,7 +25,7 @@ from tnp.ops.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 # Of a block of rows in registers: 16 elements of a tensor a thread are two loads of 16 bytes each,
 # in 16 bits.
 PER_THREAD = 16
-# Padded widths whose rows the backward kernels hold: 16 warps of 128 registers a thread.
+# Widths, padded, whose rows a program holds: 16 warps of 128 registers a thread.
 MAX_HELD = 8192
 # Columns at a time of a row that is read in blocks, and warps: two loads of 16 bytes a thread.
 BLOCK, BLOCK_WARPS = 4096, 8

@@ -152,8 +152,8 @@ def linear_cross_entropy(
     Returns:
         A scalar, float32 (float64 for float64 x); NaN where no target counts, with gradient 0.
         `triton` makes the gradients that are wanted along with it: beside them 1 GiB of logits is
-        in memory at once at most, in the backward pass the gradients before they are scaled, and
-        of a V that is no multiple of 128 bytes a copy of the weight.
+        in memory at once at most, and in the backward pass the gradients before they are scaled.
+        Where a row of V logits is no multiple of 128 bytes, it makes a padded copy of the weight.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.

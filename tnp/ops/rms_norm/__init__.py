@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPS = 1e-6
-MAX_WIDTH = 16384  # to which it is gated
+MAX_WIDTH = 16384  # the gate goes up to this
 
 
 def reference(x, weight, eps):

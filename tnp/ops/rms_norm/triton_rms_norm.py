@@ -68,7 +68,7 @@ def _rms_norm_wide_fwd_kernel(
     n_inner, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row a program, in blocks; what is read the second time comes from a cache."""
+    """One program a row, a block of columns at a time. The second reading comes from a cache."""
     row = tl.program_id(0)
     x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
     update_ptr += row_offsets(row, n_inner, stride_ub, stride_ul)
@@ -174,13 +174,13 @@ def prepare_wide(call, config, inputs):
     return _launch(call, inputs, _rms_norm_wide_fwd_kernel, call.problem["rows"], (), sizes)
 
 
-def _launch(call, inputs, kernel, n_programs, integers, sizes):
+def _launch(call, inputs, kernel, n_programs, counts, sizes):
     x, *update, _weight = inputs
     x_rows = row_layout(x)
     update_rows = row_layout(update[0]) if update else x_rows
     strides = *x_rows.strides, *update_rows.strides
     bound = Bound(
-        kernel, (n_programs,), *strides, *integers, x_rows.n_inner,
+        kernel, (n_programs,), *strides, *counts, x_rows.n_inner,
         HAS_UPDATE=bool(update), **sizes,
     )  # fmt: skip
 

@@ -1,0 +1,51 @@
+"""Operators of other packages: what is taken of them, and the sentence where one is not."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tnp import catalog as catalogs
+from tnp.ops.swiglu import OPERATOR
+
+THEIRS = replace(OPERATOR, name="theirs")
+
+
+@pytest.fixture
+def brought(monkeypatch):
+    """A catalog where package "pytest" brings an operator that is loaded so."""
+
+    def bring(load):
+        entry = SimpleNamespace(name="theirs", dist=SimpleNamespace(name="pytest"), load=load)
+        groups = {catalogs.OPERATORS: [entry], catalogs.IMPLEMENTATIONS: []}
+        monkeypatch.setattr(catalogs.metadata, "entry_points", lambda group: groups[group])
+        return catalogs.Catalog()
+
+    return bring
+
+
+def test_kernels_of_somebody_elses_operator_are_theirs_and_its_version_stands_in_rows(brought):
+    known = brought(lambda: THEIRS)
+    assert known.faults == []
+    assert known.listed("theirs", "triton").provider == "pytest"
+    assert known.listed("theirs", "triton").packages == {"pytest": pytest.__version__}
+    assert known.role("theirs", "triton") == "peer"
+    assert known.role("theirs", "torch") == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (lambda: 5, "it is no Operator"),
+        (lambda: OPERATOR, "there is an operator 'swiglu' already"),
+        (lambda: replace(THEIRS, implementations=OPERATOR.implementations * 2), "called 'torch'"),
+        (lambda: sys.exit("I need a GPU"), "SystemExit: I need a GPU"),
+        (lambda: 1 // 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_taken_is_one_sentence_and_the_rest_goes_on(brought, load, said):
+    known = brought(load)
+    (fault,) = known.faults
+    assert fault.startswith("operator 'theirs' of pytest: ") and said in fault
+    assert known.names("swiglu") == [one.name for one in OPERATOR.implementations]
