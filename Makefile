@@ -27,7 +27,7 @@ lint: $(VENV)/installed-dev
 	ruff format --check .
 	snakefmt --check Snakefile workflow/rules
 	sqlfluff lint workflow
-	python workflow/lint.py
+	python -m workflow.lint
 
 record: $(VENV)/installed
 	python -m tnp.store record data/runs data/recorded

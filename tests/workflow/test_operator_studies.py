@@ -9,7 +9,7 @@ import yaml
 
 from tnp import choice
 from tnp.catalog import catalog
-from workflow import plan
+from workflow import plan, problems
 from workflow.validation import _refusal, validate
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +97,17 @@ def test_what_is_forward_only_may_be_timed_and_trains_nothing():
     asked = operator, "addmm_activation", problem
     assert _refusal(*asked, trains=False) is None
     assert "forward only" in _refusal(*asked, trains=True)
+
+
+def test_a_problem_that_no_gate_case_is_like_is_named():
+    operator = catalog().operator("swiglu")
+    said = problems.without_case(operator.problem("float64", rows=1, width=8), "cuda")
+    assert said == "no gate case of swiglu has float64 and no option: nothing would prove it"
+    assert problems.without_case(operator.problem("float16", rows=1, width=8), "cuda") is None
+
+
+def test_a_host_study_is_held_against_what_implementations_take():
+    config = copy.deepcopy(CONFIG)
+    config["host"]["problems"]["norm"]["sizes"]["width"] = 16_385
+    with pytest.raises(ValueError, match="host.problems.norm: 'fused' cannot run it: .* 16384"):
+        validate(config)
