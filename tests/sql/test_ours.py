@@ -42,8 +42,8 @@ def with_ours(monkeypatch):
     """Every operator of the catalog has an implementation of ours of that name."""
     right = catalogs.Catalog._add
 
-    def add(self, operator, who):
-        right(self, operator, who)
+    def add(self, operator, brought_by=None):
+        right(self, operator, brought_by)
         own = Implementation(NAME, run=operator.reference, supported=triton_from(80))
         rank = len(operator.implementations)
         listed = catalogs.Listed(operator.name, NAME, rank, own)
