@@ -65,7 +65,7 @@ def as_json(config: object) -> object:
 
 
 def choose(
-    of: str, operator: Operator, call: Call, offers: Sequence[Offer], others: Collection[str] = ()
+    of: str, operator: Operator, call: Call, offers: Sequence[Offer], known: Collection[str]
 ) -> Choice:
     """The nearest entry's candidate that can run, else the first that can.
 
@@ -74,7 +74,7 @@ def choose(
         operator: whose problems are compared.
         call: what is to be served.
         offers: candidates in the order to be tried where no table says anything.
-        others: names that entries may have and that are not on offer for this call.
+        known: names that entries may have, those that are not on offer for this call too.
 
     Raises:
         RuntimeError: none of them can run, with the first reason.
@@ -82,7 +82,7 @@ def choose(
     refused = ""
     for entry, source in _ranked(of, operator, call):
         if source == TUNED:
-            _warn_if_gone(entry, offers, others)
+            _warn_if_gone(entry, offers, known)
         for name, config, reason in offers:
             if name != entry["choice"] or as_json(config) != entry.get("config"):
                 continue
@@ -96,17 +96,17 @@ def choose(
     raise RuntimeError(f"nothing serves {call.problem} as {of}: {refused}")
 
 
-def _warn_if_gone(entry: Entry, offers: Sequence[Offer], others: Collection[str]) -> None:
+def _warn_if_gone(entry: Entry, offers: Sequence[Offer], known: Collection[str]) -> None:
     """Says once of a problem's own entry that its kernel or configuration is there no more."""
-    same_name = [(config, reason) for name, config, reason in offers if name == entry["choice"]]
-    if not same_name and entry["choice"] in others:
-        return
     # What cannot run here does not say which configurations it has.
-    config = entry.get("config")
-    if any(reason or as_json(known) == config for known, reason in same_name):
-        return
+    of_its_name = [
+        reason is not None or as_json(config) == entry.get("config")
+        for name, config, reason in offers
+        if name == entry["choice"]
+    ]
     text = json.dumps({name: entry.get(name) for name in ("of", "problem", "choice", "config")})
-    if text not in _gone:
+    gone = entry["choice"] not in known or (of_its_name and not any(of_its_name))
+    if gone and text not in _gone:
         _gone.add(text)
         log.warning("a tuned entry names what is there no more and is passed over: %s", text)
 
@@ -139,7 +139,7 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
     if key not in _problems:
         try:
             _problems[key] = operator.from_json(key[1])
-        except (ValueError, KeyError, TypeError):  # the operator has changed since
+        except ValueError:  # the operator has changed since
             _problems[key] = None
     theirs = _problems[key]
     if theirs is None:
@@ -213,8 +213,6 @@ def _parsed(path: Path) -> tuple[Entry, ...]:
     for entry in entries:
         if not {"of", "problem", "choice"} <= entry.keys():
             raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
-        if not isinstance(entry["problem"], dict):
-            raise ValueError(f"an entry's problem is no mapping: {json.dumps(entry)}")
     return entries
 
 

@@ -368,11 +368,16 @@ class Operator:
         return Case(self.problem(dtype, **of_problem), tuple(named.items()))
 
     def from_json(self, text: str) -> Problem:
-        """The problem whose `json` this is; ValueError or KeyError where it is none of ours."""
+        """The problem whose `json` this is; ValueError where it is none of ours."""
         content = json.loads(text)
-        if content["op"] != self.name:
-            raise ValueError(f"a problem of {content['op']} is none of {self.name}")
-        return self.problem(content["dtype"], **content["sizes"], **content.get("options", {}))
+        try:
+            op, dtype = content["op"], content["dtype"]
+            values = dict(content["sizes"]) | content.get("options", {})
+        except (KeyError, TypeError):
+            raise ValueError(f"{text} is no problem of {self.name}") from None
+        if op != self.name:
+            raise ValueError(f"a problem of {op} is none of {self.name}")
+        return self.problem(dtype, **values)
 
     def distance(self, one: Problem, other: Problem) -> float:
         """Σ |log2 of the ratio| over what decides cost."""

@@ -100,7 +100,7 @@ def first_problem(operator: Operator, target: Target) -> Problem | None:
         if entry["of"] == operator.name:
             try:
                 return operator.from_json(json.dumps(entry["problem"]))
-            except (ValueError, KeyError, TypeError):  # the operator has changed since
+            except ValueError:  # the operator has changed since
                 continue
     return next((case.problem for case in operator.cases(target)), None)
 

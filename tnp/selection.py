@@ -191,7 +191,5 @@ def choose_kernel(
         reason = kernel.refuses(what) or _moves(kernel.moving, what)
         configs = kernel.configs(what) if reason is None else (None,)
         offers += [(kernel.name, config, reason) for config in configs]
-    # Kernels of another form of what is saved.
-    others = () if saves is None else kernels_of(operation)
-    chosen = choose(operation.name, operator, what, offers, others)
+    chosen = choose(operation.name, operator, what, offers, kernels_of(operation))
     return kernels[chosen.name], chosen

@@ -320,6 +320,18 @@ def _refusal(operator: Operator, name: str, problem: Problem, trains: bool) -> s
     return reason and f"{name!r} cannot run it: {reason}"
 
 
+def _refusals(op: str, names: list[str], problem: Problem, device: str) -> Iterator[str]:
+    """Why a problem cannot be timed: no gate is like it, or one that is named does not run it."""
+    without = problems.without_case(problem, device)
+    if without is not None:
+        yield without
+    for name in names if device == "cuda" else ():
+        if name in catalog().names(op):
+            reason = _refusal(catalog().operator(op), name, problem, trains=False)
+            if reason is not None:
+                yield reason
+
+
 def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[Fault]:
     """Of an operator's benchmark: names, and problems that the operator and its gates know."""
     if op not in catalog().operators:
@@ -329,7 +341,6 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
     known = [*catalog().names(op), AUTO, problems.INSTALLED]
     names = study["implementations"]
     yield from not_among((*place, "implementations"), "implementation", names, known)
-    names = [name for name in names if name in catalog().names(op)]
     yield from not_among((*place, "shapes"), "shape", study.get("shapes", []), config["shapes"])
     yield from _of_storage(place, study, config["model"])
     if not any(key in study for key in problems.SECTIONS):
@@ -345,11 +356,7 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
         for name in sorted({name for name in called if called.count(name) > 1}):
             yield Fault(place, f"two of its problems are called {name!r}: rename one")
         for named in of_op:
-            reasons = [problems.without_case(named.problem, device)]
-            for name in names if device == "cuda" else ():
-                operator = catalog().operator(op)
-                reasons.append(_refusal(operator, name, named.problem, trains=False))
-            for reason in filter(None, reasons):
+            for reason in _refusals(op, names, named.problem, device):
                 yield Fault(place, f"{named.shape}: {reason}")
 
 
@@ -370,15 +377,12 @@ def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
     names = spec["implementations"]
     yield from not_among((*place, "implementations"), "implementation", names, known)
     try:
-        operator = catalog().operator(spec["op"])
-        problem = operator.problem(config["compute_dtype"]["cuda"], **spec["sizes"])
+        dtype = config["compute_dtype"]["cuda"]
+        problem = catalog().operator(spec["op"]).problem(dtype, **spec["sizes"])
     except ValueError as error:
         yield Fault(place, str(error), ("sizes",))
         return
-    reasons = [problems.without_case(problem, "cuda")]
-    for name in (name for name in names if name in known):
-        reasons.append(_refusal(operator, name, problem, trains=False))
-    for reason in filter(None, reasons):
+    for reason in _refusals(spec["op"], names, problem, "cuda"):
         yield Fault(place, reason)
 
 

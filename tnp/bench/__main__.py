@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         outer.print_help()
         return 0 if arguments else 2
-    print(*catalog().faults, sep="\n", end="\n" * bool(catalog().faults), file=sys.stderr)
+    for fault in catalog().faults:
+        print(fault, file=sys.stderr)
     try:
         operator = catalog().operator(arguments[0])
     except ValueError as error:

@@ -159,8 +159,7 @@ def _measure_pass(
                 done[name] = work(name)
             except Exception as error:  # whatever it was, it is this implementation's result
                 status, reason = classify(error)
-                # What was asked for in vain is said by the reason alone.
-                if status != "unsupported" and not isinstance(error, ValueError | ImportError):
+                if status != "unsupported":
                     traceback.print_exc()
                 outcomes[name] = {"status": status, "reason": reason}, []
                 synchronize(device)  # raises where the device can no longer be used

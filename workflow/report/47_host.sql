@@ -5,13 +5,7 @@
 -- in turn in the same process, called as a user of PyTorch calls it.
 select
     host.device,
-    op || ' ' || array_to_string(
-        list_transform(
-            json_keys(problem -> 'sizes'),
-            lambda name: name || ' ' || (problem -> 'sizes' ->> name)
-        ),
-        ', '
-    ) as problem,
+    concat(op, ' ', in_words(problem)) as problem,
     pass,
     format('{:.1f}', host_us) as ours_in_µs,
     format('{:.1f}', host_us / times_base) as pytorch_in_µs,

@@ -2,12 +2,12 @@
 
     X_c Wᵀ → L    L → G = softmax(L) − onehot, in L's place    dX_c = G W    dW += Gᵀ X_c
 
-V is padded with classes of weight 0 to a multiple of 128 bytes in x's dtype; a copy of the weight.
-cuBLAS multiplies; a kernel between the products takes a row's maximum and sum in one pass over it,
-writes its loss, and puts the gradient where the logits were in a second. So the extra memory is one
-chunk of logits, and no product is made twice. Chunks of the vocabulary
-would let dW be summed in float32 at once, but need every row's sum first, which costs the first
-product again: a quarter of the whole.
+V is padded with classes of weight 0 to a multiple of 128 bytes in x's dtype, which copies the
+weight. cuBLAS multiplies; a kernel between the products takes a row's maximum and sum in one pass
+over it, writes its loss, and puts the gradient where the logits were in a second. So the extra
+memory is one chunk of logits, and no product is made twice. Chunks of the vocabulary would let dW
+be summed in float32 at once, but need every row's sum first, which costs the first product again: a
+quarter of the whole.
 
 What the chunks cost is accuracy of dW in 16 bits: cuBLAS accumulates in float32, but between
 chunks dW lies in its own dtype, and is rounded once a chunk. A float32 accumulator would be twice
@@ -112,7 +112,8 @@ def prepare(call, config, inputs):
     itemsize = call.problem.itemsize
     width = triton.cdiv(v * itemsize, ROW_BYTES) * ROW_BYTES // itemsize
     rows = config.rows(n, width * itemsize)
-    n_added, starts = width - v, range(0, n, rows)
+    n_added = width - v
+    starts = range(0, n, rows)
     stride_t, tile = inputs[2].stride(0), config.tile(v)
     kernels = {
         size: Bound(
