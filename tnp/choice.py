@@ -1,8 +1,12 @@
 """What runs where nobody named it: the tuned tables, one a GPU model.
 
 `tuned/<gpu>.json` holds one entry a line, {"of", "mode", "problem", "choice", "config"}. Of an
-operator the choice is an implementation; of an operation it is a kernel with its configuration.
-A problem takes the entry of its own, or else of the nearest problem whose choice can serve it. Of
+operator the choice is an implementation; of an operation it is a kernel with its configuration. An
+entry with "us" says what a kernel costs at all sizes: so many microseconds for each of its
+`Kernel.counts`, whose sum predicts its time (`tnp.costs`).
+
+A problem takes the entry of its own, else what is predicted to be the fastest, else the entry of
+the nearest problem whose choice can serve it. Of
 a GPU model without a table, that of another model of the same compute capability is used, and the
 choice says whose. What a user tuned lies in the user's cache and comes before what is committed;
 the environment variable TNP_TABLES names one folder that takes the place of both.
@@ -13,9 +17,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +37,20 @@ OURS_ON = (90, 100)
 # fastest's time: two runs differ by as much.
 STAYS_BELOW = 1.01
 TUNED = "tuned"  # the source of a choice that the problem's own entry made
+PREDICTED = "predicted"
 EVERY_MODE = ""  # of an entry that serves training and inference
 
 Entry = dict[str, Any]
 Offer = tuple[str, object, Reason]  # name, configuration, why not
+Counts = Callable[[str, object], tuple[float, ...] | None]  # of a kernel and its configuration
 log = logging.getLogger("tnp.auto")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`source` is "named", "tuned", "nearest", "tuned on <another model>", "forced" or "default".
+    """`source` is "named", "tuned", "predicted", "nearest", "forced" or "default".
+
+    With the table of a relative it is "tuned on <another model>" or "predicted on <another model>".
 
     `refused` says why what would have come first cannot run; "" where it can.
     """
@@ -65,9 +74,14 @@ def as_json(config: object) -> object:
 
 
 def choose(
-    of: str, operator: Operator, call: Call, offers: Sequence[Offer], known: Collection[str]
+    of: str,
+    operator: Operator,
+    call: Call,
+    offers: Sequence[Offer],
+    known: Collection[str],
+    counts: Counts = lambda name, config: None,
 ) -> Choice:
-    """The nearest entry's candidate that can run, else the first that can.
+    """Of the problem's own entry, predicted, or of the nearest entry; else the first that can run.
 
     Args:
         of: the operator's name, or an operation's.
@@ -75,12 +89,14 @@ def choose(
         call: what is to be served.
         offers: candidates in the order to be tried where no table says anything.
         known: names that entries may have, those that are not on offer for this call too.
+        counts: what the time of an offer is made of; None where that is not known.
 
     Raises:
         RuntimeError: none of them can run, with the first reason.
     """
     refused = ""
-    for entry, source in _ranked(of, operator, call):
+    own, others = _ranked(of, operator, call)
+    for entry, source in (*own, *_predicted(of, operator, call, offers, counts), *others):
         if source == TUNED:
             _warn_if_gone(entry, offers, known)
         for name, config, reason in offers:
@@ -111,12 +127,38 @@ def _warn_if_gone(entry: Entry, offers: Sequence[Offer], known: Collection[str])
         log.warning("a tuned entry names what is there no more and is passed over: %s", text)
 
 
-def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
-    """Entries of the operator or operation that could serve, the nearest first."""
+Sourced = list[tuple[Entry, str]]  # entries, each with the source of a choice by it
+
+
+def _predicted(
+    of: str, operator: Operator, call: Call, offers: Sequence[Offer], counts: Counts
+) -> Sourced:
+    """What can run and has its costs in the table, the one of the shortest predicted time first."""
+    entries, whose = of_target(call.target)
+    over = _of_costs(operator, call.problem)
+    times: dict[str, tuple[float, Entry]] = {}
+    for entry in entries:
+        if "us" not in entry or entry["of"] != of or entry["problem"] != over:
+            continue
+        for name, config, reason in offers:
+            if reason is None and name == entry["choice"] and as_json(config) == entry["config"]:
+                made_of = counts(name, config) or ()
+                if len(made_of) == len(entry["us"]):  # or else the kernel has changed since
+                    time = sum(map(mul, made_of, entry["us"]))
+                    times.setdefault(f"{name} {config}", (time, entry))  # a user's own come first
+    fastest_first = sorted(times.values(), key=lambda one: one[0])
+    source = whose.replace(TUNED, PREDICTED) or PREDICTED
+    return [(entry, source) for _, entry in fastest_first]
+
+
+def _ranked(of: str, operator: Operator, call: Call) -> tuple[Sourced, Sourced]:
+    """Entries of the operator or operation that could serve: those at distance 0, of the problem's
+    own sizes first; then the others, the nearest first.
+    """
     entries, whose = of_target(call.target)
     found = []
     for entry in entries:
-        if entry["of"] != of or entry["mode"] not in (EVERY_MODE, call.mode):
+        if "us" in entry or entry["of"] != of or entry["mode"] not in (EVERY_MODE, call.mode):
             continue
         theirs = _comparable(operator, call.problem, entry["problem"])
         if theirs is not None:
@@ -125,9 +167,10 @@ def _ranked(of: str, operator: Operator, call: Call) -> list[tuple[Entry, str]]:
             elsewhere = theirs != call.problem
             source = whose or ("nearest" if elsewhere else TUNED)
             rank = other, distance, elsewhere, entry["mode"] == EVERY_MODE
-            found.append((rank, entry, source))
+            found.append((rank, (entry, source)))
     found.sort(key=lambda one: one[0])
-    return [(entry, source) for _, entry, source in found]
+    own, others = ([one for rank, one in found if (rank[1] > 0) == far] for far in (False, True))
+    return own, others
 
 
 def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem | None:
@@ -222,20 +265,37 @@ def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entr
     return found if config is None else found | {"config": as_json(config)}
 
 
+def cost_entry(
+    of: str, operator: Operator, problem: Problem, chosen: str, config: object, us: list[float]
+) -> Entry:
+    """What a table holds of the costs of an operation's kernel: µs for each of its counts."""
+    found = {"of": of, "mode": EVERY_MODE, "problem": _of_costs(operator, problem)}
+    return found | {"choice": chosen, "config": as_json(config), "us": us}
+
+
+def _of_costs(operator: Operator, problem: Problem) -> dict[str, Any]:
+    """What all problems have in common that an entry of costs serves.
+
+    Types of one size are served alike: their products run at one rate.
+    """
+    fixed = {name: problem[name] for name in operator.fixed}
+    return {"op": operator.name, "itemsize": problem.itemsize, "sizes": fixed}
+
+
 def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) -> Path:
-    """Add entries to a GPU's table, in the place of those for the same problem; its path.
+    """Add entries to a GPU's table, in the place of those for the same; its path.
 
     Written whole or not at all: a job may be reading it. `folder` is the first of `folders` where
     none is given.
     """
     path = (folder or folders()[0]) / f"{target.model}.json"
-    names = ("of", "mode", "problem", "choice", "config")
-    by_key = {
-        json.dumps([entry["of"], entry["mode"], entry["problem"]], sort_keys=True): {
-            name: entry[name] for name in names if name in entry
-        }
-        for entry in (*table(path), *entries)
-    }
+    names = ("of", "mode", "problem", "choice", "config", "us")
+    by_key = {}
+    for entry in (*table(path), *entries):
+        # Of costs there is an entry a configuration; else the choice is what is replaced.
+        about = names[: 5 if "us" in entry else 3]
+        key = json.dumps([entry[name] for name in about], sort_keys=True)
+        by_key[key] = {name: entry[name] for name in names if name in entry}
     lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
     head = f'"version": {VERSION}, "capability": {target.capability}'
     with replacing(path) as new:

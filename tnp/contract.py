@@ -163,6 +163,10 @@ class Kernel:
     tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns
     the gradients alone, in the order of `Operator.differentiated`, None where not wanted; so does
     `empty`.
+
+    `counts(call, config)` is what a launch's time is made of: (1, what the busiest multiprocessor
+    goes through, …), numbers of whatever costs. Each costs the same at all sizes, and how much on a
+    GPU is in its table (`tnp.costs`): so a kernel is chosen at sizes that nobody timed.
     """
 
     name: str
@@ -173,6 +177,7 @@ class Kernel:
     options: tuple[str, ...] = ()  # that it takes
     saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
     moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
+    counts: Callable[[Call, Any], tuple[float, ...]] | None = None  # None: see above, not known
 
     def refuses(self, call: Call) -> Reason:
         """Why it cannot serve the call, or None."""
@@ -317,6 +322,7 @@ class Operator:
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
     fixed: tuple[str, ...] = ()  # sizes that a table's entry must share exactly
     coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
+    drawn: Callable[[Any, str], Problem] | None = None  # (random.Random, dtype) → for `tnp.costs`
     backward_with_forward: bool = False  # the gradient may be made along with the result
 
     @property

@@ -191,5 +191,10 @@ def choose_kernel(
         reason = kernel.refuses(what) or _moves(kernel.moving, what)
         configs = kernel.configs(what) if reason is None else (None,)
         offers += [(kernel.name, config, reason) for config in configs]
-    chosen = choose(operation.name, operator, what, offers, kernels_of(operation))
+
+    def counts(name: str, config: object) -> tuple[float, ...] | None:
+        made_of = kernels[name].counts
+        return made_of and made_of(what, config)
+
+    chosen = choose(operation.name, operator, what, offers, kernels_of(operation), counts)
     return kernels[chosen.name], chosen

@@ -1,8 +1,9 @@
 """The process a measurement runs in: `python -m tnp.bench.child KIND PARENT REPORT`.
 
 `reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement.
-This one reports "tables", table → rows, and "suspects", the contenders of an operator to blame
-should the process end now; and "listed", the contenders, where it was asked for all trials.
+This one reports "tables", table → rows, or "timed", rows of no table. And "suspects", the
+contenders of an operator to blame should the process end now; and "listed", the contenders, where
+it was asked for all trials.
 """
 
 import json
@@ -28,6 +29,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.host import measure_host
 
             note(tables={"host_calls": measure_host(parameters)})
+        elif kind == "costs":
+            from tnp.bench.costs import measure_costs
+
+            note(timed=measure_costs(parameters))
         else:
             from tnp.bench.contenders import listed
             from tnp.bench.measure import measure_op

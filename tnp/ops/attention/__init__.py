@@ -126,6 +126,7 @@ OPERATOR = Operator(
     compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim",),
     coordinates=definition.coordinates,
+    drawn=lambda random, dtype: definition.drawn(OPERATOR, random, dtype),
 )
 
 

@@ -10,6 +10,8 @@ from tnp.contract import FLOATS, Case, Operator, Problem, Target, Work
 from tnp.ops.attention.torch_forms import reference
 
 if TYPE_CHECKING:
+    import random
+
     from torch import Tensor
 
     from tnp.values import Random
@@ -86,6 +88,18 @@ def coordinates(problem: Problem) -> tuple[float, ...]:
     n_k = problem["n_k"]
     read = n_k if n_k <= KEY_BLOCK else -(-n_k // KEY_BLOCK) * KEY_BLOCK
     return problem["batch"] * problem["n_heads"], problem["n_q"], read
+
+
+def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
+    """Sizes as neural processes have them, up to half a millisecond forward on an H200.
+
+    Half of them have at most 256 keys, which a kernel of its own takes.
+    """
+    while True:
+        batch, most = chance.choice((1, 2, 4, 8, 16, 64)), chance.choice((256, 20_000))
+        n_q, n_k = round(100 * 200 ** chance.random()), round(most ** chance.random())
+        if batch * n_q * n_k < 1.2e8 and batch * max(n_q, n_k) < 300_000:
+            return operator.problem(dtype, batch=batch, n_heads=8, n_q=n_q, n_k=n_k, head_dim=64)
 
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem:

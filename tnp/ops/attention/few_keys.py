@@ -38,6 +38,7 @@ from tnp.ops.attention.primitives import (
     key_count,
     load_rows,
     lse_layout,
+    n_query_tiles,
     row_strides,
     rows_layout,
     store_rows,
@@ -231,15 +232,21 @@ def _supported(configs: Callable[[Call], tuple]) -> Support:
     return supported
 
 
+def forward_counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
+    """A launch, query tiles of a multiprocessor on average, programs of the busiest."""
+    tiles = n_query_tiles(call, config.block_m) / call.target.multiprocessors
+    programs = n_query_tiles(call, config.tiles * config.block_m)
+    return 1, tiles, triton.cdiv(programs, call.target.multiprocessors)
+
+
 def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """One launch, which walks `tiles` tiles of queries a program."""
     q, k, v, n_keys = inputs
-    batch, n_heads, n_q, head_dim = q.shape
+    n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
-    chunks = triton.cdiv(n_q, config.tiles * config.block_m)
     ragged = n_keys is not None or k.shape[2] < config.block_n
     kernel = Bound(
-        _few_keys_fwd_kernel, (batch * n_heads * chunks,),
+        _few_keys_fwd_kernel, (n_query_tiles(call, config.tiles * config.block_m),),
         *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3], n_heads, n_q, k.shape[2],
         HEAD_DIM=head_dim, RAGGED=ragged, HAS_N_KEYS=n_keys is not None,
         **config.kernel_arguments(),
@@ -290,8 +297,9 @@ def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
 
 
 FORWARD = Kernel(
-    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, ("n_keys",)
-)
+    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, ("n_keys",),
+    counts=forward_counts,
+)  # fmt: skip
 # One launch without atomics is both the deterministic form and the fused one.
 BACKWARD = Kernel(
     "few_keys", empty_backward, prepare_backward, _supported(backward_configs), backward_configs,

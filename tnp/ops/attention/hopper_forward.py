@@ -25,6 +25,7 @@ from tnp.ops.attention.primitives import (
     flat,
     head_ptr,
     lse_layout,
+    n_query_tiles,
     rows_layout,
     store_rows,
 )
@@ -104,19 +105,35 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
     )
 
 
+def _tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, int]]:
+    """Query tiles, blocks of keys of one, and `schedule`, of programs as many as multiprocessors.
+
+    With n_keys nothing is split: a program's share would depend on the samples' lengths.
+    """
+    p = call.problem
+    n_tiles = n_query_tiles(call, config.consumers * ROWS.value)
+    blocks = triton.cdiv(p["n_k"], config.block_n)
+    may_split = not p["n_keys"]
+    return n_tiles, blocks, schedule(n_tiles, blocks, call.target.multiprocessors, may_split)
+
+
+def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
+    """A launch, blocks of keys of the busiest program, tiles of an average one, a split."""
+    n_tiles, blocks, (n_whole, n_split, share) = _tiles(call, config)
+    busiest = n_whole * blocks + share
+    return 1, busiest, n_tiles / call.target.multiprocessors, float(n_split > 0)
+
+
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """The kernel, and the sum of parts where tiles are split."""
     q, k, v, n_keys = inputs
-    batch, n_heads, n_q, head_dim = q.shape
+    _, n_heads, n_q, head_dim = q.shape
     n_k, counted = k.shape[2], n_keys is not None
     of_o, of_lse = rows_layout(q), lse_layout(q)
     rows = ROWS.value
     tile_rows = config.consumers * rows
-    n_tiles = triton.cdiv(n_q, tile_rows) * batch * n_heads
-    blocks = triton.cdiv(n_k, config.block_n)
     programs = call.target.multiprocessors
-    # With n_keys, whose share is what would depend on the samples' sizes.
-    n_whole, n_split, share = schedule(n_tiles, blocks, programs, may_split=not counted)
+    n_tiles, blocks, (n_whole, n_split, share) = _tiles(call, config)
     of_parts = flat(2 * programs * tile_rows * PART_WIDTH.value)
     kernel = Bound(
         attention_fwd_hopper_kernel, (programs,), n_tiles, n_heads, n_q, n_k, n_whole, share,
@@ -147,4 +164,4 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     return checked(launch, call)
 
 
-FORWARD = Kernel("hopper", empty, prepare, supported, configs, ("n_keys",))
+FORWARD = Kernel("hopper", empty, prepare, supported, configs, ("n_keys",), counts=counts)

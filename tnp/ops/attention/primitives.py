@@ -39,6 +39,12 @@ def candidates(configs: dict, call: Call) -> tuple:
     return configs.get((itemsize, call.problem["head_dim"])) or configs[itemsize, 64]
 
 
+def n_query_tiles(call: Call, rows: int) -> int:
+    """Tiles of so many queries, of all heads of all samples."""
+    p = call.problem
+    return triton.cdiv(p["n_q"], rows) * p["batch"] * p["n_heads"]
+
+
 def full_grid(target: Target) -> int:
     """Programs that keep every multiprocessor busy twice over."""
     return 2 * target.multiprocessors

@@ -28,6 +28,7 @@ from tnp.ops.attention.primitives import (
     key_count,
     load_rows,
     lse_layout,
+    n_query_tiles,
     row_strides,
     rows_layout,
     store_rows,
@@ -117,13 +118,23 @@ def configs(call: Call) -> tuple[LaunchConfig, ...]:
     return candidates(CONFIGS, call)
 
 
+def counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
+    """A launch, blocks of keys of a multiprocessor, its query tiles, blocks of one of them.
+
+    On average: several programs share a multiprocessor, and rounds do not show.
+    """
+    load = n_query_tiles(call, config.block_m) / call.target.multiprocessors
+    blocks = triton.cdiv(call.problem["n_k"], config.block_n)
+    return 1, load * blocks, load, blocks
+
+
 def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
     """One launch, a program a tile of queries."""
     q, k, v, n_keys = inputs
-    batch, n_heads, n_q, head_dim = q.shape
+    n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
     kernel = Bound(
-        _attention_fwd_kernel, (triton.cdiv(n_q, config.block_m) * batch * n_heads,),
+        _attention_fwd_kernel, (n_query_tiles(call, config.block_m),),
         *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3], n_heads, n_q, k.shape[2],
         HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
@@ -138,4 +149,4 @@ def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
     return checked(launch, call)
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("n_keys",))
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("n_keys",), counts=counts)

@@ -1,0 +1,113 @@
+"""`python -m tnp.costs`: what is timed, what is fitted, and what is said without a GPU."""
+
+import json
+from random import Random
+
+import pytest
+
+from tnp import choice, costs, targets
+from tnp.bench.costs import measure_costs
+from tnp.contract import Call
+from tnp.ops.attention import FORWARD, OPERATOR, definition
+from tnp.selection import kernels_of
+
+H200 = targets.named("nvidia-h200")
+SMALL = OPERATOR.problem("float32", batch=1, n_heads=2, n_q=20, n_k=40, head_dim=16)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the user's table is written."""
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choice.refresh()
+    yield tmp_path / "tnp/tuned"
+    choice.refresh()
+
+
+def rows(us: tuple[float, ...], n: int = 40, noise: float = 0.0) -> list[dict]:
+    """Of the first configuration of the kernel "hopper", each count of which takes so many µs."""
+    chance, found = Random(3), []
+    kernel = kernels_of(FORWARD)["hopper"]
+    for _ in range(n):
+        problem = OPERATOR.drawn(chance, "bfloat16")
+        what = Call(problem, H200)
+        config = kernel.configs(what)[0]
+        counts = kernel.counts(what, config)
+        time = sum(a * b for a, b in zip(counts, us, strict=True))
+        found.append({
+            "of": "attention.forward", "problem": problem.json, "choice": "hopper",
+            "config": choice.as_json(config), "counts": counts,
+            "us": time * (1 + noise * chance.uniform(-1, 1)),
+        })  # fmt: skip
+    return found
+
+
+def test_what_each_count_takes_is_found_again():
+    ((entry, line),) = costs.fitted(OPERATOR, rows((5.0, 0.6, 2.0, 15.0)))
+    assert entry["us"] == pytest.approx([5.0, 0.6, 2.0, 15.0], abs=1e-3)
+    assert line[4] == "0%"
+    assert entry["problem"] == {"op": "attention", "itemsize": 2, "sizes": {"head_dim": 64}}
+
+
+def test_a_short_launch_counts_as_much_as_a_long_one():
+    """10 % of a launch of 1 ms is twenty short launches: absolute errors would drown those."""
+    ((entry, line),) = costs.fitted(OPERATOR, rows((5.0, 0.6, 2.0, 15.0), 200, noise=0.1))
+    assert entry["us"][0] == pytest.approx(5.0, rel=0.05)
+    assert line[4] in ("5%", "6%")
+
+
+def test_too_few_sizes_say_nothing():
+    assert costs.fitted(OPERATOR, rows((5.0, 0.6, 2.0, 15.0), 15)) == []
+
+
+def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
+    """Interpreted: that times and counts belong together, not what they are."""
+    monkeypatch.setattr(definition, "drawn", lambda operator, chance, dtype: SMALL)
+    asked = {"op": "attention", "dtype": "float32", "n_sizes": 1, "seed": 0}
+    found = measure_costs(asked | {"device": "cpu", "device_slug": "cpu"})
+    what = Call(SMALL, targets.CPU)
+    serve = {name: kernel for name, kernel in kernels_of(FORWARD).items()
+             if kernel.refuses(what) is None}  # fmt: skip
+    expected = [
+        (name, choice.as_json(config), kernel.counts(what, config))
+        for name, kernel in serve.items()
+        for config in kernel.configs(what)
+    ]
+    assert [(row["choice"], row["config"], row["counts"]) for row in found] == expected
+    assert {row["of"] for row in found} == {"attention.forward"}
+    assert all(row["us"] > 0 for row in found)
+
+
+def test_costs_are_entered_in_the_users_table(folder, monkeypatch, capsys):
+    asked = []
+
+    def run_child(command, parameters, timeout_s):
+        asked.append((command, parameters))
+        return {"timed": rows((5.0, 0.6, 2.0, 15.0)), "failure": ["error", "no result"]}
+
+    monkeypatch.setattr(costs, "run_child", run_child)
+    monkeypatch.setattr(costs, "device_slug", lambda: "nvidia-h200")
+    monkeypatch.setattr(costs, "require_device", lambda device: None)
+    monkeypatch.setattr(costs, "_target", lambda: H200)
+    assert costs.main(["--sizes", "40"]) == 0
+    ((command, parameters),) = asked
+    assert command == ["tnp.bench.child", "costs"] and parameters["n_sizes"] == 40
+    (entry,) = choice.table(folder / "nvidia-h200.json")
+    assert entry["us"] == pytest.approx([5.0, 0.6, 2.0, 15.0], abs=1e-3)
+    assert "5  0.6  2  15" in capsys.readouterr().out
+    json.dumps(parameters)  # it goes to another process
+
+
+def test_a_child_that_fails_is_one_sentence(folder, monkeypatch, capsys):
+    monkeypatch.setattr(costs, "run_child", lambda *_: {"failure": ("oom", "out of memory")})
+    monkeypatch.setattr(costs, "device_slug", lambda: "nvidia-h200")
+    monkeypatch.setattr(costs, "require_device", lambda device: None)
+    assert costs.main([]) == 1
+    assert capsys.readouterr().err.endswith("attention could not be timed: out of memory\n")
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(costs, "device_slug", lambda: "cpu")
+    assert costs.main([]) == 2
+    assert capsys.readouterr().err.startswith("python -m tnp.costs needs an NVIDIA GPU: none is")

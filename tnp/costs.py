@@ -1,0 +1,111 @@
+"""What kernels cost on your own GPU, so that "auto" can predict their times at every size.
+
+    python -m tnp.costs
+
+A kernel says what its time is made of (`tnp.contract.Kernel.counts`): a launch, blocks of keys that
+the busiest multiprocessor goes through, tiles of queries. This times every kernel and configuration
+that does, at sizes drawn at random, fits by least squares what each count takes on this GPU, and
+enters that in a table of your own. It lies in your cache and comes before the one that is
+installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+import numpy
+
+from tnp import choice
+from tnp.bench.child import require_device
+from tnp.bench.process import DeviceMissing, device_lock, run_child
+from tnp.bench.provenance import device_slug
+from tnp.catalog import catalog
+from tnp.commands import Parser, option, size, table
+from tnp.contract import FLOATS, Operator
+
+TIMEOUT_S = 900.0
+SIZES = 200
+# Times of a configuration that are needed for every count of its kernel.
+TIMES_A_COUNT = 4
+HEADER = ("operation", "kernel", "configuration", "µs of each count", "off by", "sizes")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 where nothing could be timed; 2 without a GPU."""
+    parser = Parser(prog="python -m tnp.costs", description="Time kernels at sizes drawn at random")
+    parser.add_argument(
+        option("sizes"), type=size, default=SIZES, help="how many are drawn; %(default)s"
+    )
+    parser.add_argument(option("seed"), type=size, default=1, help="of what is drawn")
+    parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0])
+    wanted = parser.parse_args(arguments)
+    device = device_slug()
+    try:
+        if device == "cpu":
+            raise DeviceMissing("none is visible here")
+        require_device(device)
+    except DeviceMissing as error:
+        print(f"python -m tnp.costs needs an NVIDIA GPU: {error}", file=sys.stderr)
+        return 2
+    entries: list[choice.Entry] = []
+    for operator in catalog().operators.values():
+        if operator.drawn is None:
+            continue
+        asked = {"op": operator.name, "dtype": wanted.dtype, "n_sizes": wanted.sizes}
+        asked |= {"seed": wanted.seed, "device": "cuda", "device_slug": device}
+        with device_lock(device):
+            report = run_child(["tnp.bench.child", "costs"], asked, TIMEOUT_S)
+        if "timed" not in report:
+            print(f"{operator.name} could not be timed: {report['failure'][1]}", file=sys.stderr)
+            return 1
+        found = fitted(operator, report["timed"])
+        print(table(HEADER, [line for _, line in found], right=(4, 5)))
+        entries += [entry for entry, _ in found]
+    path = choice.write(_target(), entries)
+    print(f"{len(entries)} entries for {device}: {path}")
+    return 0
+
+
+def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry, tuple[str, ...]]]:
+    """The entry of each kernel and configuration, and its line of the table.
+
+    Least squares of relative errors: a short launch counts as much as a long one. A configuration
+    that was timed at too few sizes has no entry.
+
+    Args:
+        operator: whose operations these are.
+        rows: of `tnp.bench.costs.measure_costs`.
+    """
+    by_config: dict[tuple[str, str, str], list[dict]] = {}
+    for row in rows:
+        key = row["of"], row["choice"], json.dumps(row["config"])
+        by_config.setdefault(key, []).append(row)
+    found = []
+    for (of, kernel, config), own in by_config.items():
+        counts = numpy.array([row["counts"] for row in own], dtype=float)
+        if len(own) < TIMES_A_COUNT * counts.shape[1]:
+            continue
+        relative = counts / numpy.array([row["us"] for row in own])[:, None]
+        us = numpy.linalg.lstsq(relative, numpy.ones(len(own)), rcond=None)[0]
+        off = numpy.sqrt(numpy.mean((relative @ us - 1) ** 2))
+        rounded = [round(float(one), 4) for one in us]
+        problem = operator.from_json(own[0]["problem"])
+        entry = choice.cost_entry(of, operator, problem, kernel, json.loads(config), rounded)
+        shown = ", ".join(map(str, json.loads(config).values()))
+        line = of, kernel, shown, "  ".join(f"{one:.3g}" for one in rounded)
+        found.append((entry, (*line, f"{off:.0%}", str(len(own)))))
+    return found
+
+
+def _target():
+    import torch
+
+    from tnp import targets
+
+    return targets.of_device(torch.device("cuda"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
