@@ -207,8 +207,9 @@ def test_a_choice_sees_the_rounds_of_the_gpu_at_hand():
 def test_a_split_that_lengths_forbid_is_not_predicted():
     what, counted = call("mid"), call("mid", n_keys=True)
     kernel = selection.kernels_of(FORWARD)["hopper"]
-    for config in kernel.configs(what):
-        assert kernel.counts(what, config)[3] == 1 and kernel.counts(counted, config)[3] == 0
+    configs = kernel.configs(what)
+    assert any(kernel.counts(what, config)[3] for config in configs)
+    assert not any(kernel.counts(counted, config)[3] for config in configs)
 
 
 def predicts(kernel: str, index: int, us: list[float]) -> choice.Entry:
