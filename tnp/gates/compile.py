@@ -28,15 +28,28 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 from tnp import choice, targets
 from tnp.catalog import catalog
-from tnp.contract import Call, Case, Implementation, Kernel, Operator, Problem, Target
+from tnp.contract import (
+    FLOATS,
+    ITEMSIZE,
+    Call,
+    Case,
+    Implementation,
+    Kernel,
+    Operator,
+    Problem,
+    Target,
+)
 
 # By compute capability.
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+# Sizes among which one is looked for that a configuration serves of which the costs are known.
+N_DRAWN = 100
 
 # What ptxas -v says of a kernel, and of wgmma that wait for one another (C7508, C7510, C7515 …).
 RESOURCES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
@@ -103,14 +116,25 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
             if entry["of"] not in by_name:
                 continue
             own, operation = by_name[entry["of"]]
-            problem = operator.from_json(json.dumps(entry["problem"]))
-            given = dict(problem.options) | dict.fromkeys(operator.optional, True)
-            one = operator.problem(problem.dtype, **dict(problem.sizes), **given)
             forced = operation.name, entry["choice"], entry.get("config")
-            found = list(launches(operator, one, target, own, forced))
-            if not found:
+            for problem in _problems(operator, entry):
+                given = dict(problem.options) | dict.fromkeys(operator.optional, True)
+                one = operator.problem(problem.dtype, **dict(problem.sizes), **given)
+                if found := list(launches(operator, one, target, own, forced)):
+                    break
+            else:
                 raise ValueError(f"no candidate of its kernel: {entry} in {path}")
             yield from found
+
+
+def _problems(operator: Operator, entry: choice.Entry) -> Iterator[Problem]:
+    """An entry's own; of one that says costs, drawn sizes, some of which its kernel takes."""
+    if "us" not in entry:
+        yield operator.from_json(json.dumps(entry["problem"]))
+        return
+    chance, itemsize = Random(0), entry["problem"]["itemsize"]
+    dtype = next(one for one in FLOATS if ITEMSIZE[one] == itemsize)
+    yield from (operator.drawn(chance, dtype) for _ in range(N_DRAWN))
 
 
 def _ours(operator: Operator) -> list[Implementation]:
