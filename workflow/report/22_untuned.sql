@@ -1,10 +1,10 @@
 -- # Attention at sizes that nobody tuned for
 -- Study `untuned`: 8 heads of 64, 1 to 64 tasks, 100 to 20,000 queries and 1 to 20,000 keys, none
 -- of which has an entry in the table that our kernels are chosen by. At each size the faster of our
--- `separate` and `fused` beside the fastest of the others: PyTorch's flash and cuDNN, and as far as
--- they were timed FlashAttention-3 and -4. The ratio is the time of the others' fastest over ours;
--- sizes without evidence for one are left out. What `auto` loses by its choice of these is in the
--- table "What the automatic choice costs".
+-- `separate` and `fused` beside the fastest of the others: PyTorch's flash and cuDNN, and
+-- FlashAttention-3 and -4. The ratio is the time of the others' fastest over ours; sizes without
+-- evidence for one are left out. What `auto` loses by its choice of these is in the table "What the
+-- automatic choice costs".
 with fastest as (
     select * from own_operators
     where op = 'attention' and n_q is null and time_ms is not null

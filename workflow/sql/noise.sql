@@ -1,11 +1,13 @@
 -- Grain: device × kind × part: by how much times differ where nothing was changed, as standard
 -- deviations of their logarithm (0.01 is 1 %).
 --
--- `within_runs` is of the samples of a run, `between_runs` of the medians of successive runs of a
--- sitting, `of_equals` of the logarithmic ratio of equal things, from `n_equals` pairs: with at
--- least 8 of them, the intervals of view `contrasts` rest on it. `between_sittings` is what a ratio
--- differs by from sitting to sitting, its runs' own noise included, from `n_ratios` ratios of
--- several sittings; view `contrasts` assumes 0.003 beyond that noise.
+-- `within_runs` is of the samples of a typical run: the median of all runs', since a stall of the
+-- host once made one sample of 694 take 619 times as long. `between_runs` is of the medians of
+-- successive runs of a sitting, `of_equals` of the logarithmic ratio of equal things, from
+-- `n_equals` pairs: with at least 8 of them, the intervals of view `contrasts` rest on it.
+-- `between_sittings` is what a ratio differs by from sitting to sitting, its runs' own noise
+-- included, from `n_ratios` ratios of several sittings; view `contrasts` assumes 0.003 beyond that
+-- noise.
 create or replace view noise as
 with successive_runs as (
     select
@@ -25,7 +27,7 @@ runs as (
         kind,
         part,
         count(*) as n_runs,
-        sqrt(avg(deviation ** 2)) as within_runs,
+        median(deviation) as within_runs,
         count(step) as n_successive,
         sqrt(avg(step ** 2) / 2) as between_runs
     from successive_runs
