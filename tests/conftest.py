@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,15 @@ def _builtins_are_listed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
+
+
+@pytest.fixture
+def users_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where tuned tables of a user's own are written; there are none yet."""
+    from tnp import choice
+
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choice.refresh()
+    yield tmp_path / "tnp/tuned"
+    choice.refresh()

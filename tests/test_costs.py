@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from tnp import choice, costs, targets
+from tnp.bench import provenance
 from tnp.bench.costs import measure_costs
 from tnp.contract import Call
 from tnp.ops.attention import FORWARD, OPERATOR, definition
@@ -13,16 +14,6 @@ from tnp.selection import kernels_of
 
 H200 = targets.named("nvidia-h200")
 SMALL = OPERATOR.problem("float32", batch=1, n_heads=2, n_q=20, n_k=40, head_dim=16)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where the user's table is written."""
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choice.refresh()
-    yield tmp_path / "tnp/tuned"
-    choice.refresh()
 
 
 def rows(us: tuple[float, ...], n: int = 40, noise: float = 0.0) -> list[dict]:
@@ -79,7 +70,7 @@ def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
     assert all(row["us"] > 0 for row in found)
 
 
-def test_costs_are_entered_in_the_users_table(folder, monkeypatch, capsys):
+def test_costs_are_entered_in_the_users_table(users_tables, monkeypatch, capsys):
     asked = []
 
     def run_child(command, parameters, timeout_s):
@@ -87,27 +78,25 @@ def test_costs_are_entered_in_the_users_table(folder, monkeypatch, capsys):
         return {"timed": rows((5.0, 0.6, 2.0, 15.0)), "failure": ["error", "no result"]}
 
     monkeypatch.setattr(costs, "run_child", run_child)
-    monkeypatch.setattr(costs, "device_slug", lambda: "nvidia-h200")
-    monkeypatch.setattr(costs, "require_device", lambda device: None)
+    monkeypatch.setattr(costs, "require_gpu", lambda: "nvidia-h200")
     monkeypatch.setattr(costs, "_target", lambda: H200)
     assert costs.main(["--sizes", "40"]) == 0
     ((command, parameters),) = asked
     assert command == ["tnp.bench.child", "costs"] and parameters["n_sizes"] == 40
-    (entry,) = choice.table(folder / "nvidia-h200.json")
+    (entry,) = choice.table(users_tables / "nvidia-h200.json")
     assert entry["us"] == pytest.approx([5.0, 0.6, 2.0, 15.0], abs=1e-3)
     assert "5  0.6  2  15" in capsys.readouterr().out
     json.dumps(parameters)  # it goes to another process
 
 
-def test_a_child_that_fails_is_one_sentence(folder, monkeypatch, capsys):
+def test_a_child_that_fails_is_one_sentence(users_tables, monkeypatch, capsys):
     monkeypatch.setattr(costs, "run_child", lambda *_: {"failure": ("oom", "out of memory")})
-    monkeypatch.setattr(costs, "device_slug", lambda: "nvidia-h200")
-    monkeypatch.setattr(costs, "require_device", lambda device: None)
+    monkeypatch.setattr(costs, "require_gpu", lambda: "nvidia-h200")
     assert costs.main([]) == 1
     assert capsys.readouterr().err.endswith("attention could not be timed: out of memory\n")
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(costs, "device_slug", lambda: "cpu")
+    monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
     assert costs.main([]) == 2
     assert capsys.readouterr().err.startswith("python -m tnp.costs needs an NVIDIA GPU: none is")

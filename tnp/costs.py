@@ -18,9 +18,8 @@ from collections.abc import Iterable, Sequence
 import numpy
 
 from tnp import choice
-from tnp.bench.child import require_device
+from tnp.bench.child import require_gpu
 from tnp.bench.process import DeviceMissing, device_lock, run_child
-from tnp.bench.provenance import device_slug
 from tnp.catalog import catalog
 from tnp.commands import Parser, option, size, table
 from tnp.contract import FLOATS, Operator
@@ -41,11 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(option("seed"), type=size, default=1, help="of what is drawn")
     parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0])
     wanted = parser.parse_args(arguments)
-    device = device_slug()
     try:
-        if device == "cpu":
-            raise DeviceMissing("none is visible here")
-        require_device(device)
+        device = require_gpu()
     except DeviceMissing as error:
         print(f"python -m tnp.costs needs an NVIDIA GPU: {error}", file=sys.stderr)
         return 2

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tnp import choice, targets, tuning
-from tnp.bench.child import require_device
+from tnp.bench.child import require_gpu
 from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import op_job
 from tnp.bench.policy import Policy
 from tnp.bench.process import DeviceMissing, device_lock
-from tnp.bench.provenance import device_slug
 from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
 from tnp.commands import Parser, option, size, table
@@ -35,11 +34,8 @@ PASSES = ("forward", "backward")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 where an operator could not be timed at all; 2 without a GPU."""
     wanted = _parser().parse_args(arguments)
-    device = device_slug()
     try:
-        if device == "cpu":
-            raise DeviceMissing("none is visible here")
-        require_device(device)
+        device = require_gpu()
     except DeviceMissing as error:
         print(f"python -m tnp.tune needs an NVIDIA GPU: {error}", file=sys.stderr)
         return 2

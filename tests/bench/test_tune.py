@@ -12,19 +12,10 @@ from tnp.bench.outcome import failure_rows
 from tnp.catalog import catalog
 
 SIZES = ["--batch", "8", "--n-context", "2000", "--n-target", "300"]
+pytestmark = pytest.mark.usefixtures("users_tables")
 H200 = targets.named("nvidia-h200")
 IN_STEPS = {"attention", "embedding", "mixture_heads", "mixture_nll", "mlp", "linear",
             "project_qkv", "rms_norm", "add_rms_norm"}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Where the user's table is written."""
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choice.refresh()
-    yield tmp_path / "tnp/tuned"
-    choice.refresh()
 
 
 @pytest.fixture
@@ -45,19 +36,20 @@ def asked(monkeypatch):
         return {"ops": rows}
 
     monkeypatch.setattr(tune, "run_isolated", run_isolated)
-    monkeypatch.setattr(tune, "device_slug", lambda: "nvidia-h200")
-    monkeypatch.setattr(tune, "require_device", lambda device: None)
+    monkeypatch.setattr(tune, "require_gpu", lambda: "nvidia-h200")
     monkeypatch.setattr(tune, "_target", lambda: H200)
     return jobs
 
 
-def test_the_fastest_of_each_operator_is_entered(asked, folder, capsys):
+def test_the_fastest_of_each_operator_is_entered(asked, users_tables, capsys):
     assert tune.main([*SIZES, "--dtype", "float16"]) == 0
     assert {job["op"] for job in asked} == IN_STEPS
     of_mlp = next(job for job in asked if job["op"] == "mlp")
     assert list(of_mlp["implementations"]) == catalog().candidates("mlp", "auto")
     assert of_mlp["draw"] == {"d_ff_real": 1365}
-    entries = {(one["of"], one["mode"]): one for one in choice.table(folder / "nvidia-h200.json")}
+    entries = {
+        (one["of"], one["mode"]): one for one in choice.table(users_tables / "nvidia-h200.json")
+    }
     assert entries["mlp", "training"] == {
         "of": "mlp",
         "mode": "training",
@@ -74,7 +66,7 @@ def test_the_fastest_of_each_operator_is_entered(asked, folder, capsys):
     assert entries["mixture_heads", "training"]["problem"]["sizes"]["rows"] == 8 * 300
     assert entries["mixture_nll", "training"]["problem"]["dtype"] == "float32"
     printed = capsys.readouterr().out
-    assert f"{len(entries)} entries for nvidia-h200: {folder / 'nvidia-h200.json'}" in printed
+    assert f"{len(entries)} entries for nvidia-h200: {users_tables / 'nvidia-h200.json'}" in printed
     lines = [line.split(maxsplit=4) for line in printed.splitlines()]
     assert ["mlp", "fused", "0.5", "0.5", "chosen for training"] in lines
     assert ["mlp", "single", "0.1", "chosen", "for inference; oom: out of memory"] in lines
@@ -89,24 +81,24 @@ def test_sizes_of_the_model_are_asked_for(asked):
     assert problems["mlp"]["d_model"] == 64 and problems["mlp"]["d_ff"] == 128
 
 
-def test_an_operator_without_a_time_has_no_entry(asked, folder, monkeypatch, capsys):
+def test_an_operator_without_a_time_has_no_entry(asked, users_tables, monkeypatch, capsys):
     def fail(kind, parameters, timeout_s):
         return failure_rows(kind, parameters, "timeout", "not finished after 900 s")
 
     monkeypatch.setattr(tune, "run_isolated", fail)
     assert tune.main(SIZES) == 1
-    assert not folder.exists()
+    assert not users_tables.exists()
     printed = capsys.readouterr()
     assert "timeout: not finished after 900 s" in printed.out
     assert "nothing could be timed of attention" in printed.err
 
 
-def test_without_a_gpu_it_says_so(folder, capsys):
+def test_without_a_gpu_it_says_so(users_tables, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     assert tune.main(SIZES) == 2
     assert capsys.readouterr().err.startswith("python -m tnp.tune needs an NVIDIA GPU: none is")
-    assert not folder.exists()
+    assert not users_tables.exists()
 
 
 @pytest.mark.parametrize("batch", ["0", "-1", "many"])

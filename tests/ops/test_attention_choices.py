@@ -16,15 +16,8 @@ ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 H200, A100 = targets.named("nvidia-h200"), targets.named("A100")
 OPERATIONS = (FORWARD, SEPARATE, FUSED)
-
-
-@pytest.fixture(autouse=True)
-def committed_alone(monkeypatch, tmp_path):
-    """No table of this machine's user; a test may write one of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choice.refresh()
-    yield
-    choice.refresh()
+# No table of this machine's user; a test may write one of its own.
+pytestmark = pytest.mark.usefixtures("users_tables")
 
 
 def problem(shape: str, dtype: str = "bfloat16", **options) -> Problem:

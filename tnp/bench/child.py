@@ -81,6 +81,17 @@ def require_device(slug: str) -> None:
         )
 
 
+def require_gpu() -> str:
+    """The slug of the first GPU; DeviceMissing where there is none that PyTorch can use."""
+    from tnp.bench.provenance import device_slug
+
+    slug = device_slug()
+    if slug == "cpu":
+        raise DeviceMissing("none is visible here")
+    require_device(slug)
+    return slug
+
+
 def require_visible(slug: str) -> None:
     """Raises DeviceMissing unless `slug` is "cpu" or the first GPU's name; imports no PyTorch."""
     if slug == "cpu":
