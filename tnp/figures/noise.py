@@ -17,24 +17,36 @@ LINE_HEIGHT = 56  # … and of a line with many
 MARGIN = 0.01  # what is within 1 % counts as the same
 RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faster or slower
 
-QUERY = """
+FEW = 8  # comparisons: sizes with fewer share a line
+
+QUERY = f"""
+    with placed as (
+        select
+            *,
+            kind = 'operator' and count(*) over size < {FEW} as shared,
+            if(shared, 'several sizes', shape) as place
+        from equal_things
+        window size as (partition by device, kind, part, shape)
+    )
+
     select
-        *,
+        * replace (if(min(shape) over line = max(shape) over line, shape, place) as place),
         name as variant,
         split_part(part, ' ', 1) as op,
         split_part(part, ' ', 2) as pass,
         row_number() over (line order by ratio) as nth,
         count(*) over (line) as n_of_line,
         coalesce(verdict in ('faster', 'slower'), false) as wrong
-    from equal_things
-    window line as (partition by device, kind, part, shape, name)
-    order by kind desc, part, shape, name, ratio
+    from placed
+    window line as (partition by device, kind, part, place, name)
+    order by kind desc, part, shared, place, name, ratio
 """
 
 NOISE = "select * from noise"
 
 TOOLTIP = [
     alt.Tooltip("line:N", title="compared with itself"),
+    alt.Tooltip("shape:N", title="size"),
     alt.Tooltip("ratio:Q", format=".4f", title="seemed as fast by"),
     alt.Tooltip("low:Q", format=".4f", title="95% low"),
     alt.Tooltip("high:Q", format=".4f", title="95% high"),
@@ -52,7 +64,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         )
     for row in rows:
         step = row["kind"] == "step"
-        row["line"] = row["variant"] if step else f"{row['variant']}, {row['shape']}"
+        row["line"] = row["variant"] if step else f"{row['variant']}, {row['place']}"
     labels = list(dict.fromkeys(row["line"] for row in rows))
     spreads = {
         (row["device"], row["kind"], row["part"]): row for row in data.query(connection, NOISE)
