@@ -52,6 +52,11 @@ def test_too_few_sizes_say_nothing():
     assert costs.fitted(OPERATOR, rows((5.0, 0.6, 2.0, 15.0), 15)) == []
 
 
+def test_what_was_never_counted_is_not_free():
+    whole = [row for row in rows((5.0, 0.6, 2.0, 15.0), 200) if not row["counts"][3]]
+    assert len(whole) > 100 and costs.fitted(OPERATOR, whole) == []
+
+
 def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
     """Interpreted: that times and counts belong together, not what they are."""
     monkeypatch.setattr(definition, "drawn", lambda operator, chance, dtype: SMALL)
@@ -70,30 +75,38 @@ def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
     assert all(row["us"] > 0 for row in found)
 
 
-def test_costs_are_entered_in_the_users_table(users_tables, monkeypatch, capsys):
-    asked = []
+@pytest.fixture
+def reported(monkeypatch):
+    """What the child reports, on a GPU; and what it was asked for."""
+    report, asked = {"failure": ("error", "its process ended without a result")}, []
 
     def run_child(command, parameters, timeout_s):
-        asked.append((command, parameters))
-        return {"timed": rows((5.0, 0.6, 2.0, 15.0)), "failure": ["error", "no result"]}
+        asked.append((command, json.loads(json.dumps(parameters))))
+        return report
 
     monkeypatch.setattr(costs, "run_child", run_child)
-    monkeypatch.setattr(costs, "require_gpu", lambda: "nvidia-h200")
-    monkeypatch.setattr(costs, "_target", lambda: H200)
-    assert costs.main(["--sizes", "40"]) == 0
+    monkeypatch.setattr(costs, "require_gpu", lambda: H200)
+    return report, asked
+
+
+def test_costs_are_entered_in_the_users_table(users_tables, reported, capsys):
+    report, asked = reported
+    report["timed"] = rows((5.0, 0.6, 2.0, 15.0))
+    assert costs.main([]) == 0
     ((command, parameters),) = asked
-    assert command == ["tnp.bench.child", "costs"] and parameters["n_sizes"] == 40
+    assert command == ["tnp.bench.child", "costs"]
+    assert (parameters["op"], parameters["device_slug"]) == ("attention", "nvidia-h200")
     (entry,) = choice.table(users_tables / "nvidia-h200.json")
     assert entry["us"] == pytest.approx([5.0, 0.6, 2.0, 15.0], abs=1e-3)
     assert "5  0.6  2  15" in capsys.readouterr().out
-    json.dumps(parameters)  # it goes to another process
 
 
-def test_a_child_that_fails_is_one_sentence(users_tables, monkeypatch, capsys):
-    monkeypatch.setattr(costs, "run_child", lambda *_: {"failure": ("oom", "out of memory")})
-    monkeypatch.setattr(costs, "require_gpu", lambda: "nvidia-h200")
+def test_where_nothing_was_timed_nothing_is_written(users_tables, reported, capsys):
+    reported[0]["failure"] = "oom", "out of memory"
     assert costs.main([]) == 1
-    assert capsys.readouterr().err.endswith("attention could not be timed: out of memory\n")
+    said = "nothing could be fitted of attention: out of memory\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert not users_tables.exists()
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

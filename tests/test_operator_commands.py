@@ -194,7 +194,7 @@ def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch
                         supported=lambda call: f"width {call.problem['width']}"))  # fmt: skip
     problem = {"op": "swiglu", "dtype": "bfloat16", "sizes": {"rows": 1, "width": 77}}
     entries = [{"of": "other", "problem": {}}, {"of": "swiglu", "problem": problem}]
-    monkeypatch.setattr(choice, "of_target", lambda target: (entries, ""))
+    monkeypatch.setattr(choice, "of_target", lambda target: entries)
     rows = {row[1]: row[3:] for row in device.answers(operator, targets.named("H200"))}
     assert rows["narrow"] == ("no", "width 77")
 

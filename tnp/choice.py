@@ -120,11 +120,15 @@ def _warn_if_gone(entry: Entry, offers: Sequence[Offer], known: Collection[str])
         for name, config, reason in offers
         if name == entry["choice"]
     ]
+    if entry["choice"] not in known or (of_its_name and not any(of_its_name)):
+        _warn_once("a tuned entry names what is there no more", entry)
+
+
+def _warn_once(what: str, entry: Entry) -> None:
     text = json.dumps({name: entry.get(name) for name in ("of", "problem", "choice", "config")})
-    gone = entry["choice"] not in known or (of_its_name and not any(of_its_name))
-    if gone and text not in _gone:
+    if text not in _gone:
         _gone.add(text)
-        log.warning("a tuned entry names what is there no more and is passed over: %s", text)
+        log.warning("%s and is passed over: %s", what, text)
 
 
 Sourced = list[tuple[Entry, str]]  # entries, each with the source of a choice by it
@@ -134,30 +138,34 @@ def _predicted(
     of: str, operator: Operator, call: Call, offers: Sequence[Offer], counts: Counts
 ) -> Sourced:
     """What can run and has its costs in the table, the one of the shortest predicted time first."""
-    entries, whose = of_target(call.target)
     over = _of_costs(operator, call.problem)
     times: dict[str, tuple[float, Entry]] = {}
-    for entry in entries:
+    for entry in of_target(call.target):
         if "us" not in entry or entry["of"] != of or entry["problem"] != over:
             continue
         for name, config, reason in offers:
             if reason is None and name == entry["choice"] and as_json(config) == entry["config"]:
                 made_of = counts(name, config) or ()
-                if len(made_of) == len(entry["us"]):  # or else the kernel has changed since
-                    time = sum(map(mul, made_of, entry["us"]))
-                    times.setdefault(f"{name} {config}", (time, entry))  # a user's own come first
+                if len(made_of) != len(entry["us"]):
+                    _warn_once("a kernel counts other things than the table has costs of", entry)
+                    continue
+                time = sum(map(mul, made_of, entry["us"]))
+                times.setdefault(f"{name} {config}", (time, entry))  # a user's own come first
     fastest_first = sorted(times.values(), key=lambda one: one[0])
-    source = whose.replace(TUNED, PREDICTED) or PREDICTED
-    return [(entry, source) for _, entry in fastest_first]
+    return [(entry, PREDICTED + _whose(entry, call.target)) for _, entry in fastest_first]
+
+
+def _whose(entry: Entry, target: Target) -> str:
+    """ " on <model>" where it is another GPU's, else ""."""
+    return "" if entry["gpu"] == target.model else f" on {entry['gpu']}"
 
 
 def _ranked(of: str, operator: Operator, call: Call) -> tuple[Sourced, Sourced]:
     """Entries of the operator or operation that could serve: those at distance 0, of the problem's
     own sizes first; then the others, the nearest first.
     """
-    entries, whose = of_target(call.target)
     found = []
-    for entry in entries:
+    for entry in of_target(call.target):
         if "us" in entry or entry["of"] != of or entry["mode"] not in (EVERY_MODE, call.mode):
             continue
         theirs = _comparable(operator, call.problem, entry["problem"])
@@ -165,7 +173,8 @@ def _ranked(of: str, operator: Operator, call: Call) -> tuple[Sourced, Sourced]:
             distance = operator.distance(call.problem, theirs)
             other = len(call.problem.options) - len(theirs.options)
             elsewhere = theirs != call.problem
-            source = whose or ("nearest" if elsewhere else TUNED)
+            whose = _whose(entry, call.target)
+            source = TUNED + whose if whose or not elsewhere else "nearest"
             rank = other, distance, elsewhere, entry["mode"] == EVERY_MODE
             found.append((rank, (entry, source)))
     found.sort(key=lambda one: one[0])
@@ -195,7 +204,7 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 # ------------------------------------------------------------------------------------- the tables
 
 _problems: dict[tuple[str, str], Problem | None] = {}  # of entries, parsed once
-_gone: set[str] = set()  # entries of which it was said
+_gone: set[str] = set()  # entries of which something was said
 epoch = 0  # of the tables in this process; part of every plan's key
 
 
@@ -215,25 +224,30 @@ def folders() -> list[Path]:
     return [Path(cache) / "tnp" / "tuned", COMMITTED]
 
 
-def of_target(target: Target) -> tuple[list[Entry], str]:
-    """Entries for a GPU, and "tuned on <model>" where they are another model's, else ""."""
+def of_target(target: Target) -> list[Entry]:
+    """Entries for a GPU, a user's own first; what they say nothing of is taken from a relative."""
     if target.kind != "cuda":  # nobody tunes for Triton's interpreter
-        return [], ""
+        return []
     own = [entry for folder in folders() for entry in table(folder / f"{target.model}.json")]
-    if own:
-        return own, ""
+    named = {entry["of"] for entry in own}
+    return own + [entry for entry in _of_relative(target) if entry["of"] not in named]
+
+
+def _of_relative(target: Target) -> Sequence[Entry]:
+    """Entries of the first table of another model of the same compute capability."""
     for folder in folders():
         for path in sorted(folder.glob("*.json")):
             entries = table(path)
-            if entries and entries[0]["capability"] == target.capability:
-                return list(entries), f"tuned on {path.stem}"
-    return [], ""
+            capabilities = {entry["capability"] for entry in entries}
+            if path.stem != target.model and capabilities == {target.capability}:
+                return entries
+    return ()
 
 
 @cache
 def table(path: Path) -> tuple[Entry, ...]:
-    """Entries of a file, each with the GPU's capability; none, with a warning, where it is cut
-    short or of another version.
+    """Entries of a file, each with its GPU and that one's capability; none, with a warning, where
+    it is cut short or of another version.
     """
     if not path.exists():
         return ()
@@ -251,12 +265,18 @@ def _parsed(path: Path) -> tuple[Entry, ...]:
     content = json.loads(path.read_text())
     if content["version"] != VERSION:
         raise ValueError(f"it is of version {content['version']}")
-    common = {"mode": EVERY_MODE, "capability": int(content["capability"])}
-    entries = tuple(common | entry for entry in content["entries"])
+    gpu = {"gpu": path.stem, "capability": int(content["capability"])}
+    entries = tuple({"mode": EVERY_MODE} | gpu | entry for entry in content["entries"])
     for entry in entries:
         if not {"of", "problem", "choice"} <= entry.keys():
             raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
+        if "us" in entry and not ("config" in entry and _are_numbers(entry["us"])):
+            raise ValueError(f"an entry of costs needs config and numbers: {json.dumps(entry)}")
     return entries
+
+
+def _are_numbers(us: object) -> bool:
+    return isinstance(us, list) and all(isinstance(one, (int, float)) for one in us)
 
 
 def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entry:

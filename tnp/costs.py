@@ -1,4 +1,4 @@
-"""What kernels cost on your own GPU, so that "auto" can predict their times at every size.
+"""What kernels cost on your own GPU, so that "auto" can predict their times where nobody timed.
 
     python -m tnp.costs
 
@@ -6,7 +6,7 @@ A kernel says what its time is made of (`tnp.contract.Kernel.counts`): a launch,
 the busiest multiprocessor goes through, tiles of queries. This times every kernel and configuration
 that does, at sizes drawn at random, fits by least squares what each count takes on this GPU, and
 enters that in a table of your own. It lies in your cache and comes before the one that is
-installed.
+installed; TNP_TABLES names another folder.
 """
 
 from __future__ import annotations
@@ -21,54 +21,52 @@ from tnp import choice
 from tnp.bench.child import require_gpu
 from tnp.bench.process import DeviceMissing, device_lock, run_child
 from tnp.catalog import catalog
-from tnp.commands import Parser, option, size, table
+from tnp.commands import Parser, option, table
 from tnp.contract import FLOATS, Operator
 
 TIMEOUT_S = 900.0
-SIZES = 200
+N_SIZES, SEED = 200, 1
 # Times of a configuration that are needed for every count of its kernel.
 TIMES_A_COUNT = 4
 HEADER = ("operation", "kernel", "configuration", "µs of each count", "off by", "sizes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where nothing could be timed; 2 without a GPU."""
+    """Exit code: 0; 1 where an operator could not be timed; 2 without a GPU."""
     parser = Parser(prog="python -m tnp.costs", description="Time kernels at sizes drawn at random")
-    parser.add_argument(
-        option("sizes"), type=size, default=SIZES, help="how many are drawn; %(default)s"
-    )
-    parser.add_argument(option("seed"), type=size, default=1, help="of what is drawn")
     parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0])
-    wanted = parser.parse_args(arguments)
+    dtype = parser.parse_args(arguments).dtype
     try:
-        device = require_gpu()
+        target = require_gpu()
     except DeviceMissing as error:
         print(f"python -m tnp.costs needs an NVIDIA GPU: {error}", file=sys.stderr)
         return 2
-    entries: list[choice.Entry] = []
+    without = []
     for operator in catalog().operators.values():
         if operator.drawn is None:
             continue
-        asked = {"op": operator.name, "dtype": wanted.dtype, "n_sizes": wanted.sizes}
-        asked |= {"seed": wanted.seed, "device": "cuda", "device_slug": device}
-        with device_lock(device):
+        print(f"timing {operator.name} at {N_SIZES} sizes …", file=sys.stderr)
+        asked = {"op": operator.name, "dtype": dtype, "n_sizes": N_SIZES, "seed": SEED}
+        asked |= {"device": "cuda", "device_slug": target.model}
+        with device_lock(target.model):
             report = run_child(["tnp.bench.child", "costs"], asked, TIMEOUT_S)
-        if "timed" not in report:
-            print(f"{operator.name} could not be timed: {report['failure'][1]}", file=sys.stderr)
-            return 1
-        found = fitted(operator, report["timed"])
+        found = fitted(operator, report.get("timed", []))
+        if not found:
+            without.append(f"{operator.name}: {report['failure'][1]}")
+            continue
         print(table(HEADER, [line for _, line in found], right=(4, 5)))
-        entries += [entry for entry, _ in found]
-    path = choice.write(_target(), entries)
-    print(f"{len(entries)} entries for {device}: {path}")
-    return 0
+        path = choice.write(target, [entry for entry, _ in found])
+        print(f"{len(found)} entries for {target.model}: {path}")
+    for reason in without:
+        print(f"nothing could be fitted of {reason}", file=sys.stderr)
+    return 1 if without else 0
 
 
 def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry, tuple[str, ...]]]:
     """The entry of each kernel and configuration, and its line of the table.
 
     Least squares of relative errors: a short launch counts as much as a long one. A configuration
-    that was timed at too few sizes has no entry.
+    that was timed at too few sizes, or at none with one of its counts, has no entry.
 
     Args:
         operator: whose operations these are.
@@ -84,7 +82,9 @@ def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry,
         if len(own) < TIMES_A_COUNT * counts.shape[1]:
             continue
         relative = counts / numpy.array([row["us"] for row in own])[:, None]
-        us = numpy.linalg.lstsq(relative, numpy.ones(len(own)), rcond=None)[0]
+        us, _, rank, _ = numpy.linalg.lstsq(relative, numpy.ones(len(own)), rcond=None)
+        if rank < counts.shape[1]:  # what was never counted would seem to take no time
+            continue
         off = numpy.sqrt(numpy.mean((relative @ us - 1) ** 2))
         rounded = [round(float(one), 4) for one in us]
         problem = operator.from_json(own[0]["problem"])
@@ -93,14 +93,6 @@ def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry,
         line = of, kernel, shown, "  ".join(f"{one:.3g}" for one in rounded)
         found.append((entry, (*line, f"{off:.0%}", str(len(own)))))
     return found
-
-
-def _target():
-    import torch
-
-    from tnp import targets
-
-    return targets.of_device(torch.device("cuda"))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def first_problem(operator: Operator, target: Target) -> Problem | None:
 
     from tnp import choice
 
-    for entry in choice.of_target(target)[0]:
+    for entry in choice.of_target(target):
         if entry["of"] == operator.name:
             try:
                 return operator.from_json(json.dumps(entry["problem"]))

@@ -111,7 +111,7 @@ def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, 
         plain = next(iter(usable))
         return Choice(plain, source=f"{AUTO_VARIABLE}=torch"), usable[plain]
     # Somebody else's is imported only where a table names it.
-    for entry in choice.of_target(what.target)[0]:
+    for entry in choice.of_target(what.target):
         if entry["of"] == operator.name and entry["choice"] not in usable:
             theirs = _loaded(operator.name, entry["choice"])
             if theirs and theirs.selectable and theirs.precision in ("", precision):

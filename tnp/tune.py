@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from tnp import choice, targets, tuning
+from tnp import choice, tuning
 from tnp.bench.child import require_gpu
 from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import op_job
@@ -23,7 +23,7 @@ from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
 from tnp.commands import Parser, option, size, table
-from tnp.contract import FLOATS, Operator, Target
+from tnp.contract import FLOATS, Operator
 
 TIMEOUT_S = 900.0
 OF_MODEL = ("d_model", "n_heads", "d_ff", "n_components")
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 where an operator could not be timed at all; 2 without a GPU."""
     wanted = _parser().parse_args(arguments)
     try:
-        device = require_gpu()
+        target = require_gpu()
     except DeviceMissing as error:
         print(f"python -m tnp.tune needs an NVIDIA GPU: {error}", file=sys.stderr)
         return 2
     entries, answers, without = [], [], []
-    for operator, parameters in _jobs(wanted, device):
+    for operator, parameters in _jobs(wanted, target.model):
         print(f"timing {operator.name} …", file=sys.stderr)
-        with device_lock(device):
+        with device_lock(target.model):
             rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]
         chosen = tuning.of_operators(rows)
         answers += _answers(operator, parameters, rows, chosen)
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         without += [] if chosen else [operator.name]
     print(table(HEADER, answers, right=(2, 3)))
     if entries:
-        path = choice.write(_target(), entries)
-        print(f"{len(entries)} entries for {device}: {path}")
+        path = choice.write(target, entries)
+        print(f"{len(entries)} entries for {target.model}: {path}")
     if without:
         print(f"nothing could be timed of {', '.join(without)}", file=sys.stderr)
     return 1 if without else 0
@@ -92,12 +92,6 @@ def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, d
                 problem, contenders, config_id, draw, device="cuda", device_slug=device,
                 replicate=0, timing=asdict(Policy()), shape="tune",
             )  # fmt: skip
-
-
-def _target() -> Target:
-    import torch
-
-    return targets.of_device(torch.device("cuda"))
 
 
 def _answers(

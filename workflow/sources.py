@@ -189,7 +189,7 @@ def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:
 
 def _table(slug: str) -> list[choice.Entry]:
     try:
-        return choice.of_target(targets.of_slug(slug))[0]
+        return choice.of_target(targets.of_slug(slug))
     except ValueError:  # a GPU that nobody has listed, which has no table
         return []
 

@@ -36,8 +36,7 @@ def asked(monkeypatch):
         return {"ops": rows}
 
     monkeypatch.setattr(tune, "run_isolated", run_isolated)
-    monkeypatch.setattr(tune, "require_gpu", lambda: "nvidia-h200")
-    monkeypatch.setattr(tune, "_target", lambda: H200)
+    monkeypatch.setattr(tune, "require_gpu", lambda: H200)
     return jobs
 
 
@@ -53,6 +52,7 @@ def test_the_fastest_of_each_operator_is_entered(asked, users_tables, capsys):
     assert entries["mlp", "training"] == {
         "of": "mlp",
         "mode": "training",
+        "gpu": "nvidia-h200",
         "capability": 90,
         "problem": {
             "op": "mlp",
@@ -71,7 +71,7 @@ def test_the_fastest_of_each_operator_is_entered(asked, users_tables, capsys):
     assert ["mlp", "fused", "0.5", "0.5", "chosen for training"] in lines
     assert ["mlp", "single", "0.1", "chosen", "for inference; oom: out of memory"] in lines
     # From then on it is what "auto" takes, before what is installed.
-    assert any(one["of"] == "mlp" for one in choice.of_target(H200)[0][: len(entries)])
+    assert any(one["of"] == "mlp" for one in choice.of_target(H200)[: len(entries)])
 
 
 def test_sizes_of_the_model_are_asked_for(asked):

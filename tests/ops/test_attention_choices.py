@@ -220,10 +220,74 @@ def test_a_users_costs_come_before_the_installed_ones():
     assert chosen(FORWARD, call("odd")) == before
 
 
-def test_costs_of_counts_that_have_changed_are_passed_over():
+def test_costs_of_counts_that_have_changed_are_passed_over_and_named_once(caplog):
     before = chosen(FORWARD, call("odd"))
     choice.write(H200, [predicts("triton", 1, [1.0, 0.0])])
+    for _ in range(2):
+        assert chosen(FORWARD, call("odd")) == before
+    (said,) = [one.getMessage() for one in caplog.records if "counts other" in one.getMessage()]
+    assert "triton" in said
+
+
+@pytest.mark.parametrize("us", [5.0, None, ["a", 1.0]])
+def test_costs_that_are_no_numbers_make_the_table_none(us, caplog):
+    before = chosen(FORWARD, call("odd"))
+    path = choice.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
+    table = json.loads(path.read_text())
+    table["entries"][0]["us"] = us
+    path.write_text(json.dumps(table))
+    choice.refresh()
     assert chosen(FORWARD, call("odd")) == before
+    assert "is no tuned table" in caplog.text
+
+
+def test_committed_costs_are_of_what_kernels_count():
+    kernels = selection.kernels_of(FORWARD)
+    entries = [one for one in choice.of_target(H200) if "us" in one]
+    configs = {
+        (name, json.dumps(choice.as_json(config)))
+        for name, kernel in kernels.items()
+        for n_k in (64, 128, 256, 1000)
+        if kernel.refuses(sized(500, n_k)) is None
+        for config in kernel.configs(sized(500, n_k))
+    }
+    assert {(one["choice"], json.dumps(one["config"])) for one in entries} == configs
+    for entry in entries:
+        kernel = kernels[entry["choice"]]
+        config = kernel.configs(sized(500, 64))[0]
+        assert len(kernel.counts(sized(500, 64), config)) == len(entry["us"])
+
+
+def test_what_a_relative_says_of_other_operations_stays():
+    """Costs of one's own say nothing of the backward pass, nor of implementations."""
+    mine = targets.named("H100 PCIe")
+    what = replace(call("mid"), target=mine)
+    backward = chosen(FUSED, what)
+    automatic = selection.choose_implementation(OPERATOR, "auto", what)[0]
+    assert backward[2] == automatic.source == "tuned on nvidia-h200"
+    choice.write(mine, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
+    assert chosen(FORWARD, what)[::2] == ("triton", "predicted")
+    assert chosen(FUSED, what) == backward
+    assert selection.choose_implementation(OPERATOR, "auto", what)[0] == automatic
+
+
+def test_counts_are_those_of_the_launch():
+    """8 tasks of 8 heads, 500 queries; 132 multiprocessors."""
+    kernels = selection.kernels_of(FORWARD)
+    few, many = sized(500, 60), sized(500, 1000)
+    config = next(one for one in kernels["few_keys"].configs(few) if one.tiles == 3)
+    assert config.block_m == 64  # 8 tiles a head, 3 programs: 192 of all heads
+    assert kernels["few_keys"].counts(few, config) == (1, 64 * 8 / 132, 2)
+    config = next(one for one in kernels["triton"].configs(many) if one.block_n == 128)
+    load = 64 * -(-500 // config.block_m) / 132
+    assert kernels["triton"].counts(many, config) == (1, load * 8, load, 8)
+    config = next(one for one in kernels["hopper"].configs(many) if one.consumers == 3)
+    assert kernels["hopper"].counts(many, config) == (
+        1,
+        2 * 16,
+        192 / 132,
+        0,
+    )  # 192 tiles, 2 rounds
 
 
 def test_an_entry_of_the_same_sizes_comes_before_what_is_predicted():

@@ -14,8 +14,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tnp import targets
 from tnp.bench.outcome import classify
 from tnp.bench.process import DeviceMissing, die_with_parent
+from tnp.contract import Target
 
 
 def main(kind: str, parent: str, report: str) -> None:
@@ -81,15 +83,17 @@ def require_device(slug: str) -> None:
         )
 
 
-def require_gpu() -> str:
-    """The slug of the first GPU; DeviceMissing where there is none that PyTorch can use."""
+def require_gpu() -> Target:
+    """The first GPU; DeviceMissing where there is none that PyTorch can use."""
     from tnp.bench.provenance import device_slug
 
     slug = device_slug()
     if slug == "cpu":
         raise DeviceMissing("none is visible here")
     require_device(slug)
-    return slug
+    import torch
+
+    return targets.of_device(torch.device("cuda"))
 
 
 def require_visible(slug: str) -> None:

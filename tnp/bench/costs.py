@@ -58,25 +58,28 @@ def _timed(
     )  # fmt: skip
     asked |= listed(asked)
     workload = Contenders(asked, pass_, device)
-    contenders = {}
+    operation = getattr(catalog().load(problem.op, implementation), pass_)
+    kernels = selection.kernels_of(operation)
+    contenders, forced = {}, {}
     for name in asked["implementations"]:
+        kernel_name, config = asked["forced"][name][operation.name]
+        if kernels[kernel_name].counts is None:
+            continue
         calls = workload.calls(name)
         compile_s = sum(first_call(call, device) for call in calls)
         contenders[name] = Contender.of(calls, compile_s, device)
+        forced[name] = kernels[kernel_name], config
     n_launches = launches_per_run(contenders.values(), device)
     runs = [replayed(one.calls, n_launches)[0] for one in contenders.values()]
     measured = measure_interleaved(runs, device, POLICY, n_launches)
-    operation = getattr(catalog().load(problem.op, implementation), pass_)
     what = Call(problem, targets.of_device(device))
     rows = []
-    for name, one in zip(contenders, measured, strict=True):
-        kernel_name, config = asked["forced"][name][operation.name]
-        kernel = selection.kernels_of(operation)[kernel_name]
+    for (kernel, config), one in zip(forced.values(), measured, strict=True):
         like = next(one for one in kernel.configs(what) if choice.as_json(one) == config)
         rows.append({
             "of": operation.name,
             "problem": problem.json,
-            "choice": kernel_name,
+            "choice": kernel.name,
             "config": config,
             "counts": kernel.counts(what, like),
             "us": 1e3 * median(one.samples_ms),
