@@ -5,11 +5,11 @@ operator the choice is an implementation; of an operation it is a kernel with it
 entry with "us" says what a kernel costs at all sizes: so many microseconds for each of its
 `Kernel.counts`, whose sum predicts its time (`tnp.costs`).
 
-A problem takes the entry of its own, else what is predicted to be the fastest, else the entry of
-the nearest problem whose choice can serve it. Of
-a GPU model without a table, that of another model of the same compute capability is used, and the
-choice says whose. What a user tuned lies in the user's cache and comes before what is committed;
-the environment variable TNP_TABLES names one folder that takes the place of both.
+A problem takes the entry of its own or of what costs the same, else what is predicted to be the
+fastest, else the entry of the nearest problem whose choice can serve it. Where a GPU model's table
+says nothing of an operator or operation, that of another model of the same compute capability does,
+and the choice says whose. What a user tuned lies in the user's cache and comes before what is
+committed; the environment variable TNP_TABLES names one folder that takes the place of both.
 """
 
 from __future__ import annotations

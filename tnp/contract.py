@@ -164,9 +164,9 @@ class Kernel:
     the gradients alone, in the order of `Operator.differentiated`, None where not wanted; so does
     `empty`.
 
-    `counts(call, config)` is what a launch's time is made of: (1, what the busiest multiprocessor
-    goes through, …), numbers of whatever costs. Each costs the same at all sizes, and how much on a
-    GPU is in its table (`tnp.costs`): so a kernel is chosen at sizes that nobody timed.
+    `counts(call, config)` is what a launch's time is made of: 1 for the launch itself, then how
+    many blocks and tiles a multiprocessor has. Each takes the same time at all sizes, and the table
+    of a GPU says how long (`tnp.costs`): so a kernel is chosen at sizes that nobody timed.
     """
 
     name: str
@@ -177,7 +177,7 @@ class Kernel:
     options: tuple[str, ...] = ()  # that it takes
     saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
     moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
-    counts: Callable[[Call, Any], tuple[float, ...]] | None = None  # None: see above, not known
+    counts: Callable[[Call, Any], tuple[float, ...]] | None = None  # None: no time is predicted
 
     def refuses(self, call: Call) -> Reason:
         """Why it cannot serve the call, or None."""

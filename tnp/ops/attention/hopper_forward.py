@@ -31,7 +31,8 @@ from tnp.ops.attention.primitives import (
 )
 
 COMBINE_ROWS = 32
-# Blocks of keys (0.6 µs each on an H200) that splitting must save a program: parts cost 10 µs.
+# Blocks of keys (0.6 µs each on an H200) that splitting must save a program: parts cost 10 µs and
+# more.
 MIN_BLOCKS_SAVED = 16
 
 
