@@ -164,9 +164,8 @@ class Kernel:
     the gradients alone, in the order of `Operator.differentiated`, None where not wanted; so does
     `empty`.
 
-    `counts(call, config)` is what a launch's time is made of: 1 for the launch itself, then how
-    many blocks and tiles a multiprocessor has. Each takes the same time at all sizes, and the table
-    of a GPU says how long (`tnp.costs`): so a kernel is chosen at sizes that nobody timed.
+    `counts(call, config)` is what a launch's time is made of: 1 for itself, then the blocks and
+    tiles of a multiprocessor. A GPU's table says how long each takes (`tnp.costs`).
     """
 
     name: str
