@@ -24,8 +24,9 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from tnp.contract import Call, Operator, Problem, Reason, Target
+from tnp.contract import Call, Operator, Problem, Reason
 from tnp.files import replacing
+from tnp.targets import Target
 
 VERSION = 2
 COMMITTED = Path(__file__).parent / "tuned"

@@ -14,7 +14,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tnp.targets import Target
 
 FLOATS = ("bfloat16", "float16", "float32")
 ALL_FLOATS = (*FLOATS, "float64")  # what PyTorch's own forms take
@@ -80,17 +83,6 @@ class Case:
     def __str__(self) -> str:
         drawn = ", ".join(f"{name}={value}" for name, value in self.draw)
         return f"{self.problem} ({drawn})" if drawn else str(self.problem)
-
-
-@dataclass(frozen=True)
-class Target:
-    """What runs there: a GPU, one that nobody here owns, Triton's interpreter, or a CPU."""
-
-    kind: str  # "cuda", "interpreter" or "cpu"
-    model: str = ""  # "nvidia-h200": the name of its tuned table
-    capability: int = 0  # 90 is 9.0
-    multiprocessors: int = 1
-    shared_bytes: int = 0  # of a block
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from tnp.catalog import Listed, catalog
 from tnp.commands import Parser, size, table
-from tnp.contract import Call, Case, Operator, Problem, Target
+from tnp.contract import Call, Case, Operator, Problem
+from tnp.targets import Target
 
 HEADER = ("operator", "implementation", "provider", "runs", "")
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice
-from tnp.contract import Call, Implementation, Operator, Target
+from tnp.contract import Call, Implementation, Operator
 from tnp.selection import (
     Forced,
     aligned,
@@ -25,6 +25,7 @@ from tnp.selection import (
     describe,
     kernels_of,
 )
+from tnp.targets import Target
 
 MAX_PLANS = 4096  # of an operator; past them the older half goes
 

@@ -16,7 +16,8 @@ import torch
 from tnp import choice, targets
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice, Offer, choose
-from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason, Target
+from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason
+from tnp.targets import Target
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
 

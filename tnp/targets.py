@@ -9,7 +9,16 @@ import os
 import re
 from dataclasses import dataclass
 
-from tnp.contract import Target
+
+@dataclass(frozen=True)
+class Target:
+    """What runs there: a GPU, one that nobody here owns, Triton's interpreter, or a CPU."""
+
+    kind: str  # "cuda", "interpreter" or "cpu"
+    model: str = ""  # "nvidia-h200": the name of its tuned table
+    capability: int = 0  # 90 is 9.0
+    multiprocessors: int = 1
+    shared_bytes: int = 0  # of a block
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import yaml
 
 from tnp import choice, selection, targets
 from tnp.catalog import catalog
-from tnp.contract import Call, Kernel, Problem, Target
+from tnp.contract import Call, Kernel, Problem
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE
+from tnp.targets import Target
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from tnp import targets
 from tnp.bench.outcome import classify
 from tnp.bench.process import DeviceMissing, die_with_parent
-from tnp.contract import Target
+from tnp.targets import Target
 
 
 def main(kind: str, parent: str, report: str) -> None:

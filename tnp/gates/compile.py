@@ -34,17 +34,8 @@ from typing import Any
 
 from tnp import choice, targets
 from tnp.catalog import catalog
-from tnp.contract import (
-    FLOATS,
-    ITEMSIZE,
-    Call,
-    Case,
-    Implementation,
-    Kernel,
-    Operator,
-    Problem,
-    Target,
-)
+from tnp.contract import FLOATS, ITEMSIZE, Call, Case, Implementation, Kernel, Operator, Problem
+from tnp.targets import Target
 
 # By compute capability.
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}

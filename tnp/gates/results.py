@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tnp import targets
-from tnp.contract import Budget, Call, Case, Implementation, Operator, Target
+from tnp.contract import Budget, Call, Case, Implementation, Operator
 from tnp.gates.checks import Check, distance, error_ratio
+from tnp.targets import Target
 from tnp.values import Random, Upstream
 
 Inputs = dict[str, torch.Tensor | None]  # by name, in the operator's order

@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tnp.contract import Target
 from tnp.launch import Bound
 from tnp.ops.hopper_matmul import (
     BLOCK_K,
@@ -32,6 +31,7 @@ from tnp.ops.hopper_matmul import (
 )
 from tnp.ops.operands import Rows
 from tnp.ops.triton_matmul import DSilu, Silu
+from tnp.targets import Target
 
 STAGES = 4
 

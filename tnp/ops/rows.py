@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Target
 from tnp.launch import Bound
 from tnp.ops.primitives import cast
+from tnp.targets import Target
 
 # Columns a program of the reduction owns (one sector of float32), and partials it reads at a time.
 SUM_COLUMNS = 8

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Target
 from tnp.launch import Bound
 from tnp.ops.operands import Rows
 from tnp.ops.primitives import INTERPRETED, KernelConfig, add_dot, cast
+from tnp.targets import Target
 
 # (x, w) → h and what is saved of z; (dy, w, saved) → dz.
 Silu = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]

@@ -5,8 +5,8 @@ the operator benchmarks.
 from pathlib import Path
 
 from tnp import choice, tuning
-from tnp.contract import Target
 from tnp.store import read_table
+from tnp.targets import Target
 from workflow.jobs import job
 
 device = snakemake.params.device

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Operator, Problem, Target, Work
+from tnp.contract import FLOATS, Case, Operator, Problem, Work
 from tnp.ops.attention.torch_forms import reference
+from tnp.targets import Target
 
 if TYPE_CHECKING:
     import random

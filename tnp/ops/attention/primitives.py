@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call, Target
+from tnp.contract import Call
 from tnp.launch import Bound
 from tnp.ops.primitives import KernelConfig, cast
+from tnp.targets import Target
 
 LOG2_E = 1.4426950408889634
 CHECK_VARIABLE = "TNP_CHECK"
