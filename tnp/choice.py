@@ -96,8 +96,9 @@ def choose(
         RuntimeError: none of them can run, with the first reason.
     """
     refused = ""
-    own, others = _ranked(of, operator, call)
-    for entry, source in (*own, *_predicted(of, operator, call, offers, counts), *others):
+    entries = [entry for entry in of_target(call.target) if entry["of"] == of]
+    own, others = _ranked(entries, operator, call)
+    for entry, source in (*own, *_predicted(entries, operator, call, offers, counts), *others):
         if source == TUNED:
             _warn_if_gone(entry, offers, known)
         for name, config, reason in offers:
@@ -136,24 +137,34 @@ Sourced = list[tuple[Entry, str]]  # entries, each with the source of a choice b
 
 
 def _predicted(
-    of: str, operator: Operator, call: Call, offers: Sequence[Offer], counts: Counts
+    entries: Sequence[Entry],
+    operator: Operator,
+    call: Call,
+    offers: Sequence[Offer],
+    counts: Counts,
 ) -> Sourced:
     """What can run and has its costs in the table, the one of the shortest predicted time first."""
     over = _of_costs(operator, call.problem)
+    costs = [entry for entry in entries if "us" in entry and entry["problem"] == over]
+    usable = {_name(name, as_json(config)): (name, config)
+              for name, config, reason in offers if costs and reason is None}  # fmt: skip
     times: dict[str, tuple[float, Entry]] = {}
-    for entry in of_target(call.target):
-        if "us" not in entry or entry["of"] != of or entry["problem"] != over:
+    for entry in costs:
+        offered = _name(entry["choice"], entry["config"])
+        if offered not in usable:
             continue
-        for name, config, reason in offers:
-            if reason is None and name == entry["choice"] and as_json(config) == entry["config"]:
-                made_of = counts(name, config) or ()
-                if len(made_of) != len(entry["us"]):
-                    _warn_once("a kernel counts other things than the table has costs of", entry)
-                    continue
-                time = sum(map(mul, made_of, entry["us"]))
-                times.setdefault(f"{name} {config}", (time, entry))  # a user's own come first
+        made_of = counts(*usable[offered]) or ()
+        if len(made_of) != len(entry["us"]):
+            _warn_once("a kernel counts other things than the table has costs of", entry)
+            continue
+        time = sum(map(mul, made_of, entry["us"]))
+        times.setdefault(offered, (time, entry))  # a user's own come first
     fastest_first = sorted(times.values(), key=lambda one: one[0])
     return [(entry, PREDICTED + _whose(entry, call.target)) for _, entry in fastest_first]
+
+
+def _name(choice: str, config: object) -> str:
+    return f"{choice} {json.dumps(config, sort_keys=True)}"
 
 
 def _whose(entry: Entry, target: Target) -> str:
@@ -161,13 +172,13 @@ def _whose(entry: Entry, target: Target) -> str:
     return "" if entry["gpu"] == target.model else f" on {entry['gpu']}"
 
 
-def _ranked(of: str, operator: Operator, call: Call) -> tuple[Sourced, Sourced]:
-    """Entries of the operator or operation that could serve: those at distance 0, of the problem's
-    own sizes first; then the others, the nearest first.
+def _ranked(entries: Sequence[Entry], operator: Operator, call: Call) -> tuple[Sourced, Sourced]:
+    """Entries that could serve: those at distance 0, of the problem's own sizes first; then the
+    others, the nearest first.
     """
     found = []
-    for entry in of_target(call.target):
-        if "us" in entry or entry["of"] != of or entry["mode"] not in (EVERY_MODE, call.mode):
+    for entry in entries:
+        if "us" in entry or entry["mode"] not in (EVERY_MODE, call.mode):
             continue
         theirs = _comparable(operator, call.problem, entry["problem"])
         if theirs is not None:
@@ -213,6 +224,7 @@ def refresh() -> None:
     """Forget what was read: the next choice reads the tables again."""
     global epoch
     table.cache_clear()
+    _of_model.cache_clear()
     _problems.clear()
     epoch += 1
 
@@ -225,22 +237,27 @@ def folders() -> list[Path]:
     return [Path(cache) / "tnp" / "tuned", COMMITTED]
 
 
-def of_target(target: Target) -> list[Entry]:
+def of_target(target: Target) -> Sequence[Entry]:
     """Entries for a GPU, a user's own first; what they say nothing of is taken from a relative."""
     if target.kind != "cuda":  # nobody tunes for Triton's interpreter
-        return []
-    own = [entry for folder in folders() for entry in table(folder / f"{target.model}.json")]
+        return ()
+    return _of_model(target.model, target.capability, *folders())
+
+
+@cache
+def _of_model(model: str, capability: int, *folders: Path) -> tuple[Entry, ...]:
+    own = [entry for folder in folders for entry in table(folder / f"{model}.json")]
     named = {entry["of"] for entry in own}
-    return own + [entry for entry in _of_relative(target) if entry["of"] not in named]
+    relatives = _of_relative(model, capability, folders)
+    return (*own, *(entry for entry in relatives if entry["of"] not in named))
 
 
-def _of_relative(target: Target) -> Sequence[Entry]:
+def _of_relative(model: str, capability: int, folders: Iterable[Path]) -> Sequence[Entry]:
     """Entries of the first table of another model of the same compute capability."""
-    for folder in folders():
+    for folder in folders:
         for path in sorted(folder.glob("*.json")):
             entries = table(path)
-            capabilities = {entry["capability"] for entry in entries}
-            if path.stem != target.model and capabilities == {target.capability}:
+            if path.stem != model and entries and entries[0]["capability"] == capability:
                 return entries
     return ()
 

@@ -77,7 +77,7 @@ def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry,
         key = row["of"], row["choice"], json.dumps(row["config"])
         by_config.setdefault(key, []).append(row)
     found = []
-    for (of, kernel, config), own in by_config.items():
+    for (of, kernel, _), own in by_config.items():
         counts = numpy.array([row["counts"] for row in own], dtype=float)
         if len(own) < TIMES_A_COUNT * counts.shape[1]:
             continue
@@ -87,9 +87,9 @@ def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry,
             continue
         off = numpy.sqrt(numpy.mean((relative @ us - 1) ** 2))
         rounded = [round(float(one), 4) for one in us]
-        problem = operator.from_json(own[0]["problem"])
-        entry = choice.cost_entry(of, operator, problem, kernel, json.loads(config), rounded)
-        shown = ", ".join(map(str, json.loads(config).values()))
+        problem, config = operator.from_json(own[0]["problem"]), own[0]["config"]
+        entry = choice.cost_entry(of, operator, problem, kernel, config, rounded)
+        shown = ", ".join(map(str, config.values()))
         line = of, kernel, shown, "  ".join(f"{one:.3g}" for one in rounded)
         found.append((entry, (*line, f"{off:.0%}", str(len(own)))))
     return found

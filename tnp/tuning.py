@@ -1,4 +1,5 @@
-"""Entries of tuned tables from rows of table "ops": what was the fastest where all took turns.
+"""What is tuned, and entries of tuned tables from rows of table "ops": what was the fastest where
+all took turns.
 
 What stands earlier among the candidates, and the default is the first, stays where it takes at
 most `choice.STAYS_BELOW` of the fastest's time.
@@ -19,6 +20,16 @@ Row = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 
 TRAINING, INFERENCE = "training", "inference"
+
+
+def operations(operator: Operator) -> dict[str, tuple[str, str]]:
+    """{operation: the first implementation of ours that runs it, and in which pass}"""
+    found: dict[str, tuple[str, str]] = {}
+    for own in operator.implementations:
+        for pass_, operation in (("forward", own.forward), ("backward", own.backward)):
+            if operation is not None:
+                found.setdefault(operation.name, (own.name, pass_))
+    return found
 
 
 def of_operations(rows: Iterable[Row]) -> list[choice.Entry]:

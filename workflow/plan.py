@@ -12,6 +12,7 @@ from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
 from tnp.schemas import CEILINGS
+from tnp.tuning import operations
 from tnp.variants import Variant
 from workflow import problems
 
@@ -201,7 +202,7 @@ def tuning(config: dict, device: str, slug: str) -> dict[str, dict]:
     spec = config.get(TUNING) if device == "cuda" else None
     for op in spec["operators"] if spec else ():
         for named in problems.of_operator(config, op, spec, config["compute_dtype"][device]):
-            for operation, (name, pass_) in _operations(op).items():
+            for operation, (name, pass_) in operations(catalog().operator(op)).items():
                 part = operation.removeprefix(f"{op}.").replace(".", "-")
                 config_id = f"{TUNING}--{op}--{named.shape}--{part}"
                 study = {"study": TUNING, "replicates": 1, "priority": 1}
@@ -209,16 +210,6 @@ def tuning(config: dict, device: str, slug: str) -> dict[str, dict]:
                 trials = {"forced": {name: {}}, "passes": [pass_]}
                 configurations[config_id] = _op_job(config_id, named, [name], study | trials)
     return configurations
-
-
-def _operations(op: str) -> dict[str, tuple[str, str]]:
-    """{operation: the first implementation of ours that runs it, and in which pass}"""
-    found: dict[str, tuple[str, str]] = {}
-    for own in catalog().operator(op).implementations:
-        for pass_, operation in (("forward", own.forward), ("backward", own.backward)):
-            if operation is not None:
-                found.setdefault(operation.name, (own.name, pass_))
-    return found
 
 
 def deciding(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:

@@ -135,7 +135,7 @@ class Contenders:
     def calls(self, contender: str) -> list[Callable[[], Output]]:
         """Launches on each set of inputs in turn; each returns its outputs or gradients."""
         name, wanted = implementation_of(contender), self._wanted(contender)
-        forced = self._forced(contender)
+        forced = self.trial(contender)
         by_layout: dict[tuple, plans.PlainPlan | plans.KernelPlan] = {}
         calls = []
         for inputs, upstream in zip(self.sets, self.upstreams, strict=True):
@@ -244,7 +244,7 @@ class Contenders:
     def _call(self, contender: str) -> Call:
         return Call(self.case.problem, targets.of_device(self.device), self._wanted(contender))
 
-    def _forced(self, contender: str) -> selection.Forced:
+    def trial(self, contender: str) -> selection.Forced:
         """Kernels and configurations of a trial; of others none.
 
         The configuration is the candidate with equal JSON; Unsupported where there is none.

@@ -14,10 +14,9 @@ PANEL_WIDTH = 310  # px
 COLUMNS = 2  # panels abreast
 SLOT_HEIGHT = 10  # px, per comparison, where there are few …
 LINE_HEIGHT = 56  # … and of a line with many
+FEW = 8  # comparisons: sizes with fewer share a line
 MARGIN = 0.01  # what is within 1 % counts as the same
 RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faster or slower
-
-FEW = 8  # comparisons: sizes with fewer share a line
 
 QUERY = f"""
     with placed as (
