@@ -9,7 +9,7 @@ from tnp import choice, costs, targets
 from tnp.bench import provenance
 from tnp.bench.costs import measure_costs
 from tnp.contract import Call
-from tnp.ops.attention import FORWARD, OPERATOR, definition
+from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, definition
 from tnp.selection import kernels_of
 
 H200 = targets.named("nvidia-h200")
@@ -63,15 +63,15 @@ def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
     asked = {"op": "attention", "dtype": "float32", "n_sizes": 1, "seed": 0}
     found = measure_costs(asked | {"device": "cpu", "device_slug": "cpu"})
     what = Call(SMALL, targets.CPU)
-    serve = {name: kernel for name, kernel in kernels_of(FORWARD).items()
-             if kernel.refuses(what) is None}  # fmt: skip
     expected = [
-        (name, choice.as_json(config), kernel.counts(what, config))
-        for name, kernel in serve.items()
+        (operation.name, name, choice.as_json(config), kernel.counts(what, config))
+        for operation in (FORWARD, SEPARATE, FUSED)
+        for name, kernel in kernels_of(operation).items()
+        if kernel.refuses(what) is None
         for config in kernel.configs(what)
     ]
-    assert [(row["choice"], row["config"], row["counts"]) for row in found] == expected
-    assert {row["of"] for row in found} == {"attention.forward"}
+    names = "of", "choice", "config", "counts"
+    assert [tuple(row[name] for name in names) for row in found] == expected
     assert all(row["us"] > 0 for row in found)
 
 

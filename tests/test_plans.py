@@ -349,6 +349,6 @@ def test_a_direct_launch_hands_over_what_triton_does():
     assert {name for name, n in maps.items() if not n} == {
         "_swiglu_fwd_kernel", "_swiglu_bwd_kernel", "_few_keys_fwd_kernel", "_few_keys_bwd_kernel",
         "_combine_kernel", "_statistics_kernel", "_finish_dq_kernel",
-        "_attention_fwd_kernel", "_delta_kernel", "_attention_bwd_dkdv_kernel",
-        "_sum_partials_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_fused_kernel",
+        "_attention_fwd_kernel", "delta_kernel", "attention_bwd_dkdv_kernel",
+        "_sum_partials_kernel", "attention_bwd_dq_kernel", "attention_bwd_fused_kernel",
     }  # fmt: skip

@@ -73,24 +73,23 @@ def test_what_runs_on_an_h200(shape, options):
         assert config == chosen(operation, call(shape))[1] or source == "predicted"
 
 
-@pytest.mark.parametrize("dtype, kernel", [("float16", "hopper"), ("float32", "triton")])
-def test_where_nothing_was_measured_the_default_runs(dtype, kernel):
-    for shape in ("small", "mid"):
-        what = call(shape, dtype)
+def test_where_nothing_was_measured_the_default_runs():
+    for shape, kernel in (("small", "few_keys"), ("mid", "triton")):
+        what = call(shape, "float32")
         found, _ = selection.choose_implementation(OPERATOR, "auto", what)
         assert (found.name, found.source) == ("fused", "default")
         for operation in (SEPARATE, FUSED):
-            name, _, source = chosen(operation, what)
-            assert (name, source) == ("few_keys" if shape == "small" else kernel, "default")
-
-
-def test_float16_costs_what_bfloat16_does():
-    for shape in EXPECTED:
-        predicted = chosen(FORWARD, call(shape, "float16"))
-        assert predicted[2] == "predicted"
-        of_bfloat16 = chosen(FORWARD, call(shape))
-        assert predicted == of_bfloat16 or of_bfloat16[2] == "tuned"
+            assert chosen(operation, what)[::2] == (kernel, "default")
     assert chosen(FORWARD, call("mid", "float32"))[2] == "default"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
+def test_float16_costs_what_bfloat16_does(operation):
+    for shape in EXPECTED:
+        predicted = chosen(operation, call(shape, "float16"))
+        assert predicted[2] == "predicted"
+        of_bfloat16 = chosen(operation, call(shape))
+        assert predicted == of_bfloat16 or of_bfloat16[2] == "tuned"
 
 
 def test_an_older_gpu_runs_pytorch_unless_samples_have_lengths():
@@ -145,14 +144,14 @@ def test_an_entry_whose_problem_is_none_is_passed_over(content):
 
 
 def test_an_entry_of_the_same_options_comes_before_a_nearer_one_without():
-    counted = problem("small", n_keys=True)
-    before = chosen(FUSED, call("small_b1"))
-    others = selection.kernels_of(FUSED)["few_keys"].configs(call("small"))
-    config = next(one for one in others if choice.as_json(one) != before[1])
-    choice.write(H200, [choice.entry("attention.fused", counted, "few_keys", config)])
-    assert chosen(FUSED, call("small_b1", n_keys=True))[1] == choice.as_json(config)
-    assert chosen(FUSED, call("small_b1")) == before
-    assert chosen(FUSED, call("mid", n_keys=True))[0] == "hopper"
+    """In float32, of which nothing is predicted."""
+    counted, plain = problem("small", "float32", n_keys=True), problem("small_b16", "float32")
+    for mine, kernel in ((counted, "triton"), (plain, "few_keys")):
+        config = selection.kernels_of(FUSED)[kernel].configs(call("small", "float32"))[0]
+        choice.write(H200, [choice.entry("attention.fused", mine, kernel, config)])
+    found = chosen(FUSED, call("small_b1", "float32", n_keys=True))
+    assert found[::2] == ("triton", "nearest")
+    assert chosen(FUSED, call("small_b1", "float32"))[::2] == ("few_keys", "nearest")
 
 
 def test_every_committed_entry_is_taken_where_it_was_measured():
@@ -242,9 +241,10 @@ def test_costs_that_are_no_numbers_make_the_table_none(us, caplog):
     assert "is no tuned table" in caplog.text
 
 
-def test_committed_costs_are_of_what_kernels_count():
-    kernels = selection.kernels_of(FORWARD)
-    entries = [one for one in choice.of_target(H200) if "us" in one]
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
+def test_committed_costs_are_of_what_kernels_count(operation):
+    kernels = selection.kernels_of(operation)
+    entries = [one for one in choice.of_target(H200) if "us" in one and one["of"] == operation.name]
     configs = {
         (name, json.dumps(choice.as_json(config)))
         for name, kernel in kernels.items()
@@ -260,12 +260,13 @@ def test_committed_costs_are_of_what_kernels_count():
 
 
 def test_what_a_relative_says_of_other_operations_stays():
-    """Costs of one's own say nothing of the backward pass, nor of implementations."""
+    """One's own costs of the forward pass say nothing of the backward, nor of implementations."""
     mine = targets.named("H100 PCIe")
     what = replace(call("mid"), target=mine)
     backward = chosen(FUSED, what)
     automatic = selection.choose_implementation(OPERATOR, "auto", what)[0]
-    assert backward[2] == automatic.source == "tuned on nvidia-h200"
+    assert backward[2] == "predicted on nvidia-h200"
+    assert automatic.source == "tuned on nvidia-h200"
     choice.write(mine, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
     assert chosen(FORWARD, what)[::2] == ("triton", "predicted")
     assert chosen(FUSED, what) == backward
@@ -289,6 +290,32 @@ def test_counts_are_those_of_the_launch():
         192 / 132,
         0,
     )  # 192 tiles, 2 rounds
+
+
+def test_counts_of_the_backward_pass_are_those_of_the_launches():
+    """8 tasks of 8 heads, 500 queries; 132 multiprocessors."""
+    few, many = sized(500, 60), sized(500, 1000)
+    for operation in (SEPARATE, FUSED):
+        kernels = selection.kernels_of(operation)
+        config = next(one for one in kernels["few_keys"].configs(few) if one.block_m == 64)
+        # 4 of 8 tiles a program, two of which share a head's queries.
+        assert kernels["few_keys"].counts(few, config) == (1, 64 * 2 * 2 * 2 / 132, 2, 1)
+        config = kernels["hopper"].configs(many)[0]
+        # 512 blocks of 128 keys in 4 rounds, 8 tiles of 64 queries each.
+        counts = kernels["hopper"].counts(many, config)
+        assert counts[:4] == (1, 4, 4 * 8, 64 * 8 / 132)
+    kernel = selection.kernels_of(SEPARATE)["hopper"]
+    # 192 tiles of 192 queries in 2 rounds, 16 blocks of 64 keys each.
+    assert kernel.counts(many, kernel.configs(many)[0])[4:] == (2, 2 * 16)
+
+
+def test_programs_stay_where_all_samples_take_as_long():
+    for operation in (SEPARATE, FUSED):
+        configs = selection.kernels_of(operation)["hopper"].configs
+        shown = json.dumps([choice.as_json(one) for one in configs(call("mid"))])
+        assert '"persistent": true' in shown
+        counted = json.dumps([choice.as_json(one) for one in configs(call("mid", n_keys=True))])
+        assert counted != "[]" and '"persistent": true' not in counted
 
 
 def test_an_entry_of_the_same_sizes_comes_before_what_is_predicted():

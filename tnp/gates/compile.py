@@ -91,7 +91,7 @@ def _extent(problem: Problem) -> int:
 
 def _of_tables(operator: Operator) -> Iterator[Launch]:
     """What the committed tables choose of the operator's operations, with all tensors that may be
-    None: so a kernel needs most registers.
+    None: so a kernel needs most registers. A configuration that does not take them goes without.
 
     Raises ValueError for an entry whose configuration is none of its kernel's.
     """
@@ -108,14 +108,21 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
                 continue
             own, operation = by_name[entry["of"]]
             forced = operation.name, entry["choice"], entry.get("config")
-            for problem in _problems(operator, entry):
-                given = dict(problem.options) | dict.fromkeys(operator.optional, True)
-                one = operator.problem(problem.dtype, **dict(problem.sizes), **given)
-                if found := list(launches(operator, one, target, own, forced)):
+            for problem in _with_optional_first(operator, _problems(operator, entry)):
+                if found := list(launches(operator, problem, target, own, forced)):
                     break
             else:
                 raise ValueError(f"no candidate of its kernel: {entry} in {path}")
             yield from found
+
+
+def _with_optional_first(operator: Operator, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Every problem with all tensors that may be None, and then each as it is."""
+    plain = list(problems)
+    for problem in plain:
+        given = dict(problem.options) | dict.fromkeys(operator.optional, True)
+        yield operator.problem(problem.dtype, **dict(problem.sizes), **given)
+    yield from plain
 
 
 def _problems(operator: Operator, entry: choice.Entry) -> Iterator[Problem]:

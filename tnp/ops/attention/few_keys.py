@@ -262,15 +262,29 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
     return checked(launch, call)
 
 
+def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
+    """Programs that share a head's queries, and the tiles of one of them."""
+    p = call.problem
+    n_tiles = triton.cdiv(p["n_q"], config.block_m)
+    segments = full_grid(call.target) // (p["batch"] * p["n_heads"])
+    segments = max(1, min(segments, n_tiles // MIN_SEGMENT_TILES))
+    tiles = triton.cdiv(n_tiles, segments)
+    return triton.cdiv(n_tiles, tiles), tiles
+
+
+def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
+    """A launch, query tiles of a multiprocessor on average, those of a program, a sum of parts."""
+    segments, tiles = _segments(call, config)
+    programs = call.problem["batch"] * call.problem["n_heads"] * segments
+    return 1, programs * tiles / call.target.multiprocessors, tiles, float(segments > 1)
+
+
 @backward
 def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
     """One launch, or one that leaves parts and one that adds them up; o is not read."""
     batch, n_heads, n_q, head_dim = q.shape
-    n_tiles = triton.cdiv(n_q, config.block_m)
-    segments = full_grid(call.target) // (batch * n_heads)
-    segments = max(1, min(segments, n_tiles // MIN_SEGMENT_TILES))
-    chunk = triton.cdiv(n_tiles, segments) * config.block_m
-    segments = triton.cdiv(n_q, chunk)
+    segments, tiles = _segments(call, config)
+    chunk = tiles * config.block_m
     of_q, of_k = rows_layout(q), rows_layout(k)
     partials = Partials(k, segments) if segments > 1 else None
     kernel = Bound(
@@ -303,5 +317,5 @@ FORWARD = Kernel(
 # One launch without atomics is both the deterministic form and the fused one.
 BACKWARD = Kernel(
     "few_keys", empty_backward, prepare_backward, _supported(backward_configs), backward_configs,
-    ("n_keys",),
+    ("n_keys",), counts=backward_counts,
 )  # fmt: skip

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv import PADDED_ROWS, DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper_dkdv import BLOCK_N, PADDED_ROWS, DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
 from tnp.ops.attention.hopper_primitives import supported
 from tnp.ops.attention.primitives import (
@@ -24,6 +25,8 @@ from tnp.ops.attention.primitives import (
     flat,
     head_ptr,
     load_rows,
+    n_key_tiles,
+    n_query_tiles,
     row_strides,
     rows_layout,
     store_rows,
@@ -100,18 +103,44 @@ def _bound_statistics(o: Tensor, do: Tensor, fused: bool) -> Bound:
     )  # fmt: skip
 
 
+def _forms(call: Call) -> tuple[bool, ...]:
+    """Whether programs may be persistent: not where samples differ in how long they take."""
+    return (False,) if call.problem["n_keys"] else (False, True)
+
+
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
     return tuple(
         SeparateConfig(dkdv, dq)
-        for dkdv in (DkdvConfig(4, 2, 240), DkdvConfig(4, 1, 240))
+        for persistent in _forms(call)
+        for dkdv in (DkdvConfig(4, 2, 240, persistent), DkdvConfig(4, 1, 240, persistent))
         for dq in (DqConfig(64, 4, 160), DqConfig(64, 8, 160))
     )
 
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
-    return (DkdvConfig(4, 1, 208),)
+    return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in _forms(call))
+
+
+def _dkdv_counts(call: Call) -> tuple[float, ...]:
+    """Launches, items of the busiest program, its query tiles, and tiles of the statistics."""
+    rounds = triton.cdiv(n_key_tiles(call, BLOCK_N.value), call.target.multiprocessors)
+    rows = PADDED_ROWS.value
+    statistics = n_query_tiles(call, rows) * (rows // TILE_ROWS) / call.target.multiprocessors
+    return 1, rounds, rounds * triton.cdiv(call.problem["n_q"], TILE_ROWS), statistics
+
+
+def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
+    """Launches, items of the busiest program, its query tiles, and tiles of the statistics."""
+    return _dkdv_counts(call)
+
+
+def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
+    """Those of dk and dv, and dq's query tiles of the busiest program and its blocks of keys."""
+    tiles = triton.cdiv(n_query_tiles(call, DQ_ROWS.value), call.target.multiprocessors)
+    blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
+    return *_dkdv_counts(call), tiles, tiles * blocks
 
 
 @backward
@@ -120,7 +149,9 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     counted, rows = n_keys is not None, _n_tiles(q) * TILE_ROWS
     of_q, of_k, of_statistics = rows_layout(q), rows_layout(k), flat(2 * rows)
     statistics_kernel = _bound_statistics(o, do, fused=False)
-    dkdv_kernel = bound_dkdv(q, k, counted, rows, config.dkdv, fused=False)
+    dkdv_kernel = bound_dkdv(
+        q, k, counted, rows, config.dkdv, call.target.multiprocessors, fused=False
+    )
     dq_kernel = bound_dq(q, k, counted, config.dq, call.target.multiprocessors)
 
     def launch(do, q, k, v, n_keys, o, lse, scale):
@@ -147,7 +178,9 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows)
     statistics_kernel = _bound_statistics(o, do, fused=True)
-    kernel = bound_dkdv(q, k, n_keys is not None, rows, config, fused=True)
+    kernel = bound_dkdv(
+        q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True
+    )
     finish_kernel = Bound(
         _finish_dq_kernel, (n_tiles,), *of_q[1][:3], n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
@@ -169,8 +202,10 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
 
 
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported, separate_configs, ("n_keys",)
-)
+    "hopper", empty_backward, prepare_separate, supported, separate_configs, ("n_keys",),
+    counts=separate_counts,
+)  # fmt: skip
 FUSED = Kernel(
-    "hopper", empty_backward, prepare_fused, supported, fused_configs, ("n_keys",), moving=("dq",)
-)
+    "hopper", empty_backward, prepare_fused, supported, fused_configs, ("n_keys",),
+    moving=("dq",), counts=fused_counts,
+)  # fmt: skip

@@ -46,6 +46,12 @@ def n_query_tiles(call: Call, rows: int) -> int:
     return triton.cdiv(p["n_q"], rows) * p["batch"] * p["n_heads"]
 
 
+def n_key_tiles(call: Call, rows: int) -> int:
+    """Tiles of so many keys, of all heads of all samples."""
+    p = call.problem
+    return triton.cdiv(p["n_k"], rows) * p["batch"] * p["n_heads"]
+
+
 def full_grid(target: Target) -> int:
     """Programs that keep every multiprocessor busy twice over."""
     return 2 * target.multiprocessors

@@ -1,0 +1,139 @@
+"""What a consumer of `hopper_dkdv` does: dk and dv of 64 keys over the queries that it walks.
+
+Scores and their gradients are computed transposed, so that both feed their matmuls from registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tnp.ops.attention.hopper_primitives import product_ptx, ring, tile
+
+ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
+HEAD_DIM = gl.constexpr(64)
+
+
+@gluon.jit
+def _query_tile(buffers, stage, t: gl.constexpr):
+    """Tile t of a stage of q or do."""
+    return tile(buffers, stage).slice(t * ROWS, ROWS, dim=0)
+
+
+@gluon.jit
+def _row_of(buffers, stage, t: gl.constexpr):
+    """lse or delta of tile t of a stage, along the columns of the scores."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    values = buffers.index(stage).slice(t * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, S))
+    return values[None, :]
+
+
+@gluon.jit
+def _times_transposed(a, b):
+    """Start a bᵀ for two tiles [64, D]."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_dp(pipe, v, do, stage, t: gl.constexpr):
+    """Start v doᵀ, less delta where FUSED."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    if pipe.FUSED:
+        # As what the matmul adds to, delta is awaited where time is left: 557 → 570 TFLOP/s (mid).
+        start = gl.zeros([ROWS, ROWS], gl.float32, S) - _row_of(pipe.delta, stage, t)
+        return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
+    else:
+        return _times_transposed(v, do)
+
+
+@gluon.jit
+def _gradient_of_scores(p, p_operand, dp, FUSED: gl.constexpr):
+    """p ∘ dp in the operands' dtype."""
+    if FUSED:
+        # In pairs of 16 bits: with p in float32 the registers do not suffice.
+        return gl.inline_asm_elementwise(
+            product_ptx(p_operand.dtype), "=r,r,r",
+            [gl.convert_layout(p_operand, dp.type.layout), dp.to(p_operand.dtype)],
+            dtype=p_operand.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (p * dp).to(p_operand.dtype)
+
+
+@gluon.jit
+def walk(
+    pipe, k, v, scale_log2, item, step, end, WARPGROUP: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """dk (unscaled) and dv of a warpgroup's keys over the stages step … end − 1.
+
+    The next tile's scores are multiplied, and its lse is read, beside this one's gradients. MASKED
+    makes p of keys past the sample's 0: in dq they would be wrong.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    DTYPE: gl.constexpr = pipe.q.dtype
+    if pipe.HAS_N_KEYS:
+        _b, _h, first_key = pipe.place(item)
+        keys, _n_stages = pipe.extent(item)
+        row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+        limit = gl.where(row < keys, float("inf"), float("-inf"))[:, None]
+    else:
+        # Past the last key k is read as 0: to dq any finite p adds 0, and p of a key is at most 1.
+        limit = 1.0
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
+    s = gl.zeros([ROWS, ROWS], gl.float32, S)
+    lse = gl.zeros([1, ROWS], gl.float32, S)
+    if step < end:
+        stage, phase = ring(step, pipe.STAGES)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        s = warpgroup_mma_wait(0, deps=[_times_transposed(k, _query_tile(pipe.q, stage, 0))])
+        lse = _row_of(pipe.lse, stage, 0)
+    for i in range(step, end):
+        stage, _phase = ring(i, pipe.STAGES)
+        # The last stage's next is itself: its scores are thrown away.
+        following, phase = ring(gl.minimum(i + 1, end - 1), pipe.STAGES)
+        for t in gl.static_range(pipe.TILES):
+            q = _query_tile(pipe.q, stage, t)
+            do = _query_tile(pipe.do, stage, t)
+            dp_started = _start_dp(pipe, v, do, stage, t)
+            exponent = s * scale_log2 - lse
+            if t + 1 == pipe.TILES:
+                mbarrier.wait(pipe.full.index(following), phase)
+            if MASKED:
+                exponent = gl.minimum(exponent, limit)
+            p = gl.exp2(exponent)
+            p_operand = gl.convert_layout(p.to(DTYPE), A)
+            if t + 1 < pipe.TILES:
+                s_started = _times_transposed(k, _query_tile(pipe.q, stage, t + 1))
+            else:
+                s_started = _times_transposed(k, _query_tile(pipe.q, following, 0))
+            dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
+            delta = 0.0
+            if not pipe.FUSED:
+                delta = _row_of(pipe.delta, stage, t)
+            if t == 0:
+                dp = warpgroup_mma_wait(2, deps=[dp_started])
+            else:
+                dp, dk = warpgroup_mma_wait(2, deps=[dp_started, dk_started])  # noqa: F821
+            ds = _gradient_of_scores(p, p_operand, dp - delta, pipe.FUSED)
+            if pipe.FUSED:
+                mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+                tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+            dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+            if t + 1 < pipe.TILES:
+                lse = _row_of(pipe.lse, stage, t + 1)
+                s, dv = warpgroup_mma_wait(1, deps=[s_started, dv_started])
+            else:
+                lse = _row_of(pipe.lse, following, 0)
+                s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return dk, dv
