@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.sql.conftest import NOW, Query, Tables, gate, operator, run
+from tests.sql.conftest import CODE, NOW, Query, Tables, gate, operator, run
 from tnp.catalog import AUTO, catalog
 
 
@@ -324,3 +324,26 @@ def test_regret_is_against_the_best_that_auto_could_choose(store: Callable[..., 
     assert rows["mlp", "mid"]["regret"] is None
     # It is one of the others, so it is compared with none of them elsewhere.
     assert query("from operator_speedup where implementation = 'auto'") == []
+
+
+def test_other_host_code_is_another_generation_of_ours_and_of_nobody_else(
+    store: Callable[..., Query],
+) -> None:
+    """The same kernels on operands that are laid out otherwise; a peer's are its package's."""
+    parts = [
+        run(
+            f"{name} {module}",
+            operator(name, time_ms_p50=ms),
+            minutes=minutes,
+            code=CODE | {"module": {"tnp.model": module}},
+        )
+        for minutes, (module, ms) in enumerate((("1", 4.0), ("2", 1.0)))
+        for name in ("fused", "fa4")
+    ]
+    proofs = [gate(f"proof {module}", code=CODE | {"module": {"tnp.model": module}})
+              for module in ("1", "2")]  # fmt: skip
+    query = store(*proofs, *parts)
+    found = query("select implementation, time_ms_p50 from current_ops order by all")
+    assert [(row["implementation"], row["time_ms_p50"]) for row in found] == [
+        ("fa4", 1.0), ("fa4", 4.0), ("fused", 1.0),
+    ]  # fmt: skip

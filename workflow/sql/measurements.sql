@@ -4,10 +4,12 @@
 -- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
 -- equal. They are of one generation where they also agree in the hashes of what was asked for, what
 -- was launched and how it was timed. For a step without a CUDA graph the source files count too,
--- because its host code takes part in the time. A failed row of which no launch is known joins the
--- newest generation that it agrees with in all the rest. The current generation is that of the
--- newest row with an outcome: what could not run here, was killed or took too long takes nobody's
--- place. `uses` lists "family/implementation" (view `families`), of `auto` also what it chose.
+-- because its host code takes part in the time. So do they for an operator of ours, because its
+-- host code decides what its kernels work on: how operands are padded, for example. A failed row of
+-- which no launch is known joins the newest generation that it agrees with in all the rest. The
+-- current generation is that of the newest row with an outcome: what could not run here, was killed
+-- or took too long takes nobody's place. `uses` lists "family/implementation" (view `families`), of
+-- `auto` also what it chose.
 create or replace table measurements as
 with steps_as_measured as (
     select
@@ -77,6 +79,10 @@ operators_as_measured as (
         ) as question,
         time_ms_p50 as median_ms,
         coalesce(time_ms_mean, time_ms_p50) as mean_ms,
+        case
+            when coalesce(role, earlier_role(implementation, [implementation])) = 'own'
+                then coalesce(source_hash, '-')
+        end as host_hash,
         list_distinct(
             [
                 coalesce(family, op) || '/' || implementation,
