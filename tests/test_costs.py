@@ -57,6 +57,18 @@ def test_what_was_never_counted_is_not_free():
     assert len(whole) > 100 and costs.fitted(OPERATOR, whole) == []
 
 
+def test_counts_that_go_together_get_no_negative_time():
+    """Three of 40 launches have no sum of parts, and took longer than the others."""
+    problem, chance = OPERATOR.drawn(Random(3), "bfloat16"), Random(5)
+    of = {"of": "attention.forward", "problem": problem.json, "choice": "hopper", "config": {}}
+    timed = [
+        of | {"counts": (1, load, float(i > 2)), "us": 8.0 + load + 4.0 * (i <= 2)}
+        for i, load in enumerate(chance.uniform(1, 9) for _ in range(40))
+    ]
+    ((entry, _),) = costs.fitted(OPERATOR, timed)
+    assert entry["us"][0] > 5 and min(entry["us"]) >= 0
+
+
 def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
     """Interpreted: that times and counts belong together, not what they are."""
     monkeypatch.setattr(definition, "drawn", lambda operator, chance, dtype: SMALL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -173,6 +174,29 @@ def kernels_of(operation: Operation, saves: str | None = None) -> dict[str, Kern
     """Kernels by name; `saves`: those alone that write or read this form of what is saved."""
     found = map(load, operation.kernels)
     return {kernel.name: kernel for kernel in found if saves is None or kernel.saves == saves}
+
+
+def forms(kernel: Kernel, what: Call) -> tuple[object, ...]:
+    """Configurations that run different code: of each setting of what is true or false the first.
+
+    Sizes of tiles, warps and stages change no branch that a kernel takes.
+    """
+    found: dict[tuple[str, ...], object] = {}
+    for config in kernel.configs(what):
+        found.setdefault(switches(config), config)
+    return tuple(found.values())
+
+
+def switches(config: object) -> tuple[str, ...]:
+    """Names of what is true in a configuration, and in those that it consists of."""
+
+    def named(content: object) -> Iterator[str]:
+        for name, value in content.items() if isinstance(content, dict) else ():
+            if value is True:
+                yield name
+            yield from named(value)
+
+    return tuple(named(choice.as_json(config)))
 
 
 def choose_kernel(

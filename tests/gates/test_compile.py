@@ -10,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from tnp import choice
 from tnp.catalog import catalog
 from tnp.gates import blocking_reason, kernels, run_gate
 from tnp.gates import compile as compilation
+from tnp.ops.attention import FUSED, OPERATOR, SEPARATE
 
 ROOT = str(Path(compilation.__file__).parents[2])
+TABLE = choice.COMMITTED / "nvidia-h200.json"
 # After a decorator, which may end in a line of its own.
 KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 
@@ -177,3 +180,26 @@ def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
     monkeypatch.setattr(compilation.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="a kernel does not compile"):
         compilation._compile_in_child(0, 1, briefly=False)
+
+
+def test_every_operation_that_a_table_names_is_compiled_as_it_says():
+    """Also where a configuration is no candidate with all optional tensors given."""
+    own = {operation.name for operation in (SEPARATE, FUSED)}
+    entries = [one for one in choice.table(TABLE) if one["of"] in own]
+    forced = [launch.call.args[-1] for launch in compilation._of_tables(OPERATOR)]
+    compiled = [
+        (of, kernel, choice.as_json(config))
+        for one in forced
+        for of, (kernel, config) in one.items()
+    ]
+    assert any("persistent" in json.dumps(one["config"]) for one in entries)
+    for entry in entries:
+        assert (entry["of"], entry["choice"], entry["config"]) in compiled
+
+
+@pytest.mark.parametrize("of", ["attention.forward", "attention.fused"])
+def test_an_entry_whose_configuration_is_none_of_its_kernels_is_named(of, monkeypatch):
+    (entry, *_) = [one for one in choice.table(TABLE) if one["of"] == of and "us" in one]
+    monkeypatch.setattr(choice, "table", lambda path: (entry | {"config": {"block_m": 7}},))
+    with pytest.raises(ValueError, match="no candidate of its kernel.*block_m"):
+        list(compilation._of_tables(OPERATOR))

@@ -257,6 +257,7 @@ def test_committed_costs_are_of_what_kernels_count(operation):
         kernel = kernels[entry["choice"]]
         config = kernel.configs(sized(500, 64))[0]
         assert len(kernel.counts(sized(500, 64), config)) == len(entry["us"])
+        assert entry["us"][0] > 0 and min(entry["us"]) >= 0  # no size has a negative time
 
 
 def test_what_a_relative_says_of_other_operations_stays():
@@ -293,20 +294,38 @@ def test_counts_are_those_of_the_launch():
 
 
 def test_counts_of_the_backward_pass_are_those_of_the_launches():
-    """8 tasks of 8 heads, 500 queries; 132 multiprocessors."""
-    few, many = sized(500, 60), sized(500, 1000)
-    for operation in (SEPARATE, FUSED):
-        kernels = selection.kernels_of(operation)
-        config = next(one for one in kernels["few_keys"].configs(few) if one.block_m == 64)
-        # 4 of 8 tiles a program, two of which share a head's queries.
-        assert kernels["few_keys"].counts(few, config) == (1, 64 * 2 * 2 * 2 / 132, 2, 1)
-        config = kernels["hopper"].configs(many)[0]
-        # 512 blocks of 128 keys in 4 rounds, 8 tiles of 64 queries each.
-        counts = kernels["hopper"].counts(many, config)
-        assert counts[:4] == (1, 4, 4 * 8, 64 * 8 / 132)
-    kernel = selection.kernels_of(SEPARATE)["hopper"]
-    # 192 tiles of 192 queries in 2 rounds, 16 blocks of 64 keys each.
-    assert kernel.counts(many, kernel.configs(many)[0])[4:] == (2, 2 * 16)
+    """8 tasks of 8 heads, 850 queries; 132 multiprocessors."""
+    few, many, heads = sized(850, 60), sized(850, 1000), 64
+    separate, fused = (selection.kernels_of(one) for one in (SEPARATE, FUSED))
+    config = next(one for one in fused["few_keys"].configs(few) if one.block_m == 128)
+    # Of 7 tiles the first three programs of a head have two, and the fourth, were it there, one.
+    assert fused["few_keys"].counts(few, config) == pytest.approx((1, heads * 7 / 132, 3, 1))
+    # 512 blocks of 128 keys in 4 rounds; 14 tiles of 64 queries, an even number with the padding.
+    config = fused["hopper"].configs(many)[0]
+    assert fused["hopper"].counts(many, config) == pytest.approx((1, 4, 4 * 14, heads * 14 / 132))
+    # dq: 320 tiles of 192 queries in 3 rounds, 16 blocks of 64 keys each.
+    config = separate["hopper"].configs(many)[0]
+    assert config.dkdv.tiles == 2
+    assert separate["hopper"].counts(many, config) == pytest.approx(
+        (1, 4, 56, heads * 14 / 132, 3, 3 * 16)
+    )
+    # 27 tiles of 32 queries for each of 16 blocks of 64 keys; 14 tiles of 64 queries.
+    config = fused["triton"].configs(many)[0]
+    assert fused["triton"].counts(many, config) == pytest.approx((
+        1, heads * 16 * 27 / 132, heads * 14 * 16 / 132, heads * (16 + 14) / 132, 27,
+    ))  # fmt: skip
+    config = next(one for one in separate["triton"].configs(many) if one.dq.block_m == 64)
+    queries = heads * 16 / 132, heads * 16 * 27 / 132, 27
+    assert separate["triton"].counts(many, config) == pytest.approx((
+        1, 0, *queries, heads * 14 / 132, heads * 14 * 16 / 132, 16,
+    ))  # fmt: skip
+    # One head of 60 keys fills no GPU: its queries are shared among programs of at least 8 tiles.
+    lonely = sized(3000, 60, batch=1)
+    config = next(one for one in separate["triton"].configs(lonely) if one.dq.block_m == 64)
+    segments, tiles = 11, 9
+    assert separate["triton"].counts(lonely, config)[:5] == pytest.approx((
+        1, 1, 8 * segments / 132, 8 * 94 / 132, tiles,
+    ))  # fmt: skip
 
 
 def test_programs_stay_where_all_samples_take_as_long():
@@ -316,6 +335,14 @@ def test_programs_stay_where_all_samples_take_as_long():
         assert '"persistent": true' in shown
         counted = json.dumps([choice.as_json(one) for one in configs(call("mid", n_keys=True))])
         assert counted != "[]" and '"persistent": true' not in counted
+
+
+def test_what_is_true_or_false_in_a_configuration_is_a_form_of_its_own():
+    for operation in (SEPARATE, FUSED):
+        kernels = selection.kernels_of(operation)
+        found = selection.forms(kernels["hopper"], call("mid"))
+        assert list(map(selection.switches, found)) == [(), ("persistent",)]
+        assert len(selection.forms(kernels["triton"], call("mid"))) == 1
 
 
 def test_an_entry_of_the_same_sizes_comes_before_what_is_predicted():

@@ -2,8 +2,8 @@
 
 `compile_all` gives rows of table `kernels`: registers, stack, shared memory, and what ptxas says.
 Compiled is what a launch may choose at the problems that an operator names (`Operator.compiled`):
-each kernel that can serve one, with its default configuration; and what the committed tuned tables
-choose.
+each kernel that can serve one, with the default configuration of each of its forms; and what the
+committed tuned tables choose.
 
 A kernel module needs nothing for it. An operator's inputs are drawn on the meta device, plans are
 made for a GPU that is not here, with each kernel forced, and launched; in place of a driver stands
@@ -91,7 +91,8 @@ def _extent(problem: Problem) -> int:
 
 def _of_tables(operator: Operator) -> Iterator[Launch]:
     """What the committed tables choose of the operator's operations, with all tensors that may be
-    None: so a kernel needs most registers. A configuration that does not take them goes without.
+    None: so a kernel needs most registers. Configurations that are no candidates then, such as
+    persistent programs where samples have lengths, are compiled without.
 
     Raises ValueError for an entry whose configuration is none of its kernel's.
     """
@@ -154,7 +155,7 @@ def launches(
         target: on which GPU.
         implementation: the only one.
         forced: an operation's kernel and the JSON of its configuration, in place of all of them
-            with their default configurations.
+            with the defaults of their forms; calls that do not run the operation are left out.
     """
     from tnp.gates.results import wanted_of
 
@@ -173,7 +174,8 @@ def launches(
                 }
                 call = partial(_launch, operator, own, problem, target, wanted, chosen)
                 users = ((operator.name, own.name),)
-                yield Launch(target.capability, problem.dtype, users, call)
+                if forced is None or forced[0] in chosen:
+                    yield Launch(target.capability, problem.dtype, users, call)
 
 
 def _candidates(
@@ -186,10 +188,10 @@ def _candidates(
     for kernel in selection.kernels_of(operation).values():
         if kernel.refuses(what) is not None:
             continue
-        configs = kernel.configs(what)
         if forced is None or operation.name != forced[0]:
-            found.append((kernel, configs[0]))
+            found += [(kernel, one) for one in selection.forms(kernel, what)]
         elif kernel.name == forced[1]:
+            configs = kernel.configs(what)
             found += [(kernel, one) for one in configs if choice.as_json(one) == forced[2]]
     return found
 

@@ -30,17 +30,21 @@ REPEATS = {"cuda": 20, "cpu": 1}
 
 @dataclass(frozen=True)
 class Pair:
-    """Kernels of the two passes, forced; neither where PyTorch differentiates the implementation's
-    function, no backward one where no gradient is wanted.
+    """Kernels of the two passes with their configurations, forced; neither where PyTorch
+    differentiates the implementation's function, no backward one where no gradient is wanted.
     """
 
     forward: Kernel | None = None
     backward: Kernel | None = None
+    forward_config: object = None
+    backward_config: object = None
 
     @property
     def name(self) -> str:
-        """As it stands in rows."""
-        return ", ".join(kernel.name for kernel in (self.forward, self.backward) if kernel)
+        """As it stands in rows: what is true in a configuration is named too."""
+        both = (self.forward, self.forward_config), (self.backward, self.backward_config)
+        given = [(kernel.name, *selection.switches(config)) for kernel, config in both if kernel]
+        return ", ".join(map(" ".join, given))
 
     @property
     def moving(self) -> set[str]:
@@ -98,20 +102,27 @@ def _is_red(setting: Setting, broken: Any) -> bool:
 
 
 def _pairs(setting: Setting) -> list[Pair]:
-    """Kernels that can serve the case, of both passes, with what the one saves the other reads."""
+    """Kernels that can serve the case, in each of their forms, of both passes, with what the one
+    saves the other reads.
+    """
     found = setting.found
     if found.forward is None:
         return [Pair()]
     what = Call(setting.case.problem, setting.target, setting.wanted)
 
-    def able(operation: Any, saves: str | None = None) -> list[Kernel]:
+    def able(operation: Any, saves: str | None = None) -> list[tuple[Kernel, object]]:
         kernels = selection.kernels_of(operation, saves).values()
-        return [kernel for kernel in kernels if kernel.refuses(what) is None]
+        served = [kernel for kernel in kernels if kernel.refuses(what) is None]
+        return [(kernel, config) for kernel in served for config in selection.forms(kernel, what)]
 
     forward = able(found.forward)
     if not setting.wanted:
-        return [Pair(one) for one in forward]
-    return [Pair(one, other) for one in forward for other in able(found.backward, one.saves)]
+        return [Pair(one, forward_config=config) for one, config in forward]
+    return [
+        Pair(one, other, config, others_config)
+        for one, config in forward
+        for other, others_config in able(found.backward, one.saves)
+    ]
 
 
 class Forced:
@@ -119,12 +130,11 @@ class Forced:
 
     def __init__(self, setting: Setting, pair: Pair, wanted: tuple[str, ...]) -> None:
         found = setting.found
-        what = Call(setting.case.problem, setting.target, wanted)
         forced = {}
         if pair.forward:
-            forced[found.forward.name] = pair.forward.name, pair.forward.configs(what)[0]
+            forced[found.forward.name] = pair.forward.name, pair.forward_config
         if pair.backward:
-            forced[found.backward.name] = pair.backward.name, pair.backward.configs(what)[0]
+            forced[found.backward.name] = pair.backward.name, pair.backward_config
         self.setting, self.pair, self.wanted = setting, pair, wanted
         self.moving = pair.moving | set(found.moving)
         self.plan = plans.build(
@@ -166,7 +176,8 @@ def _of_pair(run: Forced, thorough: bool) -> Iterator[Check]:
     if run.pair.forward is not None:
         yield from _of_layout(run, thorough)
     if thorough and setting.wanted:  # what nobody differentiates may be computed by another kernel
-        alone = Forced(setting, Pair(run.pair.forward), ()).results()
+        forward = Pair(run.pair.forward, forward_config=run.pair.forward_config)
+        alone = Forced(setting, forward, ()).results()
         yield from run.against_float64(alone, " without gradients")
         yield from _of_gradients(run)
 

@@ -97,7 +97,10 @@ def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
     Most of them have at most 256 keys, which a kernel of its own takes.
     """
     while True:
-        batch, n_q = chance.choice((1, 2, 4, 8, 16, 64)), round(100 * 200 ** chance.random())
+        batch, n_q = (
+            chance.choice((1, 2, 4, 8, 16, 24, 32, 48, 64)),
+            round(100 * 200 ** chance.random()),
+        )
         n_k = chance.choice((chance.randint(1, 256), round(20_000 ** chance.random())))
         if batch * n_q * n_k < 1.2e8 and batch * max(n_q, n_k) < 300_000:
             return operator.problem(dtype, batch=batch, n_heads=8, n_q=n_q, n_k=n_k, head_dim=64)
@@ -197,6 +200,9 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         case(1, 8, 3300, 3000, magnitude=4.0),
         case(1, 8, 3300, 3000, dtype="float16", magnitude=2.0),
         case(4, 8, 2000, 1000, lengths="1,64,777,1000"),
+        # More blocks of keys than four for each multiprocessor, the last ragged, and an odd number
+        # of query tiles: what persistent programs take up again and again.
+        *(case(8, 8, 300, 1100, dtype=dtype, magnitude=2.0) for dtype in FLOATS[:2]),
     )
 
 

@@ -275,8 +275,8 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
 def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
     """A launch, query tiles of a multiprocessor on average, those of a program, a sum of parts."""
     segments, tiles = _segments(call, config)
-    programs = call.problem["batch"] * call.problem["n_heads"] * segments
-    return 1, programs * tiles / call.target.multiprocessors, tiles, float(segments > 1)
+    load = n_query_tiles(call, config.block_m) / call.target.multiprocessors
+    return 1, load, tiles, float(segments > 1)
 
 
 @backward

@@ -88,23 +88,23 @@ def _finish_dq_kernel(
     store_rows(dq_ptr, dq, offs_m, n_q, stride_dqm, HEAD_DIM)
 
 
-def _n_tiles(q: Tensor) -> int:
+def _n_tiles(call: Call) -> int:
     """Query tiles of all heads, each head's padded to PADDED_ROWS."""
-    padded = PADDED_ROWS.value
-    return q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], padded) * (padded // TILE_ROWS)
+    rows = PADDED_ROWS.value
+    return n_query_tiles(call, rows) * (rows // TILE_ROWS)
 
 
-def _bound_statistics(o: Tensor, do: Tensor, fused: bool) -> Bound:
+def _bound_statistics(call: Call, o: Tensor, do: Tensor, fused: bool) -> Bound:
     """Of o, do, lse, padded lse and delta [2, rows], and dq's tiles, which become 0 if `fused`."""
     _batch, n_heads, n_q, head_dim = o.shape
     return Bound(
-        _statistics_kernel, (_n_tiles(o),), *row_strides(o), *row_strides(do), n_heads, n_q,
+        _statistics_kernel, (_n_tiles(call),), *row_strides(o), *row_strides(do), n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value, FUSED=fused,
     )  # fmt: skip
 
 
 def _forms(call: Call) -> tuple[bool, ...]:
-    """Whether programs may be persistent: not where samples differ in how long they take."""
+    """Whether programs may be persistent: not where samples walk unequal numbers of stages."""
     return (False,) if call.problem["n_keys"] else (False, True)
 
 
@@ -123,32 +123,28 @@ def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in _forms(call))
 
 
-def _dkdv_counts(call: Call) -> tuple[float, ...]:
-    """Launches, items of the busiest program, its query tiles, and tiles of the statistics."""
-    rounds = triton.cdiv(n_key_tiles(call, BLOCK_N.value), call.target.multiprocessors)
-    rows = PADDED_ROWS.value
-    statistics = n_query_tiles(call, rows) * (rows // TILE_ROWS) / call.target.multiprocessors
-    return 1, rounds, rounds * triton.cdiv(call.problem["n_q"], TILE_ROWS), statistics
-
-
 def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
-    """Launches, items of the busiest program, its query tiles, and tiles of the statistics."""
-    return _dkdv_counts(call)
+    """A launch, items of the busiest multiprocessor, query tiles that it walks for them, and tiles
+    of the statistics on average.
+    """
+    items = triton.cdiv(n_key_tiles(call, BLOCK_N.value), call.target.multiprocessors)
+    walked = triton.cdiv(call.problem["n_q"], config.tiles * TILE_ROWS) * config.tiles
+    return 1, items, items * walked, _n_tiles(call) / call.target.multiprocessors
 
 
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
-    """Those of dk and dv, and dq's query tiles of the busiest program and its blocks of keys."""
+    """As of `fused`; and for dq query tiles of the busiest multiprocessor, and their key blocks."""
     tiles = triton.cdiv(n_query_tiles(call, DQ_ROWS.value), call.target.multiprocessors)
     blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
-    return *_dkdv_counts(call), tiles, tiles * blocks
+    return *fused_counts(call, config.dkdv), tiles, tiles * blocks
 
 
 @backward
 def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     """Statistics, dk and dv, and dq."""
-    counted, rows = n_keys is not None, _n_tiles(q) * TILE_ROWS
+    counted, rows = n_keys is not None, _n_tiles(call) * TILE_ROWS
     of_q, of_k, of_statistics = rows_layout(q), rows_layout(k), flat(2 * rows)
-    statistics_kernel = _bound_statistics(o, do, fused=False)
+    statistics_kernel = _bound_statistics(call, o, do, fused=False)
     dkdv_kernel = bound_dkdv(
         q, k, counted, rows, config.dkdv, call.target.multiprocessors, fused=False
     )
@@ -173,11 +169,11 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
 def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     """Statistics, dk and dv with dq added up on the way, and dq put in order."""
     _batch, n_heads, n_q, head_dim = q.shape
-    n_tiles, rows = _n_tiles(q), _n_tiles(q) * TILE_ROWS
+    n_tiles, rows = _n_tiles(call), _n_tiles(call) * TILE_ROWS
     of_q, of_k = rows_layout(q), rows_layout(k)
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows)
-    statistics_kernel = _bound_statistics(o, do, fused=True)
+    statistics_kernel = _bound_statistics(call, o, do, fused=True)
     kernel = bound_dkdv(
         q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True
     )

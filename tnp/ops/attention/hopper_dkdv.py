@@ -1,4 +1,8 @@
-"""dK and dV of attention for Hopper, and in the fused form dQ: a program owns 128 keys.
+"""dK and dV of attention for Hopper, and in the fused form dQ.
+
+An item is 128 keys of a head. A program works on one, or, if it is persistent, on one after
+another: the next keys then arrive in a second slot while it works, and a slot is free when both
+consumers, and the third that makes dQ, have said so (`key_empty`).
 
 Two consumer warpgroups own 64 keys each and walk the queries, which a producer warp streams through
 shared memory. Scores and their gradients are computed transposed, so that both feed their matmuls
@@ -9,7 +13,7 @@ from registers. With pᵀ = 2^(scale·log2(e)·k qᵀ − lse) and delta = Σ_d 
 FUSED adds a third warpgroup that multiplies ds k and adds it to dq in device memory, by bulk
 reductions of float32 tiles, in whatever order programs arrive: dq then differs by rounding from run
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
-`finish_dq` puts it right.
+`hopper_backward._finish_dq_kernel` puts it right.
 """
 
 from dataclasses import dataclass
@@ -49,8 +53,8 @@ PADDED_ROWS = gl.constexpr(128)
 class DkdvConfig:
     """Stages in flight (a power of two), query tiles a stage, registers of a consumer's thread.
 
-    persistent: a program a multiprocessor, whose next keys arrive while it works; else a program
-    for every 128 keys.
+    persistent: one program on each multiprocessor works through items and fetches the next while it
+    works; else there is a program for each item. Not given n_keys.
     """
 
     num_stages: int
@@ -116,7 +120,10 @@ class Pipeline:
 
     @gluon.jit
     def turn(self, item):
-        """The slot of an item's keys and its phase, and the stages of the program before it."""
+        """The slot of an item's keys and its phase, and the stages of the program before it.
+
+        Every item walks as many stages, which is why a program is not persistent given n_keys.
+        """
         if self.PERSISTENT:
             before = (opaque(item) - gl.program_id(0)) // gl.num_programs(0)
             slot, phase = ring(before, 2)
@@ -126,7 +133,10 @@ class Pipeline:
 
     @gluon.jit
     def extent(self, item):
-        """Keys of an item's sample, and how many stages it walks through."""
+        """Keys of an item's sample, and how many stages it walks through.
+
+        Opaque where there is a loop over items, out of which they would be hoisted and spill.
+        """
         keys = opaque(self.n_k) if self.PERSISTENT else self.n_k
         n_stages = gl.cdiv(opaque(self.n_q) if self.PERSISTENT else self.n_q, self.TILES * ROWS)
         if self.HAS_N_KEYS:
@@ -182,7 +192,7 @@ def _producer(pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
 def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
     """Write a consumer's 64 rows of dk or dv, [B, n_k, H, D]; 0 past the sample's keys.
 
-    Straight from registers: once a program, and a bulk store's descriptors cost registers of loops.
+    Straight from registers: once an item, and a bulk store's descriptors cost registers of loops.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     b, h, first_key = pipe.place(item)
@@ -276,6 +286,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
     slots: gl.constexpr = 2 if PERSISTENT else 1
     pipe = Pipeline(
         allocate_tiles(q_desc, STAGES),

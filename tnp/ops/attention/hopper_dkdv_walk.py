@@ -73,7 +73,7 @@ def walk(
     """dk (unscaled) and dv of a warpgroup's keys over the stages step … end − 1.
 
     The next tile's scores are multiplied, and its lse is read, beside this one's gradients. MASKED
-    makes p of keys past the sample's 0: in dq they would be wrong.
+    keeps keys past the last out of dq: given n_keys their p is 0, else it need only be finite.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -84,8 +84,8 @@ def walk(
         row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         limit = gl.where(row < keys, float("inf"), float("-inf"))[:, None]
     else:
-        # Past the last key k is read as 0: to dq any finite p adds 0, and p of a key is at most 1.
-        limit = 1.0
+        # Past the last key k is read as 0: to dq any finite p adds 0. No p is more than 2^0.
+        limit = 0.0
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
     s = gl.zeros([ROWS, ROWS], gl.float32, S)

@@ -114,33 +114,34 @@ def _bound_delta(o: Tensor, do: Tensor) -> Bound:
     )  # fmt: skip
 
 
-def _segments(call: Call, config: LaunchConfig) -> tuple[int, int, int]:
-    """Tiles of keys; of dk and dv the programs that share one's queries; queries of a program.
+def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
+    """Programs of dk and dv that share the queries of a tile of keys, and query tiles of one.
 
-    One program has all queries where the tiles of keys fill the GPU alone.
+    One has all queries where the tiles of keys fill the GPU alone.
     """
-    n_key = n_key_tiles(call, config.block_n)
-    n_query = triton.cdiv(call.problem["n_q"], config.block_m)
-    wanted = triton.cdiv(full_grid(call.target), n_key)
-    tiles = triton.cdiv(n_query, max(1, min(wanted, n_query // MIN_SEGMENT_TILES)))
-    return n_key, triton.cdiv(n_query, tiles), tiles * config.block_m
+    query_tiles = triton.cdiv(call.problem["n_q"], config.block_m)
+    wanted = triton.cdiv(full_grid(call.target), n_key_tiles(call, config.block_n))
+    tiles = triton.cdiv(query_tiles, max(1, min(wanted, query_tiles // MIN_SEGMENT_TILES)))
+    return triton.cdiv(query_tiles, tiles), tiles
 
 
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
-    """Launches, and a sum of parts; of dk and dv and of dq each tiles and blocks of a
-    multiprocessor on average, and blocks of a program.
+    """A launch; a sum of parts; for dk and dv programs of a multiprocessor on average, query tiles
+    that they walk, and those of one program; for dq programs, key blocks that they walk, and those
+    of one program.
     """
-    n_programs, segments, segment = _segments(call, config.dkdv)
-    dkdv = n_programs * segments / call.target.multiprocessors
-    dq = n_query_tiles(call, config.dq.block_m) / call.target.multiprocessors
-    queries = triton.cdiv(segment, config.dkdv.block_m)
-    keys = triton.cdiv(call.problem["n_k"], config.dq.block_n)
-    return 1, float(segments > 1), dkdv, dkdv * queries, queries, dq, dq * keys, keys
+    segments, tiles = _segments(call, config.dkdv)
+    keys = n_key_tiles(call, config.dkdv.block_n) / call.target.multiprocessors
+    queries = n_query_tiles(call, config.dq.block_m) / call.target.multiprocessors
+    walked = triton.cdiv(call.problem["n_q"], config.dkdv.block_m)
+    blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
+    of_dkdv = keys * segments, keys * walked, tiles
+    return 1, float(segments > 1), *of_dkdv, queries, queries * blocks, blocks
 
 
 def fused_counts(call: Call, config: FusedConfig) -> tuple[float, ...]:
-    """Launches; of a multiprocessor on average its blocks for dk and dv, those for dq, and
-    programs; blocks of the longest program.
+    """A launch; of a multiprocessor on average query tiles walked for dk and dv, key blocks walked
+    for dq, and programs; tiles or blocks of the longest program.
     """
     dkdv = n_key_tiles(call, config.dkdv_block_n) / call.target.multiprocessors
     dq = n_query_tiles(call, config.dq_block_m) / call.target.multiprocessors
@@ -155,12 +156,13 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     batch, n_heads, n_q, head_dim = q.shape
     n_k, counted = k.shape[2], n_keys is not None
     of_q, of_k, of_delta = rows_layout(q), rows_layout(k), lse_layout(q)
-    n_programs, segments, segment = _segments(call, config.dkdv)
+    segments, tiles = _segments(call, config.dkdv)
+    segment = tiles * config.dkdv.block_m
     partials = Partials(k, segments) if segments > 1 else None
     strides = *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do)
     fill_delta = _bound_delta(o, do)
     dkdv_kernel = Bound(
-        attention_bwd_dkdv_kernel, (n_programs, segments),
+        attention_bwd_dkdv_kernel, (n_key_tiles(call, config.dkdv.block_n), segments),
         *strides, *of_k[1][:3], partials.stride if partials else 0, n_heads, n_q, n_k, segment,
         HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dkdv.kernel_arguments(),
     )  # fmt: skip
