@@ -294,8 +294,11 @@ for name, problems in PROBLEMS.items():
             case = Case(problem)
             drawn = operator.draw(case, Random(case, torch.device("cpu")))
             inputs = tuple(drawn.get(one) for one in operator.tensors)
-            pairs = zip(_candidates(own.forward, what, None), _candidates(own.backward, what, None))
-            for (kernel, config), (back, back_config) in pairs:
+            forward = _candidates(own.forward, what, None)
+            backward = _candidates(own.backward, what, None)
+            for i in range(max(len(forward), len(backward))):
+                kernel, config = forward[i % len(forward)]
+                back, back_config = backward[i % len(backward)]
                 forced = {own.forward.name: (kernel.name, config),
                           own.backward.name: (back.name, back_config)}
                 wanted = operator.differentiated
