@@ -75,11 +75,11 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
     by_size = sorted(served, key=lambda case: operator.work(case, "forward").bytes)
     of_routes = by_size[len(by_size) // 2]
     missed = dict(operator.controls)
-    known: set[tuple] = set()  # pairs that have served a case with the same options
+    known: set[tuple] = set()  # pairs by name that have served a case with the same options
     for case in served:
         setting = Setting.of(operator, found, case, device)
         for pair in _pairs(setting):
-            kind = pair, case.problem.options
+            kind = pair.name, case.problem.options
             thorough = device.type == "cuda" or kind not in known
             known.add(kind)
             yield from _of_pair(Forced(setting, pair, setting.wanted), thorough)
