@@ -165,6 +165,8 @@ def launches(
             if own.refuses(what) is not None:
                 continue
             operations = [own.forward] + ([own.backward] if wanted else [])
+            if forced and forced[0] not in {operation.name for operation in operations}:
+                continue
             for kernels in product(*(_candidates(one, what, forced) for one in operations)):
                 if len({kernel.saves for kernel, _ in kernels}) > 1:
                     continue
@@ -174,8 +176,7 @@ def launches(
                 }
                 call = partial(_launch, operator, own, problem, target, wanted, chosen)
                 users = ((operator.name, own.name),)
-                if forced is None or forced[0] in chosen:
-                    yield Launch(target.capability, problem.dtype, users, call)
+                yield Launch(target.capability, problem.dtype, users, call)
 
 
 def _candidates(

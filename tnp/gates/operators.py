@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,29 +28,40 @@ from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
 REPEATS = {"cuda": 20, "cpu": 1}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Kernels of the two passes with their configurations, forced; neither where PyTorch
-    differentiates the implementation's function, no backward one where no gradient is wanted.
-    """
+class Form(NamedTuple):
+    """A kernel with one of its configurations."""
 
-    forward: Kernel | None = None
-    backward: Kernel | None = None
-    forward_config: object = None
-    backward_config: object = None
+    kernel: Kernel
+    config: object
 
     @property
     def name(self) -> str:
-        """As it stands in rows: what is true in a configuration is named too."""
-        both = (self.forward, self.forward_config), (self.backward, self.backward_config)
-        given = [(kernel.name, *selection.switches(config)) for kernel, config in both if kernel]
-        return ", ".join(map(" ".join, given))
+        """With what is true in its configuration."""
+        return " ".join((self.kernel.name, *selection.switches(self.config)))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Kernels of the two passes, forced; neither where PyTorch differentiates the implementation's
+    function, no backward one where no gradient is wanted.
+    """
+
+    forward: Form | None = None
+    backward: Form | None = None
+
+    @property
+    def forms(self) -> list[Form]:
+        return [form for form in (self.forward, self.backward) if form]
+
+    @property
+    def name(self) -> str:
+        """As it stands in rows."""
+        return ", ".join(form.name for form in self.forms)
 
     @property
     def moving(self) -> set[str]:
         """Results that may differ between runs."""
-        kernels = [kernel for kernel in (self.forward, self.backward) if kernel]
-        return {name for kernel in kernels for name in kernel.moving}
+        return {name for form in self.forms for name in form.kernel.moving}
 
 
 def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
@@ -110,19 +121,15 @@ def _pairs(setting: Setting) -> list[Pair]:
         return [Pair()]
     what = Call(setting.case.problem, setting.target, setting.wanted)
 
-    def able(operation: Any, saves: str | None = None) -> list[tuple[Kernel, object]]:
+    def able(operation: Any, saves: str | None = None) -> list[Form]:
         kernels = selection.kernels_of(operation, saves).values()
         served = [kernel for kernel in kernels if kernel.refuses(what) is None]
-        return [(kernel, config) for kernel in served for config in selection.forms(kernel, what)]
+        return [Form(kernel, one) for kernel in served for one in selection.forms(kernel, what)]
 
     forward = able(found.forward)
     if not setting.wanted:
-        return [Pair(one, forward_config=config) for one, config in forward]
-    return [
-        Pair(one, other, config, others_config)
-        for one, config in forward
-        for other, others_config in able(found.backward, one.saves)
-    ]
+        return [Pair(one) for one in forward]
+    return [Pair(one, other) for one in forward for other in able(found.backward, one.kernel.saves)]
 
 
 class Forced:
@@ -132,9 +139,9 @@ class Forced:
         found = setting.found
         forced = {}
         if pair.forward:
-            forced[found.forward.name] = pair.forward.name, pair.forward_config
+            forced[found.forward.name] = pair.forward.kernel.name, pair.forward.config
         if pair.backward:
-            forced[found.backward.name] = pair.backward.name, pair.backward_config
+            forced[found.backward.name] = pair.backward.kernel.name, pair.backward.config
         self.setting, self.pair, self.wanted = setting, pair, wanted
         self.moving = pair.moving | set(found.moving)
         self.plan = plans.build(
@@ -176,8 +183,7 @@ def _of_pair(run: Forced, thorough: bool) -> Iterator[Check]:
     if run.pair.forward is not None:
         yield from _of_layout(run, thorough)
     if thorough and setting.wanted:  # what nobody differentiates may be computed by another kernel
-        forward = Pair(run.pair.forward, forward_config=run.pair.forward_config)
-        alone = Forced(setting, forward, ()).results()
+        alone = Forced(setting, Pair(run.pair.forward), ()).results()
         yield from run.against_float64(alone, " without gradients")
         yield from _of_gradients(run)
 
@@ -211,10 +217,11 @@ def _of_memory(run: Forced, first: Results) -> Iterator[Check]:
 def _of_layout(run: Forced, thorough: bool) -> Iterator[Check]:
     """For all gradients that are wanted, and for each alone."""
     runs = [run]
+    backward = run.pair.backward.kernel if run.pair.backward else None
     if thorough and len(run.wanted) > 1:
         runs += map(run.alone, run.wanted)
     for one in runs:
-        faults = layout.faults(one.plan, run.pair.backward, run.setting)
+        faults = layout.faults(one.plan, backward, run.setting)
         what = "laid out as `Kernel.empty` says"
         if one is not run:
             what += f", d{one.wanted[0]} alone"

@@ -79,10 +79,9 @@ operators_as_measured as (
         ) as question,
         time_ms_p50 as median_ms,
         coalesce(time_ms_mean, time_ms_p50) as mean_ms,
-        case
-            when coalesce(role, earlier_role(implementation, [implementation])) = 'own'
-                then coalesce(source_hash, '-')
-        end as host_hash,
+        earlier_role(implementation, [implementation]) as role_by_name,
+        case when coalesce(role, role_by_name) = 'own' then coalesce(source_hash, '-') end
+            as host_hash,
         list_distinct(
             [
                 coalesce(family, op) || '/' || implementation,
@@ -91,7 +90,6 @@ operators_as_measured as (
                 end
             ]
         ) as uses,
-        earlier_role(implementation, [implementation]) as role_by_name,
         coalesce(isfinite(max_abs_error), false) as checked
     from ops
     left join families using (op)

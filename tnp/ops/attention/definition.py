@@ -97,10 +97,8 @@ def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
     Most of them have at most 256 keys, which a kernel of its own takes.
     """
     while True:
-        batch, n_q = (
-            chance.choice((1, 2, 4, 8, 16, 24, 32, 48, 64)),
-            round(100 * 200 ** chance.random()),
-        )
+        batch = chance.choice((1, 2, 4, 8, 16, 24, 32, 48, 64))
+        n_q = round(100 * 200 ** chance.random())
         n_k = chance.choice((chance.randint(1, 256), round(20_000 ** chance.random())))
         if batch * n_q * n_k < 1.2e8 and batch * max(n_q, n_k) < 300_000:
             return operator.problem(dtype, batch=batch, n_heads=8, n_q=n_q, n_k=n_k, head_dim=64)

@@ -41,6 +41,7 @@ from tnp.ops.attention.primitives import (
     n_query_tiles,
     row_strides,
     rows_layout,
+    segments,
     store_rows,
 )
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
@@ -265,30 +266,27 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
 def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
     """Programs that share a head's queries, and the tiles of one of them."""
     p = call.problem
-    n_tiles = triton.cdiv(p["n_q"], config.block_m)
-    segments = full_grid(call.target) // (p["batch"] * p["n_heads"])
-    segments = max(1, min(segments, n_tiles // MIN_SEGMENT_TILES))
-    tiles = triton.cdiv(n_tiles, segments)
-    return triton.cdiv(n_tiles, tiles), tiles
+    wanted = full_grid(call.target) // (p["batch"] * p["n_heads"])
+    return segments(triton.cdiv(p["n_q"], config.block_m), wanted, MIN_SEGMENT_TILES)
 
 
 def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
     """A launch, query tiles of a multiprocessor on average, those of a program, a sum of parts."""
-    segments, tiles = _segments(call, config)
+    n_segments, tiles = _segments(call, config)
     load = n_query_tiles(call, config.block_m) / call.target.multiprocessors
-    return 1, load, tiles, float(segments > 1)
+    return 1, load, tiles, float(n_segments > 1)
 
 
 @backward
 def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
     """One launch, or one that leaves parts and one that adds them up; o is not read."""
     batch, n_heads, n_q, head_dim = q.shape
-    segments, tiles = _segments(call, config)
+    n_segments, tiles = _segments(call, config)
     chunk = tiles * config.block_m
     of_q, of_k = rows_layout(q), rows_layout(k)
-    partials = Partials(k, segments) if segments > 1 else None
+    partials = Partials(k, n_segments) if n_segments > 1 else None
     kernel = Bound(
-        _few_keys_bwd_kernel, (batch * n_heads * segments,),
+        _few_keys_bwd_kernel, (batch * n_heads * n_segments,),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
         *of_q[1][:3], *of_k[1][:3], partials.stride if partials else 0,
         n_heads, n_q, k.shape[2], chunk,

@@ -169,7 +169,8 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
 def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     """Statistics, dk and dv with dq added up on the way, and dq put in order."""
     _batch, n_heads, n_q, head_dim = q.shape
-    n_tiles, rows = _n_tiles(call), _n_tiles(call) * TILE_ROWS
+    n_tiles = _n_tiles(call)
+    rows = n_tiles * TILE_ROWS
     of_q, of_k = rows_layout(q), rows_layout(k)
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows)

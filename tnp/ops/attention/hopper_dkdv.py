@@ -71,7 +71,7 @@ class Pipeline:
     do: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor  # two slots of a tile a consumer
+    k: gl.shared_memory_descriptor  # of each slot a tile a consumer
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor

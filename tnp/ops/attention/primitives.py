@@ -52,6 +52,15 @@ def n_key_tiles(call: Call, rows: int) -> int:
     return triton.cdiv(p["n_k"], rows) * p["batch"] * p["n_heads"]
 
 
+def segments(n_tiles: int, wanted: int, least: int) -> tuple[int, int]:
+    """Of query tiles that programs share: how many share them, and the tiles of one.
+
+    At most about `wanted`, each with at least `least` tiles where there are as many.
+    """
+    tiles = triton.cdiv(n_tiles, max(1, min(wanted, n_tiles // least)))
+    return triton.cdiv(n_tiles, tiles), tiles
+
+
 def full_grid(target: Target) -> int:
     """Programs that keep every multiprocessor busy twice over."""
     return 2 * target.multiprocessors

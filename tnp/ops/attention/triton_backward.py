@@ -35,6 +35,7 @@ from tnp.ops.attention.primitives import (
     n_query_tiles,
     row_strides,
     rows_layout,
+    segments,
 )
 from tnp.ops.attention.triton_backward_kernels import (
     attention_bwd_dkdv_kernel,
@@ -119,10 +120,9 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
 
     One has all queries where the tiles of keys fill the GPU alone.
     """
-    query_tiles = triton.cdiv(call.problem["n_q"], config.block_m)
     wanted = triton.cdiv(full_grid(call.target), n_key_tiles(call, config.block_n))
-    tiles = triton.cdiv(query_tiles, max(1, min(wanted, query_tiles // MIN_SEGMENT_TILES)))
-    return triton.cdiv(query_tiles, tiles), tiles
+    query_tiles = triton.cdiv(call.problem["n_q"], config.block_m)
+    return segments(query_tiles, wanted, MIN_SEGMENT_TILES)
 
 
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
@@ -130,13 +130,13 @@ def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     that they walk, and those of one program; for dq programs, key blocks that they walk, and those
     of one program.
     """
-    segments, tiles = _segments(call, config.dkdv)
+    n_segments, tiles = _segments(call, config.dkdv)
     keys = n_key_tiles(call, config.dkdv.block_n) / call.target.multiprocessors
     queries = n_query_tiles(call, config.dq.block_m) / call.target.multiprocessors
     walked = triton.cdiv(call.problem["n_q"], config.dkdv.block_m)
     blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
-    of_dkdv = keys * segments, keys * walked, tiles
-    return 1, float(segments > 1), *of_dkdv, queries, queries * blocks, blocks
+    of_dkdv = keys * n_segments, keys * walked, tiles
+    return 1, float(n_segments > 1), *of_dkdv, queries, queries * blocks, blocks
 
 
 def fused_counts(call: Call, config: FusedConfig) -> tuple[float, ...]:
@@ -156,13 +156,13 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     batch, n_heads, n_q, head_dim = q.shape
     n_k, counted = k.shape[2], n_keys is not None
     of_q, of_k, of_delta = rows_layout(q), rows_layout(k), lse_layout(q)
-    segments, tiles = _segments(call, config.dkdv)
+    n_segments, tiles = _segments(call, config.dkdv)
     segment = tiles * config.dkdv.block_m
-    partials = Partials(k, segments) if segments > 1 else None
+    partials = Partials(k, n_segments) if n_segments > 1 else None
     strides = *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do)
     fill_delta = _bound_delta(o, do)
     dkdv_kernel = Bound(
-        attention_bwd_dkdv_kernel, (n_key_tiles(call, config.dkdv.block_n), segments),
+        attention_bwd_dkdv_kernel, (n_key_tiles(call, config.dkdv.block_n), n_segments),
         *strides, *of_k[1][:3], partials.stride if partials else 0, n_heads, n_q, n_k, segment,
         HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dkdv.kernel_arguments(),
     )  # fmt: skip
