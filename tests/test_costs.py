@@ -48,6 +48,17 @@ def test_a_short_launch_counts_as_much_as_a_long_one():
     assert line[4] in ("5%", "6%")
 
 
+def test_a_time_that_is_far_from_the_fastest_counts_for_little():
+    """It cannot be chosen there, whatever is predicted: nine times what its counts say."""
+    fastest = rows((5.0, 0.6, 2.0, 15.0), 80)
+    other = [
+        row | {"config": {"other": 1}, "us": row["us"] * (9 if i % 2 else 1)}
+        for i, row in enumerate(fastest)
+    ]
+    (_, (entry, _)) = costs.fitted(OPERATOR, [*fastest, *other])
+    assert entry["us"] == pytest.approx([5.0, 0.6, 2.0, 15.0], rel=0.05)
+
+
 def test_too_few_sizes_say_nothing():
     assert costs.fitted(OPERATOR, rows((5.0, 0.6, 2.0, 15.0), 15)) == []
 

@@ -66,26 +66,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry, tuple[str, ...]]]:
     """The entry of each kernel and configuration, and its line of the table.
 
-    Least squares of relative errors: a short launch counts as much as a long one. A configuration
-    that was timed at too few sizes, or at none with one of its counts, has no entry.
+    Least squares of relative errors: a short launch counts as much as a long one. The errors of a
+    configuration are multiplied by (time of the size's fastest / its own)², since where it is far
+    from the fastest it is not chosen, however wrong its prediction. A configuration that was timed
+    at too few sizes, or at none with one of its counts, has no entry.
 
     Args:
         operator: whose operations these are.
         rows: of `tnp.bench.costs.measure_costs`.
     """
     by_config: dict[tuple[str, str, str], list[dict]] = {}
+    fastest: dict[tuple[str, str], float] = {}
     for row in rows:
         key = row["of"], row["choice"], json.dumps(row["config"])
         by_config.setdefault(key, []).append(row)
+        size = row["of"], row["problem"]
+        fastest[size] = min(row["us"], fastest.get(size, row["us"]))
     found = []
     for (of, kernel, _), own in by_config.items():
         counts = numpy.array([row["counts"] for row in own], dtype=float)
         if len(own) < TIMES_A_COUNT * counts.shape[1]:
             continue
-        relative = counts / numpy.array([row["us"] for row in own])[:, None]
+        times = numpy.array([row["us"] for row in own])
+        relative = counts / times[:, None]
         if numpy.linalg.matrix_rank(relative) < counts.shape[1]:
             continue  # what was never counted would seem to take no time
-        us = _not_negative(relative)
+        near = numpy.array([fastest[row["of"], row["problem"]] for row in own]) / times
+        us = _not_negative(relative, near**2)
         off = numpy.sqrt(numpy.mean((relative @ us - 1) ** 2))
         rounded = [round(float(one), 4) for one in us]
         problem, config = operator.from_json(own[0]["problem"]), own[0]["config"]
@@ -96,17 +103,18 @@ def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry,
     return found
 
 
-def _not_negative(relative: numpy.ndarray) -> numpy.ndarray:
+def _not_negative(relative: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndarray:
     """What best makes every row 1, nowhere below 0; the launch, counted first, is never left out.
 
     Counts that nearly always go together would else share a time as a gain and a loss, which at
-    other sizes is a negative time.
+    other sizes is a negative time. A row's error is multiplied by its weight.
     """
-    ones, best, least = numpy.ones(len(relative)), numpy.zeros(relative.shape[1]), numpy.inf
+    weighted = relative * weights[:, None]
+    best, least = numpy.zeros(relative.shape[1]), numpy.inf
     for others in product((True, False), repeat=relative.shape[1] - 1):
         kept = numpy.flatnonzero((True, *others))
-        found = numpy.linalg.lstsq(relative[:, kept], ones, rcond=None)[0]
-        error = numpy.linalg.norm(relative[:, kept] @ found - ones)
+        found = numpy.linalg.lstsq(weighted[:, kept], weights, rcond=None)[0]
+        error = numpy.linalg.norm(weighted[:, kept] @ found - weights)
         if found.min() >= 0 and error < least:
             best, least = numpy.zeros(relative.shape[1]), error
             best[kept] = found
