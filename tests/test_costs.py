@@ -49,14 +49,18 @@ def test_a_short_launch_counts_as_much_as_a_long_one():
 
 
 def test_a_time_that_is_far_from_the_fastest_counts_for_little():
-    """It cannot be chosen there, whatever is predicted: nine times what its counts say."""
-    fastest = rows((5.0, 0.6, 2.0, 15.0), 80)
-    other = [
-        row | {"config": {"other": 1}, "us": row["us"] * (9 if i % 2 else 1)}
-        for i, row in enumerate(fastest)
-    ]
-    (_, (entry, _)) = costs.fitted(OPERATOR, [*fastest, *other])
-    assert entry["us"] == pytest.approx([5.0, 0.6, 2.0, 15.0], rel=0.05)
+    """A launch of 10 µs where it is the fastest, and of 20 µs where the fastest takes 10: errors
+    of 1/10 and 1/20 a µs, the second a quarter of itself."""
+    chance, timed = Random(3), []
+    for at in range(40):
+        us = 20.0 if at % 2 else 10.0
+        problem = OPERATOR.drawn(chance, "bfloat16").json
+        of = {"of": "attention.forward", "problem": problem, "choice": "hopper", "counts": (1.0,)}
+        timed += [of | {"config": {"other": 1}, "us": us}, of | {"config": {}, "us": 10.0}]
+    (other, _), (fastest, _) = costs.fitted(OPERATOR, timed)
+    near, far = 1 / 10, 1 / 20 / 4
+    assert fastest["us"] == [10.0]
+    assert other["us"] == pytest.approx([(near + far / 4) / (near**2 + far**2)], abs=1e-3)
 
 
 def test_too_few_sizes_say_nothing():
@@ -130,6 +134,14 @@ def test_where_nothing_was_timed_nothing_is_written(users_tables, reported, caps
     said = "nothing could be fitted of attention: out of memory\n"
     assert capsys.readouterr().err.endswith(said)
     assert not users_tables.exists()
+
+
+def test_what_was_timed_at_too_few_sizes_is_said(users_tables, reported, capsys):
+    report, _ = reported
+    report |= {"timed": rows((5.0, 0.6, 2.0, 15.0), 3), "failure": None}
+    assert costs.main([]) == 1
+    said = "nothing could be fitted of attention: too few sizes were timed of each kernel\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -288,13 +289,17 @@ def _parsed(path: Path) -> tuple[Entry, ...]:
     for entry in entries:
         if not {"of", "problem", "choice"} <= entry.keys():
             raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
-        if "us" in entry and not ("config" in entry and _are_numbers(entry["us"])):
-            raise ValueError(f"an entry of costs needs config and numbers: {json.dumps(entry)}")
+        if "us" in entry and not ("config" in entry and _are_times(entry["us"])):
+            raise ValueError(
+                f"an entry of costs needs config and times in µs from 0 up: {json.dumps(entry)}"
+            )
     return entries
 
 
-def _are_numbers(us: object) -> bool:
-    return isinstance(us, list) and all(isinstance(one, (int, float)) for one in us)
+def _are_times(us: object) -> bool:
+    return isinstance(us, list) and all(
+        type(one) in (int, float) and 0 <= one < math.inf for one in us
+    )
 
 
 def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entry:

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report = run_child(["tnp.bench.child", "costs"], asked, TIMEOUT_S)
         found = fitted(operator, report.get("timed", []))
         if not found:
-            without.append(f"{operator.name}: {report['failure'][1]}")
+            few = "too few sizes were timed of each kernel"
+            without.append(f"{operator.name}: {few if 'timed' in report else report['failure'][1]}")
             continue
         print(table(HEADER, [line for _, line in found], right=(4, 5)))
         path = choice.write(target, [entry for entry, _ in found])
@@ -68,8 +69,9 @@ def fitted(operator: Operator, rows: Iterable[dict]) -> list[tuple[choice.Entry,
 
     Least squares of relative errors: a short launch counts as much as a long one. The errors of a
     configuration are multiplied by (time of the size's fastest / its own)², since where it is far
-    from the fastest it is not chosen, however wrong its prediction. A configuration that was timed
-    at too few sizes, or at none with one of its counts, has no entry.
+    from the fastest it is not chosen, however wrong its prediction; "off by" counts all errors
+    alike. A configuration that was timed at too few sizes, or at none with one of its counts, has
+    no entry.
 
     Args:
         operator: whose operations these are.

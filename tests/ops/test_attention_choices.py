@@ -1,6 +1,7 @@
 """Which implementation, kernel and configuration of attention runs where: decided without a GPU."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,7 +230,9 @@ def test_costs_of_counts_that_have_changed_are_passed_over_and_named_once(caplog
     assert "triton" in said
 
 
-@pytest.mark.parametrize("us", [5.0, None, ["a", 1.0]])
+@pytest.mark.parametrize(
+    "us", [5.0, None, ["a", 1.0], [math.nan, 1.0], [5.0, math.inf], [-1.0], [True]]
+)
 def test_costs_that_are_no_numbers_make_the_table_none(us, caplog):
     before = chosen(FORWARD, call("odd"))
     path = choice.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])

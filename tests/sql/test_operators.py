@@ -347,3 +347,29 @@ def test_other_host_code_is_another_generation_of_ours_and_of_nobody_else(
     assert [(row["implementation"], row["time_ms_p50"]) for row in found] == [
         ("fa4", 1.0), ("fa4", 4.0), ("fused", 1.0),
     ]  # fmt: skip
+
+
+def test_another_configuration_is_another_generation_wherever_it_was_chosen_from(
+    store: Callable[..., Query],
+) -> None:
+    """A table's entry changes what a kernel does and no line of its code."""
+
+    def launched(source: str, tiles: int) -> str:
+        chosen = {"choice": "few_keys", "source": source, "config": {"tiles": tiles}}
+        return json.dumps({"attention.forward": chosen})
+
+    chosen = ("tuned", 1, 4.0), ("predicted", 1, 2.0), ("predicted", 3, 1.0)
+    parts = [
+        run(
+            f"{source} {tiles}",
+            operator("fused", time_ms_p50=ms, launch_config=launched(source, tiles)),
+            minutes=minutes,
+        )
+        for minutes, (source, tiles, ms) in enumerate(chosen)
+    ]
+    found = store(gate("proof"), *parts)(
+        "select count(distinct generation) as generations, count(*) as runs, "
+        "list(time_ms_p50) filter (where is_current) as current "
+        "from measurements inner join ops using (run_id, config_id, pass)"
+    )
+    assert found == [{"generations": 2, "runs": 3, "current": [1.0]}]

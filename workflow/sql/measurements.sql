@@ -3,7 +3,8 @@
 --
 -- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
 -- equal. They are of one generation where they also agree in the hashes of what was asked for, what
--- was launched and how it was timed. For a step without a CUDA graph the source files count too,
+-- was launched and how it was timed; of an operator also in the kernels and configurations that were
+-- chosen, wherever the choice came from. For a step without a CUDA graph the source files count too,
 -- because its host code takes part in the time. So do they for an operator of ours, because its
 -- host code decides what its kernels work on: how operands are padded, for example. A failed row of
 -- which no launch is known joins the newest generation that it agrees with in all the rest. The
@@ -30,6 +31,7 @@ with steps_as_measured as (
         ) as question,
         step_ms_p50 as median_ms,
         coalesce(step_ms_mean, step_ms_p50) as mean_ms,
+        kernels_hash as launched,
         case when not coalesce(cuda_graph, false) then coalesce(source_hash, '-') end
             as host_hash,
         list_distinct(
@@ -80,6 +82,9 @@ operators_as_measured as (
         time_ms_p50 as median_ms,
         coalesce(time_ms_mean, time_ms_p50) as mean_ms,
         earlier_role(implementation, [implementation]) as role_by_name,
+        kernels_hash || coalesce(
+            regexp_replace(launch_config, '"source": "[^"]*",? ?', '', 'g'), ''
+        ) as launched,
         case when coalesce(role, role_by_name) = 'own' then coalesce(source_hash, '-') end
             as host_hash,
         list_distinct(
@@ -105,14 +110,14 @@ measured as (
             else status
         end as outcome,
         coalesce(
-            kernels_hash,
+            launched,
             case
                 when outcome != 'ok' and spec_hash is not null
-                    then arg_max(kernels_hash, recorded_at) over (
+                    then arg_max(launched, recorded_at) over (
                         partition by question, spec_hash, timing_hash, source_hash
                     )
             end
-        ) as launched_hash
+        ) as known_launch
     from (
         from steps_as_measured
         union all by name
@@ -129,7 +134,7 @@ generations as (
                 '|',
                 question,
                 coalesce(spec_hash, '-'),
-                coalesce(launched_hash, '-'),
+                coalesce(known_launch, '-'),
                 coalesce(timing_hash, '-'),
                 host_hash
             )
