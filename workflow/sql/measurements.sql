@@ -3,14 +3,14 @@
 --
 -- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
 -- equal. They are of one generation where they also agree in the hashes of what was asked for, what
--- was launched and how it was timed; of an operator also in the kernels and configurations that were
--- chosen, wherever the choice came from. For a step without a CUDA graph the source files count too,
--- because its host code takes part in the time. So do they for an operator of ours, because its
--- host code decides what its kernels work on: how operands are padded, for example. A failed row of
--- which no launch is known joins the newest generation that it agrees with in all the rest. The
--- current generation is that of the newest row with an outcome: what could not run here, was killed
--- or took too long takes nobody's place. `uses` lists "family/implementation" (view `families`), of
--- `auto` also what it chose.
+-- was launched and how it was timed; of an operator also in the kernels and configurations that
+-- were chosen, wherever the choice came from. For a step without a CUDA graph the source files
+-- count too, because its host code takes part in the time. So do they for an operator of ours,
+-- because its host code decides what its kernels work on: how operands are padded, for example. A
+-- failed row of which no launch is known joins the newest generation that it agrees with in all the
+-- rest. The current generation is that of the newest row with an outcome: what could not run here,
+-- was killed or took too long takes nobody's place. `uses` lists "family/implementation" (view
+-- `families`), of `auto` also what it chose.
 create or replace table measurements as
 with steps_as_measured as (
     select
