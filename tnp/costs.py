@@ -4,13 +4,14 @@
 
 A kernel says what its time is made of (`tnp.contract.Kernel.counts`): a launch, blocks of keys that
 the busiest multiprocessor goes through, tiles of queries. This times every kernel and configuration
-that does, at sizes drawn at random, fits by least squares what each count takes on this GPU, and
-enters that in a table of your own. It lies in your cache and comes before the one that is
-installed; TNP_TABLES names another folder.
+that does, at sizes drawn at random, in some ten minutes. It fits by least squares what each count
+takes on this GPU, and enters that in a table of your own. The table lies in your cache and comes
+before the one that is installed; TNP_TABLES names another folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -34,8 +35,9 @@ HEADER = ("operation", "kernel", "configuration", "µs of each count", "off by",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 where an operator could not be timed; 2 without a GPU."""
-    parser = Parser(prog="python -m tnp.costs", description="Time kernels at sizes drawn at random")
-    parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0])
+    parser = Parser(prog="python -m tnp.costs", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0], help="of all tensors")
     dtype = parser.parse_args(arguments).dtype
     try:
         target = require_gpu()

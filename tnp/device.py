@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from tnp.catalog import Listed, catalog
-from tnp.commands import Parser, size, table
+from tnp.commands import Parser, table
 from tnp.contract import Call, Case, Operator, Problem
 from tnp.targets import Target
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tnp.device", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--capability", type=size, metavar="75", help="compute capability 7.5")
+    which.add_argument("--capability", type=capability, metavar="75", help="compute capability 7.5")
     which.add_argument("--gpu", metavar="NAME", help="a GPU by its product name")
     parser.add_argument("--load", action="store_true", help="import other packages' and ask them")
     wanted = parser.parse_args(arguments)
@@ -48,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault in catalog().faults:
         print(f"\n{fault}")
     return 0
+
+
+def capability(text: str) -> int:
+    """A compute capability without its point, of an option."""
+    if not (text.isdigit() and len(text) in (2, 3)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be as 75 for compute capability 7.5")
+    return int(text)
 
 
 def _here() -> Target:

@@ -7,8 +7,7 @@
 -- evidence, the one that is surest to be fast: the lower end of its interval against PyTorch's best
 -- is the highest. A ratio above 1 says how many times as fast ours is, with its 95 % interval.
 -- An interval stands where the two were timed in the same sittings; such a ratio may differ a
--- little from that of two times in the table. Where two steps cannot be compared, the table says
--- why.
+-- little from that of two times in the table. A ratio without one is of two medians alone.
 with ours as (
     from speedup
     where leads and counts
