@@ -3,8 +3,8 @@
 -- of which has an entry in the table that our kernels are chosen by. At each size the faster of our
 -- `separate` and `fused` beside the fastest of the others: PyTorch's flash and cuDNN, and
 -- FlashAttention-3 and -4. The ratio is the time of the others' fastest over ours; sizes without
--- evidence for one are left out. "Clearly below 97 percent" are sizes whose ratio has its whole 95 %
--- interval below 0.97. What `auto` loses by its choice of these is in the table "What the automatic
+-- evidence for one are left out. "Clearly below 97 percent" are sizes of which the whole interval
+-- lies below 0.97. What `auto` loses by its choice of these is in the table "What the automatic
 -- choice costs".
 with fastest as (
     select * from own_operators

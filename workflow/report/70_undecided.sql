@@ -1,8 +1,8 @@
 -- # Compared and not decided
 -- What was compared with something else, with evidence, and is neither faster, slower nor the same,
 -- and how many more runs we expect to decide it. Where a dash stands no number of runs would: the
--- ratio lies too near to 0.99 or 1.01, between which two things are the same. Comparisons of a thing
--- with its own earlier code, most of which differ by less than 1 %, are in view `undecided` too.
+-- ratio lies too near to 0.99 or 1.01, between which two things are the same. Comparisons of
+-- something with its own earlier code, mostly within 1 %, are in view `undecided` too.
 select
     device,
     replace(question, device || ' ', '') as question,
