@@ -57,15 +57,15 @@ class Launch:
     call: Callable[[], object]
 
 
-def committed_launches() -> Iterator[Launch]:
-    """Every launch that could be chosen on GPUs of `TARGETS`."""
+def committed_launches(briefly: bool = False) -> Iterator[Launch]:
+    """Every launch that could be chosen on GPUs of `TARGETS`; see `compile_all` for `briefly`."""
     for operator in catalog().operators.values():
         for capability in TARGETS:
             target = targets.of_capability(capability)
             problems = operator.compiled or partial(_of_cases, operator)
             for problem in problems(target):
                 yield from launches(operator, problem, target)
-        yield from _of_tables(operator)
+        yield from _of_tables(operator, briefly)
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
@@ -89,10 +89,11 @@ def _extent(problem: Problem) -> int:
     return math.prod(size for _, size in problem.sizes)
 
 
-def _of_tables(operator: Operator) -> Iterator[Launch]:
+def _of_tables(operator: Operator, briefly: bool = False) -> Iterator[Launch]:
     """What the committed tables choose of the operator's operations, with all tensors that may be
     None: so a kernel needs most registers. Configurations that are no candidates then, such as
-    persistent programs where samples have lengths, are compiled without.
+    persistent programs where samples have lengths, are compiled without. `briefly`: of entries of
+    costs the first of each kernel alone.
 
     Raises ValueError for an entry whose configuration is none of its kernel's.
     """
@@ -103,10 +104,12 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
         if operation is not None
     }
     for path in sorted(choice.COMMITTED.glob("*.json")):
-        target = targets.named(path.stem)
+        target, seen = targets.named(path.stem), set()
         for entry in choice.table(path):
-            if entry["of"] not in by_name:
+            kernel = entry["of"], entry["choice"]
+            if entry["of"] not in by_name or (briefly and "us" in entry and kernel in seen):
                 continue
+            seen.add(kernel)
             own, operation = by_name[entry["of"]]
             forced = operation.name, entry["choice"], entry.get("config")
             for problem in _with_optional_first(operator, _problems(operator, entry)):
@@ -248,9 +251,10 @@ class Job:
 def compile_all(briefly: bool = False) -> list[dict]:
     """Rows of table `kernels` without provenance, one per kernel, configuration, dtype and target.
 
-    `briefly`: for the newest of `TARGETS` one kernel of each operator alone. A row also has
-    `users`, the implementations that launch the kernel, as [operator, name]. Raises
-    RuntimeError with the compiler's message if a configuration does not compile.
+    `briefly`: for the newest of `TARGETS` one kernel of each operator alone, and one configuration
+    of each kernel's costs. A row also has `users`, the implementations that launch the kernel, as
+    [operator, name]. Raises RuntimeError with the compiler's message if a configuration does not
+    compile.
     """
     n_children = os.cpu_count() or 1
     with ThreadPoolExecutor(n_children) as pool:
@@ -371,12 +375,13 @@ def _main() -> None:
     parser.add_argument(
         "--briefly",
         action="store_true",
-        help=f"for {TARGETS[max(TARGETS)]} one kernel of each operator alone",
+        help=f"for {TARGETS[max(TARGETS)]} one kernel of each operator alone, and of each kernel's "
+        "costs one configuration",
     )
     given = parser.parse_args()
     if given.part:
         first, step = given.part
-        jobs = collect(committed_launches())
+        jobs = collect(committed_launches(given.briefly))
         jobs = one_of_each_on_the_newest(jobs) if given.briefly else jobs
         print(json.dumps([compiled(job) for job in jobs[first::step]]))
     else:
