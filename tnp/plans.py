@@ -6,6 +6,7 @@ call, and `tnp.dispatch` finds plans again by a key of all that they depend on.
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from operator import itemgetter
@@ -52,6 +53,17 @@ of_operator: dict[str, Plans] = {}
 def plans(operator: Operator) -> Plans:
     """Of an operator, in this process."""
     return of_operator.get(operator.name) or of_operator.setdefault(operator.name, Plans())
+
+
+def launch_configs() -> list[dict[str, Any]]:
+    """What this process's plans launch, by problem and mode: kernels and their configurations."""
+    described = {
+        json.dumps({"problem": plan.what.problem.json, "mode": plan.what.mode} | plan.choices)
+        for known in of_operator.values()
+        for plan in known.by_key.values()
+        if plan.choices
+    }
+    return [json.loads(one) for one in sorted(described)]
 
 
 def build(

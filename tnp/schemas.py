@@ -175,6 +175,7 @@ TABLES: dict[str, pa.Schema] = {
             *RUN,
             *EVIDENCE,
             ("energy_j", pa.float64()),  # of a step; null where sampling took less than a second
+            ("launch_config", pa.string()),  # JSON: kernels and configurations by problem
         ],
         "ops": [
             *OP_KEY,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.bench.configurations import MODEL, TIMING, step_parameters
-from tnp import selection
+from tnp import dispatch, selection
 from tnp.bench.memory import PeakMemory
 from tnp.bench.outcome import Unsupported
 from tnp.bench.stages import _one_pass
@@ -22,6 +22,7 @@ STAGES = ["embed", "attention", "mlp", "heads", "loss", "backward", "optimizer"]
 
 @pytest.fixture(scope="module")
 def tables():
+    dispatch.forget()  # what this process's other tests ran
     return measure_step(step_parameters(), time.perf_counter())
 
 
@@ -44,6 +45,16 @@ def test_a_step_records_what_auto_chose(tables, monkeypatch):
     (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
     chosen = {(c["op"], c["implementation"], c["source"]) for c in json.loads(row["choices"])}
     assert chosen == {("mlp", "torch", "default"), ("mixture_heads", "torch", "default")}
+
+
+def test_a_step_records_the_kernels_and_configurations_of_ours(tables):
+    assert tables["steps"][0]["launch_config"] is None  # nothing of ours ran
+    dispatch.forget()
+    spec = {"attention": "fused"}
+    (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
+    (found,) = json.loads(row["launch_config"])
+    assert json.loads(found["problem"])["op"] == "attention" and found["mode"] == "training"
+    assert found["attention.forward"]["config"] and found["attention.fused"]["config"]
 
 
 def test_samples_are_the_raw_material_of_the_row(tables):

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.sql.conftest import CODE, NOW, Query, Tables, gate, operator, run
+from tests.sql.conftest import CODE, NOW, Query, Tables, gate, operator, run, step
 from tnp.catalog import AUTO, catalog
 
 
@@ -349,8 +349,16 @@ def test_other_host_code_is_another_generation_of_ours_and_of_nobody_else(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [
+        lambda ms, launched: operator("fused", time_ms_p50=ms, launch_config=launched),
+        lambda ms, launched: step("fused", [ms], launch_config=launched),
+    ],
+    ids=["operator", "step"],
+)
 def test_another_configuration_is_another_generation_wherever_it_was_chosen_from(
-    store: Callable[..., Query],
+    store: Callable[..., Query], measured: Callable[[float, str], Tables]
 ) -> None:
     """A table's entry changes what a kernel does and no line of its code."""
 
@@ -360,16 +368,11 @@ def test_another_configuration_is_another_generation_wherever_it_was_chosen_from
 
     chosen = ("tuned", 1, 4.0), ("predicted", 1, 2.0), ("predicted", 3, 1.0)
     parts = [
-        run(
-            f"{source} {tiles}",
-            operator("fused", time_ms_p50=ms, launch_config=launched(source, tiles)),
-            minutes=minutes,
-        )
+        run(f"{source} {tiles}", measured(ms, launched(source, tiles)), minutes=minutes)
         for minutes, (source, tiles, ms) in enumerate(chosen)
     ]
     found = store(gate("proof"), *parts)(
         "select count(distinct generation) as generations, count(*) as runs, "
-        "list(time_ms_p50) filter (where is_current) as current "
-        "from measurements inner join ops using (run_id, config_id, pass)"
+        "list(run_id) filter (where is_current) as current from measurements"
     )
-    assert found == [{"generations": 2, "runs": 3, "current": [1.0]}]
+    assert found == [{"generations": 2, "runs": 3, "current": ["predicted 3"]}]

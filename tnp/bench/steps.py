@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from tnp import selection, targets
+from tnp import plans, selection, targets
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
 from tnp.bench.memory import PeakMemory
@@ -93,7 +93,8 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         | _rates(parameters, variant, measurement)
         | measured_columns(measurement, conditions)
         | {"setup_s": setup_s, "compile_s": compile_s, "energy_j": _energy(measurement, conditions)}
-        | {"choices": _choices(variant), "kernels_hash": code.kernels_hash}
+        | {"choices": _choices(variant), "launch_config": _launch_config()}
+        | {"kernels_hash": code.kernels_hash}
     )
     samples = sample_rows(parameters, "step", measurement, conditions)
     tables = {"steps": [row], "samples": samples, "code": code.rows()}
@@ -148,6 +149,12 @@ def _choices(variant: Variant) -> str | None:
     """What "auto" chose in this process, as JSON; None where the variant leaves it no choice."""
     automatic = any(map(is_automatic, variant.implementations().values()))
     return json.dumps(selection.choices()) if automatic else None
+
+
+def _launch_config() -> str | None:
+    """Kernels and configurations of every operation of ours, as JSON; None without any."""
+    found = plans.launch_configs()
+    return json.dumps(found) if found else None
 
 
 def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict[str, float | None]:

@@ -3,14 +3,14 @@
 --
 -- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
 -- equal. They are of one generation where they also agree in the hashes of what was asked for, what
--- was launched and how it was timed; of an operator also in the kernels and configurations that
--- were chosen, wherever the choice came from. For a step without a CUDA graph the source files
--- count too, because its host code takes part in the time. So do they for an operator of ours,
--- because its host code decides what its kernels work on: how operands are padded, for example. A
--- failed row of which no launch is known joins the newest generation that it agrees with in all the
--- rest. The current generation is that of the newest row with an outcome: what could not run here,
--- was killed or took too long takes nobody's place. `uses` lists "family/implementation" (view
--- `families`), of `auto` also what it chose.
+-- was launched and how it was timed, and in the kernels and configurations that were chosen,
+-- wherever the choice came from. For a step without a CUDA graph the source files count too,
+-- because its host code takes part in the time. So do they for an operator of ours, because its
+-- host code decides what its kernels work on: how operands are padded, for example. A failed row of
+-- which no launch is known joins the newest generation that it agrees with in all the rest. The
+-- current generation is that of the newest row with an outcome: what could not run here, was killed
+-- or took too long takes nobody's place. `uses` lists "family/implementation" (view `families`), of
+-- `auto` also what it chose.
 create or replace table measurements as
 with steps_as_measured as (
     select
@@ -31,7 +31,6 @@ with steps_as_measured as (
         ) as question,
         step_ms_p50 as median_ms,
         coalesce(step_ms_mean, step_ms_p50) as mean_ms,
-        kernels_hash as launched,
         case when not coalesce(cuda_graph, false) then coalesce(source_hash, '-') end
             as host_hash,
         list_distinct(
@@ -82,9 +81,6 @@ operators_as_measured as (
         time_ms_p50 as median_ms,
         coalesce(time_ms_mean, time_ms_p50) as mean_ms,
         earlier_role(implementation, [implementation]) as role_by_name,
-        kernels_hash || coalesce(
-            regexp_replace(launch_config, '"source": "[^"]*",? ?', '', 'g'), ''
-        ) as launched,
         case when coalesce(role, role_by_name) = 'own' then coalesce(source_hash, '-') end
             as host_hash,
         list_distinct(
@@ -119,10 +115,17 @@ measured as (
             end
         ) as known_launch
     from (
-        from steps_as_measured
-        union all by name
-        from operators_as_measured
-    ) as of_both_kinds
+        select
+            *,
+            kernels_hash || coalesce(
+                regexp_replace(launch_config, '"source": "[^"]*",? ?', '', 'g'), ''
+            ) as launched
+        from (
+            from steps_as_measured
+            union all by name
+            from operators_as_measured
+        ) as of_both_kinds
+    ) as as_launched
     qualify row_number() over (partition by device, run, config_id, pass order by recorded_at) = 1
 ),
 
