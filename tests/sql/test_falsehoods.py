@@ -132,6 +132,24 @@ def test_a_module_of_the_model_that_no_gate_names_is_not_proven(store: Store) ->
     assert row["why_not"] == "no gate has run module tnp.ops.mlp as it was timed"
 
 
+@pytest.mark.parametrize(
+    ("name", "proven"), [("tnp.choice:_parsed", True), ("tnp.plans:build", None)]
+)
+def test_what_reads_tables_may_differ_from_what_the_gate_ran(
+    store: Store, name: str, proven: bool | None
+) -> None:
+    """It computes nothing, and the kernels that it chose are compared in its place."""
+
+    def with_hash(found: str) -> dict[str, dict[str, str]]:
+        return {
+            "kernel": CODE["kernel"],
+            "definition": {"tnp.model:TransformerNP": "1", name: found},
+        }
+
+    timed = run("r", step("fused", [1.0]), code=with_hash("2"))
+    assert one(store(gate("g", code=with_hash("1")), timed), JUDGED)["proven"] is proven
+
+
 def test_what_auto_chose_is_proven_as_what_it_chose(store: Store) -> None:
     def automatic(**chosen: str) -> Tables:
         """A run of `auto`, from what it chose in each pass."""

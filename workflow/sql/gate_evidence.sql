@@ -5,13 +5,14 @@
 -- `auto` chose forward and backward may differ, and each pass is judged by its own. A run of the
 -- gate matches where it was on the same device model with the same torch and triton, and names no
 -- definition that the measurement names with another hash, and names whole modules where the
--- measurement does. The newest match decides. It has passed where a check about what the
--- measurement uses, or about all implementations, is green and no such check is red or an error.
--- `concerned` is false where `auto` waited for the gate and chose something that no check of it is
--- about, and of gate `baseline`, which every step waits for, where its checks are about other
--- attention than the step's and another gate's are about that. A run that was killed or took too
--- long decides nothing, unless a check was red by then. Runs from before evidence was kept wait for
--- nothing and decide nothing.
+-- measurement does. Definitions of `tnp.choice` do not count: they read tables and compute nothing,
+-- and the kernels that they chose are compared (`evidence`). The newest match decides. It has
+-- passed where a check about what the measurement uses, or about all implementations, is green and
+-- no such check is red or an error. `concerned` is false where `auto` waited for the gate and chose
+-- something that no check of it is about, and of gate `baseline`, which every step waits for, where
+-- its checks are about other attention than the step's and another gate's are about that. A run
+-- that was killed or took too long decides nothing, unless a check was red by then. Runs from
+-- before evidence was kept wait for nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
@@ -62,7 +63,7 @@ gate_runs as (
 
 sources as (
     select * from code_parts
-    where part in ('definition', 'module')
+    where part in ('definition', 'module') and not starts_with(name, 'tnp.choice:')
 ),
 
 -- Rows name whole modules, or since definitions are told apart those.
