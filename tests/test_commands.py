@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -28,6 +29,13 @@ def test_a_command_says_how_it_is_used(command):
 def test_a_process_of_the_workflow_says_who_starts_it(command):
     done = subprocess.run([sys.executable, "-m", command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "snakemake" in done.stdout
+
+
+def test_a_command_whose_reader_has_ended_ends_in_silence():
+    call = [sys.executable, "-m", "tnp.device", "--capability", "90"]
+    with subprocess.Popen(call, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 1
 
 
 def test_an_unknown_option_is_named_before_one_that_is_missing(capsys):

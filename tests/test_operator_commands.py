@@ -19,6 +19,7 @@ from tnp.contract import Implementation
 from tnp.ops.swiglu import OPERATOR
 
 ROOT = Path(__file__).parents[1]
+ODD_ROPE = ["--batch", "1", "--heads", "2", "--kv-heads", "2", "--n-tokens", "8", "--head-dim", "7"]
 SIZES = ["--rows", "6", "--width", "40", "--dtype", "float32"]
 
 
@@ -77,7 +78,10 @@ def test_sizes_and_options_are_those_that_the_operator_declares(declared, capsys
 
 
 def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
-    declared(options={"causal": bool, "window": int, "kind": ("a", "b")})
+    declared(
+        options={"causal": bool, "window": int, "kind": ("a", "b")},
+        describe=lambda gate, up, **_options: OPERATOR.describe(gate, up),
+    )
     asked = []
 
     def run_isolated(kind, parameters, timeout_s):
@@ -105,6 +109,7 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
         (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
         (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
         (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),
+        (["rope", *ODD_ROPE], "head_dim is 7: it must be even, since elements turn in pairs"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 
@@ -27,6 +28,17 @@ class Parser(argparse.ArgumentParser):
         """Exit code 2."""
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with main's exit code; in silence where nobody reads its output any more."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`; what is left would raise again when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
 
 
 def option(name: str) -> str:

@@ -23,7 +23,7 @@ from tnp import choice
 from tnp.bench.child import require_gpu
 from tnp.bench.process import DeviceMissing, device_lock, run_child
 from tnp.catalog import catalog
-from tnp.commands import Parser, option, table
+from tnp.commands import Parser, end_with, option, table
 from tnp.contract import FLOATS, Operator
 
 TIMEOUT_S = 1800.0
@@ -126,4 +126,4 @@ def _not_negative(relative: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndar
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -12,11 +12,10 @@ are asked only under --load, which imports them.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
 from tnp.catalog import Listed, catalog
-from tnp.commands import Parser, table
+from tnp.commands import Parser, end_with, table
 from tnp.contract import Call, Case, Operator, Problem
 from tnp.targets import Target
 
@@ -151,4 +150,4 @@ def _answer(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -22,7 +22,7 @@ from tnp.bench.policy import Policy
 from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
-from tnp.commands import Parser, option, size, table
+from tnp.commands import Parser, end_with, option, size, table
 from tnp.contract import FLOATS, Operator
 
 TIMEOUT_S = 900.0
@@ -115,4 +115,4 @@ def _answers(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tnp.catalog import catalog, is_automatic
-from tnp.commands import Parser, option, size, table
-from tnp.contract import FLOATS, Operator, Problem
+from tnp.commands import Parser, end_with, option, size, table
+from tnp.contract import FLOATS, Case, Operator, Problem
 
 PROGRAM = "python -m tnp.bench"
 TIMEOUT_S = 900.0
@@ -95,7 +95,21 @@ def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
     names = (*operator.sizes, *operator.options, *operator.optional)
     values = {name: getattr(wanted, name) for name in names}
     given = {name: value for name, value in values.items() if value is not None}
-    return operator.problem(wanted.dtype, **given)
+    problem = operator.problem(wanted.dtype, **given)
+    _require_described(operator, problem)
+    return problem
+
+
+def _require_described(operator: Operator, problem: Problem) -> None:
+    """Raises ValueError where the operator takes no tensors of these sizes."""
+    import torch
+
+    from tnp.values import Random
+
+    case = Case(problem)
+    drawn = operator.draw(case, Random(case, torch.device("meta")))
+    inputs = [drawn.get(name) for name in operator.tensors]
+    operator.describe(*inputs, **dict(operator.call_options(problem)))
 
 
 def _measure(
@@ -177,4 +191,4 @@ def _rate(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
