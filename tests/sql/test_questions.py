@@ -52,7 +52,7 @@ def test_throttled_samples_are_those_below_the_highest_clock(store: Callable[...
     assert row["config_id"] == "mid--capped" and row["reasons"] == "sw_power_cap"
     assert (row["n_samples"], row["n_lowered"]) == (4, 2)
     assert (row["first_sample"], row["last_sample"]) == (1, 3)
-    assert (row["lowest_mhz"], row["highest_mhz"]) == (1500, 1980)
+    assert (row["lowest_mhz"], row["top_mhz"]) == (1500, 1980)
 
 
 def test_pytorchs_time_has_code_and_no_gate(store: Callable[..., Query]) -> None:
