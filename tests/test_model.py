@@ -119,7 +119,7 @@ def loss_and_gradients(model: TransformerNP, task: Task) -> dict[str, torch.Tens
 )
 def test_what_is_skipped_or_recomputed_changes_nothing(spec, n_layers):
     config = TNPConfig(d_model=32, n_layers=n_layers, n_heads=2, d_ff=21, n_components=3)
-    task = Task(*(x.double() for x in make_task(config)))
+    task = make_task(config).to(dtype=torch.float64)
     plain, other = (
         loss_and_gradients(
             build(config, torch.float64, attention="reference", **changes).double(), task

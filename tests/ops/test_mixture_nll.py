@@ -71,6 +71,25 @@ def test_a_component_out_of_range_has_gradient_zero():
         torch.testing.assert_close(ours, own)
 
 
+@pytest.mark.parametrize("implementation", ["torch", "fused"])
+def test_padding_may_hold_anything_and_has_no_gradient(implementation):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    p = torch.randn(3, 7, 2, 3, device=DEVICE, generator=generator)
+    y = torch.randn(3, 7, 1, device=DEVICE, generator=generator)
+    numbers = [7, 3, 0]
+    alone = [mixture_nll(p[b, :n].double(), y[b, :n].double()) for b, n in enumerate(numbers) if n]
+    expected = (7 * alone[0] + 3 * alone[1]) / 10
+    for b, n in enumerate(numbers):
+        p[b, n:], y[b, n:] = float("nan"), float("inf")
+    n_targets = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+    p, y = p.requires_grad_(), y.requires_grad_()
+    loss = mixture_nll(p, y, n_targets=n_targets, implementation=implementation)
+    torch.testing.assert_close(loss, expected.float())
+    for gradient in torch.autograd.grad(loss, (p, y)):
+        for b, n in enumerate(numbers):
+            assert gradient[b, :n].isfinite().all() and (gradient[b, n:] == 0).all()
+
+
 def test_a_nan_is_not_hidden():
     for at in range(3):
         p, y = (x.float().to(DEVICE) for x in draw(n=5, n_components=3))
@@ -82,8 +101,8 @@ def test_gradients_that_nobody_asks_for_are_not_computed():
     p, y = (x.float().to(DEVICE) for x in draw(n=5))
     found = []
     for wanted in ((), ("y",), ("parameters",), ("parameters", "y")):
-        plan = plans.build(OPERATOR, "fused", (p, y), wanted=wanted)
-        (loss,), (dparameters, dy) = plan.forward((p, y), (0.0,))
+        plan = plans.build(OPERATOR, "fused", (p, y, None), wanted=wanted)
+        (loss,), (dparameters, dy) = plan.forward((p, y, None), (0.0,))
         assert (dparameters.shape == p.shape, dy.shape == y.shape) == (
             "parameters" in wanted, "y" in wanted,
         )  # fmt: skip
@@ -112,7 +131,7 @@ def test_parameters_that_are_not_contiguous():
 def test_operators_keep_their_contracts(wanted):
     sizes = {"rows": 10, "n_components": 3, "d_y": 2}
     inputs = setting(OPERATOR, "fused", "bfloat16", {"batch": 2}, floor=True, **sizes).inputs
-    arguments = [x.requires_grad_(name in wanted) for name, x in inputs.items()]
+    arguments = [x if x is None else x.requires_grad_(name in wanted) for name, x in inputs.items()]
     content = {"implementation": "fused", "saves": "", "wanted": wanted, "dtype": "bfloat16"}
     text = json.dumps(content | {"options": [["floor", True]]})
     torch.library.opcheck(opaque.custom_op(OPERATOR), (*arguments, 0.1, text))
@@ -121,8 +140,8 @@ def test_operators_keep_their_contracts(wanted):
 def test_compiles_in_one_graph():
     problem = setting(OPERATOR, "fused", draw={"batch": 2}, rows=14, n_components=3, d_y=1)
 
-    def call(parameters, y, _sigma_min):
-        return mixture_nll(parameters, y, implementation="fused")
+    def call(parameters, y, n_targets, _sigma_min):
+        return mixture_nll(parameters, y, n_targets=n_targets, implementation="fused")
 
     eager = results(problem, call)
     compiled = results(problem, torch.compile(call, fullgraph=True, backend="aot_eager"))
@@ -144,6 +163,10 @@ def test_compiles_in_one_graph():
         ({"parameters": torch.zeros(3), "y": torch.zeros(())}, r"are \(3,\) and y \(\): they must"),
         ({"y": torch.zeros(5, 1).long()}, "y is torch.int64: it must be a float dtype"),
         ({"y": torch.zeros(5, 1, device="meta")}, "y is on meta and parameters on cpu"),
+        (
+            {"n_targets": torch.ones(5, dtype=torch.int32)},
+            r"n_targets is torch.int32 \(5,\) and y \(5, 1\): they must be int32 \[B\] and",
+        ),
     ],
 )
 def test_refusals(implementation, change, message):

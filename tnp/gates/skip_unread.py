@@ -37,7 +37,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     chosen, batch = models.scale(device), models.task(device, 0)
     plain = models.build_model(device, Variant("plain", attention="sdpa_flash"))
     exact = models.exact(plain)
-    double = Task(*(x.double() for x in batch))
+    double = batch.to(dtype=torch.float64)
     loss, gradients = models.gradients_by_tensor(exact, double)
     _, own = models.gradients_by_tensor(plain, batch)
     yield from _exactness(exact, double, loss, gradients)

@@ -56,7 +56,7 @@ class GaussianProcessTasks:
             random_generator(self.device, seed, step), task.batch, n_points
         )
         lengthscale = lengthscale.double()
-        x_context, y_context, x_target, y_target = (tensor.double() for tensor in task)
+        x_context, y_context, x_target, y_target, _, _ = task.to(dtype=torch.float64)
         factor = torch.linalg.cholesky(
             _covariance(x_context, x_context, lengthscale) + _noise(x_context)
         )

@@ -4,7 +4,8 @@
     sigma_k = exp(log_sigma_k) + sigma_min
 
 All of it in float32 (float64 where given float64), in log space throughout. With several output
-dimensions a component is a product of independent Gaussians over them.
+dimensions a component is a product of independent Gaussians over them. Where samples have targets
+of their own number, the mean is over the targets that there are.
 """
 
 from __future__ import annotations
@@ -42,17 +43,26 @@ def split_parameters(
     return log_weight, mu, log_sigma
 
 
-def reference(parameters, y, sigma_min, floor=False):
+def reference(parameters, y, n_targets, sigma_min, floor=False):
     """The formula in PyTorch; `sigma_min` is read where there is a `floor`."""
     import torch
 
+    counted = None
+    if n_targets is not None:
+        counted = torch.arange(y.shape[1], device=y.device) < n_targets[:, None]
+        # Before anything is computed: a NaN that is multiplied by nothing is NaN in the gradient.
+        parameters = torch.where(counted[..., None, None], parameters, 0.0)
+        y = torch.where(counted[..., None], y, 0.0)
     log_weight, mu, log_sigma = split_parameters(parameters, sigma_min if floor else 0.0)
     z = (y.unsqueeze(-2) - mu) * torch.exp(-log_sigma)
     log_normal = -0.5 * z.square() - log_sigma - 0.5 * math.log(2.0 * math.pi)
-    return -torch.logsumexp(log_weight + log_normal.sum(-1), dim=-1).mean()
+    log_density = torch.logsumexp(log_weight + log_normal.sum(-1), dim=-1)
+    if counted is None:
+        return -log_density.mean()
+    return -torch.where(counted, log_density, 0.0).sum() / counted.sum()
 
 
-def describe(parameters, y, floor=False) -> dict:
+def describe(parameters, y, n_targets, floor=False) -> dict:
     """Sizes; ValueError where the tensors do not go together or hold nothing."""
     together = parameters.dim() > 1 and y.dim() > 0 and parameters.shape[:-2] == y.shape[:-1]
     if not together or parameters.shape[-1] != 1 + 2 * y.shape[-1]:
@@ -67,6 +77,13 @@ def describe(parameters, y, floor=False) -> dict:
         )
     require_floats(parameters=parameters, y=y)
     require_one_device(parameters=parameters, y=y)
+    if n_targets is not None:
+        if y.dim() != 3 or n_targets.shape != y.shape[:1] or str(n_targets.dtype) != "torch.int32":
+            raise ValueError(
+                f"n_targets is {n_targets.dtype} {tuple(n_targets.shape)} and y {tuple(y.shape)}: "
+                "they must be int32 [B] and [B, N, d_y]"
+            )
+        require_one_device(y=y, n_targets=n_targets)
     sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
     double = y.itemsize == 8  # then all of it is in float64
     return sizes | {"d_y": y.shape[-1]} | ({"dtype": "float64"} if double else {})
@@ -76,7 +93,8 @@ def draw(case, random) -> dict:
     """Normal numbers; y a float32 view of every second target.
 
     A case may say the factor of the `logits`, the scale of every `sigma`, and the `batch` by which
-    targets are grouped (1).
+    targets are grouped (1). Where samples have numbers of targets of their own, what stands past
+    them would be the larger part of the loss.
     """
     import torch
 
@@ -86,7 +104,13 @@ def draw(case, random) -> dict:
     parameters[..., 0] *= case["logits"] or 1.0
     parameters[..., 1 + d_y :] += math.log(case["sigma"] or 1.0)
     y = random(batch, 2 * n, d_y, dtype=torch.float32)[:, ::2]
-    return {"parameters": parameters.to(random.dtype), "y": y}
+    n_targets = None
+    if problem["n_targets"]:
+        n_targets = random.integers(1, n, batch)
+        if y.device.type != "meta":
+            padding = torch.arange(n, device=y.device) >= n_targets[:, None]
+            y[padding] = parameters[padding] = 1e4
+    return {"parameters": parameters.to(random.dtype), "y": y, "n_targets": n_targets}
 
 
 def work(case, pass_) -> Work:
@@ -98,8 +122,9 @@ def work(case, pass_) -> Work:
     return Work({}, parameters + targets, 4 if pass_ == "forward" else parameters)
 
 
-def _case(batch, n, dtype="float32", k=10, d_y=1, floor=False, **draw) -> Case:
-    return OPERATOR.case(dtype, batch * n, k, d_y, floor=floor, batch=batch, **draw)
+def _case(batch, n, dtype="float32", k=10, d_y=1, floor=False, n_targets=False, **draw) -> Case:
+    options = {"floor": floor, "n_targets": n_targets}
+    return OPERATOR.case(dtype, batch * n, k, d_y, **options, batch=batch, **draw)
 
 
 def cases(target) -> list[Case]:
@@ -121,6 +146,8 @@ def cases(target) -> list[Case]:
             _case(1, 1, k=1),
             _case(1, 7, k=64, d_y=4, floor=True),
             _case(2, 17, "float16", k=3, d_y=2),
+            _case(3, 23, n_targets=True),
+            _case(5, 7, "bfloat16", k=3, d_y=2, n_targets=True),
             *extremes,
         ]
     return [
@@ -133,6 +160,9 @@ def cases(target) -> list[Case]:
         _case(3, 77, k=64, d_y=4, floor=True),
         _case(3, 77, "bfloat16", k=33, d_y=2),
         _case(2, 100, "float16", k=3, d_y=3),
+        _case(64, 500, n_targets=True),
+        _case(3, 77, "bfloat16", k=33, d_y=2, n_targets=True),
+        _case(1, 33, floor=True, n_targets=True),
         *extremes,
     ]
 
@@ -150,12 +180,20 @@ def within(model, run):
     )
 
 
-def _last_component_missing(parameters, y, sigma_min, floor=False):
+def _last_component_missing(parameters, y, n_targets, sigma_min, floor=False):
     import torch
 
     last = torch.zeros_like(parameters)
     last[..., -1, 0] = 1e4
-    return reference(parameters - last, y, sigma_min, floor)
+    return reference(parameters - last, y, n_targets, sigma_min, floor)
+
+
+def _padding_counted(parameters, y, n_targets, sigma_min, floor=False):
+    """The mean over all rows; only cases whose samples differ can tell."""
+    if n_targets is None:
+        return reference(parameters, y, None, sigma_min, floor)
+    loss = reference(parameters, y, n_targets, sigma_min, floor)
+    return loss * (n_targets.sum() / y.shape[:2].numel())
 
 
 def _fused(call):
@@ -169,7 +207,7 @@ def _fused(call):
 
 OPERATOR = Operator(
     "mixture_nll",
-    inputs=("parameters", "y"),
+    inputs=("parameters", "y", "n_targets?"),
     outputs=("loss",),
     sizes=("rows", "n_components", "d_y"),
     scalars={"sigma_min": 1e-3},
@@ -178,13 +216,13 @@ OPERATOR = Operator(
     keeps=(),
     backward_with_forward=True,
     implementations=(
-        *by_pytorch(reference, options=("floor",)),
+        *by_pytorch(reference, options=("floor", "n_targets")),
         by_triton(
             "fused",
             "mixture_nll",
             "tnp.ops.mixture_nll.triton_mixture_nll",
             supported=_fused,
-            options=("floor",),
+            options=("floor", "n_targets"),
         ),
     ),
     describe=describe,
@@ -196,13 +234,14 @@ OPERATOR = Operator(
     within=within,
     fixed=("d_y",),
     controls={
-        "values are shifted by a target": lambda parameters, y, sigma_min, floor=False: reference(
-            parameters, y.roll(1, -2), sigma_min, floor
+        "values are shifted by a target": lambda parameters, y, n_targets, sigma_min, floor=False: (
+            reference(parameters, y.roll(1, -2), n_targets, sigma_min, floor)
         ),
         "the last component is missing": _last_component_missing,
-        "the floor is missing": lambda parameters, y, sigma_min, floor=False: reference(
-            parameters, y, 0.0
+        "the floor is missing": lambda parameters, y, n_targets, sigma_min, floor=False: reference(
+            parameters, y, n_targets, 0.0
         ),
+        "padding is counted": _padding_counted,
     },
 )
 
@@ -212,6 +251,7 @@ def mixture_nll(
     y: torch.Tensor,
     sigma_min: float = 0.0,
     *,
+    n_targets: torch.Tensor | None = None,
     implementation: str = "torch",
 ) -> torch.Tensor:
     """Mean nats per target.
@@ -222,6 +262,10 @@ def mixture_nll(
             `fused`.
         y: [..., d_y], at least one target.
         sigma_min: floor under every standard deviation, in units of y; a finite number, 0 for none.
+        n_targets: int32 [B], each from 0 to N and at least one of them more than 0, where parameters
+            are [B, N, K, 1 + 2·d_y] and y [B, N, d_y]; None for N everywhere. Targets past a
+            sample's number are padding: they may hold anything, NaN too, and have gradient exactly
+            0. A number out of range is clamped.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
@@ -238,7 +282,7 @@ def mixture_nll(
     if sigma_min.__class__ is not float or not 0.0 <= sigma_min < math.inf:
         sigma_min = _checked(sigma_min)
     floor = (("floor", True),) if sigma_min > 0.0 else ()
-    return dispatch.call(OPERATOR, implementation, (parameters, y), (sigma_min,), floor)
+    return dispatch.call(OPERATOR, implementation, (parameters, y, n_targets), (sigma_min,), floor)
 
 
 def _checked(sigma_min: float) -> float:

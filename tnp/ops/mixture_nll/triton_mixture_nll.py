@@ -6,9 +6,10 @@ Per target, with w = softmax_k(logit), s = log sigma, z = (y − mu)·e^−s, an
 
     dlogit = w − r    dmu = −r·z·e^−s    ds = r·(1 − z²)    dy = Σ_k r·z·e^−s
 
-each over the number of targets. With a floor s = logaddexp(log_sigma, log sigma_min), and ds gets
-the factor e^(log_sigma − s). All in float32, in log space; programs write partial sums of the loss,
-added up by a second, small launch in a fixed order. The backward pass only scales what is saved.
+each over the number of targets that count: all, or of sample b the first n_targets[b]. With a floor
+s = logaddexp(log_sigma, log sigma_min), and ds gets the factor e^(log_sigma − s). All in float32,
+in log space; programs write partial sums of the loss, added up by a second, small launch in a fixed
+order. The backward pass only scales what is saved.
 """
 
 import math
@@ -70,32 +71,44 @@ def _standardize(base, y, k_mask, d, log_sigma_min, D_Y: tl.constexpr, HAS_FLOOR
     return (y[:, None] - mu) * inverse, s, inverse, slope
 
 
-@triton.jit(do_not_specialize=["n_targets", "n_inner", "stride_yb", "stride_yl", "stride_yd"])
+@triton.jit(
+    do_not_specialize=["n_rows", "n_inner", "stride_yb", "stride_yl", "stride_yd", "batch"]
+)
 def _mixture_nll_kernel(
-    parameters_ptr, y_ptr, partials_ptr, dparameters_ptr, dy_ptr,
-    stride_yb, stride_yl, stride_yd, n_targets, n_inner, per_target, log_sigma_min,
+    parameters_ptr, y_ptr, n_targets_ptr, partials_ptr, dparameters_ptr, dy_ptr,
+    stride_yb, stride_yl, stride_yd, n_rows, n_inner, batch, log_sigma_min,
     K: tl.constexpr, BLOCK_K: tl.constexpr, D_Y: tl.constexpr, ELEMENTS: tl.constexpr,
     HAS_FLOOR: tl.constexpr, WITH_DPARAMETERS: tl.constexpr, WITH_DY: tl.constexpr,
+    HAS_N_TARGETS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """`per_target` is 1 / n_targets."""
     ROWS: tl.constexpr = ELEMENTS // BLOCK_K
     WIDTH: tl.constexpr = 1 + 2 * D_Y
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_k = tl.arange(0, BLOCK_K)
-    mask = (rows < n_targets)[:, None] & (offs_k < K)[None, :]
+    counts = rows < n_rows
+    per_target = 1.0 / n_rows
+    if HAS_N_TARGETS:
+        of_row = tl.load(n_targets_ptr + rows // n_inner, mask=counts, other=0)
+        counts = counts & (rows % n_inner < of_row)
+        samples = tl.arange(0, BLOCK_B)
+        of_all = tl.load(n_targets_ptr + samples, mask=samples < batch, other=0)
+        of_all = tl.minimum(tl.maximum(of_all, 0), n_inner)
+        per_target = 1.0 / tl.sum(of_all, 0).to(tl.float32)
+    within = (rows < n_rows)[:, None] & (offs_k < K)[None, :]
+    mask = counts[:, None] & (offs_k < K)[None, :]
     offs = (rows.to(tl.int64)[:, None] * K + offs_k[None, :]) * WIDTH
     base = parameters_ptr + offs
     y_ptrs = y_ptr + (rows // n_inner).to(tl.int64) * stride_yb
     y_ptrs += (rows % n_inner).to(tl.int64) * stride_yl
 
-    # Padding has weight 0; rows past the end are mixtures of zeros, which nothing reads.
+    # Padding has weight 0; rows that do not count are mixtures of zeros, which nothing reads.
     logit = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     logit = tl.where((offs_k < K)[None, :], logit, float("-inf"))
     logit -= tl.max(logit, 1)[:, None]
     log_weight = logit - tl.log(tl.sum(_exp(logit), 1))[:, None]
     log_normal = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for d in tl.static_range(D_Y):
-        y = tl.load(y_ptrs + d * stride_yd, mask=rows < n_targets, other=0.0).to(tl.float32)
+        y = tl.load(y_ptrs + d * stride_yd, mask=counts, other=0.0).to(tl.float32)
         z, s, _, _ = _standardize(base, y, mask, d, log_sigma_min, D_Y, HAS_FLOOR)
         log_normal += -0.5 * z * z - s - LOG_SQRT_2_PI
     lp = log_weight + log_normal
@@ -105,29 +118,29 @@ def _mixture_nll_kernel(
     p = _exp(lp - lp_max[:, None])
     p_sum = tl.sum(p, 1)
     nll = -(lp_max + tl.log(p_sum))
-    tl.store(partials_ptr + tl.program_id(0), tl.sum(tl.where(rows < n_targets, nll, 0.0), 0))
+    tl.store(partials_ptr + tl.program_id(0), tl.sum(tl.where(counts, nll, 0.0), 0) * per_target)
 
     if WITH_DPARAMETERS or WITH_DY:
         r = p / p_sum[:, None]
         dtype: tl.constexpr = dparameters_ptr.dtype.element_ty
         dbase = dparameters_ptr + offs
         if WITH_DPARAMETERS:
-            dlogit = (_exp(log_weight) - r) * per_target
-            tl.store(dbase, cast(dlogit, dtype), mask=mask)
+            dlogit = tl.where(mask, (_exp(log_weight) - r) * per_target, 0.0)
+            tl.store(dbase, cast(dlogit, dtype), mask=within)
         for d in tl.static_range(D_Y):
-            y = tl.load(y_ptrs + d * stride_yd, mask=rows < n_targets, other=0.0).to(tl.float32)
+            y = tl.load(y_ptrs + d * stride_yd, mask=counts, other=0.0).to(tl.float32)
             z, _, inverse, slope = _standardize(base, y, mask, d, log_sigma_min, D_Y, HAS_FLOOR)
             # r·z before ·z: where z² overflows r is 0, and 0 · z is.
             rz = r * z
             if WITH_DPARAMETERS:
-                dmu = -rz * inverse * per_target
-                ds = (r - rz * z) * slope * per_target
-                tl.store(dbase + 1 + d, cast(dmu, dtype), mask=mask)
-                tl.store(dbase + 1 + D_Y + d, cast(ds, dtype), mask=mask)
+                dmu = tl.where(mask, -rz * inverse * per_target, 0.0)
+                ds = tl.where(mask, (r - rz * z) * slope * per_target, 0.0)
+                tl.store(dbase + 1 + d, cast(dmu, dtype), mask=within)
+                tl.store(dbase + 1 + D_Y + d, cast(ds, dtype), mask=within)
             if WITH_DY:
-                dy = tl.sum(rz * inverse, 1) * per_target
+                dy = tl.where(counts, tl.sum(rz * inverse, 1) * per_target, 0.0)
                 dy_ptrs = dy_ptr + rows.to(tl.int64) * D_Y + d
-                tl.store(dy_ptrs, cast(dy, dy_ptr.dtype.element_ty), mask=rows < n_targets)
+                tl.store(dy_ptrs, cast(dy, dy_ptr.dtype.element_ty), mask=rows < n_rows)
 
 
 def configs(call):
@@ -135,36 +148,39 @@ def configs(call):
 
 
 def empty(wanted, inputs):
-    parameters, y = inputs
+    parameters, y, _ = inputs
     loss = parameters.new_empty((), dtype=torch.float32)
     dparameters = parameters.new_empty(parameters.shape if "parameters" in wanted else 0)
     return (loss,), (dparameters, y.new_empty(y.shape if "y" in wanted else 0))
 
 
 def prepare(call, config, inputs):
-    n_targets, k = call.problem["rows"], call.problem["n_components"]
+    n_rows, k = call.problem["rows"], call.problem["n_components"]
     block_k = triton.next_power_of_2(k)
-    n_programs = triton.cdiv(n_targets, config.elements // block_k)
+    n_programs = triton.cdiv(n_rows, config.elements // block_k)
     y_rows = as_batches(inputs[1])
-    has_floor = call.problem["floor"]
+    has_floor, has_n_targets = call.problem["floor"], call.problem["n_targets"]
+    batch = y_rows.shape[0]
     kernel = Bound(
-        _mixture_nll_kernel, (n_programs,), *y_rows.stride(), n_targets, y_rows.shape[1],
+        _mixture_nll_kernel, (n_programs,), *y_rows.stride(), n_rows, y_rows.shape[1], batch,
         K=k, BLOCK_K=block_k, D_Y=call.problem["d_y"], HAS_FLOOR=has_floor,
         WITH_DPARAMETERS="parameters" in call.wanted, WITH_DY="y" in call.wanted,
+        HAS_N_TARGETS=has_n_targets,
+        BLOCK_B=triton.next_power_of_2(batch) if has_n_targets else 1,
         **config.kernel_arguments(),
     )  # fmt: skip
     add = bound_sum(n_programs, 1)
 
     def launch(inputs, scalars):
-        parameters, y = inputs
+        parameters, y, n_targets = inputs
         (loss,), (dparameters, dy) = empty(call.wanted, inputs)
         partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
         log_sigma_min = math.log(scalars[0]) if has_floor else 0.0
         kernel(
-            parameters.contiguous(), as_batches(y), partials, dparameters, dy,
-            1.0 / n_targets, log_sigma_min,
+            parameters.contiguous(), as_batches(y), n_targets if has_n_targets else y, partials,
+            dparameters, dy, log_sigma_min,
         )  # fmt: skip
-        add(partials, loss, 1.0 / n_targets)
+        add(partials, loss, 1.0)
         return (loss,), (dparameters, dy)
 
     return launch
@@ -192,5 +208,6 @@ def prepare_backward(call, config, inputs):
     return launch
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("floor",))
-BACKWARD = Kernel("triton", empty_backward, prepare_backward, options=("floor",))
+_OPTIONS = ("floor", "n_targets")
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=_OPTIONS)
+BACKWARD = Kernel("triton", empty_backward, prepare_backward, options=_OPTIONS)
