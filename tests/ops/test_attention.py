@@ -143,10 +143,20 @@ def test_bad_n_keys_is_one_sentence(implementation, message, n_keys):
         attention(x, x, x, n_keys=n_keys, implementation=implementation)
 
 
-def test_n_keys_needs_an_implementation_that_knows_it():
-    x, n_keys = torch.zeros(1, 2, 8, 64), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="'sdpa_flash' cannot run here: .* not take n_keys"):
-        attention(x, x, x, n_keys=n_keys)
+@pytest.mark.parametrize("scale", [None, 1e-3])
+def test_pytorchs_flash_gives_padding_no_weight_and_no_gradient(scale):
+    """It takes no mask: a dimension of the head stands in for it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, n, 16, generator=generator) for n in (11, 9, 9))
+    n_keys, found = torch.tensor([9, 4, 1], dtype=torch.int32), []
+    for implementation in ("sdpa_flash", "reference"):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = attention(*inputs, n_keys=n_keys, scale=scale, implementation=implementation)
+        found.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
+    for flash, reference in zip(*found, strict=True):
+        torch.testing.assert_close(flash, reference)
+    for gradient in found[0][2:]:
+        assert (gradient[1, :, 4:] == 0).all() and (gradient[2, :, 1:] == 0).all()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it is an assertion on the device")

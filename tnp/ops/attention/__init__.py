@@ -90,6 +90,7 @@ OPERATOR = Operator(
             run=torch_forms.sdpa_flash,
             provider="torch",
             supported=torch_forms.flash_supported,
+            options=("n_keys",),
             dispatches=("aten::_scaled_dot_product_flash_attention",),
         ),
         Implementation(
@@ -97,6 +98,7 @@ OPERATOR = Operator(
             run=torch_forms.sdpa_cudnn,
             provider="torch",
             supported=torch_forms.cudnn_supported,
+            options=("n_keys",),
             dispatches=("aten::_scaled_dot_product_cudnn_attention",),
         ),
         Implementation(

@@ -40,27 +40,59 @@ def with_aligned_rows(x):
     return x
 
 
-def _sdpa(backend, q, k, v, scale):
+def _sdpa(backend, q, k, v, scale, mask=None):
     import torch
 
     if q.is_cuda and not torch.compiler.is_compiling():  # Inductor aligns what it hands over
         q, k, v = map(with_aligned_rows, (q, k, v))
     with torch.nn.attention.sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale
+        )
+
+
+def _is_key(k, n_keys):
+    """bool [B, 1, 1, n_k]: whether a row of k is a key of its sample."""
+    import torch
+
+    return (torch.arange(k.shape[2], device=k.device) < n_keys[:, None])[:, None, None]
+
+
+# Of the dimension that tells padding from keys: what queries hold there, and what padding holds.
+# Their product is out of reach of any score; 16-bit floats hold both.
+_ASKING, _PADDING = 256.0, -3e4
+_MORE_DIMENSIONS = 8  # flash takes head_dims that are multiples of 8
 
 
 def sdpa_flash(q, k, v, n_keys, scale):
-    """PyTorch's flash backend; RuntimeError where it cannot run."""
-    from torch.nn.attention import SDPBackend
+    """PyTorch's flash backend; RuntimeError where it cannot run.
 
-    return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale)
+    It takes no mask. Where samples have numbers of keys of their own, a dimension more tells
+    padding from keys, which is exact, and costs what a wider head costs.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend
+    from torch.nn.functional import pad
+
+    if n_keys is None:
+        return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale)
+    first = torch.arange(_MORE_DIMENSIONS, device=q.device) == 0
+    asking = torch.where(first, _ASKING, 0.0).to(q.dtype)
+    telling = torch.where(first & ~_is_key(k, n_keys).mT, _PADDING, 0.0).to(k.dtype)
+    q, k = (
+        torch.cat([x, more.expand(*x.shape[:3], _MORE_DIMENSIONS)], -1)
+        for x, more in ((q, asking), (k, telling))
+    )
+    o = _sdpa(SDPBackend.FLASH_ATTENTION, q, k, pad(v, (0, _MORE_DIMENSIONS)), scale)
+    return o[..., : v.shape[-1]]
 
 
 def sdpa_cudnn(q, k, v, n_keys, scale):
     """PyTorch's cuDNN backend; RuntimeError where it cannot run."""
     from torch.nn.attention import SDPBackend
 
-    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, scale)
+    mask = None if n_keys is None else _is_key(k, n_keys)
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, scale, mask)
 
 
 def flash_supported(call):
