@@ -1,4 +1,4 @@
-"""The predictive distribution against closed forms and numerical integrals."""
+"""Predictions: against closed forms and integrals, in chunks, from a kept encoding, joint draws."""
 
 import math
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from tests.test_model import build, make_task
+from tnp.model import TransformerNP
+from tnp.normalization import Normalization
 from tnp.ops.mixture_nll import mixture_nll
-from tnp.prediction import Prediction
+from tnp.prediction import Prediction, bytes_per_target
+from tnp.tasks import Context, Task
 
 
 def parameters(d_y=1, n_components=3) -> torch.Tensor:
@@ -64,3 +68,102 @@ def test_samples_have_the_mean_and_variance():
 def test_probability_outside_the_unit_interval_raises(probability):
     with pytest.raises(ValueError, match="between 0 and 1"):
         Prediction(parameters()).quantile(probability)
+
+
+@pytest.mark.parametrize("n_targets", [1, 2, 5, 1000])
+def test_predict_in_chunks_is_the_model(n_targets, monkeypatch):
+    model, task = build(), make_task()
+    rows, heads = [], model.heads.forward
+    monkeypatch.setattr(
+        model.heads, "forward", lambda h, update: rows.append(h.shape[1]) or heads(h, update)
+    )
+    budget = n_targets * task.batch * bytes_per_target(model)
+    prediction = model.predict(task.context, task.x_target, max_bytes=budget)
+    assert sum(rows) == 5 and max(rows) == min(n_targets, 5)
+    nll = -prediction.log_prob(task.y_target).mean()
+    torch.testing.assert_close(nll, model.loss(task).detach())
+
+
+def test_a_kept_encoding_predicts_to_the_last_bit_what_its_context_does():
+    model, task = build(), make_task()
+    encoding = model.encode(task.context)
+    for x in (task.x_target, task.x_target[:, :2]):
+        kept, anew = model.predict(encoding, x), model.predict(task.context, x)
+        assert torch.equal(kept.mean, anew.mean) and torch.equal(kept.variance, anew.variance)
+
+
+def test_a_joint_draw_is_made_of_predictions_that_know_the_draws_before():
+    """Its last target is drawn from what the model predicts with all others in the context."""
+    model, task = build(), make_task(batch=1, n_target=3)
+    torch.manual_seed(0)
+    drawn = model.sample_jointly(task.context, task.x_target, n_samples=4000)
+    assert drawn.shape == (4000, 1, 3, 1)
+    x, y, _ = task.context
+    x = torch.cat([x.expand(4000, -1, -1), task.x_target[:, :2].expand(4000, -1, -1)], 1)
+    y = torch.cat([y.expand(4000, -1, -1), drawn[:, 0, :2]], 1)
+    last = model.predict(Context(x, y), task.x_target[:, 2:].expand(4000, -1, -1))
+    # Values of the CDF at what was drawn are uniform: by Kolmogorov and Smirnov, 1e-6 of all draws
+    # are further away.
+    levels = last.marginal_cdf(drawn[:, 0, 2:]).flatten().sort()[0]
+    distance = (levels - torch.linspace(0, 1, 4000)).abs().max()
+    assert distance < 2.69 / math.sqrt(4000)
+
+
+def test_joint_draws_of_samples_of_other_sizes_are_those_of_each(monkeypatch):
+    """Every draw stands in for its mean, so that both ways must come to the same."""
+    monkeypatch.setattr(Prediction, "sample", lambda self: self.mean)
+    model, task = build(), make_task(n_target=3)
+    lengths = torch.tensor([7, 2], dtype=torch.int32)
+    short = Context(task.x_context[1:, :2], task.y_context[1:, :2])
+    expected = model.sample_jointly(short, task.x_target[1:])
+    task.x_context[1, 2:] = task.y_context[1, 2:] = float("nan")
+    together = model.sample_jointly(task.context._replace(lengths=lengths), task.x_target, 2)
+    assert together.shape == (2, 2, 3, 1)
+    torch.testing.assert_close(together[:, 1:], expected.expand(2, -1, -1, -1))
+
+
+@pytest.mark.parametrize("n_samples", [0, -1, 1.5])
+def test_a_number_of_samples_that_nobody_can_draw_is_named(n_samples):
+    task = make_task()
+    with pytest.raises(ValueError, match=f"n_samples is {n_samples}: it must be a whole number"):
+        build().sample_jointly(task.context, task.x_target, n_samples)
+
+
+def test_other_numbers_of_samples_and_budgets_are_named():
+    model, task = build(), make_task()
+    with pytest.raises(ValueError, match="max_bytes is 0: it must be a whole number, at least 1"):
+        model.predict(task.context, task.x_target, max_bytes=0)
+    with pytest.raises(ValueError, match="x_target has 1 samples and the context 2"):
+        model.predict(task.context, task.x_target[:1])
+
+
+def test_a_model_with_a_normalization_speaks_the_users_units():
+    plain, task = build(), make_task()
+    units = Normalization([1.7e9], [60.0], [300.0], [5.0])
+    torch.manual_seed(0)
+    model = TransformerNP(plain.config, plain.variant, torch.float32, normalization=units)
+    raw = Task(
+        task.x_context.double() * 60 + 1.7e9,
+        task.y_context.double() * 5 + 300,
+        task.x_target.double() * 60 + 1.7e9,
+        task.y_target.double() * 5 + 300,
+    )
+    expected = plain.loss(task) + math.log(5.0)
+    torch.testing.assert_close(model.loss(raw), expected)
+    prediction = model.predict(raw.context, raw.x_target)
+    torch.testing.assert_close(-prediction.log_prob(raw.y_target).mean().float(), expected)
+    own = plain.predict(task.context, task.x_target)
+    torch.testing.assert_close(prediction.quantile(0.9), own.quantile(0.9) * 5 + 300)
+    assert model.sample_jointly(raw.context, raw.x_target).mean() > 200
+
+
+def test_a_normalization_is_that_of_its_points():
+    x = torch.tensor([[0.0, 3.0], [2.0, 3.0]])
+    units = Normalization.of(x, torch.tensor([[1.0], [5.0]]).numpy())
+    expected = {"x_mean": [1.0, 3.0], "x_deviation": [1.0, 1.0]}
+    assert units.numbers() == expected | {"y_mean": [3.0], "y_deviation": [2.0]}
+    with pytest.raises(ValueError, match=r"y_deviation is \[0.0\]: means must be finite"):
+        Normalization([0.0], [1.0], [0.0], [0.0])
+    with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
+        plain = build()
+        TransformerNP(plain.config, plain.variant, normalization=units)

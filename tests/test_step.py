@@ -9,15 +9,18 @@ from torch._inductor.exc import OperatorIssue
 from torch.torch_version import TorchVersion
 
 from tests.test_model import build, make_task
+from tnp.buckets import Buckets
 from tnp.ops import casting
-from tnp.step import TrainingStep, _Captured, shorten_inductor_messages
+from tnp.step import TrainingStep, _make_capturable, shorten_inductor_messages
+from tnp.step_graphs import Watched
+from tnp.tasks import Task
 from tnp.variants import FAMILIES
 
 
 def test_without_the_optimizer_the_weights_stay():
     model, task = build(), make_task()
     before = [p.detach().clone() for p in model.parameters()]
-    loss = TrainingStep(model, learning_rate=1.0, optimizer=False)(task)
+    loss = TrainingStep(model, learning_rate=1.0, update=False)(task)
     assert loss.isfinite() and all(p.grad is not None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -73,18 +76,18 @@ def test_what_a_captured_step_trains_must_stay_where_it_was():
     model = build()
     step = TrainingStep(model, learning_rate=1e-2)
     step(make_task())
-    captured = _Captured(model, step.optimizer, step.casts)
+    captured = Watched(model, step.optimizer, step.casts)
     step(make_task())
     model.load_state_dict(model.state_dict())
     captured.check()
     model.embed.output.data = model.embed.output.data.clone()
     with pytest.raises(RuntimeError, match="parameter embed.output was moved or replaced"):
         captured.check()
-    captured = _Captured(model, step.optimizer, step.casts)
+    captured = Watched(model, step.optimizer, step.casts)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match="was moved or replaced"):
         captured.check()
-    captured = _Captured(model, step.optimizer, step.casts)
+    captured = Watched(model, step.optimizer, step.casts)
     step.optimizer.load_state_dict(step.optimizer.state_dict())
     with pytest.raises(RuntimeError, match="optimizer's state was replaced"):
         captured.check()
@@ -153,3 +156,69 @@ def test_captured_step_follows_new_tasks_and_learning_rates(ours):
         losses.append(torch.stack(run))
     rtol = 2e-2 if ours else 1e-4
     torch.testing.assert_close(losses[1], losses[0], rtol=rtol, atol=1e-5)
+
+
+def test_gradients_of_several_tasks_are_those_of_one_batch():
+    whole, parts = make_task(batch=4), []
+    for part in (slice(0, 1), slice(1, 4)):
+        parts.append(Task(*(x[part] for x in whole if x is not None)))
+    results = []
+    for tasks in ([whole], parts):
+        model = build()
+        loss = TrainingStep(model, learning_rate=1e-2, update=False)(*tasks)
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for together, apart in zip(*results, strict=True):
+        torch.testing.assert_close(apart, together)
+
+
+def test_gradients_are_clipped_to_their_norm():
+    norms = []
+    for most in (None, 1e-3, 1e3):
+        model = build()
+        TrainingStep(model, learning_rate=1e-2, update=False, max_grad_norm=most)(make_task())
+        norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+    torch.testing.assert_close(norms[1], torch.tensor(1e-3), rtol=1e-2, atol=0)
+    assert norms[2] == norms[0] > 1e-2
+
+
+def test_any_optimizer_of_pytorch_trains():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = TrainingStep(model, optimizer=optimizer, max_grad_norm=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    losses = []
+    for _ in range(5):
+        losses.append(step(make_task()))
+        schedule.step()
+    assert losses[-1] < losses[0] and optimizer.param_groups[0]["lr"] == 0.1 / 32
+
+
+def test_what_makes_no_step_is_one_sentence():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="give either a learning_rate, which is AdamW's, or an op"):
+        TrainingStep(model)
+    with pytest.raises(ValueError, match="give either a learning_rate, which is AdamW's, or an op"):
+        TrainingStep(model, learning_rate=1.0, optimizer=optimizer)
+    with pytest.raises(ValueError, match="max_grad_norm is 0.0: it must be positive and finite"):
+        TrainingStep(model, learning_rate=1.0, max_grad_norm=0.0)
+    with pytest.raises(ValueError, match="SGD cannot be captured in a CUDA graph: make it"):
+        _make_capturable(optimizer, torch.device("cpu"))
+    adam = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
+    _make_capturable(adam, torch.device("cpu"))
+    assert adam.param_groups[0]["lr"].item() == pytest.approx(0.1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_of_several_sizes_are_the_eager_ones():
+    losses = []
+    for cuda_graph in (False, True):
+        model = build().cuda()
+        buckets = Buckets(max_context=20, max_target=40)
+        step = TrainingStep(
+            model, learning_rate=1e-2, cuda_graph=cuda_graph, buckets=buckets, max_grad_norm=1.0
+        )
+        sizes = [(5, 9), (17, 30), (20, 40), (3, 33)] * 4
+        run = [step(make_task(n_context=m, n_target=n).to("cuda")) for m, n in sizes]
+        losses.append(torch.stack(run))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)

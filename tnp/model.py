@@ -23,21 +23,17 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tnp import prediction
 from tnp.inputs import require_count
+from tnp.layers import Block, Embedding, MixtureHeads
+from tnp.normalization import Normalization
 from tnp.opaque import custom_op
 from tnp.ops.attention import OPERATOR as attention_operator
-from tnp.ops.attention import attention
-from tnp.ops.embedding import embed_rows
-from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mixture_nll import mixture_nll
-from tnp.ops.mlp import mlp
-from tnp.ops.projection import linear, project_qkv
-from tnp.ops.rms_norm import add_rms_norm, rms_norm
-from tnp.prediction import Prediction
-from tnp.tasks import Task
+from tnp.prediction import Encoding, Prediction
+from tnp.tasks import Context, Task
+from tnp.tasks.task import check_lengths, without_padding
 from tnp.variants import Variant
-
-NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -64,164 +60,6 @@ class TNPConfig:
             )
         if not 0 <= self.sigma_min < math.inf:
             raise ValueError(f"sigma_min is {self.sigma_min}: it must be finite and not negative")
-
-
-def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) * (gain / math.sqrt(fan_in)))
-
-
-def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
-    """Zero-pad a hidden width. Exact: SiLU(0) = 0, and zeros stay zero through AdamW."""
-    padding = list(weight.shape)
-    padding[dim] = width - weight.shape[dim]
-    return nn.Parameter(torch.cat([weight.detach(), weight.new_zeros(padding)], dim))
-
-
-class RMSNorm(nn.Module):
-    """The norm ahead of a layer, which first adds what the layer before left to be added."""
-
-    def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.d_model))
-        self.implementation = variant.rms_norm
-
-    def forward(
-        self, h: torch.Tensor, update: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update and its norm, all [B, L, d_model]."""
-        options = {"eps": NORM_EPS, "implementation": self.implementation}
-        if update is None:
-            return h, rms_norm(h, self.weight, **options)
-        return add_rms_norm(h, update, self.weight, **options)
-
-
-class Embedding(nn.Module):
-    """(x, y, target flag) → d_model: linear, SiLU, linear.
-
-    The flag is −1 for context and +1 for targets, whose y is 0: never zero, it doubles as the bias
-    the linear layers lack. The first layer runs in float32, because bfloat16 cannot tell
-    neighbouring pixels of a 512-pixel row apart.
-    """
-
-    def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
-        d_in = config.d_x + config.d_y + 1
-        self.input = _parameter(config.d_model, d_in, fan_in=d_in)
-        self.output = _parameter(config.d_model, config.d_model, fan_in=config.d_model)
-        self.variant = variant
-
-    def forward(
-        self,
-        x_context: torch.Tensor | None,
-        y_context: torch.Tensor | None,
-        x_target: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """x [B, rows, d_x], y_context [B, M, d_y] → [B, M + N, d_model] in `dtype`.
-
-        Without context both its tensors are None, without targets theirs.
-        """
-        hidden = embed_rows(
-            x_context, y_context, x_target, self.input, dtype, implementation=self.variant.embedding
-        )
-        return linear(hidden, self.output, implementation=self.variant.projection)
-
-
-class Attention(nn.Module):
-    """Pre-norm attention."""
-
-    def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
-        d_model = config.d_model
-        self.n_heads = config.n_heads
-        self.variant = variant
-        self.norm = RMSNorm(config, variant)
-        self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
-        self.output = _parameter(
-            d_model, d_model, fan_in=d_model, gain=(2 * config.n_layers) ** -0.5
-        )
-
-    def project(
-        self, x: torch.Tensor, n_k: int | None = None, first: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D]."""
-        return project_qkv(
-            x, self.qkv, self.n_heads, n_k=n_k, first=first,
-            implementation=self.variant.projection,
-        )  # fmt: skip
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The update of the rows that q belongs to."""
-        o = attention(q, k, v, implementation=self.variant.attention)
-        o = o.transpose(1, 2).flatten(-2)
-        return linear(o, self.output, implementation=self.variant.projection)
-
-    def forward(
-        self, h: torch.Tensor, update: torch.Tensor | None, n_context: int, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update of the rows from `first` on, and what attention adds to them."""
-        h, x = self.norm(h, update)
-        if self.variant.skip_unread:
-            q, k, v = self.project(x, n_context, first)
-        else:
-            q, k, v = self.project(x)
-            k, v = k[:, :, :n_context], v[:, :, :n_context]
-        # The gradient of a slice is a copy of the whole, even where nothing is cut off.
-        return h[:, first:] if first else h, self.attend(q, k, v)
-
-
-class MLP(nn.Module):
-    """Pre-norm GEMM, SiLU, GEMM."""
-
-    def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
-        d_model, d_ff = config.d_model, config.d_ff
-        self.norm = RMSNorm(config, variant)
-        up = _parameter(d_ff, d_model, fan_in=d_model)
-        down = _parameter(d_model, d_ff, fan_in=d_ff, gain=(2 * config.n_layers) ** -0.5)
-        self.up = _pad(up, 0, variant.d_ff_storage or d_ff)
-        self.down = _pad(down, 1, variant.d_ff_storage or d_ff)
-        self.implementation = variant.mlp
-
-    def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update, and what the MLP adds to it."""
-        h, x = self.norm(h, update)
-        return h, mlp(x, self.up, self.down, implementation=self.implementation)
-
-
-class MixtureHeads(nn.Module):
-    """One MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
-
-    def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
-        n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
-        self.norm = RMSNorm(config, variant)
-        up = _parameter(n, d_ff, d_model, fan_in=d_model)
-        down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff)
-        self.up = _pad(up, 1, variant.d_ff_storage or d_ff)
-        self.down = _pad(down, 2, variant.d_ff_storage or d_ff)
-        self.implementation = variant.mixture_heads
-
-    def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """[B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
-        _, x = self.norm(h, update)
-        return mixture_heads(x, self.up, self.down, implementation=self.implementation)
-
-
-class Block(nn.Module):
-    def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
-        self.attention = Attention(config, variant)
-        self.mlp = MLP(config, variant)
-
-    def forward(
-        self, h: torch.Tensor, update: torch.Tensor | None, n_context: int, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream of the rows from `first` on, and what is still to be added to it.
-
-        Each layer leaves its addition to the next norm, which reads the stream anyway.
-        """
-        return self.mlp(*self.attention(h, update, n_context, first))
 
 
 @cache
@@ -251,6 +89,7 @@ class TransformerNP(nn.Module):
         variant: implementation of each operator; weights and results do not depend on it.
         compute_dtype: dtype of activations and matmuls; parameters are float32.
         checkpoint: recompute each block in the backward pass instead of keeping its activations.
+        normalization: of the user's units; tasks and predictions are then in them.
     """
 
     def __init__(
@@ -259,6 +98,7 @@ class TransformerNP(nn.Module):
         variant: Variant,
         compute_dtype: torch.dtype = torch.bfloat16,
         checkpoint: bool = False,
+        normalization: Normalization | None = None,
     ) -> None:
         super().__init__()
         if variant.d_ff_storage is not None and variant.d_ff_storage < config.d_ff:
@@ -270,12 +110,25 @@ class TransformerNP(nn.Module):
         self.variant = variant
         self.compute_dtype = compute_dtype
         self.checkpoint = checkpoint
+        self.normalization = normalization
+        if normalization is not None:
+            found = len(normalization.x_mean), len(normalization.y_mean)
+            if found != (config.d_x, config.d_y):
+                raise ValueError(
+                    f"normalization is of d_x {found[0]} and d_y {found[1]}: TNPConfig says "
+                    f"{config.d_x} and {config.d_y}"
+                )
         self.embed = Embedding(config, variant)
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
         self.heads = MixtureHeads(config, variant)
 
     def forward(
-        self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
+        self,
+        x_context: torch.Tensor,
+        y_context: torch.Tensor,
+        x_target: torch.Tensor,
+        context_lengths: torch.Tensor | None = None,
+        target_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Mixture parameters at every target, [B, N, K, 1 + 2·d_y], as the heads give them.
 
@@ -285,9 +138,11 @@ class TransformerNP(nn.Module):
             x_context: [B, M, d_x].
             y_context: [B, M, d_y].
             x_target: [B, N, d_x].
+            context_lengths, target_lengths: int32 [B], the points that each sample has; what stands
+                past them is padding, and so is what is predicted there. None: all.
         """
-        self._check(x_context, y_context, x_target)
-        n_context = x_context.shape[1]
+        x_context, y_context = self.prepared_context(x_context, y_context, context_lengths)
+        x_target, n_context = self.prepared_x(x_target, target_lengths), x_context.shape[1]
         h, update = self.embed(x_context, y_context, x_target, self.compute_dtype), None
         run = self._recomputing(h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
@@ -295,31 +150,44 @@ class TransformerNP(nn.Module):
             last = index == len(self.blocks) - 1
             first = n_context if last and self.variant.skip_unread else 0
             if run is None:
-                h, update = block(h, update, n_context, first)
+                h, update = block(h, update, n_context, context_lengths, first)
             else:  # what a block is given is kept: one tensor, not two
-                h, update = run(block, h, update, n_context, first)
+                h, update = run(block, h, update, n_context, context_lengths, first)
                 h, update = h + update, None
         if not self.variant.skip_unread:
             h = h[:, n_context:]
             update = None if update is None else update[:, n_context:]
         return self.heads(h, update)
 
-    def _check(
-        self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
-    ) -> None:
-        """Raises ValueError where they are no task of this model's dimensions."""
-        d_x, d_y = self.config.d_x, self.config.d_y
-        named = (("x_context", x_context, d_x), ("y_context", y_context, d_y))
-        for name, x, width in (*named, ("x_target", x_target, d_x)):
-            if x.dim() != 3 or x.shape[-1] != width:
-                raise ValueError(
-                    f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's "
-                    f"d_x {d_x} and d_y {d_y}"
-                )
-        if x_target.shape[1] == 0:
+    def prepared_context(
+        self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y of a context in the model's units, zeros in place of padding.
+
+        Raises ValueError where they are no context of this model's dimensions.
+        """
+        self._check("x_context", x, "d_x", lengths)
+        self._check("y_context", y, "d_y", lengths)
+        if self.normalization is not None:
+            x, y = self.normalization.x(x), self.normalization.y(y)
+        return without_padding(x, lengths), without_padding(y, lengths)
+
+    def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """The same of targets, of which there must be one at least."""
+        self._check("x_target", x, "d_x", lengths)
+        if x.shape[1] == 0:
+            raise ValueError(f"x_target is {tuple(x.shape)}: it must hold at least one target")
+        if self.normalization is not None:
+            x = self.normalization.x(x)
+        return without_padding(x, lengths)
+
+    def _check(self, name: str, x: torch.Tensor, size: str, lengths: torch.Tensor | None) -> None:
+        width = getattr(self.config, size)
+        if x.dim() != 3 or x.shape[-1] != width:
             raise ValueError(
-                f"x_target is {tuple(x_target.shape)}: it must hold at least one target"
+                f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"
             )
+        check_lengths(f"{name[2:]}_lengths", lengths, x.shape[0])
 
     def _recomputing(self, n_rows: int) -> Callable | None:
         """How to run a block whose activations are not all kept; None where they are."""
@@ -332,8 +200,11 @@ class TransformerNP(nn.Module):
         return None
 
     def loss(self, task: Task) -> torch.Tensor:
-        """Mean negative log-likelihood per target in nats, a float32 scalar."""
-        return self.nll(task.x_context, task.y_context, task.x_target, task.y_target)
+        """Mean negative log-likelihood per target in nats, a float32 scalar.
+
+        The mean is over all targets of the batch that are no padding.
+        """
+        return self.nll(*task)
 
     def nll(
         self,
@@ -341,37 +212,62 @@ class TransformerNP(nn.Module):
         y_context: torch.Tensor,
         x_target: torch.Tensor,
         y_target: torch.Tensor,
+        context_lengths: torch.Tensor | None = None,
+        target_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss of the four tensors of a task: what `torch.compile` is given."""
-        parameters = self(x_context, y_context, x_target)
-        return mixture_nll(
-            parameters, y_target, self.config.sigma_min, implementation=self.variant.mixture_nll
+        """The loss of the tensors of a task: what `torch.compile` is given."""
+        parameters = self(x_context, y_context, x_target, context_lengths, target_lengths)
+        normalization = self.normalization
+        loss = mixture_nll(
+            parameters,
+            y_target if normalization is None else normalization.y(y_target),
+            self.config.sigma_min,
+            n_targets=target_lengths,
+            implementation=self.variant.mixture_nll,
         )
+        return loss if normalization is None else loss + normalization.log_volume
 
     @torch.no_grad()
-    def predict(self, task: Task, max_targets: int = 16_384) -> Prediction:
-        """The predictive distribution at the task's targets; its y_target is not read.
+    def encode(self, context: Context) -> Encoding:
+        """Keys and values of every block, which `predict` takes in the context's place.
 
-        The context runs through the blocks once and its keys and values are kept; targets, which
-        never see one another, follow in chunks of at most `max_targets`.
+        Predictions from it are those from the context, to the last bit.
         """
-        if max_targets < 1:
-            raise ValueError(f"max_targets is {max_targets}: it must be at least 1")
-        self._check(task.x_context, task.y_context, task.x_target)
-        h = self.embed(task.x_context, task.y_context, None, self.compute_dtype)
-        update, context = None, []
-        for block in self.blocks:
-            h, x = block.attention.norm(h, update)
-            q, k, v = block.attention.project(x)
-            context.append((k, v))
-            if block is not self.blocks[-1]:  # of the last, targets read keys and values alone
-                h, update = block.mlp(h, block.attention.attend(q, k, v))
-        chunks = []
-        for x_target in task.x_target.split(max_targets, dim=1):
-            h, update = self.embed(None, None, x_target, self.compute_dtype), None
-            for block, (k, v) in zip(self.blocks, context, strict=True):
-                h, x = block.attention.norm(h, update)
-                q, _, _ = block.attention.project(x, n_k=1)
-                h, update = block.mlp(h, block.attention.attend(q, k, v))
-            chunks.append(self.heads(h, update))
-        return Prediction(torch.cat(chunks, dim=1), self.config.sigma_min)
+        return prediction.encode(self, context)
+
+    @torch.no_grad()
+    def predict(
+        self, context: Context | Encoding, x_target: torch.Tensor, max_bytes: int = 1 << 30
+    ) -> Prediction:
+        """The predictive distribution at targets x_target [B, N, d_x].
+
+        Args:
+            context: points to predict from, as in `task.context`, or what `encode` made of them.
+            x_target: where to predict. Targets never see one another.
+            max_bytes: of memory for the targets, which follow one another in as many chunks as that
+                takes. Keys and values of the context, and the results, are not counted.
+        """
+        require_count("max_bytes", max_bytes, at_least=1)
+        encoding = context if isinstance(context, Encoding) else self.encode(context)
+        self.prepared_x(x_target)
+        if x_target.shape[0] != encoding.batch:
+            raise ValueError(
+                f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
+                "must have as many"
+            )
+        chunk = max_bytes // (encoding.batch * prediction.bytes_per_target(self))
+        parts = x_target.split(max(1, chunk), dim=1)
+        parameters = torch.cat([prediction.decode(self, encoding, x) for x in parts], dim=1)
+        return Prediction(parameters, self.config.sigma_min, self.normalization)
+
+    @torch.no_grad()
+    def sample_jointly(
+        self, context: Context, x_target: torch.Tensor, n_samples: int = 1
+    ) -> torch.Tensor:
+        """Functions that hang together, [n_samples, B, N, d_y].
+
+        Targets are drawn in the order of x_target [B, N, d_x]. Each drawn point joins the context
+        of those behind it, which is encoded anew for each (Bruinsma and others, Autoregressive
+        Conditional Neural Processes, arXiv 2303.14468): N times the work of a prediction.
+        """
+        return prediction.sample_jointly(self, context, x_target, n_samples)

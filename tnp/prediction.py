@@ -1,22 +1,44 @@
-"""The predictive distribution: a Gaussian mixture at every target, as a torch distribution."""
+"""Predictions: a Gaussian mixture at every target, from a context that is encoded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
+from tnp.inputs import require_count
 from tnp.ops.mixture_nll import split_parameters
+from tnp.tasks import Context
+
+if TYPE_CHECKING:
+    from tnp.model import TransformerNP
+    from tnp.normalization import Normalization
 
 
 class Prediction(MixtureSameFamily):
     """Gaussian mixture over y [B, N, d_y]: `mean`, `variance`, `log_prob`, `sample`, `quantile`.
 
-    `log_prob(y)` is joint over the d_y output dimensions and has shape [B, N].
+    `log_prob(y)` is joint over the d_y output dimensions and has shape [B, N]. `sample` draws every
+    target by itself, whatever the others came to: for functions that hang together there is
+    `TransformerNP.sample_jointly`.
     """
 
-    def __init__(self, parameters: torch.Tensor, sigma_min: float = 0.0) -> None:
+    def __init__(
+        self,
+        parameters: torch.Tensor,
+        sigma_min: float = 0.0,
+        normalization: Normalization | None = None,
+    ) -> None:
         """`parameters` [B, N, K, 1 + 2·d_y], as the model's heads give them."""
         log_weight, mu, log_sigma = split_parameters(parameters, sigma_min)
-        self.normal = Normal(mu, log_sigma.exp())
-        weights = Categorical(logits=log_weight)
+        sigma = log_sigma.exp()
+        if normalization is not None:
+            deviation = normalization.y_deviation.to(mu.dtype)
+            mu, sigma = mu * deviation + normalization.y_mean.to(mu.dtype), sigma * deviation
+        self.normal = Normal(mu, sigma, validate_args=False)  # NaN in, NaN out
+        weights = Categorical(logits=log_weight, validate_args=False)
         super().__init__(weights, Independent(self.normal, 1), validate_args=False)
 
     def marginal_cdf(self, y: torch.Tensor) -> torch.Tensor:
@@ -36,3 +58,75 @@ class Prediction(MixtureSameFamily):
             below = self.marginal_cdf(middle) < probability
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return 0.5 * (low + high)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What targets read of a context: keys and values of every block, [B, n_heads, M, D] each."""
+
+    blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    lengths: torch.Tensor | None  # of the context's samples
+
+    @property
+    def batch(self) -> int:
+        return len(self.blocks[0][0])
+
+
+def encode(model: TransformerNP, context: Context) -> Encoding:
+    """The context's way through the blocks, in which no target has a part."""
+    x, y = model.prepared_context(*context)
+    h, update, blocks = model.embed(x, y, None, model.compute_dtype), None, []
+    for block in model.blocks:
+        h, x = block.attention.norm(h, update)
+        q, k, v = block.attention.project(x)
+        blocks.append((k, v))
+        if block is not model.blocks[-1]:  # of the last, targets read keys and values alone
+            h, update = block.mlp(h, block.attention.attend(q, k, v, context.lengths))
+    return Encoding(tuple(blocks), context.lengths)
+
+
+def decode(model: TransformerNP, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
+    """Mixture parameters [B, N, K, 1 + 2·d_y] at targets x_target [B, N, d_x]."""
+    h, update = model.embed(None, None, model.prepared_x(x_target), model.compute_dtype), None
+    for block, (k, v) in zip(model.blocks, encoding.blocks, strict=True):
+        h, x = block.attention.norm(h, update)
+        q, _, _ = block.attention.project(x, n_k=1)
+        h, update = block.mlp(h, block.attention.attend(q, k, v, encoding.lengths))
+    return model.heads(h, update)
+
+
+def bytes_per_target(model: TransformerNP) -> int:
+    """Roughly what one target takes while it is predicted.
+
+    A block's stream, norm, queries, attention and hidden layer, and those of all heads.
+    """
+    config = model.config
+    width = model.variant.d_ff_storage or config.d_ff
+    n = 6 * config.d_model + (2 + config.n_components) * width
+    return n * model.compute_dtype.itemsize
+
+
+def sample_jointly(
+    model: TransformerNP, context: Context, x_target: torch.Tensor, n_samples: int
+) -> torch.Tensor:
+    """One target after another: each drawn point joins the context, which is encoded anew."""
+    require_count("n_samples", n_samples, at_least=1)
+    m, n = context.x.shape[1], x_target.shape[1]
+    x, y, x_target = (each.repeat(n_samples, 1, 1) for each in (context.x, context.y, x_target))
+    lengths = None if context.lengths is None else context.lengths.repeat(n_samples)
+    x = torch.cat([x, x_target], 1)
+    y = torch.cat([y, y.new_zeros(len(y), n, y.shape[-1])], 1)
+    if lengths is not None:
+        # The first free place of each sample; what stands there is padding until it is drawn.
+        places, rows = lengths.long(), torch.arange(len(x), device=x.device)
+    drawn = []
+    for i in range(n):
+        known = Context(x[:, : m + i], y[:, : m + i], None if lengths is None else lengths + i)
+        at = x_target[:, i : i + 1]
+        value = model.predict(known, at).sample()
+        if lengths is None:
+            y[:, m + i] = value[:, 0]
+        else:
+            x[rows, places + i], y[rows, places + i] = at[:, 0], value[:, 0]
+        drawn.append(value)
+    return torch.cat(drawn, 1).unflatten(0, (n_samples, -1))

@@ -1,17 +1,20 @@
-"""One training step: forward, backward, optimizer; eager, compiled, or as one CUDA graph."""
+"""One training step: forward, backward, optimizer; eager, compiled, or as CUDA graphs."""
 
+from __future__ import annotations
+
+import logging
 import math
 
 import torch
-from torch import nn
 
+from tnp.buckets import Buckets
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
+from tnp.step_graphs import StepGraphs, Watched
 from tnp.tasks import Task
 from tnp.variants import COMPILE_MODES
 
-# Steps a captured step runs eagerly first: cuBLAS, Triton and AdamW create their state in them.
-N_EAGER_BEFORE_CAPTURE = 3
+log = logging.getLogger("tnp.step")
 
 
 def shorten_inductor_messages() -> None:
@@ -31,87 +34,64 @@ def _operator_name(target: object, args: object, kwargs: object) -> str:
     return f"  target: {target}"
 
 
-class _Captured:
-    """What a captured step reads and writes, and where it lay: a graph knows addresses alone."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, casts: WeightCasts
-    ) -> None:
-        self.copies = casts.copies()  # kept, whatever later steps do without
-        self.parameters = [
-            (f"{prefix}.{name}".lstrip("."), module._parameters, name, parameter.data_ptr())
-            for prefix, module in model.named_modules()
-            for name, parameter in module.named_parameters(recurse=False)
-        ]
-        self.optimizer, self.state = optimizer, optimizer.state
-
-    def check(self) -> None:
-        """Raises RuntimeError where a replay would train what nobody reads any more."""
-        again = "since the step was captured: make a new TrainingStep"
-        for path, owner, name, address in self.parameters:
-            if owner[name].data_ptr() != address:
-                raise RuntimeError(f"parameter {path} was moved or replaced {again}")
-        if self.optimizer.state is not self.state:
-            raise RuntimeError(f"the optimizer's state was replaced {again}")
-
-
 def _check_rate(learning_rate: float) -> None:
     if not 0 <= learning_rate < math.inf:
         raise ValueError(f"learning_rate is {learning_rate}: it must be finite and not negative")
 
 
 class TrainingStep:
-    """Callable that trains `model` on one task and returns its loss, with no host synchronization.
+    """Callable that trains `model` on tasks and returns its loss, with no host synchronization.
 
     Args:
         model: parameters on the device the step runs on; compiled where its variant says so.
         learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
         weight_decay: AdamW's decoupled weight decay.
-        optimizer: False leaves the parameters alone: forward and backward only.
-        cuda_graph: capture the whole step and replay it. The first `N_EAGER_BEFORE_CAPTURE` calls
-            are ordinary steps on a side stream; all calls must have the shapes of the first, and
-            neither parameters nor the optimizer's state may be moved or replaced after it.
+        optimizer: another one, of the model's parameters, in place of AdamW. A schedule of
+            `torch.optim.lr_scheduler` may change its rates, also between replays.
+        update: False leaves the parameters alone: forward and backward only.
+        max_grad_norm: gradients are scaled down to this norm of them all where theirs is larger.
+        cuda_graph: capture the whole step and replay it. The first calls are ordinary steps on a
+            side stream. Neither parameters nor the optimizer's state may be moved or replaced after
+            them. Without `buckets` all calls must have the sizes of the first.
+        buckets: tasks vary in size, and are padded to those that it has, each captured for itself.
+            A task that is larger than all runs as it is, without a graph.
     """
 
     def __init__(
         self,
         model: TransformerNP,
         *,
-        learning_rate: float,
+        learning_rate: float | None = None,
         weight_decay: float = 0.01,
-        optimizer: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        update: bool = True,
+        max_grad_norm: float | None = None,
         cuda_graph: bool = False,
+        buckets: Buckets | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.update = model, update
+        self.max_grad_norm, self.buckets = max_grad_norm, buckets
         device = next(model.parameters()).device
         if cuda_graph and device.type != "cuda":
             raise RuntimeError(f"a CUDA graph needs a CUDA device: the model is on {device}")
-        _check_rate(learning_rate)
-        on_cuda = device.type == "cuda"
-        # A learning rate that lives on the device can change between replays and never syncs.
-        rate = torch.tensor(learning_rate, device=device) if on_cuda else learning_rate
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=rate,
-            weight_decay=weight_decay,
-            fused=True,
-            capturable=on_cuda,
-        )
-        self.update = optimizer
-        self.cuda_graph = cuda_graph
+        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive and finite")
+        if (learning_rate is None) == (optimizer is None):
+            raise ValueError("give either a learning_rate, which is AdamW's, or an optimizer")
+        self.optimizer = optimizer or _adamw(model, learning_rate, weight_decay, device)
         self.nll = model.nll
         if model.variant.compile:
             shorten_inductor_messages()
             mode = COMPILE_MODES[model.variant.compile]
-            self.nll = torch.compile(model.nll, fullgraph=True, mode=mode)
+            # Sizes that vary are compiled once for all, not once for each bucket.
+            dynamic = None if buckets is None else True
+            self.nll = torch.compile(model.nll, fullgraph=True, mode=mode, dynamic=dynamic)
         self.casts = WeightCasts(model.parameters())
-        self._n_calls = 0
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if cuda_graph else None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._captured: _Captured | None = None
-        self._static_task: Task | None = None
-        self._static_loss: torch.Tensor | None = None
+        self._graphs = None
+        if cuda_graph:
+            _make_capturable(self.optimizer, device)
+            self._graphs = StepGraphs(self._run, self._watch, device, vary=buckets is not None)
+        self._has_met_larger = False
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Of the steps that follow; ValueError where it is negative or not finite."""
@@ -122,47 +102,85 @@ class TrainingStep:
             else:
                 group["lr"] = learning_rate
 
-    def __call__(self, task: Task) -> torch.Tensor:
-        """The loss before the update, a float32 scalar on the device."""
-        if not self.cuda_graph:
-            return self._run(task)
-        with torch.cuda.device(self._device):  # streams and captures are the current device's
-            return self._call_captured(task)
+    def __call__(self, *tasks: Task) -> torch.Tensor:
+        """The mean loss of all targets before the update, a float32 scalar on the device.
 
-    def _call_captured(self, task: Task) -> torch.Tensor:
-        if self._static_task is None:
-            self._static_task = task.clone()
-        # Eager calls read the static inputs too: torch.compile guards on strides, and a task that
-        # is a view of another layout would make it compile again in the middle of the capture.
-        self._static_task.copy_(task)
-        self._n_calls += 1
-        if self._n_calls <= N_EAGER_BEFORE_CAPTURE:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                loss = self._run(self._static_task)
-            torch.cuda.current_stream().wait_stream(self._stream)
-            return loss
-        if self._graph is None:
-            self._capture()
-        self._captured.check()
-        self._graph.replay()
-        return self._static_loss.clone()
+        Of several tasks gradients are added up before the one update: a batch larger than fits.
+        """
+        if self.buckets is not None:
+            padded = [self.buckets.padded(task) for task in tasks]
+            if None in padded:
+                self._say_once(tasks[padded.index(None)])
+                return self._run(tasks)
+            tasks = tuple(padded)
+        return self._run(tasks) if self._graphs is None else self._graphs(tasks)
 
-    def _run(self, task: Task) -> torch.Tensor:
+    def _run(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+        # Gradients of a captured step must be allocated in the graph's own memory.
         self.optimizer.zero_grad(set_to_none=True)
+        shares, total = _shares(tasks), None
         # On this thread, not on autograd's own, where calls of Python cost the host more: a step at
         # small without a graph took 19.4 ms in place of 24.8 (one H200, torch 2.11, f477ec3).
         with self.casts.step(), torch.autograd.set_multithreading_enabled(False):
-            loss = self.nll(task.x_context, task.y_context, task.x_target, task.y_target)
-            loss.backward()
+            for task, share in zip(tasks, shares, strict=True):
+                loss = self.nll(*task) if share is None else share * self.nll(*task)
+                loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         if self.update:
             self.optimizer.step()
-        return loss.detach()
+        return total
 
-    def _capture(self) -> None:
-        # Gradients must be allocated inside the graph's own memory pool.
-        self.optimizer.zero_grad(set_to_none=True)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._stream):
-            self._static_loss = self._run(self._static_task)
-        self._captured = _Captured(self.model, self.optimizer, self.casts)
+    def _watch(self) -> Watched:
+        return Watched(self.model, self.optimizer, self.casts)
+
+    def _say_once(self, task: Task) -> None:
+        if not self._has_met_larger:
+            log.warning(
+                "a task of %d context and %d target points is larger than any bucket (%d and %d): "
+                "such tasks run without padding and without a graph",
+                *(task.n_context, task.n_target),
+                *(self.buckets.max_context, self.buckets.max_target),
+            )
+        self._has_met_larger = True
+
+
+def _shares(tasks: tuple[Task, ...]) -> list[float | torch.Tensor | None]:
+    """Of all targets, those of each task; None where there is one task alone."""
+    if len(tasks) == 1:
+        return [None]
+    counts = [
+        task.batch * task.n_target if task.target_lengths is None else task.target_lengths.sum()
+        for task in tasks
+    ]
+    return [count / sum(counts) for count in counts]
+
+
+def _adamw(
+    model: TransformerNP, learning_rate: float, weight_decay: float, device: torch.device
+) -> torch.optim.Optimizer:
+    _check_rate(learning_rate)
+    on_cuda = device.type == "cuda"
+    return torch.optim.AdamW(
+        model.parameters(),
+        # A learning rate that lives on the device can change between replays and never syncs.
+        lr=torch.tensor(learning_rate, device=device) if on_cuda else learning_rate,
+        weight_decay=weight_decay,
+        fused=True,
+        capturable=on_cuda,
+    )
+
+
+def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raises ValueError for an optimizer whose step no graph can hold."""
+    for group in optimizer.param_groups:
+        if not group.get("capturable", False):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be captured in a CUDA graph: make it with "
+                "capturable=True where it has that option (Adam, AdamW, NAdam, RMSprop and others "
+                "do), or train with cuda_graph=False"
+            )
+        # A rate on the host would be a part of the graph, and never change.
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], device=device)

@@ -76,7 +76,7 @@ def test_checkpointing_does_not_count_the_forward_twice():
     model = TransformerNP(config, Variant("sdpa_flash"), torch.float32, checkpoint=True)
     starts = []
     model.blocks[0].attention.register_forward_pre_hook(lambda *_: starts.append(1))
-    step = TrainingStep(model, learning_rate=1e-3, optimizer=False)
+    step = TrainingStep(model, learning_rate=1e-3, update=False)
     spans = _one_pass(step, random_task(step_parameters(), config, CPU), CPU)
     assert len(starts) == 2  # forward, and recomputed in the backward
     assert len(spans["attention"]) == len(spans["mlp"]) == MODEL["n_layers"]

@@ -41,7 +41,7 @@ def _one_pass(step: TrainingStep, task: Task, device: torch.device) -> Spans:
     step.optimizer.zero_grad(set_to_none=True)
     with step.casts.step():
         with _marking(_stages(step), spans, device):
-            loss = step.nll(task.x_context, task.y_context, task.x_target, task.y_target)
+            loss = step.nll(*task)
         after_loss = mark(device)
         loss.backward()
     after_backward = mark(device)

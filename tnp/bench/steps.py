@@ -21,7 +21,8 @@ from tnp.bench.timing import Measurement, first_call, measure
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call
 from tnp.model import TNPConfig, TransformerNP
-from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
+from tnp.step import TrainingStep
+from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
 from tnp.tasks import Task
 from tnp.variants import Variant
 
@@ -59,7 +60,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
         step = TrainingStep(
             model,
             learning_rate=LEARNING_RATE,
-            optimizer=parameters["optimizer"],
+            update=parameters["optimizer"],
             cuda_graph=parameters["cuda_graph"],
         )
     setup_s = time.perf_counter() - started

@@ -6,6 +6,7 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
+from tnp.prediction import bytes_per_target
 from tnp.step import TrainingStep
 from tnp.variants import Variant
 
@@ -48,7 +49,8 @@ def _one_implementation(name, model, batch, eps) -> Iterator[Check]:
     # Rounding errors of some ten layers of matmuls add like a random walk.
     yield Check("mixture parameters, model against float64", "relative_error",
                 relative_error(out, reference), 8 * eps, name)  # fmt: skip
-    predicted = model.predict(batch, max_targets=5)
+    five = 5 * batch.batch * bytes_per_target(model)
+    predicted = model.predict(batch.context, batch.x_target, max_bytes=five)
     loss = -predicted.log_prob(batch.y_target).mean()
     yield Check("predict in chunks of 5, loss against the model's", "abs_error_nats",
                 max_abs_error(loss, model.loss(batch)), 8 * eps, name)  # fmt: skip

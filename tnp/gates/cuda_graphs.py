@@ -6,7 +6,8 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, Unsupported, max_abs_error, relative_error
-from tnp.step import N_EAGER_BEFORE_CAPTURE, TrainingStep
+from tnp.step import TrainingStep
+from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
 from tnp.variants import Variant
 
 N_STEPS = N_EAGER_BEFORE_CAPTURE + 5

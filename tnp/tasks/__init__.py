@@ -6,6 +6,6 @@ unbroken one would have seen.
 
 from tnp.tasks.gaussian_process import GaussianProcessTasks
 from tnp.tasks.images import ImageTasks
-from tnp.tasks.task import Task
+from tnp.tasks.task import Context, Task
 
-__all__ = ["GaussianProcessTasks", "ImageTasks", "Task"]
+__all__ = ["Context", "GaussianProcessTasks", "ImageTasks", "Task"]

@@ -81,8 +81,8 @@ class Task:
                 )
         if self.n_context == 0:
             raise ValueError("n_context is 0: a task needs at least one context point")
-        check_lengths("context_lengths", self.context_lengths, self.batch, self.n_context)
-        check_lengths("target_lengths", self.target_lengths, self.batch, self.n_target)
+        self._check_lengths("context_lengths", self.n_context)
+        self._check_lengths("target_lengths", self.n_target)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is None and name.endswith("_lengths"):
@@ -103,6 +103,17 @@ class Task:
                 f"{name} is on {tensor.device} and x_context on "
                 f"{self.x_context.device}: a task's tensors must be on one device"
             )
+
+    def _check_lengths(self, name: str, n_points: int) -> None:
+        lengths = getattr(self, name)
+        check_lengths(name, lengths, self.batch)
+        if lengths is not None and lengths.device.type == "cpu":
+            for sample, length in enumerate(lengths.tolist()):
+                if not 1 <= length <= n_points:
+                    raise ValueError(
+                        f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the "
+                        "points that the tensors hold"
+                    )
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
         """The six fields, as `TransformerNP.nll` takes them."""
@@ -223,19 +234,17 @@ def is_padding(lengths: torch.Tensor, n_points: int) -> torch.Tensor:
     return torch.arange(n_points, device=lengths.device) >= lengths[:, None]
 
 
-def check_lengths(name: str, lengths: torch.Tensor | None, batch: int, n_points: int) -> None:
-    """Raises ValueError where they are not int32 [batch], or one on the CPU is out of range."""
+def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """x [B, points, d] with zeros past each sample's length."""
     if lengths is None:
-        return
-    if lengths.dtype != torch.int32 or lengths.shape != (batch,):
+        return x
+    return x.masked_fill(is_padding(lengths, x.shape[1])[..., None], 0.0)
+
+
+def check_lengths(name: str, lengths: torch.Tensor | None, batch: int) -> None:
+    """Raises ValueError where they are not int32 [batch]."""
+    if lengths is not None and (lengths.dtype != torch.int32 or lengths.shape != (batch,)):
         raise ValueError(
             f"{name} is {lengths.dtype} {tuple(lengths.shape)}: it must be int32 of shape "
             f"({batch},), a number for each sample"
         )
-    if lengths.device.type == "cpu":
-        for sample, length in enumerate(lengths.tolist()):
-            if not 1 <= length <= n_points:
-                raise ValueError(
-                    f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the points "
-                    "that the tensors hold"
-                )

@@ -262,10 +262,10 @@ def mixture_nll(
             `fused`.
         y: [..., d_y], at least one target.
         sigma_min: floor under every standard deviation, in units of y; a finite number, 0 for none.
-        n_targets: int32 [B], each from 0 to N and at least one of them more than 0, where parameters
-            are [B, N, K, 1 + 2·d_y] and y [B, N, d_y]; None for N everywhere. Targets past a
-            sample's number are padding: they may hold anything, NaN too, and have gradient exactly
-            0. A number out of range is clamped.
+        n_targets: int32 [B], each from 0 to N and one at least more than 0, where parameters are
+            [B, N, K, 1 + 2·d_y] and y [B, N, d_y]; None for N everywhere. Targets past a sample's
+            number are padding: they may hold anything, NaN too, and have gradient exactly 0. A
+            number out of range is clamped.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:

@@ -71,9 +71,7 @@ def _standardize(base, y, k_mask, d, log_sigma_min, D_Y: tl.constexpr, HAS_FLOOR
     return (y[:, None] - mu) * inverse, s, inverse, slope
 
 
-@triton.jit(
-    do_not_specialize=["n_rows", "n_inner", "stride_yb", "stride_yl", "stride_yd", "batch"]
-)
+@triton.jit(do_not_specialize=["n_rows", "n_inner", "stride_yb", "stride_yl", "stride_yd", "batch"])
 def _mixture_nll_kernel(
     parameters_ptr, y_ptr, n_targets_ptr, partials_ptr, dparameters_ptr, dy_ptr,
     stride_yb, stride_yl, stride_yd, n_rows, n_inner, batch, log_sigma_min,

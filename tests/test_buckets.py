@@ -1,0 +1,117 @@
+"""Sizes that vary: what they are rounded to, how many there are, and that padding is exact."""
+
+import logging
+import random
+
+import pytest
+import torch
+
+from tests.test_model import build, make_task
+from tnp import step_graphs
+from tnp.buckets import Buckets, rounded
+from tnp.step import TrainingStep
+from tnp.step_graphs import StepGraphs
+
+DRAW = random.Random(0)
+SIZES = [(DRAW.randint(3, 40), DRAW.randint(5, 90)) for _ in range(12)]
+
+
+class Replayed(StepGraphs):
+    """A "graph" that runs the step again: what a graph would do, on any device."""
+
+    captured = 0
+
+    def _apart(self, tasks):
+        return self._run(tasks)
+
+    def _capture(self, tasks):
+        self.captured += 1
+        loss = torch.zeros(())
+        return lambda: loss.copy_(self._run(tasks)), loss
+
+
+def replaying(buckets: Buckets | None) -> tuple[TrainingStep, Replayed]:
+    step = TrainingStep(build(skip_unread=True), learning_rate=1e-2, buckets=buckets)
+    graphs = Replayed(step._run, step._watch, torch.device("cpu"), vary=buckets is not None)
+    step._graphs = graphs
+    return step, graphs
+
+
+def test_sizes_are_rounded_up_by_an_eighth_at_most():
+    for n in range(1, 5000):
+        size = rounded(n)
+        assert n <= size <= max(n + 15, 1.125 * n) and rounded(size) == size
+    assert [rounded(n) for n in (1, 16, 17, 129, 257)] == [16, 16, 32, 144, 288]
+    assert [rounded(n) for n in (500, 10_000)] == [512, 10_240]
+
+
+def test_as_many_buckets_as_there_are_sizes():
+    buckets, found = Buckets(max_context=64, max_target=500), set()
+    for m in range(1, 65):
+        for n in range(1, 501):
+            found.add((min(rounded(m), 64), min(rounded(n), 500)))
+    assert len(buckets) == len(found) == 4 * 24
+    task = buckets.padded(make_task(n_context=3, n_target=490))
+    assert (task.n_context, task.n_target) == (16, 500)
+
+
+def test_training_in_buckets_is_training_without():
+    runs = []
+    for buckets in (None, Buckets(max_context=40, max_target=90)):
+        model = build()
+        step = TrainingStep(model, learning_rate=1e-2, buckets=buckets)
+        losses = [step(make_task(n_context=m, n_target=n)) for m, n in SIZES]
+        runs.append([*losses, *model.parameters()])
+    for plain, padded in zip(*runs, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_every_size_has_a_graph_of_its_own_and_all_train_one_model():
+    buckets = Buckets(max_context=40, max_target=90)
+    eager = TrainingStep(build(skip_unread=True), learning_rate=1e-2, buckets=buckets)
+    step, graphs = replaying(buckets)
+    for m, n in SIZES * 3:
+        task = make_task(n_context=m, n_target=n)
+        torch.testing.assert_close(step(task), eager(task))
+    assert graphs.captured == len({(rounded(m), min(rounded(n), 90)) for m, n in SIZES})
+
+
+def test_a_task_larger_than_all_buckets_runs_as_it_is_and_that_is_said_once(caplog):
+    step, graphs = replaying(Buckets(max_context=16, max_target=16))
+    plain = TrainingStep(build(skip_unread=True), learning_rate=1e-2)
+    with caplog.at_level(logging.WARNING, "tnp.step"):
+        for _ in range(3):
+            task = make_task(n_context=17, n_target=5)
+            torch.testing.assert_close(step(task), plain(task))
+    assert [record.message[:46] for record in caplog.records] == [
+        "a task of 17 context and 5 target points is la"
+    ]
+    assert not graphs.captured
+
+
+def test_more_sizes_than_graphs_run_eagerly_and_that_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
+    step, graphs = replaying(Buckets(max_context=40, max_target=90))
+    with caplog.at_level(logging.WARNING, "tnp.step"):
+        for m, n in [(5, 5)] * 5 + [(20, 20), (30, 80)]:
+            assert step(make_task(n_context=m, n_target=n)).isfinite()
+    assert graphs.captured == 1 and len(caplog.records) == 1
+    assert "1 sizes are captured: all others" in caplog.text
+
+
+def test_without_buckets_a_captured_step_refuses_other_sizes():
+    step, _ = replaying(None)
+    step(make_task())
+    with pytest.raises(ValueError, match=r"does not fit the captured step's .*buckets"):
+        step(make_task(n_context=9))
+    lengths = torch.full((2,), 7, dtype=torch.int32)
+    task = make_task()
+    with pytest.raises(ValueError, match="either all its tasks have them, or none"):
+        step(task.padded(task.n_context, task.n_target))
+    assert lengths.tolist() == task.padded(7, 5).context_lengths.tolist()
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 2.0), (-1, 5)])
+def test_buckets_of_no_size_are_named(sizes):
+    with pytest.raises(ValueError, match="max_(context|target) is .*: it must be a whole number"):
+        Buckets(*sizes)

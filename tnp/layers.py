@@ -1,0 +1,196 @@
+"""The layers of the Transformer Neural Process; which kernels they run a variant says.
+
+Each is pre-norm and leaves what it adds to the residual stream to the norm of the next, which reads
+the stream anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tnp.ops.attention import attention
+from tnp.ops.embedding import embed_rows
+from tnp.ops.mixture_heads import mixture_heads
+from tnp.ops.mlp import mlp
+from tnp.ops.projection import linear, project_qkv
+from tnp.ops.rms_norm import add_rms_norm, rms_norm
+from tnp.variants import Variant
+
+if TYPE_CHECKING:
+    from tnp.model import TNPConfig
+
+NORM_EPS = 1e-6
+
+
+def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * (gain / math.sqrt(fan_in)))
+
+
+def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
+    """Zero-pad a hidden width. Exact: SiLU(0) = 0, and zeros stay zero through AdamW."""
+    padding = list(weight.shape)
+    padding[dim] = width - weight.shape[dim]
+    return nn.Parameter(torch.cat([weight.detach(), weight.new_zeros(padding)], dim))
+
+
+class RMSNorm(nn.Module):
+    """The norm ahead of a layer, which first adds what the layer before left to be added."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.implementation = variant.rms_norm
+
+    def forward(
+        self, h: torch.Tensor, update: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update and its norm, all [B, L, d_model]."""
+        options = {"eps": NORM_EPS, "implementation": self.implementation}
+        if update is None:
+            return h, rms_norm(h, self.weight, **options)
+        return add_rms_norm(h, update, self.weight, **options)
+
+
+class Embedding(nn.Module):
+    """(x, y, target flag) → d_model: linear, SiLU, linear.
+
+    The flag is −1 for context and +1 for targets, whose y is 0: never zero, it doubles as the bias
+    the linear layers lack. The first layer runs in float32, because bfloat16 cannot tell
+    neighbouring pixels of a 512-pixel row apart.
+    """
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        d_in = config.d_x + config.d_y + 1
+        self.input = _parameter(config.d_model, d_in, fan_in=d_in)
+        self.output = _parameter(config.d_model, config.d_model, fan_in=config.d_model)
+        self.variant = variant
+
+    def forward(
+        self,
+        x_context: torch.Tensor | None,
+        y_context: torch.Tensor | None,
+        x_target: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """x [B, rows, d_x], y_context [B, M, d_y] → [B, M + N, d_model] in `dtype`.
+
+        Without context both its tensors are None, without targets theirs.
+        """
+        hidden = embed_rows(
+            x_context, y_context, x_target, self.input, dtype, implementation=self.variant.embedding
+        )
+        return linear(hidden, self.output, implementation=self.variant.projection)
+
+
+class Attention(nn.Module):
+    """Pre-norm attention."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.n_heads = config.n_heads
+        self.variant = variant
+        self.norm = RMSNorm(config, variant)
+        self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
+        self.output = _parameter(
+            d_model, d_model, fan_in=d_model, gain=(2 * config.n_layers) ** -0.5
+        )
+
+    def project(
+        self, x: torch.Tensor, n_k: int | None = None, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D]."""
+        return project_qkv(
+            x, self.qkv, self.n_heads, n_k=n_k, first=first,
+            implementation=self.variant.projection,
+        )  # fmt: skip
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all."""
+        o = attention(q, k, v, n_keys=n_keys, implementation=self.variant.attention)
+        o = o.transpose(1, 2).flatten(-2)
+        return linear(o, self.output, implementation=self.variant.projection)
+
+    def forward(
+        self,
+        h: torch.Tensor,
+        update: torch.Tensor | None,
+        n_context: int,
+        n_keys: torch.Tensor | None,
+        first: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update of the rows from `first` on, and what attention adds to them."""
+        h, x = self.norm(h, update)
+        if self.variant.skip_unread:
+            q, k, v = self.project(x, n_context, first)
+        else:
+            q, k, v = self.project(x)
+            k, v = k[:, :, :n_context], v[:, :, :n_context]
+        # The gradient of a slice is a copy of the whole, even where nothing is cut off.
+        return h[:, first:] if first else h, self.attend(q, k, v, n_keys)
+
+
+class MLP(nn.Module):
+    """Pre-norm GEMM, SiLU, GEMM."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        d_model, d_ff = config.d_model, config.d_ff
+        self.norm = RMSNorm(config, variant)
+        up = _parameter(d_ff, d_model, fan_in=d_model)
+        down = _parameter(d_model, d_ff, fan_in=d_ff, gain=(2 * config.n_layers) ** -0.5)
+        self.up = _pad(up, 0, variant.d_ff_storage or d_ff)
+        self.down = _pad(down, 1, variant.d_ff_storage or d_ff)
+        self.implementation = variant.mlp
+
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and what the MLP adds to it."""
+        h, x = self.norm(h, update)
+        return h, mlp(x, self.up, self.down, implementation=self.implementation)
+
+
+class MixtureHeads(nn.Module):
+    """One MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
+        self.norm = RMSNorm(config, variant)
+        up = _parameter(n, d_ff, d_model, fan_in=d_model)
+        down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff)
+        self.up = _pad(up, 1, variant.d_ff_storage or d_ff)
+        self.down = _pad(down, 2, variant.d_ff_storage or d_ff)
+        self.implementation = variant.mixture_heads
+
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """[B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
+        _, x = self.norm(h, update)
+        return mixture_heads(x, self.up, self.down, implementation=self.implementation)
+
+
+class Block(nn.Module):
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        self.attention = Attention(config, variant)
+        self.mlp = MLP(config, variant)
+
+    def forward(
+        self,
+        h: torch.Tensor,
+        update: torch.Tensor | None,
+        n_context: int,
+        n_keys: torch.Tensor | None,
+        first: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream of the rows from `first` on, and what is still to be added to it.
+
+        Each layer leaves its addition to the next norm, which reads the stream anyway.
+        """
+        return self.mlp(*self.attention(h, update, n_context, n_keys, first))

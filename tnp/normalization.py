@@ -1,0 +1,75 @@
+"""From the user's units to those that a model is trained in, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class Normalization(nn.Module):
+    """x and y less their mean, over their deviation: what a model computes with.
+
+    A `TransformerNP` that has one takes tasks in the user's units and gives predictions and
+    log-likelihoods in them; it is saved with the model. Subtracts in float64, since a time in
+    seconds since 1970 has no minutes left in float32.
+
+    Args:
+        x_mean, x_deviation: d_x numbers, in units of x.
+        y_mean, y_deviation: d_y numbers, in units of y.
+
+    Raises:
+        ValueError: a mean that is not finite, a deviation that is not positive and finite.
+    """
+
+    def __init__(
+        self,
+        x_mean: Sequence[float],
+        x_deviation: Sequence[float],
+        y_mean: Sequence[float],
+        y_deviation: Sequence[float],
+    ) -> None:
+        super().__init__()
+        named = {
+            "x_mean": x_mean, "x_deviation": x_deviation,
+            "y_mean": y_mean, "y_deviation": y_deviation,
+        }  # fmt: skip
+        for name, values in named.items():
+            for value in values:
+                if not math.isfinite(value) or (name.endswith("deviation") and value <= 0):
+                    raise ValueError(
+                        f"{name} is {list(values)}: means must be finite and deviations positive "
+                        "and finite"
+                    )
+            # Not among a model's weights: `TransformerNP.save` keeps it beside them.
+            numbers = torch.tensor(list(values), dtype=torch.float64)
+            self.register_buffer(name, numbers, persistent=False)
+        self.log_volume = sum(map(math.log, y_deviation))
+
+    @classmethod
+    def of(cls, x: torch.Tensor, y: torch.Tensor) -> Normalization:
+        """That of the points x [..., d_x] and y [..., d_y], which may be arrays too.
+
+        A dimension whose values are all equal keeps its unit.
+        """
+        numbers = []
+        for values in (x, y):
+            flat = torch.as_tensor(values, dtype=torch.float64).flatten(0, -2)
+            deviation = flat.std(0, correction=0)
+            deviation = torch.where(deviation > 0, deviation, 1.0)
+            numbers += [flat.mean(0).tolist(), deviation.tolist()]
+        return cls(*numbers)
+
+    def numbers(self) -> dict[str, list[float]]:
+        """The arguments that make it again."""
+        return {name: buffer.tolist() for name, buffer in self.named_buffers()}
+
+    def x(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., d_x] in the model's units, float32."""
+        return ((x.double() - self.x_mean) / self.x_deviation).float()
+
+    def y(self, y: torch.Tensor) -> torch.Tensor:
+        """[..., d_y] in the model's units, float32."""
+        return ((y.double() - self.y_mean) / self.y_deviation).float()

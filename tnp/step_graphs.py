@@ -1,0 +1,135 @@
+"""A training step captured as CUDA graphs: one for each size of its tasks, in one memory pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tnp.ops.casting import WeightCasts
+from tnp.tasks import Task
+
+# Steps that are run eagerly before any is captured: cuBLAS, Triton and the optimizer create their
+# state in them. One of each size is among them, or follows, which finds the kernels of that size.
+N_EAGER_BEFORE_CAPTURE = 3
+# Graphs kept at most. Their memory is shared, but each node of one takes some hundred bytes.
+MOST_GRAPHS = 256
+
+Step = Callable[[tuple[Task, ...]], torch.Tensor]
+log = logging.getLogger("tnp.step")
+
+
+class Watched:
+    """What a captured step reads and writes, and where it lay: a graph knows addresses alone."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, casts: WeightCasts
+    ) -> None:
+        self.copies = casts.copies()  # kept, whatever later steps do without
+        self.parameters = [
+            (f"{prefix}.{name}".lstrip("."), module._parameters, name, parameter.data_ptr())
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        self.optimizer, self.state = optimizer, optimizer.state
+
+    def check(self) -> None:
+        """Raises RuntimeError where a replay would train what nobody reads any more."""
+        again = "since the step was captured: make a new TrainingStep"
+        for path, owner, name, address in self.parameters:
+            if owner[name].data_ptr() != address:
+                raise RuntimeError(f"parameter {path} was moved or replaced {again}")
+        if self.optimizer.state is not self.state:
+            raise RuntimeError(f"the optimizer's state was replaced {again}")
+
+
+@dataclass
+class _OfOneSize:
+    tasks: tuple[Task, ...]  # static: what the graph reads
+    has_run: bool = False
+    replay: Callable[[], None] | None = None
+    loss: torch.Tensor | None = None  # static: what the graph writes
+    watched: Watched | None = None
+
+
+class StepGraphs:
+    """Runs a step eagerly at first, and then by replaying the graph of its tasks' sizes.
+
+    Args:
+        run: the step; it must not wait for the device.
+        watch: what is to stay where it is, as it is now.
+        device: where all of it lies.
+        vary: whether tasks may have other sizes than the first.
+    """
+
+    def __init__(
+        self, run: Step, watch: Callable[[], Watched], device: torch.device, vary: bool
+    ) -> None:
+        self._run, self._watch, self._device, self._vary = run, watch, device, vary
+        self._by_size: dict[tuple, _OfOneSize] = {}
+        self._n_eager, self._full = 0, False
+        self._stream = self._pool = None
+
+    def __call__(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+        """The loss, a tensor of its own."""
+        one = self._of_size(tasks)
+        if one is None:
+            return self._apart(tasks)
+        # Eager calls read the static tasks too: torch.compile guards on strides, and a task that is
+        # a view of another layout would make it compile again in the middle of the capture.
+        for static, task in zip(one.tasks, tasks, strict=True):
+            static.copy_(task)
+        if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
+            self._n_eager += 1
+            one.has_run = True
+            return self._apart(one.tasks)
+        if one.replay is None:
+            one.replay, one.loss = self._capture(one.tasks)
+            one.watched = self._watch()
+        one.watched.check()
+        one.replay()
+        return one.loss.clone()
+
+    def _of_size(self, tasks: tuple[Task, ...]) -> _OfOneSize | None:
+        if not self._vary and self._by_size:
+            (one,) = self._by_size.values()
+            return one
+        size = tuple(x if x is None else x.shape for task in tasks for x in task)
+        if size not in self._by_size:
+            if len(self._by_size) == MOST_GRAPHS:
+                if not self._full:
+                    log.warning("%d sizes are captured: all others run eagerly", MOST_GRAPHS)
+                self._full = True
+                return None
+            self._by_size[size] = _OfOneSize(tuple(task.clone() for task in tasks))
+        return self._by_size[size]
+
+    def _apart(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+        """The step on a stream of its own, as captures are."""
+        with torch.cuda.device(self._device):  # streams are the current device's
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                loss = self._run(tasks)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _capture(self, tasks: tuple[Task, ...]) -> tuple[Callable[[], None], torch.Tensor]:
+        """A replay of the step, and the loss that it writes."""
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            # One pool for all: graphs follow one another on one stream, and none reads what
+            # another left in its memory, since each step computes its gradients anew.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                loss = self._run(tasks)
+            self._pool = graph.pool()
+
+        def replay() -> None:
+            with torch.cuda.device(self._device):
+                graph.replay()
+
+        return replay, loss
