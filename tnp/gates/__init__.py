@@ -36,6 +36,7 @@ GATES = {
     "skip_unread": Gate(6, ours=True),
     "checkpointing": Gate(9),
     "cuda_graphs": Gate(10),
+    "ragged": Gate(10, ours=True),
     COMPILED: Gate(11),
 }
 
