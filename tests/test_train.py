@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from tnp import checkpoint, train
+from tnp import archive, train
 from tnp.schemas import PROVENANCE, TABLES
 from tnp.tasks import GaussianProcessTasks
 from tnp.tasks.gaussian_process import NOISE
+from tnp.training import cosine, load_state
 
 
 def parameters(**changes) -> dict:
@@ -201,7 +202,7 @@ def test_images_train(tmp_path):
 
 
 def test_learning_rate_warms_up_and_decays():
-    rates = [train.learning_rate(step, 1.0, 10, 100) for step in range(100)]
+    rates = [cosine(step, 1.0, 10, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == pytest.approx(1.0)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
@@ -252,26 +253,26 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
         content[place // 8] ^= 1 << place % 8
         file.write_bytes(content)
         with pytest.raises(ValueError, match="is damaged"):
-            checkpoint.load(file, torch.device("cpu"))
+            load_state(file, "cpu")
     file.write_bytes(whole)
-    assert checkpoint.load(file, torch.device("cpu"))["step"] == 3
+    assert load_state(file, "cpu")["step"] == 3
 
 
 def test_missing_keys_are_named(tmp_path):
     run_killed(tmp_path)
-    state = checkpoint.load(tmp_path / "latest.pt", torch.device("cpu"))
-    del state["optimizer"], state["rows"]
-    checkpoint.save(tmp_path / "latest.pt", state)
-    assert "it lacks optimizer, rows" in damaged(tmp_path)
+    state = load_state(tmp_path / "latest.pt", "cpu")
+    del state["optimizer"], state["reports"]
+    archive.save(tmp_path / "latest.pt", state)
+    assert "it lacks optimizer, reports" in damaged(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(tmp_path):
     """The code has changed, the parameters have not."""
     run_killed(tmp_path)
-    state = checkpoint.load(tmp_path / "latest.pt", torch.device("cpu"))
+    state = load_state(tmp_path / "latest.pt", "cpu")
     state["model"].popitem()
-    checkpoint.save(tmp_path / "latest.pt", state)
-    with pytest.raises(ValueError, match="of a model that the code has changed since: delete it"):
+    archive.save(tmp_path / "latest.pt", state)
+    with pytest.raises(ValueError, match="is of another model, optimizer or averaging: delete it"):
         run(tmp_path)
 
 
@@ -283,7 +284,7 @@ def test_a_checkpoint_executes_no_code(tmp_path):
     file = tmp_path / "latest.pt"
     file.write_bytes(pickle.dumps(Evil()))
     damaged(tmp_path)
-    checkpoint.save(file, {"model": Evil()})  # with a digest that is right
+    archive.save(file, {"model": Evil()})  # with a digest that is right
     damaged(tmp_path)
     assert not tmp_path.joinpath("executed").exists()
 

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tnp import prediction
+from tnp import prediction, saved_model
 from tnp.inputs import require_count
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.normalization import Normalization
@@ -168,18 +170,23 @@ class TransformerNP(nn.Module):
         """
         self._check("x_context", x, "d_x", lengths)
         self._check("y_context", y, "d_y", lengths)
-        if self.normalization is not None:
-            x, y = self.normalization.x(x), self.normalization.y(y)
-        return without_padding(x, lengths), without_padding(y, lengths)
+        return (
+            without_padding(self._in_units("x", x), lengths),
+            without_padding(self._in_units("y", y), lengths),
+        )
 
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """The same of targets, of which there must be one at least."""
         self._check("x_target", x, "d_x", lengths)
         if x.shape[1] == 0:
             raise ValueError(f"x_target is {tuple(x.shape)}: it must hold at least one target")
+        return without_padding(self._in_units("x", x), lengths)
+
+    def _in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
+        """x or y in the model's units and in float32, in float64 where the model computes in it."""
         if self.normalization is not None:
-            x = self.normalization.x(x)
-        return without_padding(x, lengths)
+            values = getattr(self.normalization, of)(values)
+        return values if self.compute_dtype == torch.float64 else values.float()
 
     def _check(self, name: str, x: torch.Tensor, size: str, lengths: torch.Tensor | None) -> None:
         width = getattr(self.config, size)
@@ -217,15 +224,46 @@ class TransformerNP(nn.Module):
     ) -> torch.Tensor:
         """The loss of the tensors of a task: what `torch.compile` is given."""
         parameters = self(x_context, y_context, x_target, context_lengths, target_lengths)
-        normalization = self.normalization
         loss = mixture_nll(
             parameters,
-            y_target if normalization is None else normalization.y(y_target),
+            self._in_units("y", y_target),
             self.config.sigma_min,
             n_targets=target_lengths,
             implementation=self.variant.mixture_nll,
         )
-        return loss if normalization is None else loss + normalization.log_volume
+        # A density per unit of the user's.
+        return loss if self.normalization is None else loss + self.normalization.log_volume
+
+    def save(self, folder: Path | str) -> None:
+        """Write the model to `folder`: its sizes, its units, and its weights without padding.
+
+        One file, `model.pt`, replaced whole or not at all, with a checksum.
+
+        Raises:
+            StoreError: the folder is not writable or full; what was there before stays.
+        """
+        saved_model.save(self, folder)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        variant: Variant | str = "auto",
+        device: torch.device | str = "cpu",
+        compute_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The model that `save` has written to `folder`, run as another variant if one likes.
+
+        Args:
+            folder: where it is.
+            variant: one of `Variant.names()`, or a variant of one's own.
+            device: where it is to run.
+            compute_dtype: of activations and matmuls; None: that of the model that was saved.
+
+        Raises:
+            ValueError: no model is there, or it is damaged.
+        """
+        return saved_model.load(cls, folder, variant, device, compute_dtype)
 
     @torch.no_grad()
     def encode(self, context: Context) -> Encoding:

@@ -67,9 +67,9 @@ class Normalization(nn.Module):
         return {name: buffer.tolist() for name, buffer in self.named_buffers()}
 
     def x(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d_x] in the model's units, float32."""
-        return ((x.double() - self.x_mean) / self.x_deviation).float()
+        """[..., d_x] in the model's units, float64."""
+        return (x.double() - self.x_mean) / self.x_deviation
 
     def y(self, y: torch.Tensor) -> torch.Tensor:
-        """[..., d_y] in the model's units, float32."""
-        return ((y.double() - self.y_mean) / self.y_deviation).float()
+        """[..., d_y] in the model's units, float64."""
+        return (y.double() - self.y_mean) / self.y_deviation

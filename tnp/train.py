@@ -1,4 +1,4 @@
-"""Training: AdamW with warm-up and cosine decay, held-out evaluation, checkpoints, resume.
+"""The training runs that are recorded: AdamW with warm-up and cosine decay, held-out evaluation.
 
 Every step is a function of (seed, step): a run that was killed and resumed gives the rows and
 weights of an unbroken one. Held-out tasks come from a seed, and for images from pictures, that are
@@ -7,7 +7,7 @@ context's y values shuffled: a model that uses its context is clearly better wit
 """
 
 import math
-import time
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,22 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tnp import checkpoint
+from tnp import archive
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.schemas import check_fits
 from tnp.step import TrainingStep
 from tnp.task_sources import MAX_POINTS
 from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
+from tnp.training import LATEST, WATCHED, Report, cosine, fit, load_state
 from tnp.variants import Variant
 
-FINAL_LEARNING_RATE = 0.1  # share of the peak that the cosine decays to
 HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
 # Columns of table `training` that do not change during a run.
 RUN_COLUMNS = (
     "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
 )  # fmt: skip
-
-
-def learning_rate(step: int, peak: float, warmup_steps: int, steps: int) -> float:
-    """Linear warm-up to `peak`, then half a cosine to `FINAL_LEARNING_RATE` of it."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (FINAL_LEARNING_RATE + (1.0 - FINAL_LEARNING_RATE) * cosine)
 
 
 def run(
@@ -70,109 +61,49 @@ def run(
     """
     check_fits("training", parameters | {"step": parameters["steps"]})
     device = torch.device(device)
-    state = _state_to_start_from(checkpoint_dir, parameters, code, device)
     training, held_out = sources(parameters, device)
-    evaluation = Evaluation(held_out, parameters)
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     config = TNPConfig(**parameters["model"], d_x=training.d_x, sigma_min=training.sigma_min)
     torch.manual_seed(parameters["seed"])
     model = TransformerNP(config, variant, getattr(torch, parameters["dtype"])).to(device)
-    step_once = TrainingStep(
+    step = TrainingStep(
         model,
         learning_rate=parameters["learning_rate"],
         cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
     )
-    first, rows, elapsed_s = 0, [], 0.0
-    if state is not None:
-        try:
-            model.load_state_dict(state["model"])
-            step_once.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError):
-            raise ValueError(
-                f"the checkpoint in {checkpoint_dir} is of a model that the code has changed "
-                "since: delete it to start the run again from step 0"
-            ) from None
-        first, rows, elapsed_s = state["step"], state["rows"], state["elapsed_s"]
-    for row in rows:
-        on_row(row)
-
-    steps = parameters["steps"]
-    start = time.perf_counter() - elapsed_s
-    loss_sum, n_summed = torch.zeros((), device=device), 0
     sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
-    schedule = [parameters[name] for name in ("learning_rate", "warmup_steps", "steps")]
+    latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
+    if not latest.exists() and final.exists():
+        # The rows of a finished run may not have been kept: a kill can come before they are.
+        state = load_state(final, "cpu")
+        if (state["about"], state["code"]) == (parameters, code):
+            os.replace(final, latest)
+    with tqdm(total=parameters["steps"], desc=parameters["run"], unit="step", disable=None) as bar:
 
-    def save(step: int) -> None:
-        state = {
-            "parameters": parameters,
-            "code": code,
-            "step": step,
-            "rows": rows,
-            "elapsed_s": rows[-1]["elapsed_s"],
-            "model": model.state_dict(),
-            "optimizer": step_once.optimizer.state_dict(),
-        }
-        latest = checkpoint_dir / "latest.pt"
-        if step < steps:
-            checkpoint.save(latest, state)
-        else:
-            checkpoint.save(checkpoint_dir / "final.pt", state)
-            latest.unlink(missing_ok=True)
+        def tasks(index: int) -> Task:
+            bar.update(index + 1 - bar.n)
+            return training.sample(parameters["seed"], index, *sizes)
 
-    def log(step: int) -> None:
-        row = {name: parameters[name] for name in RUN_COLUMNS} | {
-            "step": step,
-            "learning_rate": learning_rate(step, *schedule),
-            "loss": loss_sum.item() / n_summed if n_summed else None,
-            **evaluation(model),
-        }
-        row["elapsed_s"] = time.perf_counter() - start
-        if not math.isfinite(row["heldout_log_likelihood"]):
-            raise RuntimeError(
-                f"the held-out log-likelihood is {row['heldout_log_likelihood']} at step {step}: "
-                "the run diverged"
-            )
-        rows.append(row)
-        save(step)
-        on_row(row)
-        bar.set_postfix(held_out=f"{row['heldout_log_likelihood']:.3f}")
+        def log(report: Report) -> None:
+            bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
+            on_row({name: parameters[name] for name in RUN_COLUMNS} | report)
 
-    with tqdm(initial=first, total=steps, desc=parameters["run"], unit="step", disable=None) as bar:
-        if not rows:
-            log(0)
-        for step in range(first, steps):
-            step_once.set_learning_rate(learning_rate(step, *schedule))
-            loss_sum += step_once(training.sample(parameters["seed"], step, *sizes))
-            n_summed += 1
-            bar.update()
-            if (step + 1) % parameters["eval_every"] == 0 or step + 1 == steps:
-                log(step + 1)
-                loss_sum.zero_()
-                n_summed = 0
+        fit(
+            step,
+            tasks,
+            parameters["steps"],
+            schedule=lambda index: cosine(
+                index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
+            ),
+            evaluate=Evaluation(held_out, parameters),
+            every=parameters["eval_every"],
+            folder=checkpoint_dir,
+            on_report=log,
+            about=parameters,
+        )
+    archive.save(final, load_state(latest, "cpu") | {"code": code})
+    latest.unlink()
     return model
-
-
-def _state_to_start_from(
-    folder: Path, parameters: dict, code: str, device: torch.device
-) -> dict | None:
-    """The last checkpoint of an unfinished run, or that of a finished one on the same code."""
-    latest, final = folder / "latest.pt", folder / "final.pt"
-    if not latest.exists():
-        if not final.exists():
-            return None
-        # Its rows may not have been kept: a kill can come before they are.
-        state = checkpoint.load(final, device)
-        return state if (state["parameters"], state["code"]) == (parameters, code) else None
-    state = checkpoint.load(latest, device)
-    theirs = state["parameters"]
-    for name in sorted(parameters.keys() | theirs.keys()):
-        if parameters.get(name) != theirs.get(name):
-            raise ValueError(
-                f"checkpoint {latest} is of another run: {name} is {theirs.get(name)!r} there and "
-                f"{parameters.get(name)!r} here: delete the file to start again from step 0, or "
-                "set the value back to go on with that run"
-            )
-    return state
 
 
 def sources(

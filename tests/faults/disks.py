@@ -19,11 +19,11 @@ from random import Random
 from typing import NamedTuple
 
 import duckdb
-import torch
 
 from tests.faults.files import SQL, contents, rows_of, write_store
-from tnp import checkpoint, train
+from tnp import train
 from tnp.store import StoreError, build_database, read_table, record, write_table
+from tnp.training import load_state
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = 64 * 2**20
@@ -100,7 +100,7 @@ def _begin_training(disk: Path, elsewhere: Path) -> None:
 
 def _checkpoint(disk: Path) -> int:
     files = (disk / "checkpoints" / name for name in ("final.pt", "latest.pt"))
-    return checkpoint.load(next(filter(Path.exists, files)), torch.device("cpu"))["step"]
+    return load_state(next(filter(Path.exists, files)), "cpu")["step"]
 
 
 def _record(disk: Path, elsewhere: Path) -> None:

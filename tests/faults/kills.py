@@ -16,10 +16,10 @@ import duckdb
 import torch
 import yaml
 
-from tnp import checkpoint
 from tnp.files import StoreError, parquet_files
 from tnp.schemas import TABLES
 from tnp.store import build_database, read_table
+from tnp.training import load_state
 
 ROOT = Path(__file__).parents[2]
 SQL = ROOT / "workflow/sql"
@@ -130,7 +130,7 @@ class Workflow:
 
     def weights(self) -> dict[str, torch.Tensor]:
         path = self.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
-        return checkpoint.load(path, torch.device("cpu"))["model"]
+        return load_state(path, "cpu")["model"]
 
     def left_over(self) -> list[str]:
         """Files that no finished run needs; the device's lock is shared and stays."""

@@ -4,8 +4,19 @@ A source draws a task as a function of (seed, step) alone, so that a resumed run
 unbroken one would have seen.
 """
 
+from tnp.tasks.collate import collate
+from tnp.tasks.functions import FunctionTasks, draw_sizes, functions_of_table
 from tnp.tasks.gaussian_process import GaussianProcessTasks
 from tnp.tasks.images import ImageTasks
 from tnp.tasks.task import Context, Task
 
-__all__ = ["Context", "GaussianProcessTasks", "ImageTasks", "Task"]
+__all__ = [
+    "Context",
+    "FunctionTasks",
+    "GaussianProcessTasks",
+    "ImageTasks",
+    "Task",
+    "collate",
+    "draw_sizes",
+    "functions_of_table",
+]

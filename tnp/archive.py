@@ -1,26 +1,27 @@
-"""Checkpoints of a training run: written whole or not at all, and verified before they are used.
+"""Files of tensors, written whole or not at all, and verified before they are used.
 
-A checkpoint is a file of `torch.save`, which is a zip archive. The archive's comment is the SHA-256
-digest of everything before it: PyTorch itself notices no flipped bit in a weight.
+A file is one of `torch.save`, which is a zip archive. The archive's comment is the SHA-256 digest
+of everything before it: PyTorch itself notices no flipped bit in a weight.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
 import pickle
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 
 from tnp.files import cannot_write, replacing
 
-KEYS = frozenset({"parameters", "code", "step", "rows", "elapsed_s", "model", "optimizer"})
-
 _DIGEST_BYTES = 64  # SHA-256 in hexadecimal
 _NO_COMMENT = (0).to_bytes(2, "little")  # what an archive ends in: the length of its comment
 
 
 def save(path: Path, state: dict) -> None:
-    """Replace `path` by `state`, which has `KEYS`; a kill leaves what was there before.
+    """Replace `path` by `state`; a kill leaves what was there before.
 
     Raises StoreError where the folder is not writable or full.
     """
@@ -40,29 +41,34 @@ def save(path: Path, state: dict) -> None:
             file.write(digest.encode())
 
 
-def load(path: Path, device: torch.device) -> dict:
+def load(path: Path, device: torch.device | str, keys: Set[str], what: str, remedy: str) -> dict:
     """What `save` wrote, its tensors on `device`; executes no pickled code.
 
-    Raises ValueError, one sentence that names `path`, where it is not what `save` wrote.
+    Args:
+        path: the file.
+        device: for the tensors.
+        keys: that it must have.
+        what: it is, "checkpoint", for the error's sentence.
+        remedy: what to do where it cannot be used, the sentence's end.
+
+    Raises:
+        ValueError: it is not what `save` wrote, or lacks a key.
     """
     try:
         whole = _has_its_digest(path)
     except OSError as error:
-        raise ValueError(f"cannot read checkpoint {path} ({error.strerror})") from None
+        raise ValueError(f"cannot read {what} {path} ({error.strerror}): {remedy}") from None
     if not whole:
-        raise ValueError(
-            f"checkpoint {path} is damaged, or is no checkpoint of a training run: delete it to "
-            "start the run again from step 0"
-        )
+        raise ValueError(f"{what} {path} is damaged, or is none at all: {remedy}")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
         state = None
-    missing = KEYS - state.keys() if isinstance(state, dict) else KEYS
+    missing = keys - state.keys() if isinstance(state, dict) else keys
     if missing:
         raise ValueError(
-            f"checkpoint {path} was not written by this version of the code (it lacks "
-            f"{', '.join(sorted(missing))}): delete it to start the run again from step 0"
+            f"{what} {path} was not written by this version of the code (it lacks "
+            f"{', '.join(sorted(missing))}): {remedy}"
         )
     return state
 

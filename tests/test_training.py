@@ -1,0 +1,168 @@
+"""The training loop: any source, resume, extension, averaging, early stopping, and what it refuses."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from tests.test_model import build, make_task
+from tnp.step import TrainingStep
+from tnp.tasks import Task
+from tnp.training import WATCHED, HeldOut, fit
+
+
+def task_of(step: int, fill: float | None = None) -> Task:
+    generator = torch.Generator().manual_seed(step)
+    task = make_task()
+    task.y_context.copy_(torch.randn(2, 7, 1, generator=generator))
+    if fill is not None:
+        task.y_target.fill_(fill)
+    return task
+
+
+def train(n_steps, tasks=task_of, model=None, **options):
+    step = TrainingStep(model or build(), learning_rate=1e-2)
+    return fit(step, tasks, n_steps, **{"every": 2} | options)
+
+
+def weights(run) -> list[torch.Tensor]:
+    return list(run.model.parameters())
+
+
+class Killed(Exception):
+    pass
+
+
+def killing(report):
+    if report["step"] == 4:
+        raise Killed
+
+
+@pytest.mark.parametrize("options", [{}, {"average": 0.5}, {"accumulate": 2}], ids=str)
+def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, options):
+    unbroken = train(7, **options)
+    with pytest.raises(Killed):
+        train(7, folder=tmp_path, on_report=killing, **options)
+    resumed = train(7, folder=tmp_path, **options)
+    assert [report["step"] for report in resumed.reports] == [0, 2, 4, 6, 7]
+    assert [report["loss"] for report in resumed.reports] == [
+        report["loss"] for report in unbroken.reports
+    ]
+    assert all(map(torch.equal, weights(resumed), weights(unbroken)))
+
+
+def test_a_finished_run_is_extended_and_not_run_again(tmp_path):
+    train(4, folder=tmp_path)
+    seen = []
+    again = train(4, lambda step: seen.append(step) or task_of(step), folder=tmp_path)
+    assert not seen and again.reports[-1]["step"] == 4
+    extended = train(8, folder=tmp_path)
+    assert all(map(torch.equal, weights(extended), weights(train(8))))
+
+
+def test_what_can_be_iterated_trains_and_says_where_a_resume_is_not_exact(tmp_path, caplog):
+    tasks = [task_of(i) for i in range(3)]
+    run = train(7, tasks, folder=tmp_path)
+    expected = train(7, lambda step: tasks[step % 3])
+    assert all(map(torch.equal, weights(run), weights(expected)))
+    loader = torch.utils.data.DataLoader(tasks, batch_size=None)
+    loaded = train(7, loader)
+    assert all(map(torch.equal, weights(loaded), weights(expected)))
+    with caplog.at_level(logging.WARNING, "tnp.training"):
+        train(8, tasks, folder=tmp_path)
+    assert "resumed at step 7: tasks is no function of the step and begins anew" in caplog.text
+
+
+def test_the_average_is_the_mean_that_it_says():
+    seen = []
+    model = build()
+    run = train(3, model=model, average=0.5, every=1,
+                on_report=lambda _: seen.append(model.heads.down.detach().clone()))  # fmt: skip
+    expected = seen[1]  # the first step's weights are where the average starts
+    for after in seen[2:]:
+        expected = 0.5 * expected + 0.5 * after
+    torch.testing.assert_close(run.model.heads.down, expected)
+    assert run.model is not model
+
+
+def test_training_stops_where_nothing_becomes_better_and_gives_the_best(tmp_path):
+    values = iter([0.0, 1.0, 2.0, 1.5, 1.9, 5.0])
+    kept = {}
+
+    def evaluate(model):
+        value = next(values)
+        kept[value] = model.heads.down.detach().clone()
+        return {WATCHED: value}
+
+    run = train(100, evaluate=evaluate, every=1, patience=2)
+    assert run.stopped_early and [report["step"] for report in run.reports] == [0, 1, 2, 3, 4]
+    assert torch.equal(run.model.heads.down, kept[2.0])
+
+
+def test_held_out_tasks_are_weighed_by_their_targets():
+    model, one, two = build(), make_task(), make_task(n_target=2)
+    found = HeldOut([one, two.padded(9, 4)])(model)[WATCHED]
+    expected = -(10 * model.loss(one) + 4 * model.loss(two)) / 14
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_schedule_is_of_the_step():
+    rates = []
+    run = train(4, schedule=lambda step: 10.0 ** -(step + 1), every=1, on_report=rates.append)
+    assert [report["learning_rate"] for report in rates] == [10.0 ** -(i + 1) for i in range(5)]
+    assert len(run.reports) == 5
+
+
+def test_a_run_that_diverges_says_so_and_leaves_what_was_saved(tmp_path):
+    with pytest.raises(RuntimeError, match="the loss is (nan|inf) at step 4: the run diverged"):
+        train(6, lambda step: task_of(step, 1e30 if step == 3 else None), folder=tmp_path)
+    assert train(2, folder=tmp_path).reports[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    "source, error, message",
+    [
+        (lambda step: make_task().x_context, TypeError, "tasks gives a Tensor: it must give a tnp"),
+        (lambda step: task_of(step, math.nan), ValueError, "y_target of sample 0, point 0, is"),
+        (lambda step: make_task(n_target=0), ValueError, "it must hold at least one target"),
+        ([], ValueError, "tasks has come to its end and gives nothing when it is begun again"),
+        (iter([task_of(0)]), ValueError, "tasks has come to its end"),
+    ],
+)
+def test_a_source_that_trains_nothing_is_one_sentence(source, error, message):
+    with pytest.raises(error, match=message):
+        train(3, source)
+
+
+def test_a_source_that_changes_its_dimensions_is_refused_and_the_run_before_stays(tmp_path):
+    def tasks(step):
+        task = task_of(step)
+        wide = torch.zeros(2, 7, 2)
+        return task if step < 3 else Task(wide, task.y_context, wide[:, :5], task.y_target)
+
+    with pytest.raises(ValueError, match=r"x_context is \(2, 7, 2\): it must be \[B, rows, 1\]"):
+        train(6, tasks, folder=tmp_path)
+    assert train(2, folder=tmp_path).reports[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"every": 0}, "every is 0: it must be a whole number"),
+        ({"accumulate": 1.5}, "accumulate is 1.5: it must be a whole number"),
+        ({"average": 1.0}, "average is 1.0: it must lie between 0 and 1"),
+        ({"patience": 2}, "patience needs `evaluate`"),
+    ],
+)
+def test_arguments_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        train(3, **options)
+
+
+def test_a_state_of_another_model_or_run_is_refused(tmp_path):
+    train(2, folder=tmp_path, about={"data": "a"})
+    with pytest.raises(ValueError, match="of another run: data is 'a' there and 'b' here"):
+        train(2, folder=tmp_path, about={"data": "b"})
+    with pytest.raises(ValueError, match="is of another model, optimizer or averaging: delete it"):
+        train(2, folder=tmp_path, model=build(d_ff_storage=32), about={"data": "a"})

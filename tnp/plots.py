@@ -1,0 +1,125 @@
+"""Predictions drawn in Altair: a curve and its band where d_x is 1, pictures where it is 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tnp.prediction import Prediction
+from tnp.tasks import Context
+
+if TYPE_CHECKING:
+    import altair as alt
+
+LEVELS = 0.025, 0.975  # of the band
+INK, BAND = "#0072b2", "#56b4e9"  # Okabe and Ito's blues
+WIDTH, HEIGHT = 560, 320  # px
+
+
+def plot_curve(
+    context: Context,
+    x_target: torch.Tensor,
+    prediction: Prediction,
+    samples: torch.Tensor | None = None,
+    sample: int = 0,
+    output: int = 0,
+) -> alt.LayerChart:
+    """Mean, 95 % band and context points over x; chart.save("curve.html") keeps it.
+
+    Args:
+        context: what was predicted from, d_x = 1.
+        x_target: [B, N, 1], in any order.
+        prediction: at x_target.
+        samples: [S, B, N, d_y], as `TransformerNP.sample_jointly` gives them: a thin line each.
+        sample: which of the batch.
+        output: which of the d_y values.
+
+    Raises:
+        ImportError: altair is not installed.
+        ValueError: x has other dimensions than one.
+    """
+    alt = _altair()
+    _require_dimensions(x_target, 1, "plot_image")
+    low, high = (prediction.quantile(level)[sample, :, output] for level in LEVELS)
+    x, mean = x_target[sample, :, 0], prediction.mean[sample, :, output]
+    rows = _rows(x=x, mean=mean, low=low, high=high)
+    over_x = alt.X("x:Q", title="x", scale=alt.Scale(zero=False, nice=False))
+    chart = alt.Chart(alt.Data(values=rows)).encode(x=over_x)
+    y = alt.Y("low:Q", title="y", scale=alt.Scale(zero=False))
+    layers = [chart.mark_area(color=BAND, opacity=0.35).encode(y=y, y2="high:Q")]
+    for i, drawn in enumerate([] if samples is None else samples[:, sample, :, output]):
+        line = alt.Chart(alt.Data(values=_rows(x=x, y=drawn))).encode(x=over_x, y="y:Q")
+        layers.append(line.mark_line(color=INK, opacity=0.45, strokeWidth=1, strokeDash=[4, i % 3]))
+    layers.append(chart.mark_line(color=INK, strokeWidth=2).encode(y="mean:Q"))
+    n = context.x.shape[1] if context.lengths is None else int(context.lengths[sample])
+    points = _rows(x=context.x[sample, :n, 0], y=context.y[sample, :n, output])
+    seen = alt.Chart(alt.Data(values=points)).encode(x=over_x, y="y:Q", tooltip=["x:Q", "y:Q"])
+    layers.append(seen.mark_point(color="black", filled=True, size=45, opacity=1))
+    title = "Context (dots), mean and 95 % band" + (" with joint samples" * (samples is not None))
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT, title=title)
+
+
+def plot_image(
+    context: Context,
+    x_target: torch.Tensor,
+    prediction: Prediction,
+    sample: int = 0,
+    output: int = 0,
+) -> alt.HConcatChart:
+    """What is known, its mean and its deviation, each over the plane; d_x = 2, (row, column).
+
+    Args and errors are those of `plot_curve`.
+    """
+    alt = _altair()
+    _require_dimensions(x_target, 2, "plot_curve")
+    n = context.x.shape[1] if context.lengths is None else int(context.lengths[sample])
+    known = context.x[sample, :n], context.y[sample, :n, output]
+    at, mean = x_target[sample], prediction.mean[sample, :, output]
+    deviation = prediction.variance[sample, :, output].sqrt()
+    values = torch.cat([known[1], mean.to(known[1].dtype)])
+    grey = alt.Scale(
+        scheme="greys", domain=[values.min().item(), values.max().item()], reverse=True
+    )  # large is light
+    panels = [
+        _picture(title, *points, scale)
+        for title, points, scale in (
+            ("context", known, grey),
+            ("mean", (at, mean), grey),
+            ("deviation", (at, deviation), alt.Scale(scheme="blues")),
+        )
+    ]
+    return alt.hconcat(*panels).resolve_scale(color="independent")
+
+
+def _picture(title: str, x: torch.Tensor, values: torch.Tensor, scale: alt.Scale) -> alt.Chart:
+    """A square for each point x [n, 2]."""
+    alt = _altair()
+    rows = _rows(row=x[:, 0], column=x[:, 1], value=values)
+    axis = alt.Scale(zero=False, nice=False)
+    chart = alt.Chart(alt.Data(values=rows), title=title).mark_square(size=14, opacity=1)
+    return chart.encode(
+        x=alt.X("column:Q", scale=axis, title=""),
+        y=alt.Y("row:Q", scale=alt.Scale(zero=False, nice=False, reverse=True), title=""),
+        color=alt.Color("value:Q", scale=scale, title=None),
+    ).properties(width=220, height=220)
+
+
+def _altair():
+    try:
+        import altair
+    except ImportError:
+        raise ImportError("plots need altair, which pip install altair brings") from None
+    return altair
+
+
+def _require_dimensions(x: torch.Tensor, d_x: int, other: str) -> None:
+    if x.shape[-1] != d_x:
+        raise ValueError(
+            f"x_target is {tuple(x.shape)}: this plot is of d_x {d_x}; {other} is of {3 - d_x}"
+        )
+
+
+def _rows(**columns: torch.Tensor) -> list[dict[str, float]]:
+    values = [column.double().cpu().tolist() for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]

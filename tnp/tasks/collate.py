@@ -1,0 +1,33 @@
+"""Batches of tasks that differ in size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tnp.tasks.task import Task
+
+
+def collate(tasks: Sequence[Task]) -> Task:
+    """One batch of all samples of `tasks`, padded to the largest: a DataLoader's `collate_fn`.
+
+    Lengths are left out where all samples have the same.
+
+    Raises:
+        ValueError: there is no task, or they differ in dimensions or devices.
+    """
+    if not tasks:
+        raise ValueError("there is no task to collate: give at least one")
+    n_context = max(task.n_context for task in tasks)
+    n_target = max(task.n_target for task in tasks)
+    dimensions = {(task.x_context.shape[-1], task.y_context.shape[-1]) for task in tasks}
+    if len(dimensions) > 1:
+        found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
+        raise ValueError(f"tasks of {found} go into no batch together")
+    padded = [task.padded(n_context, n_target) for task in tasks]
+    batch = Task(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
+    sizes = (batch.context_lengths, n_context), (batch.target_lengths, n_target)
+    if all((lengths == n).all() for lengths, n in sizes):
+        return Task(*list(batch)[:4])
+    return batch

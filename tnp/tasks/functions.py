@@ -1,0 +1,140 @@
+"""Tasks from one's own data: some points of a function are the context, others the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tnp.inputs import require_count
+from tnp.normalization import Normalization
+from tnp.tasks.collate import collate
+from tnp.tasks.task import Task
+
+Range = tuple[int, int]  # from, to, both included
+
+
+def draw_sizes(seed: int, step: int, *ranges: Range) -> list[int]:
+    """A size of each range, uniform: the same for the same (seed, step)."""
+    for low, high in ranges:
+        require_count("a size", low, at_least=1)
+        require_count("the largest size", high, at_least=low)
+    chance = np.random.default_rng((seed, step))
+    return [int(chance.integers(low, high, endpoint=True)) for low, high in ranges]
+
+
+class FunctionTasks:
+    """Draws tasks from known points of functions: call it with a step's number.
+
+    A batch's sizes are drawn anew at each step, for all its samples together; a function that has
+    fewer points than that gives the targets it has left. No point is both context and target.
+
+    Args:
+        functions: of each the points x [n, d_x] and y [n, d_y], n ≥ 2: arrays or tensors. Where all
+            data is one table, the list has one function.
+        batch: samples of a task, each from a function drawn anew.
+        n_context, n_target: the smallest and the largest number of points.
+        seed: what tasks are a function of, with the step.
+
+    Raises:
+        ValueError: functions that differ in dimensions, have too few points, or values that are not
+            finite.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[Any, Any]],
+        *,
+        batch: int,
+        n_context: Range,
+        n_target: Range,
+        seed: int = 0,
+    ) -> None:
+        require_count("batch", batch, at_least=1)
+        draw_sizes(0, 0, n_context, n_target)
+        if not functions:
+            raise ValueError("there is no function to draw tasks from: give at least one")
+        self.functions = [_points(i, *function) for i, function in enumerate(functions)]
+        dimensions = {(x.shape[1], y.shape[1]) for x, y in self.functions}
+        if len(dimensions) > 1:
+            found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
+            raise ValueError(f"functions of {found} train no model together")
+        ((self.d_x, self.d_y),) = dimensions
+        self.batch, self.n_context, self.n_target, self.seed = batch, n_context, n_target, seed
+
+    def __call__(self, step: int) -> Task:
+        """The task of a step, on the CPU, float64."""
+        n_context, n_target = draw_sizes(self.seed, step, self.n_context, self.n_target)
+        chance = np.random.default_rng((self.seed, step, 1))
+        tasks = []
+        for _ in range(self.batch):
+            x, y = self.functions[chance.integers(len(self.functions))]
+            order = torch.from_numpy(chance.permutation(len(x)))
+            m = min(n_context, len(x) - 1)
+            context, target = order[:m], order[m : m + n_target]
+            tasks.append(Task(x[None, context], y[None, context], x[None, target], y[None, target]))
+        return collate(tasks)
+
+    @property
+    def normalization(self) -> Normalization:
+        """Of all points of all functions."""
+        x, y = (torch.cat(values) for values in zip(*self.functions, strict=True))
+        return Normalization.of(x, y)
+
+
+def functions_of_table(
+    table: Mapping[str, Any], x: Sequence[str], y: Sequence[str], by: str | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The functions that a table holds, for `FunctionTasks`.
+
+    Args:
+        table: columns of equal length by name: a pandas or polars frame, a dictionary of arrays, or
+            what `numpy.genfromtxt(path, delimiter=",", names=True)` gives.
+        x, y: columns that are inputs and outputs.
+        by: the column whose values tell functions apart, such as a station; None: one function.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    for name in (*x, *y, *([by] if by else [])):
+        known = _columns(table)
+        if name not in known:
+            raise ValueError(f"the table has no column {name!r}: it has {', '.join(known)}")
+    inputs, outputs = (
+        torch.from_numpy(np.stack([np.asarray(table[name], np.float64) for name in names], 1))
+        for names in (x, y)
+    )
+    if by is None:
+        return [(inputs, outputs)]
+    _, group = np.unique(np.asarray(table[by]), return_inverse=True)
+    rows = [torch.from_numpy(np.flatnonzero(group == i)) for i in range(group.max() + 1)]
+    return [(inputs[i], outputs[i]) for i in rows]
+
+
+def _columns(table: Mapping[str, Any]) -> list[str]:
+    if isinstance(table, np.ndarray):
+        return list(table.dtype.names or ())
+    return [str(name) for name in getattr(table, "columns", table)]
+
+
+def _points(i: int, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = (torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (x, y))
+    if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
+        raise ValueError(
+            f"function {i} has x {tuple(x.shape)} and y {tuple(y.shape)}: they must be [n, d_x] "
+            "and [n, d_y]"
+        )
+    if len(x) < 2:
+        raise ValueError(
+            f"function {i} has {len(x)} points: it needs two, a context and a target point"
+        )
+    for name, values in (("x", x), ("y", y)):
+        bad = ~values.isfinite().all(1)
+        if bad.any():
+            at = bad.nonzero()[0].item()
+            raise ValueError(
+                f"{name} of function {i}, row {at}, is {values[at].tolist()}: it must be finite"
+            )
+    return x, y

@@ -1,0 +1,290 @@
+"""A training loop: any source of tasks, schedules, averaged weights, early stopping, resume."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tnp import archive
+from tnp.inputs import require_count
+from tnp.model import TransformerNP
+from tnp.step import TrainingStep
+from tnp.tasks import Task
+
+log = logging.getLogger("tnp.training")
+
+LATEST = "latest.pt"
+KEYS = frozenset({"step", "model", "optimizer", "average", "best", "reports", "elapsed_s", "about"})
+WATCHED = "heldout_log_likelihood"  # what early stopping and divergence go by
+
+Report = dict[str, float | int | None]
+Source = Callable[[int], Task] | Iterable[Task]
+
+
+class HeldOut:
+    """Evaluates a model on tasks that it is not trained on."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self.tasks = list(tasks)
+        for task in self.tasks:
+            task.check_finite()
+
+    @torch.no_grad()
+    def __call__(self, model: TransformerNP) -> Report:
+        """Mean log-likelihood in nats per target."""
+        device, total, count = next(model.parameters()).device, 0.0, 0
+        for task in self.tasks:
+            n = task.batch * task.n_target
+            n = n if task.target_lengths is None else int(task.target_lengths.sum())
+            total, count = total - n * model.loss(task.to(device)).item(), count + n
+        return {WATCHED: total / count}
+
+
+def cosine(step: int, peak: float, warmup_steps: int, steps: int, final: float = 0.1) -> float:
+    """Linear warm-up to `peak`, then half a cosine down to `final` of it."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+@dataclass
+class Fit:
+    """What training came to."""
+
+    model: TransformerNP  # averaged, or the best of the reports, where that was asked for
+    reports: list[Report]
+    stopped_early: bool
+
+
+def fit(
+    step: TrainingStep,
+    tasks: Source,
+    n_steps: int,
+    *,
+    schedule: Callable[[int], float] | None = None,
+    accumulate: int = 1,
+    average: float | None = None,
+    evaluate: Callable[[TransformerNP], Report] | None = None,
+    every: int = 100,
+    patience: int | None = None,
+    folder: Path | str | None = None,
+    on_report: Callable[[Report], None] = lambda report: None,
+    about: Mapping | None = None,
+) -> Fit:
+    """Train `step.model` until it has made `n_steps` steps.
+
+    With a folder, the state is written there at every report, and a later call goes on from it: a
+    run that was killed ends as an unbroken one would have where `tasks` is a function of the step,
+    and a finished one goes on where `n_steps` is larger.
+
+    Args:
+        step: what trains, with its optimizer.
+        tasks: a function of the step's number, or anything to iterate over, begun again at its end:
+            a `DataLoader` whose `collate_fn` is `tnp.tasks.collate`, a list, a generator. Tasks are
+            moved to the model's device; those on the CPU must be finite.
+        n_steps: in all, those before a resume included.
+        schedule: the learning rate of each step; None leaves the optimizer's as it is.
+        accumulate: tasks whose gradients are added up before each update.
+        average: share of itself that an average of the weights keeps at each step, such as 0.999;
+            the average is what is evaluated and returned.
+        evaluate: gives a report's numbers of a model, as `HeldOut` does.
+        every: steps between reports.
+        patience: reports without a better held-out log-likelihood after which training stops; the
+            best model is returned.
+        folder: for the state, a file `latest.pt`.
+        on_report: receives each report, those before a resume included: step, loss (the mean since
+            the last report, None at step 0), learning_rate, elapsed_s, and what `evaluate` gave.
+        about: what else the state is to say, and a resumed one must say too.
+
+    Raises:
+        ValueError: an argument out of range, a state that is damaged or of another model.
+        TypeError: `tasks` gives something that is no `Task`.
+        RuntimeError: the held-out log-likelihood is no number: training diverged.
+    """
+    for name, value in (("n_steps", n_steps), ("accumulate", accumulate), ("every", every)):
+        require_count(name, value, at_least=1)
+    if patience is not None:
+        require_count("patience", patience, at_least=1)
+        if evaluate is None:
+            raise ValueError("patience needs `evaluate`: it stops by what that gives")
+    if average is not None and not 0 < average < 1:
+        raise ValueError(f"average is {average}: it must lie between 0 and 1")
+    run = _Run(step, schedule, average, evaluate, patience, folder, on_report, dict(about or {}))
+    run.resume(is_function=callable(tasks))
+    given = _tasks(tasks, run.done * accumulate, next(step.model.parameters()).device)
+    if not run.reports:
+        run.report()
+    while run.done < n_steps and not run.is_stale():
+        run.train([next(given) for _ in range(accumulate)])
+        if run.done % every == 0 or run.done == n_steps:
+            run.report()
+    return Fit(run.chosen(), run.reports, run.done < n_steps)
+
+
+def _tasks(tasks: Source, first: int, device: torch.device) -> Iterator[Task]:
+    """From task number `first` on, on the device."""
+    if callable(tasks):
+        made: Iterator = map(tasks, itertools.count(first))
+    else:
+        made = _again_and_again(tasks)
+    for task in made:
+        if not isinstance(task, Task):
+            raise TypeError(
+                f"tasks gives a {type(task).__name__}: it must give a tnp.tasks.Task, which "
+                "tnp.tasks.collate makes of a list of them"
+            )
+        if task.x_context.device.type == "cpu":
+            task.check_finite()
+        yield task.to(device, non_blocking=True)
+
+
+def _again_and_again(tasks: Iterable[Task]) -> Iterator[Task]:
+    while True:
+        n = 0
+        for task in tasks:
+            n += 1
+            yield task
+        if n == 0:
+            raise ValueError(
+                "tasks has come to its end and gives nothing when it is begun again: it must be a "
+                "function, a list or a DataLoader, or a generator that does not end"
+            )
+
+
+class _Run:
+    """The state of a training run."""
+
+    def __init__(
+        self, step, schedule, average, evaluate, patience, folder, on_report, about
+    ) -> None:
+        self.step, self.schedule = step, schedule
+        self.evaluate, self.patience = evaluate, patience
+        self.file = None if folder is None else Path(folder) / LATEST
+        self.on_report, self.about = on_report, about
+        self.done, self.reports, self.elapsed_s = 0, [], 0.0
+        self.average = None
+        if average is not None:
+            self.average = AveragedModel(step.model, multi_avg_fn=get_ema_multi_avg_fn(average))
+        self.best: dict[str, torch.Tensor] | None = None
+        self._sum = torch.zeros((), device=next(step.model.parameters()).device)
+        self._n_summed, self._started = 0, time.perf_counter()
+
+    @property
+    def model(self) -> TransformerNP:
+        """What is evaluated."""
+        return self.step.model if self.average is None else self.average.module
+
+    def train(self, tasks: Sequence[Task]) -> None:
+        if self.schedule is not None:
+            self.step.set_learning_rate(self.schedule(self.done))
+        self._sum += self.step(*tasks)
+        self._n_summed += 1
+        self.done += 1
+        if self.average is not None:
+            self.average.update_parameters(self.step.model)
+
+    def report(self) -> None:
+        report = {
+            "step": self.done,
+            "loss": self._sum.item() / self._n_summed if self._n_summed else None,
+            "learning_rate": self._rate(),
+            **(self.evaluate(self.model) if self.evaluate else {}),
+            "elapsed_s": self.elapsed_s + time.perf_counter() - self._started,
+        }
+        watched = report.get(WATCHED, report["loss"])
+        if watched is not None and not math.isfinite(watched):
+            what = "held-out log-likelihood" if WATCHED in report else "loss"
+            raise RuntimeError(f"the {what} is {watched} at step {self.done}: the run diverged")
+        self._sum.zero_()
+        self._n_summed = 0
+        self.reports.append(report)
+        if self.patience is not None and self._best_report() is report:
+            self.best = copy.deepcopy(self.model.state_dict())
+        if self.file is not None:
+            self._save()
+        self.on_report(report)
+
+    def _rate(self) -> float:
+        """Of the next step."""
+        if self.schedule is not None:
+            return self.schedule(self.done)
+        rate = self.step.optimizer.param_groups[0]["lr"]
+        return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+    def _best_report(self) -> Report:
+        return max(self.reports, key=lambda report: report[WATCHED])
+
+    def is_stale(self) -> bool:
+        if self.patience is None:
+            return False
+        return len(self.reports) - 1 - self.reports.index(self._best_report()) >= self.patience
+
+    def chosen(self) -> TransformerNP:
+        if self.best is None:
+            return self.model
+        model = copy.deepcopy(self.model)
+        model.load_state_dict(self.best)
+        return model
+
+    def _save(self) -> None:
+        state = {
+            "step": self.done,
+            "model": self.step.model.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "best": self.best,
+            "reports": self.reports,
+            "elapsed_s": self.reports[-1]["elapsed_s"],
+            "about": self.about,
+        }
+        archive.save(self.file, state)
+
+    def resume(self, is_function: bool) -> None:
+        """From the folder's state, where there is one."""
+        if self.file is None or not self.file.exists():
+            return
+        state = load_state(self.file, next(self.step.model.parameters()).device)
+        for name in sorted(self.about.keys() | state["about"].keys()):
+            mine, theirs = self.about.get(name), state["about"].get(name)
+            if mine != theirs:
+                raise ValueError(
+                    f"checkpoint {self.file} is of another run: {name} is {theirs!r} there and "
+                    f"{mine!r} here: delete the file to start again from step 0, or set the value "
+                    "back"
+                )
+        try:
+            self.step.model.load_state_dict(state["model"])
+            self.step.optimizer.load_state_dict(state["optimizer"])
+            if self.average is not None:
+                self.average.load_state_dict(state["average"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"checkpoint {self.file} is of another model, optimizer or averaging: delete it to "
+                "start the run again from step 0"
+            ) from None
+        self.done, self.reports, self.best = state["step"], state["reports"], state["best"]
+        self.elapsed_s = state["elapsed_s"]
+        if not is_function:
+            log.warning(
+                "resumed at step %d: tasks is no function of the step and begins anew, so that "
+                "this run is not the one that an unbroken one would have been",
+                self.done,
+            )
+        for report in self.reports:
+            self.on_report(report)
+
+
+def load_state(file: Path, device: torch.device | str) -> dict:
+    """What `fit` has written; ValueError, one sentence, where it cannot be used."""
+    remedy = "delete it to start the run again from step 0"
+    return archive.load(file, device, KEYS, "checkpoint", remedy)
