@@ -1,4 +1,4 @@
-"""The training loop: any source, resume, extension, averaging, early stopping, and what it refuses."""
+"""The training loop: any source, resume, averaging, early stopping, and what it refuses."""
 
 import logging
 import math
