@@ -256,7 +256,7 @@ class TransformerNP(nn.Module):
 
         Args:
             folder: where it is.
-            variant: one of `Variant.names()`, or a variant of one's own.
+            variant: a name of `tnp/variants.toml`, or a variant of one's own.
             device: where it is to run.
             compute_dtype: of activations and matmuls; None: that of the model that was saved.
 

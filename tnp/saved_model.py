@@ -59,7 +59,7 @@ def load(
         ) from None
     model = kind(
         config,
-        Variant.named(variant) if isinstance(variant, str) else variant,
+        Variant.named(variant, config.d_ff) if isinstance(variant, str) else variant,
         compute_dtype or getattr(torch, state["compute_dtype"]),
         normalization=normalization,
     )

@@ -24,6 +24,7 @@ from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
 from tnp.commands import Parser, end_with, option, size, table
 from tnp.contract import FLOATS, Operator
+from tnp.variants import storage_width
 
 TIMEOUT_S = 900.0
 OF_MODEL = ("d_model", "n_heads", "d_ff", "n_components")
@@ -81,7 +82,7 @@ def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, d
     default = TNPConfig()
     model = {name: getattr(wanted, name) or getattr(default, name) for name in OF_MODEL}
     model |= {"n_layers": default.n_layers}
-    model |= {"d_ff_storage": wanted.d_ff_storage or -(-model["d_ff"] // 64) * 64}
+    model |= {"d_ff_storage": wanted.d_ff_storage or storage_width(model["d_ff"])}
     for operator in catalog().operators.values():
         found = in_step(operator, model, vars(wanted))
         if found is not None:

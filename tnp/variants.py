@@ -3,7 +3,10 @@
 Checkpointing and CUDA graphs are not variants but switches on every one of them.
 """
 
+import tomllib
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import OWN
@@ -14,6 +17,9 @@ FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through
 # What a variant's `compile` may be, and the mode of `torch.compile` that it stands for. The
 # compiler must not capture graphs of its own: `TrainingStep` captures the whole step.
 COMPILE_MODES = {True: None, "max-autotune": "max-autotune-no-cudagraphs"}
+
+NAMED = Path(__file__).with_name("variants.toml")
+STORAGE_MULTIPLE = 64  # of hidden widths, which kernels go through in tiles
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Variant:
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":
-        """The variant `name` from its entry in config.yaml; raises ValueError on unknown keys."""
+        """The variant `name` from what a file says of it; raises ValueError on unknown keys."""
         known = [field.name for field in fields(cls) if field.name != "name"]
         for key in spec:
             if key not in known:
@@ -69,6 +75,23 @@ class Variant:
                     f"variant {name!r} has an unknown key {key!r}: choose from {', '.join(known)}"
                 )
         return cls(name, **spec)
+
+    @classmethod
+    def named(cls, name: str, d_ff: int = 1365) -> "Variant":
+        """The variant of `variants.toml`, for a model whose hidden layers are `d_ff` wide.
+
+        Where it stores hidden layers padded, that is to the next multiple of 64. Raises ValueError
+        for a name that there is not.
+        """
+        if name not in named_specs():
+            raise ValueError(
+                f"there is no variant {name!r}: choose from {', '.join(named_specs())}, or make a "
+                "Variant of your own"
+            )
+        variant = cls.from_spec(name, named_specs()[name])
+        if variant.d_ff_storage is None:
+            return variant
+        return replace(variant, d_ff_storage=storage_width(d_ff))
 
     def implementations(self) -> dict[str, str]:
         """Family of operators → implementation."""
@@ -84,6 +107,21 @@ class Variant:
                 return OWN
         plain = replace(self, name="") == Variant("") and not (checkpoint or cuda_graph)
         return "baseline" if plain else "peer"
+
+
+@cache
+def named_specs() -> dict[str, dict]:
+    """{name: what it says} of all variants that come with the package."""
+    found: dict[str, dict] = {}
+    for name, spec in tomllib.loads(NAMED.read_text()).items():
+        like = spec.pop("like", None)
+        found[name] = (found[like] if like else {}) | spec
+    return found
+
+
+def storage_width(d_ff: int) -> int:
+    """The width that hidden layers of `d_ff` are best stored at."""
+    return -(-d_ff // STORAGE_MULTIPLE) * STORAGE_MULTIPLE
 
 
 # Fields of a variant that name an implementation.

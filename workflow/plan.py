@@ -13,7 +13,7 @@ from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
 from tnp.schemas import CEILINGS
 from tnp.tuning import operations
-from tnp.variants import Variant
+from tnp.variants import Variant, named_specs
 from workflow import problems
 
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
@@ -47,7 +47,7 @@ def device(wanted: str, found: str) -> str:
 
 def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Training-step benchmarks of every study that this device takes part in."""
-    variants = config["variants"] | ablation_variants(config)
+    known = variants(config) | ablation_variants(config)
     configurations = {}
     for study, spec in _studies(config):
         if device not in spec["devices"]:
@@ -56,7 +56,7 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
         for shape, variant, checkpoint, cuda_graph in switches:
             marks = ["ckpt"] * checkpoint + ["graph"] * cuda_graph
             config_id = "--".join([study, shape, variant, *marks])
-            sizes, variant_spec = config["shapes"][shape], variants[variant]
+            sizes, variant_spec = config["shapes"][shape], known[variant]
             configurations[config_id] = {
                 "config_id": config_id,
                 "study": study,
@@ -79,18 +79,23 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
     return configurations
 
 
+def variants(config: dict) -> dict[str, dict]:
+    """{name: what it says} of those that come with the package and of the experiment's own."""
+    return named_specs() | config.get("variants", {})
+
+
 def ablation_variants(config: dict) -> dict[str, dict]:
     """Of each component: base with it alone, `only_…`, and full without it, `without_…`."""
     if "ablation" not in config:
         return {}
     spec = config["ablation"]
-    base, full = (config["variants"][spec[end]] for end in ("base", "full"))
-    variants = {}
+    base, full = (variants(config)[spec[end]] for end in ("base", "full"))
+    found = {}
     only, without = ABLATION_ENDS
     for component in spec["components"]:
-        variants[f"{only}_{component}"] = _with(base, component, full)
-        variants[f"{without}_{component}"] = _with(full, component, base)
-    return variants
+        found[f"{only}_{component}"] = _with(base, component, full)
+        found[f"{without}_{component}"] = _with(full, component, base)
+    return found
 
 
 def _with(variant: dict, key: str, other: dict) -> dict:
@@ -276,7 +281,7 @@ def training(config: dict, device: str, slug: str) -> dict[str, dict]:
             "model": config["model"],
             "dtype": config["compute_dtype"][device],
             **{key: value for key, value in spec.items() if key != "devices"},
-            "variant_spec": config["variants"][spec["variant"]],
+            "variant_spec": variants(config)[spec["variant"]],
             "device": device,
             "device_slug": slug,
         }

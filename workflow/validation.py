@@ -17,7 +17,7 @@ from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown
-from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, TUNING, gates
+from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, TUNING, gates, variants
 
 ENDS = ("base", "full")  # of the ablation
 ROOT = Path(__file__).parents[1]
@@ -112,19 +112,21 @@ _VALIDATOR = jsonschema.validators.extend(
 
 def _faults(config: dict) -> Iterator[Fault]:
     """What a schema cannot say: names defined in one place must exist in the other."""
-    shapes, variants, model = config["shapes"], config["variants"], config["model"]
+    shapes, known, model = config["shapes"], variants(config), config["model"]
     yield from not_among(
         ("gates",), "gate", config["gates"], [*GATES, *generic_gates(), EVERY_OPERATOR]
     )
     yield from _of_model(("model",), model)
     for name, sizes in shapes.items():
         yield from _of_points(("shapes", name), sizes, MAX_COUNT)
-    for name, spec in variants.items():
+    for name, spec in config.get("variants", {}).items():
         yield from _of_variant(("variants", name), spec, model)
     for name, study in config["steps"].items():
         place = ("steps", name)
         yield from not_among((*place, "shapes"), "shape", study["shapes"], shapes)
-        yield from not_among((*place, "variants"), "variant", study["variants"], variants)
+        yield from not_among((*place, "variants"), "variant", study["variants"], known)
+        for index, variant in enumerate(study["variants"]):
+            yield from _of_storage((*place, "variants", index), known[variant], model)
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
     taken = {ABLATION, NOISE, TUNING, HOST, *_rules()}
@@ -136,7 +138,7 @@ def _faults(config: dict) -> Iterator[Fault]:
     for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
         yield from _of_host((HOST, "problems", name), spec, config)
     if "ablation" in config:
-        yield from _of_ablation(("ablation",), config["ablation"], shapes, variants)
+        yield from _of_ablation(("ablation",), config["ablation"], shapes, known)
     if TUNING in config:
         yield from _of_tuning((TUNING,), config[TUNING], config)
     for name, run in config["training"].items():
@@ -195,16 +197,16 @@ def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
         )
 
 
-def _of_ablation(place: Place, spec: dict, shapes: dict, variants: dict) -> Iterator[Fault]:
+def _of_ablation(place: Place, spec: dict, shapes: dict, known: dict) -> Iterator[Fault]:
     yield from not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
     for end in ENDS:
-        if spec[end] not in variants:
-            yield Fault((*place, end), unknown("variant", spec[end], variants))
-    base, full = variants[spec["base"]], variants[spec["full"]]
+        if spec[end] not in known:
+            yield Fault((*place, end), unknown("variant", spec[end], known))
+    base, full = known[spec["base"]], known[spec["full"]]
     differing = [key for key in base | full if base.get(key) != full.get(key)]
     components = (*place, "components")
     yield from not_among(components, "difference of base and full", spec["components"], differing)
-    uses_ours = [Variant.from_spec(spec[end], variants[spec[end]]).role() == "own" for end in ENDS]
+    uses_ours = [Variant.from_spec(spec[end], known[spec[end]]).role() == "own" for end in ENDS]
     if uses_ours != [False, True]:
         yield Fault(
             place,
@@ -214,15 +216,15 @@ def _of_ablation(place: Place, spec: dict, shapes: dict, variants: dict) -> Iter
 
 
 def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
-    shapes, variants = config["shapes"], config["variants"]
-    for key, known in (("shape", shapes), ("variant", variants), ("source", MAX_POINTS)):
+    shapes, all_variants = config["shapes"], variants(config)
+    for key, known in (("shape", shapes), ("variant", all_variants), ("source", MAX_POINTS)):
         if run[key] not in known:
             yield Fault((*place, key), unknown(key, run[key], known))
     if place[-1] in (*GATES, *generic_gates()):
         yield Fault(place, "a gate has the same name: rename the run")
     model = run.get("model", config["model"])
     yield from _of_model((*place, "model"), model)
-    storage = variants[run["variant"]].get("d_ff_storage")
+    storage = all_variants[run["variant"]].get("d_ff_storage")
     if storage is not None and storage < model["d_ff"]:
         yield Fault(
             (*place, "variant"),
@@ -264,7 +266,7 @@ def _uses(config: dict) -> Iterator[_Use]:
     step = sizes | {"dtype": config["compute_dtype"]["cuda"]}
 
     def of_variant(place: Place, name: str) -> _Use:
-        variant = Variant.from_spec(name, config["variants"][name])
+        variant = Variant.from_spec(name, variants(config)[name])
         model = config["model"] | {"d_ff_storage": variant.d_ff_storage}
         return _Use(place, variant.implementations(), model, ("model",), step)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import vl_convert
-import yaml
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import CPU, GPU, Build
 from tnp.figures import FIGURES, draw, render, render_index
 from tnp.figures.words import WORDS, words
+from tnp.variants import named_specs
 
 STAGES = {"embed": 1.0, "attention": 20.0, "mlp": 9.0, "heads": 5.0, "loss": 1.0, "backward": 60.0}
 
@@ -124,9 +124,8 @@ def test_the_index_leads_to_every_figure_with_a_sentence(tmp_path: Path) -> None
 
 
 def test_every_configured_name_is_said_in_words_of_its_own() -> None:
-    config = yaml.safe_load(Path("config.yaml").read_text())
-    names = [*config["variants"], *WORDS]
-    assert set(config["variants"]) <= set(WORDS)
+    names = [*named_specs(), *WORDS]
+    assert named_specs().keys() <= WORDS.keys()
     assert len({words(name) for name in names}) == len(set(names))
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from tnp.bench.outcome import implementation_of
 from tnp.catalog import catalog
+from tnp.variants import named_specs
 from workflow import plan, problems
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def test_the_ablation_adds_each_component_and_takes_it_away():
     assert len(at_mid) == 2 + 2 * len(spec["components"])
     assert not any(p["cuda_graph"] for p in at_large)
     only = steps["ablation--small--only_mlp--graph"]
-    base, full = CONFIG["variants"][spec["base"]], CONFIG["variants"][spec["full"]]
+    base, full = (named_specs()[spec[end]] for end in ("base", "full"))
     assert only["variant_spec"] == base | {"mlp": "fused"}
     without = steps["ablation--small--without_mlp--graph"]
     assert without["variant_spec"] | {"mlp": "fused"} == full and without["cuda_graph"]
@@ -147,7 +148,7 @@ def test_noise_is_one_implementation_with_its_copies():
 
 
 def test_the_strongest_pytorch_has_every_saving_that_ours_has():
-    variants = CONFIG["variants"]
+    variants = named_specs()
     saving = ("skip_unread", "d_ff_storage")
     for name in ("pytorch_best", "pytorch_best_autotuned"):
         assert {key: variants[name][key] for key in saving} == {

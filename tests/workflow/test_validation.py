@@ -87,7 +87,7 @@ def changed(path: str, value: object) -> dict:
         ("timing.warmup_s", "3e-4", "timing.warmup_s: '3e-4' is text to YAML"),
         ("timing.warmup_s", "0.5", f"'0.5' {NOT_READ}"),
         ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
-        ("steps.cpu.variants", ["fused"], "steps.cpu.variants: unknown variant 'fused'"),
+        ("steps.cpu.variants", ["own"], "steps.cpu.variants: unknown variant 'own'"),
         ("steps.cpu.variants", "separate", "steps.cpu.variants: 'separate' must be a list"),
         ("steps.cpu.shapes", ["small"], "steps.cpu.shapes: unknown shape 'small'"),
         ("steps.cpu.shapes", ["tiny", "tiny"], "steps.cpu.shapes: 'tiny' stands in it twice"),
