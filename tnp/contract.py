@@ -10,10 +10,12 @@ with it. Whatever an operator's declaration calls imports torch in its own body.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -125,11 +127,18 @@ def on_cuda(least: int, below: int = 9999) -> Support:
     return supported
 
 
+@cache
+def triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def triton_from(least: int) -> Support:
     """Support for Triton kernels: CUDA from this capability on, and the interpreter."""
     cuda = on_cuda(least)
 
     def supported(call: Call) -> Reason:
+        if not triton_is_installed():
+            return "triton is not installed, in which it is written"
         if call.target.kind == "interpreter":
             return None
         if call.target.kind == "cpu":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tnp.extras import require
 from tnp.prediction import Prediction
 from tnp.tasks import Context
 
@@ -39,7 +40,7 @@ def plot_curve(
         ImportError: altair is not installed.
         ValueError: x has other dimensions than one.
     """
-    alt = _altair()
+    alt = require("altair", "plots", "plot")
     _require_dimensions(x_target, 1, "plot_image")
     low, high = (prediction.quantile(level)[sample, :, output] for level in LEVELS)
     x, mean = x_target[sample, :, 0], prediction.mean[sample, :, output]
@@ -71,7 +72,7 @@ def plot_image(
 
     Args and errors are those of `plot_curve`.
     """
-    alt = _altair()
+    alt = require("altair", "plots", "plot")
     _require_dimensions(x_target, 2, "plot_curve")
     n = context.x.shape[1] if context.lengths is None else int(context.lengths[sample])
     known = context.x[sample, :n], context.y[sample, :n, output]
@@ -94,7 +95,7 @@ def plot_image(
 
 def _picture(title: str, x: torch.Tensor, values: torch.Tensor, scale: alt.Scale) -> alt.Chart:
     """A square for each point x [n, 2]."""
-    alt = _altair()
+    alt = require("altair", "plots", "plot")
     rows = _rows(row=x[:, 0], column=x[:, 1], value=values)
     axis = alt.Scale(zero=False, nice=False)
     chart = alt.Chart(alt.Data(values=rows), title=title).mark_square(size=14, opacity=1)
@@ -103,14 +104,6 @@ def _picture(title: str, x: torch.Tensor, values: torch.Tensor, scale: alt.Scale
         y=alt.Y("row:Q", scale=alt.Scale(zero=False, nice=False, reverse=True), title=""),
         color=alt.Color("value:Q", scale=scale, title=None),
     ).properties(width=220, height=220)
-
-
-def _altair():
-    try:
-        import altair
-    except ImportError:
-        raise ImportError("plots need altair, which pip install altair brings") from None
-    return altair
 
 
 def _require_dimensions(x: torch.Tensor, d_x: int, other: str) -> None:

@@ -7,7 +7,9 @@ at the end of a table (older files then read as null); renaming or removing one 
 
 from collections.abc import Mapping
 
-import pyarrow as pa
+from tnp.extras import require
+
+pa = require("pyarrow", "measurements", "workflow")
 
 SCHEMA_VERSION = 1
 

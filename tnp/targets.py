@@ -5,9 +5,14 @@ The only place that knows how many multiprocessors a GPU has and what its datash
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
+
+from tnp.contract import triton_is_installed
+
+log = logging.getLogger("tnp.auto")
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def _look(device) -> Target:
         return here_without_gpu()
     import torch
 
+    if not triton_is_installed():
+        log.warning("triton is not installed: 'auto' takes PyTorch's operators on %s", device)
     about = torch.cuda.get_device_properties(device)
     shared = getattr(about, "shared_memory_per_block_optin", SMALLEST_SHARED)
     capability = 10 * about.major + about.minor

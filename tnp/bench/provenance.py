@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import pynvml
-
 from tnp import targets
 from tnp.catalog import version
+from tnp.extras import require
+
+pynvml = require("pynvml", "measurements", "workflow")
 
 ROOT = Path(__file__).parents[2]
 # What a measurement depends on: other edits do not make it a dirty one.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.distributions import Normal
 
+from tnp.extras import require
 from tnp.inputs import require_count
 from tnp.task_sources import IMAGE_SIDES, MAX_POINTS
 from tnp.tasks.task import Task, check_sizes, random_generator
@@ -103,7 +104,7 @@ class ImageTasks:
 def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Training and held-out pictures, float32 brightness in [0, 1], none smaller than `side`."""
     # Here, so that a machine that trains on no images needs no scikit-image.
-    from skimage import color, data
+    color, data = (require(f"skimage.{x}", "image tasks", "images") for x in ("color", "data"))
 
     def brightness(picture: np.ndarray) -> np.ndarray:
         return color.rgb2gray(picture) if picture.ndim == 3 else picture / LEVELS

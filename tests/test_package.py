@@ -1,0 +1,122 @@
+"""The package as its users install it: a wheel of its own, its core without the workflow's packages."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tnp import contract, extras, targets
+from tnp.contract import Call, triton_from
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Of requirements.txt, but for what the core needs itself and for what only tests need.
+BEYOND_THE_CORE = (
+    "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "jsonschema", "yaml", "skimage",
+    "pynvml", "tqdm", "pytz", "pytest",
+)  # fmt: skip
+
+PROGRAM = """
+import sys
+missing = sys.argv[1].split(",")
+sys.modules.update(dict.fromkeys(missing))  # None: as if it were not installed
+import tnp, torch
+from tnp.model import TNPConfig, TransformerNP
+from tnp.step import TrainingStep
+from tnp.tasks import GaussianProcessTasks, ImageTasks
+from tnp.training import fit
+from tnp.variants import Variant
+
+config = TNPConfig(d_model=32, n_layers=1, n_heads=2, d_ff=20, n_components=2)
+model = TransformerNP(config, Variant.named("auto", config.d_ff), torch.float32)
+source, step = GaussianProcessTasks(), TrainingStep(model, learning_rate=1e-3)
+run = fit(step, lambda index: source.sample(0, index, 2, 5, 7), 3, every=3)
+assert run.reports[-1]["step"] == 3
+model.save("kept")
+task = source.sample(0, 9, 2, 5, 7)
+again = TransformerNP.load("kept", "sdpa_flash")
+assert torch.allclose(again.predict(task.context, task.x_target).mean,
+                      model.predict(task.context, task.x_target).mean)
+for name in ("fused", "separate"):
+    try:
+        TransformerNP.load("kept", name).loss(task)
+    except RuntimeError as error:
+        print(error)
+if "skimage" in missing:
+    try:
+        ImageTasks(100)
+    except ImportError as error:
+        print(error)
+print(tnp.__file__)
+"""
+
+
+def run(folder: Path, path: Path, *missing: str) -> list[str]:
+    """Lines that the program prints in a folder, with the package from `path`."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(missing)],
+        cwd=folder, capture_output=True, text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        | {"PYTHONPATH": str(path), "XDG_CACHE_HOME": str(folder / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
+    """Of the folder that it was installed in: what it reads, its tables and variants, came along."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    source = tmp_path / "source"
+    for name in ("tnp", "pyproject.toml", "README.md", "LICENSE"):
+        target = source / name
+        target.parent.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-r", ROOT / name, target], check=True)
+    wheels, site, work = (tmp_path / name for name in ("wheels", "site", "work"))
+    work.mkdir()
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = wheels.glob("tnp_kernels-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    assert (site / "tnp/tuned/nvidia-h200.json").is_file() and (
+        site / "tnp/variants.toml"
+    ).is_file()
+    *said, file = run(work, site, *BEYOND_THE_CORE, "triton")
+    assert file == str(site / "tnp/__init__.py")
+    missing = "triton is not installed, in which it is written"
+    assert [missing in line for line in said] == [True, True, False]
+    assert said[-1].endswith(f"which pip install '{PROJECT['name']}[images]' brings")
+    assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
+
+
+def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
+    call = Call(contract.Problem("attention", "bfloat16", ()), targets.named("NVIDIA H200"))
+    assert triton_from(80)(call) is None
+    monkeypatch.setattr(contract, "triton_is_installed", lambda: False)
+    assert "triton is not installed" in triton_from(80)(call)
+
+
+def test_what_needs_an_extra_names_it():
+    with pytest.raises(
+        ImportError, match=r"plots need no_such, which pip install 'tnp-kernels\[pl"
+    ):
+        extras.require("no_such", "plots", "plot")
+    assert PROJECT["name"] == extras.DISTRIBUTION
+
+
+def test_every_pin_lies_in_the_packages_ranges():
+    from packaging.requirements import Requirement
+
+    ranges = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    wanted = {Requirement(text).name: Requirement(text).specifier for text in ranges}
+    lines = re.sub(r"#.*", "", (ROOT / "requirements.txt").read_text()).split("\n")
+    pins = {}
+    for line in filter(None, map(str.strip, lines)):
+        requirement = Requirement(line)
+        pins[requirement.name] = next(iter(requirement.specifier)).version
+    assert pins.keys() <= wanted.keys()
+    for name, version in pins.items():
+        assert wanted[name].contains(version), name

@@ -1,0 +1,24 @@
+"""What the core does without: packages that a part of tnp needs and that an extra brings."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+DISTRIBUTION = "tnp-kernels"
+
+
+def require(package: str, what: str, extra: str) -> ModuleType:
+    """The package; ImportError, one sentence, where it is not installed.
+
+    Args:
+        package: as it is imported, "altair".
+        what: needs it, "plots".
+        extra: brings it, a name of pyproject.toml.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ImportError(
+            f"{what} need {package}, which pip install '{DISTRIBUTION}[{extra}]' brings"
+        ) from None
