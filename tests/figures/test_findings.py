@@ -245,14 +245,20 @@ def test_training_names_the_runs_that_do_not_use_their_context(build: Build) -> 
         row["run"] = "images_mid"
     found = title(draw("training", build(**sample.merged(H200, learns, fails))))
     assert found.startswith("gp_small learns from its context")
-    assert found.endswith("; images_mid is not shown to")
+    assert found.endswith("; images_mid is not shown to use it")
 
 
 @pytest.mark.parametrize("equivalent", [True, False])
 def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: bool) -> None:
     tables = sample.merged(H200, sample.training_rows(0.5, -1.5), sample.paired_rows())
     tables["training_equivalence"][0]["equivalent"] = equivalent
-    said = _unwrapped(draw("training", build(**tables)))
+    chart = draw("training", build(**tables))
+    verb = "is" if equivalent else "is not"
+    assert title(chart).startswith(
+        f"The loss of our attention, deterministic {verb} equivalent to that of plain PyTorch, "
+        "within 0.010 nats; gp_small learns"
+    )
+    said = _unwrapped(chart)
     assert "gp_small_separate (our attention, deterministic): −0.0020" in said
     assert "(90% interval −0.0040 to +0.0010)" in said
     assert ("not equivalent within ±0.0100" in said) is not equivalent

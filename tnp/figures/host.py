@@ -12,6 +12,7 @@ import duckdb
 from tnp.figures import data, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import Layout
+from tnp.figures.words import SIZES
 
 PANEL_WIDTH = 620  # px
 COLUMNS = 1
@@ -120,4 +121,6 @@ def sizes(problem: str) -> str:
     """A problem's JSON in words."""
     content = json.loads(problem)
     named = {**content["sizes"], **content.get("options", {})}
-    return ", ".join([content["dtype"], *(f"{name} {value}" for name, value in named.items())])
+    return ", ".join(
+        [content["dtype"], *(f"{SIZES.get(name, name)} {value}" for name, value in named.items())]
+    )

@@ -11,6 +11,7 @@ import altair as alt
 PHONE_PANEL_WIDTH = 318  # px; with the ends of its axis some 340
 LABEL_CHARACTER_WIDTH = 6.4  # px, of an axis label
 LABEL_HEIGHT = 18  # px, of a label above its line
+NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
 CHARACTER_WIDTH = 0.49  # of the font size, on average
 
 
@@ -23,6 +24,15 @@ class Layout:
     def width(self, wide: int) -> int:
         """Pixels of a panel that is `wide` on a screen."""
         return PHONE_PANEL_WIDTH if self.narrow else wide
+
+    def plot_width(self, wide: int) -> int:
+        """Pixels of a panel with numbers on its y axis, which on a phone have to fit too."""
+        return self.width(wide) - (NUMBERS_WIDTH if self.narrow else 0)
+
+    @property
+    def side(self) -> str:
+        """Where the numbers of a y axis stand: on a phone all plots start at its left edge."""
+        return "right" if self.narrow else "left"
 
     def columns(self, wide: int) -> int:
         """Panels abreast, of which a screen has room for `wide`."""

@@ -172,9 +172,9 @@ def _table(
         grid.transform_filter("datum.large != ''")
         .mark_text(dy=3 if layout.narrow else 9, **small)
         .encode(text="lines:N" if layout.narrow else "small:N"),
-        without.mark_text(fontStyle="italic", **small | {"color": theme.MUTED}).encode(
-            text="lines:N" if layout.narrow else "small:N"
-        ),
+        without.mark_text(
+            dy=-10 if layout.narrow else 0, fontStyle="italic", **small | {"color": theme.MUTED}
+        ).encode(text="lines:N" if layout.narrow else "small:N"),
         *theme.names("variant:N", present, y, height, layout),
     ).properties(
         width=width * len(combinations),

@@ -19,8 +19,17 @@ RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faste
 
 QUERY = """
     select
-        *,
+        device,
+        kind,
+        part,
+        shape,
         name as variant,
+        n_pairs,
+        ratio,
+        low,
+        high,
+        verdict,
+        contains_1,
         split_part(part, ' ', 1) as op,
         split_part(part, ' ', 2) as pass,
         coalesce(verdict in ('faster', 'slower'), false) as wrong
@@ -125,7 +134,9 @@ def _panel(
         at = {"dy": -(MARK_HEIGHT + LABEL_HEIGHT) / 2, "align": "right"}
     else:
         at = {"dx": 14}
-    base = data.drawing(rows).encode(x=x, y=y, tooltip=TOOLTIP)
+    columns = {shown.shorthand.split(":")[0] for shown in TOOLTIP} | {"wrong"}
+    shown = [{name: row[name] for name in columns} for row in rows]
+    base = data.drawing(shown).encode(x=x, y=y, tooltip=TOOLTIP)
     band = data.drawing([{"from": 1 - MARGIN, "to": 1 + MARGIN}]).mark_rect(color=theme.RULE)
     return alt.layer(
         band.encode(x=alt.X("from:Q", scale=scale, axis=axis), x2="to:Q"),

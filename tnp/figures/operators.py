@@ -141,10 +141,9 @@ def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMi
 def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     sizes = len({row["shape"] for row in rows})
     y = alt.Y("share_of_sizes:Q", title="share of sizes").scale(domain=[0, 1])
-    base = data.drawing(rows).encode(y=y.axis(format="%", tickCount=5))
+    base = data.drawing(rows).encode(y=y.axis(format="%", tickCount=5, orient=layout.side))
     return alt.layer(*_marks(base)).properties(
-        # The names of its axis take of a phone's width what those of lines do not.
-        width=layout.width(PANEL_WIDTH) - (44 if layout.narrow else 0),
+        width=layout.plot_width(PANEL_WIDTH),
         height=DISTRIBUTION_HEIGHT,
         title=layout.title(
             f"{theme.sentence(rows[0]['op'])}, {sizes} further sizes",

@@ -90,8 +90,10 @@ def index(sentences: dict[str, str], findings: dict[str, str]) -> str:
     """A page that leads through the figures: what each found, where it was drawn, and shows."""
     parts = ["<h1>Training Transformer Neural Processes: what was measured</h1>"]
     parts.append(
-        "<p>Each question is answered by figures, each figure by its title. All are drawn from the "
-        "rows in this repository and those of this machine.</p>"
+        "<p>Each question is answered by figures, each figure by its title. “Plain PyTorch” is the "
+        "model as anybody would first write it, “PyTorch's best” has every saving that PyTorch can "
+        "have, “ours” runs this project's kernels. All figures are drawn from the rows in this "
+        "repository and those of this machine.</p>"
     )
     for question, figures in STORY.items():
         parts.append(f"<h2>{question}</h2>\n<dl>")

@@ -14,9 +14,9 @@ from tnp.figures import data, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import LABEL_HEIGHT, Layout
 
-PANEL_WIDTH, PANEL_HEIGHT = 480, 290  # px
+PANEL_WIDTH, PANEL_HEIGHT = 440, 260  # px
 MARK_HEIGHT = 16  # px
-LABEL_ROOM = 1.15  # of the roofline, right of it
+LABEL_ROOM = 1.3  # of the roofline, right of it
 MOST_SHAPES = 24  # of an operator; of more, those of the neural process alone
 CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
 PASSES = ("forward", "backward")
@@ -62,6 +62,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             "no operator has been timed", "snakemake --cores 1 all    # on a GPU", layout
         )
     devices = data.devices(connection, "roofline")
+    labels = list(dict.fromkeys(row["shape"] for row in rows))
     blocks = []
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
@@ -72,7 +73,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             # Where no operations are counted, on a log axis of them there is nothing to draw.
             counted = op == of_device[0]["op"] and any(row["tflops"] for row in of_op)
             panels = [_roofline(points[name], name, layout) for name in passes if counted]
-            panels += [_shares(of_op, points[name], name, layout) for name in passes]
+            panels += [_shares(of_op, points[name], name, labels, layout) for name in passes]
             title = f"{theme.sentence(op)} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
             questions = [row["question"] for row in of_op]
@@ -162,7 +163,11 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
     x = alt.X("intensity:Q", scale=x_scale, title="intensity, FLOP/byte")
     x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
     y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
-    y = y.axis(values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)], format=",")
+    y = y.axis(
+        values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)],
+        format=",",
+        orient=layout.side,
+    )
     line = data.drawing(roof).mark_line(color=theme.INK, strokeWidth=2)
     names = data.drawing(_shape_labels(points)).encode(x=x, y=y, text="label:N")
     return alt.layer(
@@ -178,8 +183,7 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
         ),
         *_marks(points, x=x, y=y),
     ).properties(
-        # The names of its axis take of a phone's width what those of lines do not.
-        width=layout.width(PANEL_WIDTH) - (40 if layout.narrow else 0),
+        width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(pass_),
     )
@@ -238,9 +242,10 @@ def _shape_labels(points: list[Row]) -> list[Row]:
     return labels
 
 
-def _shares(rows: list[Row], points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixin:
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    drawn = [shape for shape in shapes if any(point["shape"] == shape for point in points)]
+def _shares(
+    rows: list[Row], points: list[Row], pass_: str, labels: list[str], layout: Layout
+) -> alt.TopLevelMixin:
+    drawn = list(dict.fromkeys(point["shape"] for point in points))
     title = layout.title(pass_, _not_drawn(rows, pass_), 90)
     if not drawn:
         return theme.nothing("nothing was timed", layout.width(PANEL_WIDTH), title)
@@ -251,22 +256,22 @@ def _shares(rows: list[Row], points: list[Row], pass_: str, layout: Layout) -> a
     axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
     x = alt.X("share_of_roofline:Q", scale=scale, axis=axis, title="share of the roofline")
     low = alt.X("share_low:Q", scale=scale, axis=axis)
-    y = layout.line("shape:N", drawn, shapes, MARK_HEIGHT)
-    labels = data.drawing(
+    y = layout.line("shape:N", drawn, labels, MARK_HEIGHT)
+    texts = data.drawing(
         [_label(best, shape, with_rate=not layout.narrow) for shape in drawn]
     ).encode(y=y, text="text:N")
     if layout.narrow:  # beside the line's name
         at = {"dy": -(MARK_HEIGHT + LABEL_HEIGHT) / 2, "align": "right"}
-        labels = labels.encode(x=alt.value(layout.width(PANEL_WIDTH)))
+        texts = texts.encode(x=alt.value(layout.width(PANEL_WIDTH)))
     else:
         at = {"dx": 8}
-        labels = labels.encode(x=alt.X("share_high:Q", scale=scale, axis=axis))
+        texts = texts.encode(x=alt.X("share_high:Q", scale=scale, axis=axis))
     return alt.layer(
         data.drawing(best)
         .mark_rule(strokeWidth=2, color=theme.MUTED)
         .encode(x=low, x2="share_high:Q", y=y),
         *_marks(points, x=x, y=y),
-        *theme.text(labels, **at),
+        *theme.text(texts, **at),
         *theme.names("shape:N", drawn, y, MARK_HEIGHT, layout),
     ).properties(
         width=layout.width(PANEL_WIDTH),

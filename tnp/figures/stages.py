@@ -19,9 +19,9 @@ SAME = ("shape", "stage")  # of steps that are compared
 
 # In the order of the step: forward stages in hues, then what follows them.
 STAGES = {
-    "embed": "#CC79A7",
+    "embedding": "#CC79A7",
     "attention": "#D55E00",
-    "mlp": "#E69F00",
+    "MLP": "#E69F00",
     "heads": "#009E73",
     "loss": "#F0E442",
     "backward": "#56B4E9",
@@ -54,7 +54,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "Short steps launched without a CUDA graph, as all steps here were, wait for the host: "
         "where a step takes a few tens of ms, read these as the host's times and not the device's, "
         "and the figure speedup for how long the step takes with a graph.",
-        "Median time per stage, in ms: embed to loss are forward, summed over layers; backward "
+        "Median time per stage, in ms: embedding to loss are forward, summed over layers; backward "
         "includes what checkpointing recomputes. Numbers: share of the stages' sum. No error bars: "
         "timed in passes of their own, stages are for proportions. "
         f"Pale: {theme.WITHOUT_EVIDENCE}.",
@@ -76,7 +76,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     )
     first = step[0]
     sentence = (
-        f"{first['stage'].capitalize()} takes {first['share']:.0%} of a training step of "
+        f"{theme.sentence(first['stage'])} takes {first['share']:.0%} of a training step of "
         f"{switches.configuration(first)} at {first['shape']} on {device['name']}"
     )
     ours = [

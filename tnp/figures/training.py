@@ -14,7 +14,6 @@ from tnp.figures.data import Row
 from tnp.figures.layout import Layout
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
-AXIS_WIDTH = 50  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
@@ -59,11 +58,12 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             "no training run has been evaluated", "snakemake --cores 1 all", layout
         )
     devices = data.devices(connection, "training_curves")
-    blocks = []
+    blocks, compared = [], []
     for slug, device in devices.items():
         when = data.recorded(connection, "training_curves", device)
         pairs = data.query(connection, PAIRS, device=slug)
         if pairs:
+            compared += pairs
             panels = _paired_panels(connection, slug, pairs, layout)
             blocks.append(layout.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
         runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
@@ -80,12 +80,13 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "Band: 95% interval over held-out tasks. One seed each.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
-    return theme.page(page, finding(rows, devices), subtitle, layout)
+    return theme.page(page, finding(rows, devices, compared), subtitle, layout)
 
 
-def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What the last evaluations of the runs on the first device say: of the first run in full, of
-    others that they are not shown to use their context.
+def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
+    """Whether runs on the same tasks are equivalent, and what the last evaluations of the runs say:
+    of the first run in full, of others that they are not shown to use their context. All of the
+    first device.
     """
     slug = next(slug for slug in devices if any(row["device"] == slug for row in rows))
     last: dict[str, Row] = {}
@@ -95,10 +96,22 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     first, *others = (last[run] for run in runs)
     unused = [row["run"] for row in others if row["nats_from_context"] is None]
     said = _learned(first, f"on {devices[slug]['name']} after {first['step']:,} steps")
-    if not unused:
-        return said
-    verb = "is" if len(unused) == 1 else "are"
-    return f"{said}; {theme.listed(unused)} {verb} not shown to"
+    if unused:
+        verb = "is" if len(unused) == 1 else "are"
+        said = f"{said}; {theme.listed(unused)} {verb} not shown to use it"
+    alike = [_alike(pair) for pair in pairs if pair["device"] == slug]
+    return theme.sentence("; ".join([*filter(None, alike), said]))
+
+
+def _alike(pair: Row) -> str:
+    """Whether a run is equivalent to PyTorch's; "" where that was not asked or is unknown."""
+    if pair["is_null_pair"] or pair["margin"] is None:
+        return ""
+    is_or_not = "is" if pair["equivalent"] else "is not"
+    return (
+        f"the loss of {pair['variant']} {is_or_not} equivalent to that of "
+        f"{pair['baseline_variant']}, within {pair['margin']:.3f} nats"
+    )
 
 
 def _learned(last: Row, where: str) -> str:
@@ -145,6 +158,7 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     names, colors, dashes = zip(*SERIES.values(), strict=True)
     x = alt.X("step:Q", title="training step").axis(format=",d", tickCount=5, grid=False)
     y = alt.Y("value:Q", title="log-likelihood, nats per target value", scale=domain)
+    y = y.axis(orient=layout.side)
     lines = data.drawing(points).encode(
         x=x,
         y=y,
@@ -163,13 +177,11 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     return alt.layer(
         area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
         lines.mark_line(strokeWidth=2.5, clip=True),
-    ).properties(**_size(layout), title=layout.title(rows[0]["run"], _said(rows[-1])))
-
-
-def _size(layout: Layout) -> dict[str, int]:
-    """Of a panel's plot; a phone has to hold the names of its axis too."""
-    axis = AXIS_WIDTH if layout.narrow else 0
-    return {"width": layout.width(PANEL_WIDTH) - axis, "height": PANEL_HEIGHT}
+    ).properties(
+        width=layout.plot_width(PANEL_WIDTH),
+        height=PANEL_HEIGHT,
+        title=layout.title(rows[0]["run"], _said(rows[-1])),
+    )
 
 
 def _said(last: Row) -> list[str]:
@@ -227,13 +239,13 @@ def _paired_lines(rows: list[Row], value: str, colors: alt.Scale, layout: Layout
     lines = data.drawing(rows).mark_line(strokeWidth=2.5)
     return lines.encode(
         x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=5, grid=False),
-        y=alt.Y(value, title="nats per target value").scale(zero=False),
+        y=alt.Y(value, title="nats per target value").scale(zero=False).axis(orient=layout.side),
         color=alt.Color("name:N", title=None, scale=colors).legend(
             symbolSize=500, symbolStrokeWidth=2.5
         ),
         strokeDash=alt.StrokeDash("name:N", title=None).scale(domain=colors.domain, range=DASHES),
         tooltip=["run:N", "variant:N", "step:Q", alt.Tooltip(value, format=".4f")],
-    ).properties(**_size(layout))
+    ).properties(width=layout.plot_width(PANEL_WIDTH), height=PANEL_HEIGHT)
 
 
 def _difference(pair: Row) -> str:
