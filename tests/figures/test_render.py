@@ -130,7 +130,7 @@ def test_the_index_leads_to_every_figure_by_what_it_found(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-@pytest.mark.parametrize("rows", ["gpu", "gpu and cpu, some failed", "no rows"])
+@pytest.mark.parametrize("rows", ["gpu and cpu, some failed", "no rows"])
 def test_a_figure_for_phones_is_as_narrow_as_one(build: Build, figure: str, rows: str) -> None:
     specification = draw(figure, build(**databases()[rows]), PHONE).to_dict()
     # The page writes the title, and has margins of its own.

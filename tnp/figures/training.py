@@ -100,7 +100,7 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
         verb = "is" if len(unused) == 1 else "are"
         said = f"{said}; {theme.listed(unused)} {verb} not shown to use it"
     alike = [_alike(pair) for pair in pairs if pair["device"] == slug]
-    return theme.sentence("; ".join([*filter(None, alike), said]))
+    return "; ".join([*(theme.sentence(found) for found in alike if found), said])
 
 
 def _alike(pair: Row) -> str:

@@ -9,17 +9,6 @@ A report has files that jobs make or read. So the figures that are there already
 have no influence on anything else: `snakemake --report report.html figures` after they were drawn.
 """
 
-from tnp.story import STORY
-
-
-def drawn(wildcards):
-    return [
-        before_update(report(file, category=question, labels={"figure": name}))
-        for question, names in STORY.items()
-        for name in names
-        if Path(file := f"figures/{name}.svg").exists()
-    ]
-
 
 localrules:
     figures,
