@@ -57,7 +57,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "shape. Small: median step time and peak memory. Green is faster, purple slower. Empty: "
         "nothing was run. Grey has no speedup: it failed, does not count, or has no plain step "
         "to compare with.",
-        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. With a black outline: the shortest "
+        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. Outlined: the shortest "
         "steps with evidence, those within 1% of each other. No error bars in a table: the figure "
         "speedup has the intervals.",
     ]
@@ -75,11 +75,14 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
     shortest = [_shortest(of_shape) for of_shape in switches.panels(timed)]
     wins = Counter(name for ties in shortest for name in {cell["variant"] for cell in ties})
     shapes: dict[str, list[str]] = {}
+    tied = ""
     for ties in shortest:
         best = max(ties, key=lambda cell: wins[cell["variant"]])  # the first, where equal
         shapes.setdefault(best["variant"], []).append(best["shape"])
+        if best["variant"] != ties[0]["variant"]:
+            tied = f" (to within {TIE:.0%})"
     winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
-    return f"Shortest training step on {device}: {'; '.join(winners)}"
+    return f"Shortest training step on {device}: {'; '.join(winners)}{tied}"
 
 
 def _shortest(cells: list[Row]) -> list[Row]:
