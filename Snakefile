@@ -36,6 +36,7 @@ rule all:
     default_target: True
     input:
         rules.measurements.input,
+        drawn,
     log:
         "data/runs/logs/results.log",
     script:

@@ -1,5 +1,6 @@
 """Every figure over every kind of database: valid, self-contained, complete."""
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ import vl_convert
 from tests.figures import conftest as sample
 from tests.figures.conftest import CPU, GPU, Build
 from tnp.figures import FIGURES, draw, render, render_index
+from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
 from tnp.variants import named_specs
 
@@ -96,13 +98,13 @@ def test_pages_load_nothing_from_elsewhere(build: Build, tmp_path: Path) -> None
     render("speedup", build(**databases()["gpu"]), html, svg)
     elements = Elements()
     elements.feed(html.read_text())
-    assert ("script", {"type": "text/javascript"}) in elements.found
+    assert ("script", {}) in elements.found
     links = {
         attributes[name]
         for _, attributes in elements.found
         for name in {"src", "href"} & set(attributes)
     }
-    assert links == {"index.html"}
+    assert links == {"index.html", "matrix.html"}  # what is next
     ElementTree.fromstring(svg.read_text())
     assert sorted(path.name for path in html.parent.iterdir()) == ["speedup.html", "speedup.svg"]
 
@@ -116,11 +118,36 @@ def test_a_page_has_one_title_and_fits_a_phone(build: Build, tmp_path: Path) -> 
     assert "<h1>Shortest training step on NVIDIA H200" in head
 
 
-def test_the_index_leads_to_every_figure_with_a_sentence(tmp_path: Path) -> None:
-    render_index(tmp_path / "index.html")
+def test_the_index_leads_to_every_figure_by_what_it_found(tmp_path: Path) -> None:
+    found = {figure: f"<{figure}> is faster" for figure in FIGURES if figure != "noise"}
+    render_index(tmp_path / "index.html", found)
     written = (tmp_path / "index.html").read_text()
-    for figure in FIGURES:
-        assert re.search(rf'<a href="{figure}.html">{figure}</a>: \w.{{20,}}\.</li>', written)
+    for figure in found:
+        assert f'<a href="{figure}.html">&lt;{figure}&gt; is faster</a>' in written
+        assert re.search(rf"<dd>{figure}: \w.{{20,}}\.</dd>", written)
+    assert "noise could not be drawn" in written
+    assert written.index("Is it faster?") < written.index("speedup.html") < written.index("memory")
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("rows", ["gpu and cpu, some failed", "no rows"])
+def test_a_figure_for_phones_is_as_narrow_as_one(build: Build, figure: str, rows: str) -> None:
+    specification = draw(figure, build(**databases()[rows]), PHONE).to_dict()
+    # The page writes the title, and has margins of its own.
+    del specification["title"]
+    svg = vl_convert.vegalite_to_svg(specification | {"padding": 0})
+    assert float(ElementTree.fromstring(svg).get("width")) <= 390 - 2 * 8
+
+
+def test_a_page_holds_both_layouts_and_their_rows_once(build: Build, tmp_path: Path) -> None:
+    path = build(**databases()["gpu"])
+    render("memory", path, tmp_path / "memory.html")
+    written = (tmp_path / "memory.html").read_text()
+    charts, _ = json.JSONDecoder().raw_decode(written.split("const charts = ")[1])
+    assert set(charts) == {"screen", "phone", "datasets"}
+    assert charts["screen"] != charts["phone"]
+    used = set(re.findall(r"'data': {'name': '([^']+)'", str(charts["screen"])))
+    assert used and used <= set(charts["datasets"])
 
 
 def test_every_configured_name_is_said_in_words_of_its_own() -> None:
@@ -135,7 +162,7 @@ def test_png_is_an_image(build: Build, tmp_path: Path) -> None:
 
 
 def test_unknown_figure_names_the_known_ones(build: Build, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'sped': it must be one of speedup, ablation"):
+    with pytest.raises(ValueError, match="'sped': it must be one of speedup, matrix"):
         render("sped", build(), tmp_path / "sped.html")
     assert not (tmp_path / "sped.html").exists()
 
@@ -143,7 +170,7 @@ def test_unknown_figure_names_the_known_ones(build: Build, tmp_path: Path) -> No
 def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
     path = build(**databases()["gpu"])
     scales = set()
-    for figure in ("speedup", "memory", "roofline"):
+    for figure in ("speedup", "memory", "host"):
         specification = str(draw(figure, path).to_dict())
         (scale,) = set(
             re.findall(r"\{'domain': \[[^]]*'plain PyTorch'[^}]*'range': [^}]*\}", specification)

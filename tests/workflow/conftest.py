@@ -49,15 +49,16 @@ from pathlib import Path
 
 FIGURES = ("speedup", "memory", "matrix")
 
-def render_index(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def render_index(path, findings):
     path.write_text("index")
 
 def render(name, database, html_path, image_path):
     if name in os.environ.get("FAKE_BROKEN", ""):
         raise ValueError("nothing to draw")
+    html_path.parent.mkdir(parents=True, exist_ok=True)
     for path in (html_path, image_path):
         path.write_text(name)
+    return f"what {name} found"
 """
 FAKE_TRAINING = """
 def run(parameters, device, checkpoint_dir, on_row, code):

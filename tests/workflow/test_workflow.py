@@ -299,6 +299,16 @@ def test_figures_of_a_fresh_checkout_need_no_measurement(checkout):
     assert "figures/matrix.html" in output
 
 
+def test_a_report_holds_the_figures(checkout):
+    status, output = checkout.run("--report", "report.html", "figures")
+    assert status == 0 and "Adding" not in output  # none is drawn yet
+    checkout.run("figures")
+    status, output = checkout.run("--report", "report.html", "figures")
+    assert status == 0, output
+    assert "Adding speedup.svg" in output and "Adding memory.svg" in output
+    assert "Is it faster?" in (checkout.folder / "report.html").read_text()
+
+
 def test_a_figure_that_cannot_be_drawn_stays_as_it_was(finished):
     (finished.folder / "figures/memory.html").write_text("as it was")
     (finished.folder / MATRIX).unlink()

@@ -8,31 +8,22 @@ import duckdb
 import vl_convert
 
 from tnp.figures import pages
+from tnp.figures.layout import PHONE, SCREEN, Layout
 from tnp.files import replacing
+from tnp.story import STORY
 
-FIGURES = (
-    "speedup",
-    "ablation",
-    "matrix",
-    "roofline",
-    "operators",
-    "memory",
-    "stages",
-    "training",
-    "host",
-    "noise",
-)
+FIGURES = tuple(name for figures in STORY.values() for name in figures)
 
 PNG_SCALE = 2  # pixels per CSS pixel
 
 
-def draw(name: str, database: Path) -> alt.TopLevelMixin:
+def draw(name: str, database: Path, layout: Layout = SCREEN) -> alt.TopLevelMixin:
     """The chart `name` over `database`; ValueError for a name not in `FIGURES`."""
     if name not in FIGURES:
         raise ValueError(f"unknown figure {name!r}: it must be one of {', '.join(FIGURES)}")
     module = importlib.import_module(f"tnp.figures.{name}")
     with duckdb.connect(str(database), read_only=True) as connection:
-        return module.chart(connection)
+        return module.chart(connection, layout)
 
 
 def about(name: str) -> str:
@@ -41,22 +32,22 @@ def about(name: str) -> str:
     return documentation.split("\n", 1)[0]
 
 
-def render_index(path: Path) -> None:
-    """Write the page that leads to all figures; it lies beside their pages."""
-    content = pages.index({name: about(name) for name in FIGURES})
+def render_index(path: Path, findings: dict[str, str]) -> None:
+    """Write the page that leads to all figures, by what each found; it lies beside their pages."""
+    content = pages.index({name: about(name) for name in FIGURES}, findings)
     with replacing(Path(path)) as temporary:
         temporary.write_text(content)
 
 
-def render(name: str, database: Path, html_path: Path, image_path: Path | None = None) -> None:
+def render(name: str, database: Path, html_path: Path, image_path: Path | None = None) -> str:
     """Write figure `name` as a page without outside references, and as .svg or .png beside it.
 
-    Vega-Lite compiles the chart before anything is written: an invalid one raises ValueError
-    where saving alone would leave a blank page.
+    Returns what it found, its title. Vega-Lite compiles the chart before anything is written: an
+    invalid one raises ValueError where saving alone would leave a blank page.
     """
-    specification = draw(name, database).to_dict()
-    svg = vl_convert.vegalite_to_svg(specification)
-    outputs = [(Path(html_path), pages.page(name, specification).encode())]
+    screen, phone = (draw(name, database, layout).to_dict() for layout in (SCREEN, PHONE))
+    svg = vl_convert.vegalite_to_svg(screen)
+    outputs = [(Path(html_path), pages.page(name, screen, phone).encode())]
     if image_path is not None:
         png = Path(image_path).suffix == ".png"
         image = vl_convert.svg_to_png(svg, scale=PNG_SCALE) if png else svg.encode()
@@ -64,3 +55,4 @@ def render(name: str, database: Path, html_path: Path, image_path: Path | None =
     for path, content in outputs:
         with replacing(path) as temporary:
             temporary.write_bytes(content)
+    return " ".join(screen["title"]["text"])

@@ -10,6 +10,7 @@ import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
 from tnp.figures.words import explained
 
 PANEL_WIDTH = 300  # px
@@ -38,30 +39,33 @@ QUERY = """
 """
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Two bars a component, in ms of a training step, with their intervals."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
-            "the ablation has not been timed", "snakemake --cores 1 all    # on a GPU host"
+            "the ablation has not been timed", "snakemake --cores 1 all    # on a GPU", layout
         )
     devices = data.devices(connection, "ablation")
-    labels = _by_gain(rows)
+    labels = sorted({row["component"] for row in rows})
     blocks = []
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
-        panels = [_panel(of_shape, labels, _ends(rows)) for of_shape in switches.panels(of_device)]
+        panels = [
+            _panel(of_shape, labels, _ends(rows), layout) for of_shape in switches.panels(of_device)
+        ]
         when = data.recorded(connection, "ablation", device)
         measured = data.joined([when, ", ".join(_names(of_device, "dtype"))])
-        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
+        blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     base, full = (
         theme.listed([explained(name) for name in _names(rows, f"{end}_variant")])
         for end in ("base", "full")
     )
     said = {
-        "alone": "Added to PyTorch's: how much shorter a training step gets by this component "
-        f"alone, in {base}.",
-        "last": f"Taken from ours: how much longer it gets without this component, in {full}.",
+        "alone": "Upper bars, added to PyTorch's: how much shorter a training step gets by this "
+        f"component alone, in {base}.",
+        "last": "Lower bars, taken from ours: how much longer it gets without this component, in "
+        f"{full}.",
     }
     subtitle = [
         " ".join(said[end] for end in _ends(rows)),
@@ -69,7 +73,7 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "takes. The two bars of a component differ where components share what they save. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
@@ -145,8 +149,12 @@ def _bars(rows: list[Row]) -> list[Row]:
     return bars
 
 
-def _panel(rows: list[Row], labels: list[str], ends_shown: list[str]) -> alt.TopLevelMixin:
+def _panel(
+    rows: list[Row], labels: list[str], ends_shown: list[str], layout: Layout
+) -> alt.TopLevelMixin:
     bars = _bars(rows)
+    components, height = _by_gain(rows), SLOT_HEIGHT * len(ends_shown)
+    y = layout.line("component:N", components, labels, height)
     ends = [bar[name] for bar in bars for name in ("gain_ms", "low_ms", "high_ms") if bar[name]]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     span = high - low or 1.0
@@ -155,7 +163,7 @@ def _panel(rows: list[Row], labels: list[str], ends_shown: list[str]) -> alt.Top
     scale = alt.Scale(domain=[low - 0.05 * span, high + 0.3 * span], nice=False)
     x = alt.X("gain_ms:Q", scale=scale, title="gain, ms of a step").axis(tickCount=5)
     lines = {
-        "y": theme.line("component:N", labels, labels, padding=0.15),
+        "y": y,
         "yOffset": alt.YOffset(
             "end:N", scale=alt.Scale(domain=[ENDS[end][0] for end in ends_shown])
         ),
@@ -178,10 +186,11 @@ def _panel(rows: list[Row], labels: list[str], ends_shown: list[str]) -> alt.Top
         ),
         *theme.text(data.drawing(edges).encode(x=label_x, text="label:N", **lines), dx=6),
         *theme.in_place(_failures(rows, ends_shown), lines),
+        *theme.names("component:N", components, y, height, layout),
     ).properties(
-        width=PANEL_WIDTH,
-        height=max(22, SLOT_HEIGHT * len(ends_shown)) * len(labels),
-        title=switches.panel_title(rows[0]),
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(components), height),
+        title=switches.panel_title(rows[0], layout),
     )
 
 
@@ -198,7 +207,7 @@ def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:
             "component": row["component"],
             "end": ENDS[end][0],
             "text": theme.status_text(_outcome(row)),
-            "reason": row["reason"] or row["why_not"],
+            "reason": theme.one_line(row["reason"] or row["why_not"]),
         }
         for row in rows
         for end in ends_shown

@@ -9,6 +9,7 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import SCREEN
 from tnp.figures.words import words
 
 WIDTH = 545  # px of the bars; with labels and padding some 800, GitHub's width
@@ -68,7 +69,7 @@ def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             when = data.recorded(connection, "speedup", devices[slug], questions)
             left_out = data.query(connection, LEFT_OUT, device=slug)
             return _chart(shapes, devices[slug]["name"], when, left_out)
-    return theme.no_rows("no training step has been timed", "snakemake --cores 1 all")
+    return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", SCREEN)
 
 
 def _shapes(rows: list[Row]) -> list[list[Row]]:

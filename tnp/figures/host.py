@@ -11,10 +11,12 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
+from tnp.figures.words import SIZES
 
 PANEL_WIDTH = 620  # px
 COLUMNS = 1
-BAR_HEIGHT = 20  # px
+BAR_HEIGHT = 16  # px
 
 PASSES = {
     "forward": "forward",
@@ -32,11 +34,13 @@ QUERY = """
 """
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Microseconds a call, and how many times PyTorch's."""
     rows = data.query(connection, QUERY)
     if not rows:
-        return theme.no_rows("no call was timed on a GPU's host", "snakemake --cores 1 host")
+        return theme.no_rows(
+            "no call was timed on a GPU's host", "snakemake --cores 1 host", layout
+        )
     for row in rows:
         kind = PASSES[row["pass"]]
         row["line"] = f"{row['implementation']}: {kind}"
@@ -49,7 +53,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         of_device = [row for row in rows if row["device"] == slug]
         problems = dict.fromkeys((row["op"], row["problem"]) for row in of_device)
         panels = [
-            _panel([r for r in of_device if (r["op"], r["problem"]) == problem], labels, colors)
+            _panel(
+                [r for r in of_device if (r["op"], r["problem"]) == problem], labels, colors, layout
+            )
             for problem in problems
         ]
         runs = max(row["n_runs"] for row in of_device)
@@ -57,14 +63,14 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
             data.recorded(connection, "host", device),
             f"{runs} process{'es' if runs > 1 else ''} a problem",
         ]
-        blocks.append(theme.block(panels, device["name"], data.joined(said), COLUMNS))
+        blocks.append(layout.block(panels, device["name"], data.joined(said), COLUMNS))
     subtitle = [
         "The host's time for one call, launched asynchronously at sizes where the device waits; "
         "no CUDA graph. Implementations took turns in one process.",
         "“One of many” is the slope between a chain of calls and a single one: the way to "
         "autograd's own thread and back is paid once a chain.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
 
 def finding(rows: list[Row]) -> str:
@@ -78,17 +84,20 @@ def finding(rows: list[Row]) -> str:
     )
 
 
-def _panel(rows: list[Row], labels: list[str], colors: alt.Scale) -> alt.TopLevelMixin:
+def _panel(
+    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
+) -> alt.TopLevelMixin:
     order = list(PASSES)
     rows = sorted(rows, key=lambda row: (order.index(row["pass"]), row["own"]))
     lines = [row["line"] for row in rows]
     longest = max(row["host_us"] for row in rows)
-    scale = alt.Scale(domain=[0, 1.45 * longest])
+    scale = alt.Scale(domain=[0, (2 if layout.narrow else 1.45) * longest])
+    y = layout.line("line:N", lines, labels, BAR_HEIGHT)
     base = data.drawing(rows).encode(
         x=alt.X("host_us:Q", title="µs of the host", scale=scale, axis=alt.Axis(tickCount=5)),
-        y=theme.line("line:N", lines, labels),
+        y=y,
     )
-    bars = base.mark_bar(height=BAR_HEIGHT - 6).encode(
+    bars = base.mark_bar(height=BAR_HEIGHT - 2).encode(
         color=alt.Color("implementation:N", scale=colors, legend=None),
         tooltip=[
             alt.Tooltip("line:N", title="call"),
@@ -100,12 +109,11 @@ def _panel(rows: list[Row], labels: list[str], colors: alt.Scale) -> alt.TopLeve
     numbers = base.mark_text(align="left", dx=4, fontSize=11, color=theme.INK).encode(
         text="label:N"
     )
-    first = rows[0]
-    title = alt.Title(
-        str(first["op"]), subtitle=sizes(first["problem"]), fontSize=14, subtitleFontSize=12
-    )
-    return alt.layer(bars, numbers).properties(
-        width=PANEL_WIDTH, height=BAR_HEIGHT * len(lines), title=title
+    names = theme.names("line:N", lines, y, BAR_HEIGHT, layout)
+    return alt.layer(bars, numbers, *names).properties(
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(lines), BAR_HEIGHT),
+        title=layout.title(theme.sentence(rows[0]["op"]), [sizes(rows[0]["problem"])]),
     )
 
 
@@ -113,4 +121,6 @@ def sizes(problem: str) -> str:
     """A problem's JSON in words."""
     content = json.loads(problem)
     named = {**content["sizes"], **content.get("options", {})}
-    return ", ".join([content["dtype"], *(f"{name} {value}" for name, value in named.items())])
+    return ", ".join(
+        [content["dtype"], *(f"{SIZES.get(name, name)} {value}" for name, value in named.items())]
+    )

@@ -5,17 +5,23 @@ combination of switches, a cell of speedup over step time and peak memory.
 """
 
 import math
+import textwrap
+from collections import Counter
 
 import altair as alt
 import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
 from tnp.figures.words import words
 
 TOOLTIP = ["variant:N", "switch:N", "evidence:N", "large:N", "small:N"]
 CELL_WIDTH, CELL_HEIGHT = 145, 40  # px
+PHONE_CELL_WIDTH = 79  # px, of four abreast; a cell has time and memory on lines of their own
+PHONE_CELL_HEIGHT, PHONE_CHARACTERS = 54, 12  # px and on a line
 COLUMNS = 1  # tables abreast
+TIE = 0.01  # steps that differ by less are as short as each other
 COLORS = ["#b58cc4", "#f6f5f6", "#5fb76b"]  # slower, as fast, faster: black text reads on all
 EMPTY = "#e4e7eb"
 
@@ -29,11 +35,11 @@ QUERY = """
 """
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Tables coloured by log₂ of the speedup; grey cells say why there is no number."""
     rows = data.query(connection, QUERY)
     if not rows:
-        return theme.no_rows("no training step has been timed", "snakemake --cores 1 all")
+        return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", layout)
     devices = data.devices(connection, "matrix")
     variants = data.variants(connection)
     cells = [cell for row in rows for cell in _cells(row)]
@@ -42,36 +48,49 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "matrix", device)
         of_device = [cell for cell in cells if cell["device"] == slug]
-        panels = [_table(of_shape, variants, octaves) for of_shape in switches.panels(of_device)]
-        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
+        panels = [
+            _table(of_shape, variants, octaves, layout) for of_shape in switches.panels(of_device)
+        ]
+        blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
-        "shape. Small: median step time and peak memory. Green is faster, purple "
-        "slower. Grey has no speedup: never timed, does not count, or no plain step to compare "
-        "with.",
-        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. With a thin outline: the shortest "
-        "step with evidence. No error bars in a table: the figure speedup has the intervals.",
+        "shape. Small: median step time and peak memory. Green is faster, purple slower. Empty: "
+        "nothing was run. Grey has no speedup: it failed, does not count, or has no plain step "
+        "to compare with.",
+        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. Outlined: the shortest "
+        "steps with evidence, those within 1% of each other. No error bars in a table: the figure "
+        "speedup has the intervals.",
     ]
-    return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle)
+    return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle, layout)
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """The variant with the shortest step at each shape, on the first device that timed anything."""
-    timed, device = data.of_first(devices, [cell for cell in cells if _fastest([cell])])
+    """The variant with the shortest step at each shape, on the first device that timed anything.
+
+    Of variants with steps as short as each other that which is among the shortest most often.
+    """
+    timed, device = data.of_first(devices, [cell for cell in cells if _shortest([cell])])
     if not timed:
         return "No configuration could be timed yet"
+    shortest = [_shortest(of_shape) for of_shape in switches.panels(timed)]
+    wins = Counter(name for ties in shortest for name in {cell["variant"] for cell in ties})
     shapes: dict[str, list[str]] = {}
-    for of_shape in switches.panels(timed):
-        (fastest,) = _fastest(of_shape)
-        shapes.setdefault(fastest["variant"], []).append(fastest["shape"])
+    tied = ""
+    for ties in shortest:
+        best = max(ties, key=lambda cell: wins[cell["variant"]])  # the first, where equal
+        shapes.setdefault(best["variant"], []).append(best["shape"])
+        if best["variant"] != ties[0]["variant"]:
+            tied = f" (to within {TIE:.0%})"
     winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
-    return f"Shortest training step on {device}: {'; '.join(winners)}"
+    return f"Shortest training step on {device}: {'; '.join(winners)}{tied}"
 
 
-def _fastest(cells: list[Row]) -> list[Row]:
-    """The cell with the shortest step, of those with evidence if there are any."""
+def _shortest(cells: list[Row]) -> list[Row]:
+    """The cells with the shortest step first, of those with evidence if there are any."""
     timed = [cell for cell in cells if cell["step_ms"] is not None and cell["counts"] is not False]
-    return [min(timed, key=lambda cell: (not cell["counts"], cell["step_ms"]))] if timed else []
+    timed = [cell for cell in timed if cell["counts"]] or timed
+    timed.sort(key=lambda cell: cell["step_ms"])
+    return [cell for cell in timed if cell["step_ms"] <= timed[0]["step_ms"] * (1 + TIE)]
 
 
 def _cells(row: Row) -> list[Row]:
@@ -89,35 +108,42 @@ def _cells(row: Row) -> list[Row]:
                 "log2_speedup": math.log2(speedup) if speedup else None,
                 "evidence": theme.evidence(values["counts"]),
                 "large": theme.times(speedup) if speedup else "",
-                "small": _small(values, memory),
+                "small": " · ".join(_small(values, memory)),
+                "lines": [
+                    line
+                    for text in _small(values, memory)
+                    for line in textwrap.wrap(text, PHONE_CHARACTERS)
+                ],
             }
         )
     return cells
 
 
-def _small(values: Row, memory: float | None) -> str:
-    """The second line of a cell: time and memory, or why there are none."""
+def _small(values: Row, memory: float | None) -> list[str]:
+    """What stands under a cell's speedup: time and memory, or why there are none."""
     if values["counts"] is False and values["status"] == "ok":
-        return theme.status_text("not_counted")
+        return [theme.status_text("not_counted")]
     if values["step_ms"] is not None:
         time = theme.duration(values["step_ms"])
-        return f"{time} · {theme.number(memory)} GiB" if memory else time
-    return theme.status_text(values["status"]) if values["status"] else "not run"
+        return [time, f"{theme.number(memory)} GiB"] if memory else [time]
+    return [theme.status_text(values["status"])] if values["status"] else []
 
 
-def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelMixin:
+def _table(
+    cells: list[Row], variants: list[str], octaves: int, layout: Layout
+) -> alt.TopLevelMixin:
     """Lines and columns of the shape, without those where nothing was run."""
-    run = [cell for cell in cells if cell["status"]]
-    present = [name for name in variants if any(cell["variant"] == name for cell in run)]
-    combinations = [name for name in switches.NAMES if any(cell["switch"] == name for cell in run)]
-    cells = [
-        cell for cell in cells if cell["variant"] in present and cell["switch"] in combinations
-    ]
+    cells = [cell for cell in cells if cell["status"]]
+    present = [name for name in variants if any(cell["variant"] == name for cell in cells)]
+    combinations = [name for name in switches.NAMES if any(c["switch"] == name for c in cells)]
     timed = [cell for cell in cells if cell["log2_speedup"] is not None]
-    x = alt.X("switch:N", scale=alt.Scale(domain=combinations), title=None).axis(
-        orient="top", labelAngle=0, labelColor=theme.MUTED, labelLimit=CELL_WIDTH
+    width, height = (
+        (PHONE_CELL_WIDTH, PHONE_CELL_HEIGHT) if layout.narrow else (CELL_WIDTH, CELL_HEIGHT)
     )
-    y = theme.line("variant:N", present, variants)
+    x = alt.X("switch:N", scale=alt.Scale(domain=combinations), title=None).axis(
+        orient="top", labelAngle=0, labelColor=theme.MUTED, labelLimit=width
+    )
+    y = layout.line("variant:N", present, variants, height)
     color = alt.Color(
         "log2_speedup:Q",
         scale=alt.Scale(domain=[-octaves, 0, octaves], range=COLORS, interpolate="lab"),
@@ -126,31 +152,35 @@ def _table(cells: list[Row], variants: list[str], octaves: int) -> alt.TopLevelM
             values=list(range(-octaves, octaves + 1)),
             labelExpr="(datum.value < 0 ? '1/' + pow(2, -datum.value) : pow(2, datum.value)) + '×'",
             gradientLength=200,
+            columns=5,
         ),
     )
     base = data.drawing(timed).encode(x=x, y=y)
     grid = data.drawing(cells).encode(x=x, y=y)
+    without = grid.transform_filter("datum.large == ''")
+    small = {"fontSize": 11, "lineHeight": 13, "color": theme.INK}
     return alt.layer(
-        grid.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(tooltip="small:N"),
+        without.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(tooltip="small:N"),
         base.transform_filter("datum.counts")
         .mark_rect(stroke="white", strokeWidth=2)
         .encode(color=color, tooltip=TOOLTIP),
         base.transform_filter("!datum.counts").mark_rect(fill="white").encode(tooltip=TOOLTIP),
         base.transform_filter("!datum.counts")
-        .mark_rect(filled=False, strokeWidth=4, width=CELL_WIDTH - 8, height=CELL_HEIGHT - 8)
+        .mark_rect(filled=False, strokeWidth=4, width=width - 8, height=height - 8)
         .encode(color=color, tooltip=TOOLTIP),
-        data.drawing(_fastest(cells))
+        data.drawing(_shortest(cells))
         .mark_rect(filled=False, stroke=theme.INK, strokeWidth=2)
         .encode(x=x, y=y),
-        grid.mark_text(dy=-7, fontSize=14, fontWeight="bold").encode(text="large:N"),
+        grid.mark_text(dy=6 - height / 3, fontSize=14, fontWeight="bold").encode(text="large:N"),
         grid.transform_filter("datum.large != ''")
-        .mark_text(dy=9, fontSize=11)
-        .encode(text="small:N"),
-        grid.transform_filter("datum.large == ''")
-        .mark_text(fontSize=11, fontStyle="italic", color=theme.MUTED)
-        .encode(text="small:N"),
+        .mark_text(dy=3 if layout.narrow else 9, **small)
+        .encode(text="lines:N" if layout.narrow else "small:N"),
+        without.mark_text(
+            dy=-10 if layout.narrow else 0, fontStyle="italic", **small | {"color": theme.MUTED}
+        ).encode(text="lines:N" if layout.narrow else "small:N"),
+        *theme.names("variant:N", present, y, height, layout),
     ).properties(
-        width=CELL_WIDTH * len(combinations),
-        height=CELL_HEIGHT * len(present),
-        title=switches.panel_title(cells[0]),
+        width=width * len(combinations),
+        height=layout.height(len(present), height),
+        title=switches.panel_title(cells[0], layout),
     )

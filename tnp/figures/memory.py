@@ -1,6 +1,6 @@
 """How much memory a training step needs at its peak, in each configuration.
 
-Reads the view `memory`. One panel per device and shape, one line per variant, one bar per
+Reads the view `memory`. One panel per device and shape, one line per variant, on it a mark per
 combination of checkpointing and CUDA graph.
 """
 
@@ -9,6 +9,7 @@ import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
 
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
@@ -28,7 +29,7 @@ QUERY = """
 """
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Bars of peak GiB from zero, numbered; configurations that failed say why in their place."""
     rows = [
         row
@@ -37,7 +38,9 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         for row in data.query(connection, QUERY)
     ]
     if not rows:
-        return theme.no_rows("no training step has been measured", "snakemake --cores 1 all")
+        return theme.no_rows(
+            "no training step has been measured", "snakemake --cores 1 all", layout
+        )
     devices = data.devices(connection, "memory")
     named = data.variants(connection)
     found = {row["variant"] for row in rows}
@@ -47,15 +50,18 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "memory", device)
         of_device = [row for row in rows if row["device"] == slug]
-        panels = [_panel(of_shape, variants, colors) for of_shape in switches.panels(of_device)]
-        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
+        panels = [
+            _panel(of_shape, variants, colors, layout) for of_shape in switches.panels(of_device)
+        ]
+        blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
         "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
-        "No error bars: runs allocate alike. Each shape has its own scale. Hollow: "
-        f"{theme.WITHOUT_EVIDENCE}.",
+        "Left numbers: with checkpointing. Right numbers: without. A CUDA graph changes little, "
+        "and its mark may hide that of the step without. No error bars: runs allocate alike. Each "
+        f"shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
@@ -106,8 +112,9 @@ def _checkpointing_finding(measured: list[Row], device: str) -> str:
     return f"Checkpointing cuts peak memory {theme.times(ratio)} {where}: {sizes}"
 
 
-def _panel(rows: list[Row], variants: list[str], colors: alt.Scale) -> alt.TopLevelMixin:
-    lines = switches.Lines.of(rows, variants)
+def _panel(
+    rows: list[Row], variants: list[str], colors: alt.Scale, layout: Layout
+) -> alt.TopLevelMixin:
     measured = [
         row
         | {
@@ -119,25 +126,43 @@ def _panel(rows: list[Row], variants: list[str], colors: alt.Scale) -> alt.TopLe
         for row in rows
         if row["peak_memory_gib"]
     ]
-    y = lines.encodings()
+    present = {row["variant"] for row in rows}
+    lines = [name for name in variants if name in present]
+    y, names = switches.lines(lines, variants, layout)
+    in_place, notes = switches.failures(rows, {row["variant"] for row in measured}, y)
     longest = max((row["peak_memory_gib"] for row in measured), default=1.0)
     scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
     x = alt.X("peak_memory_gib:Q", scale=scale, title="peak memory, GiB").axis(tickCount=4)
     color = alt.Color("color:N", scale=colors, legend=None)
-    base = data.drawing(measured).encode(x=x, **y)
+    # Of bars that overlap the longest is seen, of equal marks the last.
+    bars = data.drawing(_most(measured, "variant")).encode(x=x, color=color, **y)
+    marks = data.drawing(measured).encode(x=x, color=color, **y)
+    numbers = data.drawing(_most(measured, "variant", "checkpoint")).encode(
+        x=x, text="label:N", **y
+    )
     layers = [
-        base.mark_bar(height=switches.SLOT_HEIGHT // 2, opacity=0.35).encode(color=color),
+        bars.mark_bar(height=6, opacity=0.35),
         *theme.filled_or_hollow(
-            base.encode(color=color, shape=switches.shape_encoding(), tooltip=TOOLTIP),
+            marks.encode(shape=switches.shape_encoding(), tooltip=TOOLTIP),
             "point",
             size=75,
             opacity=1,
         ),
-        *theme.text(base.encode(text="label:N"), dx=8),
-        *switches.failures(rows, y),
+        *theme.text(numbers.transform_filter("!datum.checkpoint"), dx=8),
+        *theme.text(numbers.transform_filter("datum.checkpoint"), dx=-8, align="right"),
+        *in_place,
+        *names,
     ]
     return alt.layer(*layers).properties(
-        width=PANEL_WIDTH,
-        height=lines.height,
-        title=switches.panel_title(rows[0]),
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(lines), switches.MARK_HEIGHT),
+        title=switches.panel_title(rows[0], layout, notes),
     )
+
+
+def _most(rows: list[Row], *columns: str) -> list[Row]:
+    """Of the rows that are equal in `columns` the one with most memory."""
+    most: dict[tuple, Row] = {}
+    for row in sorted(rows, key=lambda row: row["peak_memory_gib"]):
+        most[tuple(row[column] for column in columns)] = row
+    return list(most.values())

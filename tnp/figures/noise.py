@@ -1,7 +1,8 @@
 """How far two equal things differ, and how often they would wrongly be called different.
 
-Reads the views `equal_things` and `noise`. One panel per device and operator or step, one mark per
-comparison of two copies of one implementation, or of two runs of one training step.
+Reads the views `equal_things` and `noise`. One panel per device, one line per operator's pass or
+size of a step, on it a mark per comparison of two copies of one implementation, or of two runs of
+one training step.
 """
 
 import altair as alt
@@ -9,42 +10,38 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import LABEL_HEIGHT, Layout
 
-PANEL_WIDTH = 310  # px
-COLUMNS = 2  # panels abreast
-SLOT_HEIGHT = 10  # px, per comparison, where there are few …
-LINE_HEIGHT = 56  # … and of a line with many
-FEW = 8  # comparisons: sizes with fewer share a line
+PANEL_WIDTH = 640  # px
+MARK_HEIGHT = 16  # px
 MARGIN = 0.01  # what is within 1 % counts as the same
 RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faster or slower
 
-QUERY = f"""
-    with placed as (
-        select
-            *,
-            kind = 'operator' and count(*) over size < {FEW} as shared,
-            if(shared, 'several sizes', shape) as place
-        from equal_things
-        window size as (partition by device, kind, part, shape)
-    )
-
+QUERY = """
     select
-        * replace (if(min(shape) over line = max(shape) over line, shape, place) as place),
+        device,
+        kind,
+        part,
+        shape,
         name as variant,
+        n_pairs,
+        ratio,
+        low,
+        high,
+        verdict,
+        contains_1,
         split_part(part, ' ', 1) as op,
         split_part(part, ' ', 2) as pass,
-        row_number() over (line order by ratio) as nth,
-        count(*) over (line) as n_of_line,
         coalesce(verdict in ('faster', 'slower'), false) as wrong
-    from placed
-    window line as (partition by device, kind, part, place, name)
-    order by kind desc, part, shared, place, name, ratio
+    from equal_things
+    order by kind desc, part, ratio
 """
 
 NOISE = "select * from noise"
 
 TOOLTIP = [
-    alt.Tooltip("line:N", title="compared with itself"),
+    alt.Tooltip("line:N", title="compared"),
+    alt.Tooltip("variant:N", title="with itself"),
     alt.Tooltip("shape:N", title="size"),
     alt.Tooltip("ratio:Q", format=".4f", title="seemed as fast by"),
     alt.Tooltip("low:Q", format=".4f", title="95% low"),
@@ -54,46 +51,40 @@ TOOLTIP = [
 ]
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
-    """Ratios of equal things with their intervals around 1."""
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
+    """Ratios of equal things around 1, and how far they lie from it."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
-            "nothing was timed twice with evidence", "snakemake --cores 1 equal    # on a GPU host"
+            "nothing was timed twice with evidence",
+            "snakemake --cores 1 equal    # on a GPU",
+            layout,
         )
     for row in rows:
         step = row["kind"] == "step"
-        row["line"] = row["variant"] if step else f"{row['variant']}, {row['place']}"
+        row["line"] = f"training step at {row['shape']}" if step else f"{row['op']} {row['pass']}"
     labels = list(dict.fromkeys(row["line"] for row in rows))
     spreads = {
-        (row["device"], row["kind"], row["part"]): row for row in data.query(connection, NOISE)
+        (row["device"], row["kind"], row["part"]): row["of_equals"]
+        for row in data.query(connection, NOISE)
     }
-    bound = max(abs(row[end] - 1) for row in rows for end in ("low", "high"))
-    scale = alt.Scale(domain=[1 - 1.05 * bound, 1 + 1.05 * bound], nice=False)
+    bound = max(MARGIN, *(abs(row["ratio"] - 1) for row in rows))
     blocks = []
     for slug, device in data.devices(connection, "equal_things").items():
         of_device = [row for row in rows if row["device"] == slug]
-        parts = dict.fromkeys((row["kind"], row["part"]) for row in of_device)
-        panels = [
-            _panel(
-                [row for row in of_device if (row["kind"], row["part"]) == part],
-                spreads.get((slug, *part)),
-                scale,
-                labels,
-            )
-            for part in parts
-        ]
+        panel = _panel(of_device, spreads, bound, labels, layout)
         when = data.recorded(connection, "equal_things", device)
         said = data.joined([when, counted(of_device)])
-        blocks.append(theme.block(panels, device["name"], said, COLUMNS))
+        blocks.append(layout.block([panel], device["name"], said, 1))
     subtitle = [
         "Each mark compares two equal things: two copies of one implementation in a job, or two "
-        "runs of one training step. The true ratio is 1. Bars: 95% interval, which should contain "
-        "1 in at least 93% of the comparisons.",
-        "Grey band: within 1% of 1. An orange mark was called faster or slower, which is wrong, "
-        "and should be so for at most 1% of them.",
+        "runs of one training step. The true ratio is 1, and its 95% interval, which the tooltip "
+        "has, should contain 1 in at least 93% of the comparisons. Grey band: within 1% of 1. "
+        "Numbers: comparisons, and their root mean square distance from 1.",
+        "A tall orange mark was called faster or slower, which is wrong, and should be so for at "
+        "most 1% of them.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
 
 def finding(rows: list[Row]) -> str:
@@ -107,56 +98,64 @@ def counted(rows: list[Row]) -> str:
     contain = sum(bool(row["contains_1"]) for row in rows)
     noun = "comparison" if n == 1 else "comparisons"
     return (
-        f"{n:,} {noun}, {_share(wrong, n)} called faster or slower, "
-        f"{_share(contain, n)} of the intervals contain 1"
+        f"of {n:,} {noun} {_share(wrong, n)} called faster or slower, and {_share(contain, n)} "
+        "of the 95% intervals contain 1"
     )
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}".replace(".0%", "%")
+    return "none" if not part else f"{part / whole:.1%}".replace(".0%", "%")
 
 
 def _panel(
-    rows: list[Row], spread: Row | None, scale: alt.Scale, labels: list[str]
+    rows: list[Row],
+    spreads: dict[tuple[str, str, str], float | None],
+    bound: float,
+    labels: list[str],
+    layout: Layout,
 ) -> alt.TopLevelMixin:
-    first = rows[0]
-    if first["kind"] == "step":
-        name = f"training step at {first['shape']}"
-    else:
-        name = f"{first['op']} {first['pass']}"
-    of_equals = spread and spread["of_equals"]
-    said = [counted(rows).replace(", ", "; ", 1)]
-    if of_equals:
-        said.append(f"equal things differ by {of_equals:.2%} (root mean square)")
-    lines = list(dict.fromkeys(row["line"] for row in rows))
-    slots = max(row["n_of_line"] for row in rows)
-    # A line with fewer comparisons than others has them at its middle, beside its label.
-    rows = [row | {"slot": row["nth"] + (slots - row["n_of_line"]) // 2} for row in rows]
-    slot_height = min(SLOT_HEIGHT, LINE_HEIGHT / slots)
-    many = f"datum.n_of_line * {SLOT_HEIGHT} > {LINE_HEIGHT}"
-    axis = alt.Axis(format=".0%", labelExpr="format(datum.value, '.2f') + '×'", tickCount=5)
+    lines = {row["line"]: row for row in rows}
+    scale = alt.Scale(domain=[1 - 1.05 * bound, 1 + 1.05 * bound], nice=False)
+    axis = alt.Axis(labelExpr="format(datum.value, '.2f') + '×'", tickCount=5)
     x = alt.X("ratio:Q", scale=scale, axis=axis, title="seemed as fast by")
-    base = data.drawing(rows).encode(
-        y=theme.line("line:N", lines, labels, padding=0.1),
-        yOffset=alt.YOffset("slot:O", scale=alt.Scale(domain=list(range(1, slots + 1)))),
-        color=alt.condition("datum.wrong", alt.value(WRONG), alt.value(RIGHT)),
-    )
+    y = layout.line("line:N", list(lines), labels, MARK_HEIGHT)
+    width = layout.width(PANEL_WIDTH)
+    numbers = [
+        {
+            "line": line,
+            "text": _summary(
+                sum(row["line"] == line for row in rows),
+                spreads.get((row["device"], row["kind"], row["part"])),
+            ),
+        }
+        for line, row in lines.items()
+    ]
+    if layout.narrow:  # beside the line's name
+        at = {"dy": -(MARK_HEIGHT + LABEL_HEIGHT) / 2, "align": "right"}
+    else:
+        at = {"dx": 14}
+    columns = {shown.shorthand.split(":")[0] for shown in TOOLTIP} | {"wrong"}
+    shown = [{name: row[name] for name in columns} for row in rows]
+    base = data.drawing(shown).encode(x=x, y=y, tooltip=TOOLTIP)
     band = data.drawing([{"from": 1 - MARGIN, "to": 1 + MARGIN}]).mark_rect(color=theme.RULE)
     return alt.layer(
         band.encode(x=alt.X("from:Q", scale=scale, axis=axis), x2="to:Q"),
         data.drawing([{"ratio": 1.0}]).mark_rule(color=theme.INK).encode(x=x),
-        base.mark_rule().encode(
-            x=alt.X("low:Q", scale=scale, axis=axis),
-            x2="high:Q",
-            strokeWidth=alt.condition(many, alt.value(slot_height / 6), alt.value(1.5)),
+        base.transform_filter("!datum.wrong").mark_tick(
+            height=MARK_HEIGHT - 6, thickness=1.5, opacity=0.5, color=RIGHT
         ),
-        base.mark_point(filled=True, opacity=1).encode(
-            x=x,
-            size=alt.condition(many, alt.value(4.5 * slot_height), alt.value(45)),
-            tooltip=TOOLTIP,
+        base.transform_filter("datum.wrong").mark_tick(
+            height=MARK_HEIGHT + 2, thickness=3, color=WRONG
         ),
-    ).properties(
-        width=PANEL_WIDTH,
-        height=len(lines) * max(24, slots * slot_height),
-        title=alt.Title(name, subtitle=said, fontSize=14, subtitleFontSize=12, offset=8),
-    )
+        *theme.text(
+            data.drawing(numbers).encode(x=alt.value(width), y=y, text="text:N"),
+            color=theme.MUTED,
+            **at,
+        ),
+        *theme.names("line:N", list(lines), y, MARK_HEIGHT, layout),
+    ).properties(width=width, height=layout.height(len(lines), MARK_HEIGHT))
+
+
+def _summary(comparisons: int, of_equals: float | None) -> str:
+    """How many there are, and how far equal things lie apart if that is known."""
+    return f"{comparisons:,}" if of_equals is None else f"{comparisons:,}; {of_equals:.2%} apart"

@@ -1,7 +1,8 @@
 """How each operator of ours compares with the fastest of everybody else's, size by size.
 
 Reads the view `operator_speedup`. One panel per device and operator, one line per size, one mark
-per pass: of our implementations the fastest at that size.
+per pass: of our implementations the fastest at that size. Of an operator with many sizes those that
+no task has are drawn as a distribution.
 """
 
 import altair as alt
@@ -9,10 +10,14 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import LABEL_HEIGHT, Layout
 
-PANEL_WIDTH = 560  # px
-LINE_HEIGHT = 19  # px
-COLUMNS = 1
+PANEL_WIDTH = 260  # px
+PEER_ROOM = 150  # px right of a panel, for the peers' names
+MARK_HEIGHT = 16  # px
+DISTRIBUTION_HEIGHT = 150  # px
+COLUMNS = 2  # panels abreast
+MOST_SHAPES = 24  # of an operator that has a line for each
 EDGES = 0.5, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
@@ -25,9 +30,18 @@ QUERY = """
         ) = 1
     )
 
-    select * from fastest
+    select
+        *,
+        batch is null
+        and count(*) over (partition by device, op) > 2 * $most as distributed,
+        cume_dist() over (
+            partition by device, op, pass, batch is null order by speedup_best
+        ) as share_of_sizes
+    from fastest
     where speedup_best is not null
-    order by device, op, shape, pass desc
+    order by
+        device, count(batch) over (partition by op) = 0, count(*) over (partition by op) desc, op,
+        shape, pass desc
 """
 
 TOOLTIP = [
@@ -44,38 +58,44 @@ TOOLTIP = [
 ]
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Ratios of times with their intervals, 1× marked."""
-    rows = data.query(connection, QUERY)
+    rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
-        return theme.no_rows("no operator was timed beside others", "snakemake --cores 1 all")
+        return theme.no_rows(
+            "no operator was timed beside others", "snakemake --cores 1 all", layout
+        )
     for row in rows:
         row["verdict"] = row["verdict_best"] or "none"
         row["color"] = COLORS.get(row["verdict"], theme.MUTED)
-        row["line"] = row["shape"].replace("/", ", ").replace("_", " ")
+        row["line"] = row["shape"].replace("/", ", ")
         for name, value in (("shown", ""), ("low", "_low"), ("high", "_high")):
             found = row[f"speedup_best{value}"]
             row[name] = None if found is None else min(max(found, EDGES[0]), EDGES[1])
-    labels = list(dict.fromkeys(row["line"] for row in rows))
+    labels = list(dict.fromkeys(row["line"] for row in rows if not row["distributed"]))
     blocks = []
     for slug, device in data.devices(connection, "operator_speedup").items():
         of_device = [row for row in rows if row["device"] == slug]
-        panels = [
-            _panel([row for row in of_device if row["op"] == op], labels)
-            for op in dict.fromkeys(row["op"] for row in of_device)
-        ]
+        panels = []
+        for op in dict.fromkeys(row["op"] for row in of_device):
+            of_op = [row for row in of_device if row["op"] == op]
+            named = [row for row in of_op if not row["distributed"]]
+            if named:
+                panels.append(_panel(named, labels, layout))
+            if len(named) < len(of_op):
+                panels.append(_distribution([r for r in of_op if r["distributed"]], layout))
         if panels:
             said = data.recorded(connection, "roofline", device)
-            blocks.append(theme.block(panels, device["name"], said, COLUMNS))
+            blocks.append(layout.block(panels, device["name"], said, COLUMNS))
     subtitle = [
         "Time of the fastest implementation that is not ours ÷ time of our fastest, on the same "
-        "numbers, in turn in one process: right of the line ours is faster. Circles: forward. "
-        "Squares: backward. Bars: 95% interval.",
+        "numbers, in turn in one process: right of the line ours is faster. Bars: 95% interval. "
+        "Beyond 4× a mark stands at the edge. Beside each size: who is the fastest of the others, "
+        "forward.",
         "Orange: called faster, blue: called slower, by more than 1% and allowing for how many are "
-        "compared. Grey: neither, or no evidence. Beyond 4× a mark stands at the edge. At the "
-        "right, the fastest of the others forward.",
+        "compared. Grey: neither, or no evidence.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
 
 def finding(rows: list[Row]) -> str:
@@ -90,35 +110,63 @@ def finding(rows: list[Row]) -> str:
     )
 
 
-def _panel(rows: list[Row], labels: list[str]) -> alt.TopLevelMixin:
+def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMixin:
     lines = list(dict.fromkeys(row["line"] for row in rows))
-    scale = alt.Scale(type="log", base=2, domain=EDGES, nice=False)
-    x = alt.X("shown:Q", scale=scale, title="× as fast", axis=alt.Axis(values=[0.5, 1, 2, 4]))
-    y = alt.Y("line:N", scale=alt.Scale(domain=lines), axis=theme.line_axis(labels), title=None)
+    y = layout.line("line:N", lines, labels, MARK_HEIGHT)
     base = data.drawing(rows).encode(y=y)
-    color = alt.Color("color:N", scale=None)
     bars = base.mark_rule(strokeWidth=1.5).encode(
-        x=alt.X("low:Q", scale=scale), x2="high:Q", color=color
+        x=alt.X("low:Q", scale=_scale()), x2="high:Q", color=alt.Color("color:N", scale=None)
     )
-    marks = base.mark_point(filled=True, size=45, opacity=0.9).encode(
-        x=x,
-        color=color,
-        shape=alt.Shape(
-            "pass:N",
-            scale=alt.Scale(domain=["forward", "backward"], range=["circle", "square"]),
-            legend=None,
-        ),
-        tooltip=TOOLTIP,
-    )
-    one = alt.Chart().mark_rule(color=theme.INK).encode(x=alt.datum(1, scale=scale))
     first = [row for row in rows if row["pass"] == "forward"]
-    peers = (
-        data.drawing(first or rows)
-        .mark_text(align="left", fontSize=11, color=theme.MUTED)
-        .encode(y=y, x=alt.value(PANEL_WIDTH + 14), text="best_peer_implementation:N")
+    peers = data.drawing(first or rows).encode(y=y, text="best_peer_implementation:N")
+    width = layout.width(PANEL_WIDTH)
+    if layout.narrow:  # beside the line's name
+        at = {"dy": -(MARK_HEIGHT + LABEL_HEIGHT) / 2, "align": "right"}
+        peers = peers.encode(x=alt.value(width))
+    else:
+        at = {"dx": 14, "limit": PEER_ROOM - 14}
+        peers = peers.encode(x=alt.value(width))
+    return alt.layer(
+        *_marks(base),
+        bars,
+        *theme.text(peers, color=theme.MUTED, **at),
+        *theme.names("line:N", lines, y, MARK_HEIGHT, layout),
+    ).properties(
+        width=width,
+        height=layout.height(len(lines), MARK_HEIGHT),
+        title=layout.title(theme.sentence(rows[0]["op"])),
     )
-    return alt.layer(one, bars, marks, peers).properties(
-        width=PANEL_WIDTH,
-        height=LINE_HEIGHT * len(lines),
-        title=alt.Title(rows[0]["op"], fontSize=14),
+
+
+def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
+    sizes = len({row["shape"] for row in rows})
+    y = alt.Y("share_of_sizes:Q", title="share of sizes").scale(domain=[0, 1])
+    base = data.drawing(rows).encode(y=y.axis(format="%", tickCount=5, orient=layout.side))
+    return alt.layer(*_marks(base)).properties(
+        width=layout.plot_width(PANEL_WIDTH),
+        height=DISTRIBUTION_HEIGHT,
+        title=layout.title(
+            f"{theme.sentence(rows[0]['op'])}, {sizes} further sizes",
+            ["A mark's height: the share of these sizes at which ours is at most as fast."],
+        ),
     )
+
+
+def _marks(base: alt.Chart) -> list[alt.Chart]:
+    """The line of equal speed, and on it a mark per row."""
+    axis = alt.Axis(values=[0.5, 1, 2, 4], labelExpr="datum.value + '×'")
+    x = alt.X("shown:Q", scale=_scale(), title="times as fast", axis=axis)
+    passes = alt.Scale(domain=["forward", "backward"], range=["circle", "square"])
+    return [
+        alt.Chart().mark_rule(color=theme.INK).encode(x=alt.datum(1, scale=_scale())),
+        base.mark_point(filled=True, size=45, opacity=0.9).encode(
+            x=x,
+            color=alt.Color("color:N", scale=None),
+            shape=alt.Shape("pass:N", scale=passes, title=None),
+            tooltip=TOOLTIP,
+        ),
+    ]
+
+
+def _scale() -> alt.Scale:
+    return alt.Scale(type="log", base=2, domain=EDGES, nice=False)

@@ -1,60 +1,130 @@
 """HTML around the charts: read on a phone, in the dark and without a network."""
 
+import functools
 import html
+import json
 from typing import Any
 
 import vl_convert
 
+from tnp.story import STORY
+
 # Charts are drawn for light pages. In the dark they are inverted and their hues turned back.
 STYLE = """
-body { margin: 0; padding: 16px; background: white; color: #1f2328; max-width: 1248px;
+body { margin: 0 auto; padding: 16px; background: white; color: #1f2328; max-width: 1248px;
        font-family: Helvetica, Arial, "Liberation Sans", sans-serif; line-height: 1.4 }
-h1 { font-size: 21px; margin: 8px 0 } p { font-size: 14px; margin: 4px 0; color: #59636e }
-nav, a { font-size: 14px; color: #0969da } li { margin: 8px 0 }
+h1 { font-size: 21px; margin: 12px 0 8px } h2 { font-size: 17px; margin: 24px 0 0 }
+p, dd { font-size: 14px; margin: 4px 0; color: #59636e; max-width: 900px }
+nav { display: flex; justify-content: space-between; gap: 16px; font-size: 14px }
+a { color: #0969da } dt { margin-top: 12px; max-width: 900px } dl { margin: 0 }
 .chart { overflow-x: auto; margin-top: 12px }
+@media (max-width: 900px) {
+  .chart { overflow-x: visible } .vega-embed { width: 100% } svg { max-width: 100%; height: auto }
+}
 @media (prefers-color-scheme: dark) {
-  body { background: #191919; color: #e6e6e6 } p { color: #a9b1ba } nav, a { color: #6cb0ff }
+  body { background: #191919; color: #e6e6e6 } p, dd { color: #a9b1ba } a { color: #6cb0ff }
   .chart { filter: invert(0.9) hue-rotate(180deg) }
 }
 """
+SCRIPT = """
+const phone = matchMedia("(max-width: 900px)");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const hasValue = ([, value]) => !["", "null", "undefined", "NaN"].includes(String(value));
+const line = (text) => ([key, value]) =>
+  `<tr><td class="key">${text(key)}</td><td class="value">${text(value)}</td></tr>`;
+const formatTooltip = (value, text) => typeof value !== "object" ? text(value)
+  : `<table>${Object.entries(value).filter(hasValue).map(line(text)).join("")}</table>`;
+function show() {
+  const chart = {...(phone.matches ? charts.phone : charts.screen), datasets: charts.datasets};
+  const menu = {export: true, source: false, compiled: false, editor: false};
+  const actions = phone.matches ? false : menu;
+  const tooltip = {theme: dark.matches ? "dark" : "light", formatTooltip};
+  vegaEmbed("#chart", chart, {renderer: "svg", actions, tooltip});
+}
+phone.addEventListener("change", show);
+dark.addEventListener("change", show);
+show();
+"""
 PADDING = {"left": 0, "top": 4, "right": 40, "bottom": 12}  # px; right for the chart's menu
-HEAD = """<meta charset="UTF-8">
+PHONE_PADDING = {"left": 0, "top": 4, "right": 0, "bottom": 12}
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+    <meta charset="UTF-8">
     <meta name="viewport" content="width=device-width, initial-scale=1">
     <meta name="color-scheme" content="light dark">
     <title>tnp: {title}</title>
-    <style>{style}</style>"""
+    <style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
 
 
-def page(name: str, specification: dict[str, Any]) -> str:
+def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
     """The page of figure `name`: its title and subtitle as text that wraps, under them the chart.
 
-    On a narrow screen the chart keeps its size and scrolls beside the text.
+    A browser draws the one of two specifications that its window has room for.
     """
-    heading = specification["title"]
-    rest = {key: value for key, value in specification.items() if key != "title"} | {
-        "padding": PADDING
+    heading = screen["title"]
+    charts = {
+        "screen": _untitled(screen) | {"padding": PADDING},
+        "phone": _untitled(phone) | {"padding": PHONE_PADDING},
+        "datasets": screen.get("datasets", {}) | phone.get("datasets", {}),
     }
-    written = vl_convert.vegalite_to_html(rest, bundle=True, renderer="svg")
-    drawn = '<div id="vega-chart"></div>'
-    before, after = written.rsplit(drawn, 1)
-    heading_text = (
-        '<nav><a href="index.html">All figures</a></nav>\n'
+    data = json.dumps(charts, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    return _page(
+        name,
+        f"{_navigation(name)}\n"
         f"<h1>{html.escape(' '.join(heading['text']))}</h1>\n"
         f"<p>{html.escape(' '.join(heading.get('subtitle', [])))}</p>\n"
+        '<div class="chart"><div id="chart"></div></div>\n'
+        f"<script>{_library()}</script>\n"
+        f"<script>const charts = {data};{SCRIPT}</script>",
     )
-    written = f'{before}{heading_text}<div class="chart">{drawn}</div>{after}'
-    head = HEAD.format(title=name, style=STYLE)
-    return written.replace('<meta charset="UTF-8">', head, 1).replace("<title>Chart</title>", "", 1)
 
 
-def index(sentences: dict[str, str]) -> str:
-    """A page of links from {figure: what it shows}."""
-    items = "".join(
-        f'<li><a href="{name}.html">{name}</a>: {html.escape(sentence)}</li>\n'
-        for name, sentence in sentences.items()
+def index(sentences: dict[str, str], findings: dict[str, str]) -> str:
+    """A page that leads through the figures: what each found, where it was drawn, and shows."""
+    parts = ["<h1>Training Transformer Neural Processes: what was measured</h1>"]
+    parts.append(
+        "<p>Each question is answered by figures, each figure by its title. “Plain PyTorch” is the "
+        "model as anybody would first write it, “PyTorch's best” has every saving that PyTorch can "
+        "have, “ours” runs this project's kernels. All figures are drawn from the rows in this "
+        "repository and those of this machine.</p>"
     )
-    head = HEAD.format(title="figures", style=STYLE)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n    {head}\n</head>\n<body>\n'
-        f"<h1>Figures of tnp</h1>\n<ul>\n{items}</ul>\n</body>\n</html>\n"
-    )
+    for question, figures in STORY.items():
+        parts.append(f"<h2>{question}</h2>\n<dl>")
+        for name in figures:
+            finding = html.escape(findings.get(name, f"{name} could not be drawn"))
+            parts.append(
+                f'<dt><a href="{name}.html">{finding}</a></dt>\n'
+                f"<dd>{name}: {html.escape(sentences[name])}</dd>"
+            )
+        parts.append("</dl>")
+    return _page("figures", "\n".join(parts))
+
+
+def _page(title: str, body: str) -> str:
+    return PAGE.format(title=title, style=STYLE, body=body)
+
+
+def _navigation(name: str) -> str:
+    """To the index, and to what comes next in the story."""
+    names = [figure for figures in STORY.values() for figure in figures]
+    links = '<a href="index.html">All figures</a>'
+    for following in names[names.index(name) + 1 :][:1]:
+        links += f'<a href="{following}.html">Next: {following} →</a>'
+    return f"<nav>{links}</nav>"
+
+
+def _untitled(specification: dict[str, Any]) -> dict[str, Any]:
+    """Without the title, which is the page's, and the rows, which both specifications share."""
+    return {key: value for key, value in specification.items() if key not in ("title", "datasets")}
+
+
+@functools.cache
+def _library() -> str:
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

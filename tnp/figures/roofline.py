@@ -1,7 +1,8 @@
 """How near each operator comes to what its device can do.
 
-Reads the view `roofline`. Per device and operator: achieved TFLOP/s under the measured ceilings of
-matmul and memory copy, and the same as a share of the roofline at that shape.
+Reads the view `roofline`. Per device: TFLOP/s of the operator with most operations under the
+measured ceilings of matmul and memory copy; and of each operator the share of its roofline that was
+reached, a line per shape.
 """
 
 import math
@@ -11,13 +12,23 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import LABEL_HEIGHT, Layout
 
-PANEL_WIDTH, PANEL_HEIGHT = 480, 290  # px
-SLOT_HEIGHT = 15  # px, per implementation of a shape
+PANEL_WIDTH, PANEL_HEIGHT = 440, 260  # px
+MARK_HEIGHT = 16  # px
+LABEL_ROOM = 1.3  # of the roofline, right of it
 MOST_SHAPES = 24  # of an operator; of more, those of the neural process alone
 CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
 PASSES = ("forward", "backward")
-SHAPE_LABEL = {"fontSize": 12, "color": theme.MUTED}
+SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}
+
+# What a mark stands for → its colour, shape and size.
+OURS, OTHER, ELSE = "ours, the fastest there", "the fastest of the others", "all else"
+MARKS = {
+    OURS: ("#D55E00", "circle", 90),
+    OTHER: ("#0072B2", "diamond", 90),
+    ELSE: ("#8c959f", "triangle-up", 30),
+}
 
 QUERY = """
     select *
@@ -25,8 +36,8 @@ QUERY = """
     where not is_ceiling(op)
     qualify batch is not null or count(distinct shape) over (partition by device, op) <= $most
     order by
-        sum(flops) over (partition by op) desc nulls last, op, intensity, shape, pass, role,
-        implementation
+        count(batch) over (partition by op) = 0, sum(flops) over (partition by op) desc nulls last,
+        op, intensity, shape, pass, role, implementation
 """
 
 TOOLTIP = [
@@ -43,42 +54,40 @@ TOOLTIP = [
 ]
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
-    """Log-log roofline per pass above the shares of it, shape by shape."""
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
+    """Log-log roofline of the first operator, then the shares of all, shape by shape."""
     rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
         return theme.no_rows(
-            "no operator has been timed", "snakemake --cores 1 all    # on a GPU host"
+            "no operator has been timed", "snakemake --cores 1 all    # on a GPU", layout
         )
     devices = data.devices(connection, "roofline")
-    colors = data.variant_colors(connection)
+    labels = list(dict.fromkeys(row["shape"] for row in rows))
     blocks = []
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
         for op in dict.fromkeys(row["op"] for row in of_device):
             of_op = [row for row in of_device if row["op"] == op]
             passes = [name for name in PASSES if any(row["pass"] == name for row in of_op)]
+            points = {name: _points(of_op, name) for name in passes}
             # Where no operations are counted, on a log axis of them there is nothing to draw.
-            counted = any(row["tflops"] for row in of_op)
-            panels = [_roofline(of_op, name, colors) for name in passes if counted]
-            panels += [_shares(of_op, name, colors, titled=not counted) for name in passes]
-            title = f"{op} on {device['name']}"
+            counted = op == of_device[0]["op"] and any(row["tflops"] for row in of_op)
+            panels = [_roofline(points[name], name, layout) for name in passes if counted]
+            panels += [_shares(of_op, points[name], name, labels, layout) for name in passes]
+            title = f"{theme.sentence(op)} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
             questions = [row["question"] for row in of_op]
             when = data.recorded(connection, "roofline", device, questions)
-            measured = data.joined([when, dtypes])
-            blocks.append(theme.block(panels, title, measured, len(passes)))
+            blocks.append(layout.block(panels, title, data.joined([when, dtypes]), len(passes)))
     subtitle = [
-        "The roofline is the most that the device can do: the rate of a large matmul (flat line) "
-        "or of a memory copy (slope), both measured on it. Intensity: operations per byte, where "
-        "each operand passes through memory once.",
-        "Medians with cold caches; whiskers: the shortest and the longest run. Lower panels: the "
-        "same points as a share of the line above them; where only bytes are counted, of the "
-        f"copy. Hollow: {theme.WITHOUT_EVIDENCE}.",
+        "The roofline is the most that the device can do: the rate of a large matmul or of a "
+        "memory copy, whichever binds, both measured on it. Medians "
+        "with cold caches; whiskers: the shortest and the longest run. Intensity: operations per "
+        "byte, where each operand passes through memory once.",
+        "“All else” are slower implementations, ours and others'; the tooltips name them. Hollow: "
+        f"{theme.WITHOUT_EVIDENCE}.",
     ]
-    # Each operator has implementations of its own: lines as many, and a legend of them.
-    panels = theme.stacked(blocks).resolve_scale(color="independent")
-    return theme.page(panels, finding(rows, devices), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
@@ -121,18 +130,20 @@ def _outcome(row: Row) -> str:
 
 
 def _points(rows: list[Row], pass_: str) -> list[Row]:
-    return [
-        row
-        | {
-            "low": row["share_low"],
-            "high": row["share_high"],
-            "label": f"{row['share_of_roofline']:.0%}, {_rate(row)}, {row['implementation']}",
-            "counts": row["counts"] is True,
-            "evidence": theme.evidence(row["counts"]),
-        }
-        for row in rows
-        if row["pass"] == pass_ and row["share_of_roofline"]
-    ]
+    """The rows of one pass with a share, each with what its mark stands for; ours come last."""
+    points = []
+    known = [row for row in rows if row["pass"] == pass_ and row["share_of_roofline"]]
+    for shape in dict.fromkeys(row["shape"] for row in known):
+        of_shape = sorted(
+            (row for row in known if row["shape"] == shape),
+            key=lambda row: (row["own"], bool(row["counts"]), row["share_of_roofline"]),
+        )
+        best = {row["own"]: row for row in of_shape}  # the last of each kind
+        for row in of_shape:
+            kind = ELSE if row is not best[row["own"]] else OURS if row["own"] else OTHER
+            evidence = {"counts": row["counts"] is True, "evidence": theme.evidence(row["counts"])}
+            points.append(row | evidence | {"kind": kind})
+    return points
 
 
 def _rate(row: Row) -> str:
@@ -142,20 +153,20 @@ def _rate(row: Row) -> str:
     return f"{theme.number(row['tflops'])} TFLOP/s"
 
 
-def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMixin:
-    points = _points(rows, pass_)
-    roof = _roof([row for row in rows if row["share_of_roofline"]])
-    timed = [row["tflops"] for row in rows if row["tflops"]]
-    lowest = min(timed + [point["tflops"] for point in roof], default=1.0)
-    highest = max([point["tflops"] for point in roof], default=1.0)
+def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixin:
+    roof = _roof(points)
+    timed = [point["tflops"] for point in points if point["tflops"]]
+    lowest = min(timed + [corner["tflops"] for corner in roof], default=1.0)
+    highest = max([corner["tflops"] for corner in roof], default=1.0)
     x_scale = alt.Scale(type="log", nice=False)
     y_scale = alt.Scale(type="log", nice=False, domain=[lowest / 1.5, highest * 2])
     x = alt.X("intensity:Q", scale=x_scale, title="intensity, FLOP/byte")
     x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
     y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
-    y = y.axis(values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)], format=",")
-    marks = data.drawing(points).encode(
-        x=x, y=y, color=_color(rows, colors), tooltip=_tooltip(rows)
+    y = y.axis(
+        values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)],
+        format=",",
+        orient=layout.side,
     )
     line = data.drawing(roof).mark_line(color=theme.INK, strokeWidth=2)
     names = data.drawing(_shape_labels(points)).encode(x=x, y=y, text="label:N")
@@ -170,8 +181,26 @@ def _roofline(rows: list[Row], pass_: str, colors: alt.Scale) -> alt.TopLevelMix
         names.transform_filter("datum.bound == 'memory'").mark_text(
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
-        *theme.filled_or_hollow(marks, "point", size=80, opacity=1),
-    ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=alt.Title(pass_, fontSize=14))
+        *_marks(points, x=x, y=y),
+    ).properties(
+        width=layout.plot_width(PANEL_WIDTH),
+        height=PANEL_HEIGHT,
+        title=layout.title(pass_),
+    )
+
+
+def _marks(points: list[Row], **position: alt.X | alt.Y) -> list[alt.Chart]:
+    """Colour, shape and size by what a point stands for."""
+    colors, shapes, sizes = zip(*MARKS.values(), strict=True)
+    kinds = list(MARKS)
+    base = data.drawing(points).encode(
+        color=alt.Color("kind:N", title=None).scale(domain=kinds, range=colors),
+        shape=alt.Shape("kind:N", title=None).scale(domain=kinds, range=shapes),
+        size=alt.Size("kind:N", title=None).scale(domain=kinds, range=sizes),
+        tooltip=_tooltip(points),
+        **position,
+    )
+    return theme.filled_or_hollow(base, "point", opacity=1)
 
 
 def _roof(rows: list[Row]) -> list[Row]:
@@ -185,20 +214,9 @@ def _roof(rows: list[Row]) -> list[Row]:
     return [{"intensity": end, "tflops": min(compute, end * copy / 1000)} for end in ends]
 
 
-def _implementations(rows: list[Row], colors: alt.Scale) -> list[str]:
-    present = {row["implementation"] for row in rows}
-    return [name for name in colors.domain if name in present]
-
-
-def _color(rows: list[Row], colors: alt.Scale) -> alt.Color:
-    """The colours of all variants, with a legend of those drawn."""
-    legend = alt.Legend(values=_implementations(rows, colors))
-    return alt.Color("implementation:N", scale=colors, legend=legend, title=None)
-
-
 def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
     """Without what none of `rows` has: an operator that only moves bytes has no FLOP/s."""
-    empty = {name for name in rows[0] if all(row[name] is None for row in rows)}
+    empty = {name for row in rows[:1] for name in row if all(row[name] is None for row in rows)}
     return [shown for shown in TOOLTIP if shown.shorthand.split(":")[0] not in empty]
 
 
@@ -224,41 +242,68 @@ def _shape_labels(points: list[Row]) -> list[Row]:
     return labels
 
 
-def _shares(rows: list[Row], pass_: str, colors: alt.Scale, titled: bool) -> alt.TopLevelMixin:
-    points = _points(rows, pass_)
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    color = _color(rows, colors)
-    implementations = _implementations(rows, colors)
-    x_scale = alt.Scale(domain=[0, 1.9], nice=False)  # room for labels
+def _shares(
+    rows: list[Row], points: list[Row], pass_: str, labels: list[str], layout: Layout
+) -> alt.TopLevelMixin:
+    drawn = list(dict.fromkeys(point["shape"] for point in points))
+    title = layout.title(pass_, _not_drawn(rows, pass_), 90)
+    if not drawn:
+        return theme.nothing("nothing was timed", layout.width(PANEL_WIDTH), title)
+    best = [point for point in points if point["kind"] != ELSE]
+    highest = max([1.0, *(point["share_high"] or 0 for point in points)])
+    room = 0 if layout.narrow else LABEL_ROOM
+    scale = alt.Scale(domain=[0, highest * (1 + room)], nice=False)
     axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
-    x = alt.X("share_of_roofline:Q", scale=x_scale, axis=axis, title="share of the roofline")
-    low, high = (alt.X(f"{end}:Q", scale=x_scale, axis=axis) for end in ("low", "high"))
-    lines = {
-        "y": alt.Y("shape:N", scale=alt.Scale(domain=shapes, padding=0.1), title=None),
-        "yOffset": alt.YOffset("implementation:N", scale=alt.Scale(domain=implementations)),
-    }
-    base = data.drawing(points).encode(**lines)
-    failed = [
-        row
-        | {
-            "text": f"{row['implementation']}: {theme.status_text(_outcome(row))}",
-            "reason": row["reason"] or row["why_not"],
-        }
-        for row in rows
-        if row["pass"] == pass_ and _outcome(row) != "ok"
-    ]
+    x = alt.X("share_of_roofline:Q", scale=scale, axis=axis, title="share of the roofline")
+    low = alt.X("share_low:Q", scale=scale, axis=axis)
+    y = layout.line("shape:N", drawn, labels, MARK_HEIGHT)
+    texts = data.drawing(
+        [_label(best, shape, with_rate=not layout.narrow) for shape in drawn]
+    ).encode(y=y, text="text:N")
+    if layout.narrow:  # beside the line's name
+        at = {"dy": -(MARK_HEIGHT + LABEL_HEIGHT) / 2, "align": "right"}
+        texts = texts.encode(x=alt.value(layout.width(PANEL_WIDTH)))
+    else:
+        at = {"dx": 8}
+        texts = texts.encode(x=alt.X("share_high:Q", scale=scale, axis=axis))
     return alt.layer(
-        base.transform_filter("datum.counts")
-        .mark_bar(height=SLOT_HEIGHT - 6, opacity=0.35)
-        .encode(x=x, color=color),
-        base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q", color=color),
-        *theme.filled_or_hollow(
-            base.encode(x=x, color=color, tooltip=_tooltip(rows)), "point", size=60, opacity=1
-        ),
-        *theme.text(base.encode(x=high, text="label:N"), dx=8),
-        *theme.in_place(failed, lines),
+        data.drawing(best)
+        .mark_rule(strokeWidth=2, color=theme.MUTED)
+        .encode(x=low, x2="share_high:Q", y=y),
+        *_marks(points, x=x, y=y),
+        *theme.text(texts, **at),
+        *theme.names("shape:N", drawn, y, MARK_HEIGHT, layout),
     ).properties(
-        width=PANEL_WIDTH,
-        height=SLOT_HEIGHT * len(implementations) * len(shapes),
-        title=alt.Title(pass_ if titled else "", fontSize=14),
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(drawn), MARK_HEIGHT),
+        title=title,
     )
+
+
+def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
+    """What ours reaches at `shape`, and the fastest of the others."""
+    said = {row["own"]: row for row in best if row["shape"] == shape}
+    texts = []
+    if ours := said.get(True):
+        rate = f", {_rate(ours)}" if with_rate else ""
+        texts.append(f"ours {ours['share_of_roofline']:.0%}{rate}")
+    if other := said.get(False):
+        texts.append(f"{other['implementation']} {other['share_of_roofline']:.0%}")
+    end = max(row["share_high"] or row["share_of_roofline"] for row in said.values())
+    return {"shape": shape, "share_high": end, "text": "; ".join(texts)}
+
+
+def _not_drawn(rows: list[Row], pass_: str) -> list[str]:
+    """What was tried without a time that counts, and where, in a sentence."""
+    shapes: dict[str, list[str]] = {}
+    of_pass = [row for row in rows if row["pass"] == pass_]
+    for row in of_pass:
+        if _outcome(row) != "ok":
+            failed = f"{row['implementation']} ({theme.status_text(_outcome(row))})"
+            shapes.setdefault(failed, []).append(row["shape"])
+    every = len({row["shape"] for row in of_pass})
+    said = [
+        failed if len(names) == every else f"{failed} at {theme.listed(names)}"
+        for failed, names in shapes.items()
+    ]
+    return [f"Not drawn: {'; '.join(said)}."] if said else []

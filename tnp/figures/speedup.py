@@ -1,7 +1,7 @@
 """How much faster each configuration trains than plain PyTorch, and than PyTorch at its best.
 
-Reads the view `speedup`. One panel per device and shape, one line per variant, one mark per
-combination of checkpointing and CUDA graph.
+Reads the view `speedup`. One panel per device and shape, one line per variant, on it a mark per
+combination of checkpointing and CUDA graph, the fastest in full.
 """
 
 import math
@@ -11,10 +11,12 @@ import duckdb
 
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
 from tnp.figures.words import words
 
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
+LABEL_ROOM = 0.6  # of the axis up to its fastest mark, for the label right of that
 
 PLAIN = words("sdpa_flash")
 
@@ -50,30 +52,29 @@ QUERY = """
 """
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Speedups on a log₂ axis with their intervals, 1× marked, the best of each shape in bold."""
     rows = data.query(connection, QUERY)
     if not rows:
-        return theme.no_rows("no training step has been timed", "snakemake --cores 1 all")
+        return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", layout)
     devices = data.devices(connection, "speedup")
     variants = data.variants(connection)
     colors = data.variant_colors(connection)
     blocks = []
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "speedup", device)
-        panels = _panels([row for row in rows if row["device"] == slug], variants, colors)
-        blocks.append(theme.block(panels, device["name"], measured, COLUMNS))
+        panels = _panels([row for row in rows if row["device"] == slug], variants, colors, layout)
+        blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
-        "that of the configuration, on the same device, shape and dtype. "
-        "Bars: 95% interval, where the two were timed in one sitting. Dashed line: PyTorch's "
-        "fastest configuration at that shape. "
-        "Bold: the fastest of those with evidence. Hollow: "
-        f"{theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict.",
-        "Called faster or slower: where the bar clears 1× by more than 1%, allowing for how many "
+        "that of the configuration, on the same device, shape and dtype. Numbers: each line's "
+        "fastest, with the 95% interval where the two were timed in one sitting; bold is the "
+        "fastest with evidence. Dashed line: PyTorch's fastest configuration at that shape.",
+        f"Hollow: {theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict. Called "
+        "faster or slower: where the interval clears 1× by more than 1%, allowing for how many "
         "are compared.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle)
+    return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
@@ -81,17 +82,18 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
     if not timed:
         return "No configuration could be timed yet"
-    own = [row for row in timed if row["role"] == "own"]
-    if own:
-        best = max(
-            own,
-            key=lambda row: (
-                bool(row["counts"]),
-                row["leads"],
-                row["speedup_best_low"] or 0,
-                row["speedup_best"] or row["speedup"],
-            ),
+    leading = [_leading(of_shape) for of_shape in switches.panels(timed) if _own(of_shape)]
+    if len(leading) > 1 and all(row["verdict_best"] == "faster" for row in leading):
+        over_best = theme.span([row["speedup_best"] for row in leading])
+        over_plain = theme.span([row["speedup"] for row in leading])
+        decided = all(row["verdict"] == "faster" for row in leading)
+        return (
+            f"At all {len(leading)} sizes on {device} our fastest step trains {over_best} as fast "
+            f"as PyTorch's fastest, and {over_plain} as fast as {PLAIN}"
+            f"{'' if decided else ' (partly by medians alone)'}"
         )
+    if leading:
+        best = max(leading, key=_surest)
         sentence = (
             f"{theme.sentence(switches.configuration(best))} trains "
             f"{theme.verdict(best['speedup'], best['verdict'])} {PLAIN} "
@@ -111,40 +113,52 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     return f"No configuration timed on {device} is measurably faster than {PLAIN}"
 
 
-def _panels(rows: list[Row], variants: list[str], colors: alt.Scale) -> list[alt.TopLevelMixin]:
+def _own(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["role"] == "own"]
+
+
+def _leading(of_shape: list[Row]) -> Row:
+    """Of our steps at one shape that whose lead is surest."""
+    return max(_own(of_shape), key=_surest)
+
+
+def _surest(row: Row) -> tuple[bool, bool, float, float]:
+    return (
+        bool(row["counts"]),
+        row["leads"],
+        row["speedup_best_low"] or 0,
+        row["speedup_best"] or row["speedup"],
+    )
+
+
+def _panels(
+    rows: list[Row], variants: list[str], colors: alt.Scale, layout: Layout
+) -> list[alt.TopLevelMixin]:
     compared = {row["shape"] for row in rows if row["speedup"] is not None}  # with plain PyTorch
     rows = [row if row["shape"] in compared else _over_best(row) for row in rows]
     bounds = [row[end] for row in rows for end in ("speedup_low", "speedup_high") if row[end]]
     low, high = min([0.8, *bounds]), max([1.25, *bounds])
     span = high / low
-    domain = [low / span**0.06, high * span**0.3]  # room for the label right of the fastest mark
+    domain = [low / span**0.06, high * span**LABEL_ROOM]
     return [
-        _panel(
-            of_shape,
-            switches.Lines.of(of_shape, variants),
-            domain,
-            colors,
-            over_plain=of_shape[0]["shape"] in compared,
-        )
+        _panel(of_shape, variants, domain, colors, of_shape[0]["shape"] in compared, layout)
         for of_shape in switches.panels(rows)
     ]
 
 
 def _panel(
     rows: list[Row],
-    lines: switches.Lines,
+    variants: list[str],
     domain: list[float],
     colors: alt.Scale,
     over_plain: bool,
+    layout: Layout,
 ) -> alt.TopLevelMixin:
-    title = switches.panel_title(rows[0])
-    if not over_plain:
-        title.subtitle = [title.subtitle, _why_over_best(rows)]
     timed = [
         row
         | {
             "switch": switches.name(row),
-            "label": theme.times(row["speedup"]),
+            "label": _label(row),
             "evidence": theme.evidence(row["counts"]),
             "speedup_low": row["speedup_low"] or row["speedup"],
             "speedup_high": row["speedup_high"] or row["speedup"],
@@ -158,7 +172,12 @@ def _panel(
         else row
         for row in rows
     ]
-    y = lines.encodings()
+    present = {row["variant"] for row in rows}
+    lines = [name for name in variants if name in present]
+    y, names = switches.lines(lines, variants, layout)
+    in_place, notes = switches.failures(without_speedup, {row["variant"] for row in timed}, y)
+    if not over_plain:
+        notes.insert(0, _why_over_best(rows))
     scale = alt.Scale(type="log", base=2, domain=domain, nice=False)
     axis = alt.Axis(values=_ticks(*domain), labelExpr="datum.value + '×'")
     over = "" if over_plain else " over PyTorch's fastest"
@@ -166,6 +185,7 @@ def _panel(
     low, high = (alt.X(f"speedup_{end}:Q", scale=scale, axis=axis) for end in ("low", "high"))
     color = alt.Color("variant:N", scale=colors, legend=None)
     base = data.drawing(timed).encode(color=color, **y)
+    marks = base.encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP)
     label = data.drawing(timed).encode(x=high, text="label:N", **y)
     fastest_pytorch = [
         {"speedup": row["baseline_step_ms"] / row["best_pytorch_step_ms"]}
@@ -178,31 +198,38 @@ def _panel(
         _vertical(fastest_pytorch, x, **DASHED),
         base.mark_rule(strokeWidth=2).encode(x=low, x2="speedup_high:Q"),
         *theme.filled_or_hollow(
-            base.encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP),
-            "point",
-            size=75,
-            opacity=1,
+            marks.transform_filter("!datum.best_of_variant"), "point", size=30, opacity=0.6
+        ),
+        *theme.filled_or_hollow(
+            marks.transform_filter("datum.best_of_variant"), "point", size=75, opacity=1
         ),
         *theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
         *theme.text(
             label.transform_filter("datum.best_of_shape"), dx=8, fontSize=13, fontWeight="bold"
         ),
-        *switches.failures(without_speedup, y),
+        *in_place,
+        *names,
     ]
     return alt.layer(*layers).properties(
-        width=PANEL_WIDTH,
-        height=lines.height,
-        title=title,
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(lines), switches.MARK_HEIGHT),
+        title=switches.panel_title(rows[0], layout, notes),
     )
+
+
+def _label(row: Row) -> str:
+    """The speedup, and its interval if it has one."""
+    if row["speedup_low"] is None or row["speedup_low"] == row["speedup_high"]:
+        return theme.times(row["speedup"])
+    low, high = theme.number(row["speedup_low"]), theme.number(row["speedup_high"])
+    return f"{theme.times(row['speedup'])} ({low}–{high})"
 
 
 def _why_not_drawn(row: Row) -> str:
     """In place of the mark of a step that was timed."""
     if row["counts"] is False:
         return "not_counted"
-    if row["speedup_best_low"] is None:  # of the fastest itself too
-        return "no_baseline"
-    return f"{theme.times(row['speedup_best'])} PyTorch's fastest; no plain step to compare with"
+    return f"{theme.duration(row['step_ms'])}; no plain step to compare with"
 
 
 def _over_best(row: Row) -> Row:

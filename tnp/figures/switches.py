@@ -1,18 +1,18 @@
-"""Panels of one line per variant and one slot per combination of checkpointing and CUDA graph."""
+"""Panels of one line per variant, with a mark per combination of checkpointing and CUDA graph."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import altair as alt
 
 from tnp.figures import theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
 
 # A step's two switches as one mark: order, name and shape.
 NAMES = ["neither", "checkpointing", "CUDA graph", "both"]
 SHAPES = ["circle", "square", "triangle-right", "diamond"]
 
-SLOT_HEIGHT = 13  # px
+MARK_HEIGHT = 18  # px
 
 
 def name(row: Row) -> str:
@@ -32,69 +32,47 @@ def panels(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield [row for row in rows if row["shape"] == shape]
 
 
-def panel_title(row: Row) -> alt.Title:
-    """The shape's name over its sizes."""
-    sizes = f"{row['batch']} × ({row['n_context']:,} context + {row['n_target']:,} target)"
-    return alt.Title(
-        row["shape"], subtitle=sizes, fontSize=14, subtitleFontSize=11, subtitlePadding=3, offset=8
-    )
+def panel_title(row: Row, layout: Layout, notes: Sequence[str] = ()) -> alt.Title:
+    """The shape's name over its sizes and over `notes`."""
+    tasks = "1 task" if row["batch"] == 1 else f"{row['batch']} tasks"
+    sizes = f"{tasks} of {row['n_context']:,} context and {row['n_target']:,} target points"
+    return layout.title(row["shape"], [sizes, *notes])
 
 
 def shape_encoding() -> alt.Shape:
     """Mark shape by switches, with the legend that all panels share."""
-    return alt.Shape("switch:N", scale=alt.Scale(domain=NAMES, range=SHAPES), title=None)
+    return alt.Shape("switch:N", scale=alt.Scale(domain=NAMES, range=SHAPES), title=None).legend(
+        symbolOpacity=1
+    )
 
 
-@dataclass(frozen=True)
-class Lines:
-    """The lines of a panel: one per variant that it has, a slot in it per switch combination.
+def lines(
+    variants: Sequence[str], labels: Sequence[str], layout: Layout
+) -> tuple[theme.Encodings, list[alt.Chart]]:
+    """A line for each of a panel's variants, and their names where they are not at its side."""
+    y = layout.line("variant:N", variants, labels, MARK_HEIGHT)
+    return {"y": y}, theme.names("variant:N", variants, y, MARK_HEIGHT, layout)
 
-    `labels` are the lines of all panels, which leave equal room for them.
+
+def failures(
+    rows: Sequence[Row], drawn: set[str], lines: theme.Encodings
+) -> tuple[list[alt.Chart], list[str]]:
+    """Why configurations have no mark: on the lines of variants without any, else as notes.
+
+    `drawn` are the variants with a mark.
     """
-
-    variants: list[str]
-    slots: list[str]
-    labels: list[str]
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], labels: list[str]) -> "Lines":
-        """The lines that `rows` of one panel need, in the order of `labels`."""
-        variants, combinations = {row["variant"] for row in rows}, {name(row) for row in rows}
-        return cls(
-            [label for label in labels if label in variants],
-            [switch for switch in NAMES if switch in combinations],
-            labels,
-        )
-
-    @property
-    def height(self) -> int:
-        """Pixels; a line is never lower than its label."""
-        return len(self.variants) * max(SLOT_HEIGHT * len(self.slots), 24)
-
-    def encodings(self) -> theme.Encodings:
-        return {
-            "y": theme.line("variant:N", self.variants, self.labels, padding=0.12),
-            "yOffset": alt.YOffset("switch:N", scale=alt.Scale(domain=self.slots)),
-        }
-
-
-def failures(rows: Sequence[Row], encodings: theme.Encodings) -> list[alt.Chart]:
-    """Why configurations have no mark, as text in their place: one line per variant and status."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["status"] != "ok":
-            groups.setdefault((row["variant"], row["status"]), []).append(row)
-    texts = []
-    for (variant, status), failed in groups.items():
-        failed = sorted(failed, key=lambda row: NAMES.index(name(row)))
-        every = len(failed) == sum(row["variant"] == variant for row in rows)
-        which = "" if every else f" ({', '.join(name(row) for row in failed)})"
-        texts.append(
-            {
-                "variant": variant,
-                "switch": name(failed[len(failed) // 2 if every else 0]),
-                "text": f"{theme.status_text(status)}{which}",
-                "reason": failed[0]["reason"] or failed[0]["why_not"],
+    texts: dict[str, Row] = {}
+    notes: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: NAMES.index(name(row))):
+        if row["status"] == "ok":
+            continue
+        if row["variant"] in drawn:
+            notes.setdefault(theme.status_text(row["status"]), []).append(configuration(row))
+        elif row["variant"] not in texts:
+            texts[row["variant"]] = {
+                "variant": row["variant"],
+                "text": theme.status_text(row["status"]),
+                "reason": theme.one_line(row["reason"] or row["why_not"]),
             }
-        )
-    return theme.in_place(texts, encodings)
+    said = [f"Not drawn ({why}): {'; '.join(names)}." for why, names in notes.items()]
+    return theme.in_place(list(texts.values()), lines), said

@@ -4,12 +4,14 @@ Colours are Okabe and Ito's and Paul Tol's, distinguishable with any colour visi
 hues are PyTorch's own variants, warm hues are this project's. No figure relies on hue alone.
 """
 
+import re
 import textwrap
 from collections.abc import Sequence
 
 import altair as alt
 
 from tnp.figures.data import Row, drawing
+from tnp.figures.layout import LABEL_HEIGHT, Layout
 
 Encodings = dict[str, alt.Y | alt.YOffset]  # which line of a panel a row stands on
 
@@ -17,7 +19,6 @@ INK, MUTED, RULE = "#1f2328", "#59636e", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 # Longest lines on a page 1,200 px wide.
 TITLE_CHARACTERS, SUBTITLE_CHARACTERS = 106, 185
-LABEL_CHARACTER_WIDTH = 6.4  # px, of an axis label
 
 PAGE_STYLE = {
     "font": FONT,
@@ -63,7 +64,6 @@ STATUS_TEXT = {
     "unsupported": "cannot run here",
     "gate_failed": "gate failed",
     "timeout": "timed out",
-    "no_baseline": "timed, with no plain step to compare with",
     "not_counted": "timed, but does not count",
 }
 
@@ -75,6 +75,12 @@ def status_text(status: str) -> str:
     return STATUS_TEXT.get(status, status)
 
 
+def one_line(reason: str | None) -> str:
+    """A reason without the control characters of a terminal, which no SVG may hold."""
+    printable = re.sub(r"\x1b\[[0-9;]*m", "", reason or "")
+    return textwrap.shorten("".join(c if c.isprintable() else " " for c in printable), 200)
+
+
 def number(value: float) -> str:
     """Three significant digits, with the zeros that are measured: 2 is "2.00", 1234 is "1,234"."""
     return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
@@ -83,6 +89,11 @@ def number(value: float) -> str:
 def times(ratio: float) -> str:
     """1.934 as "1.93×"."""
     return f"{number(ratio)}×"
+
+
+def span(ratios: Sequence[float]) -> str:
+    """(1.24, 1.34, 1.3) as "1.24× to 1.34×"."""
+    return " to ".join(dict.fromkeys([times(min(ratios)), times(max(ratios))]))
 
 
 def duration(milliseconds: float) -> str:
@@ -119,13 +130,18 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def page(chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str]) -> alt.TopLevelMixin:
+def page(
+    chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str], layout: Layout
+) -> alt.TopLevelMixin:
     """`chart` under its finding and under how that was measured, in the house style."""
     heading = alt.Title(
         _balanced(title, TITLE_CHARACTERS),
         subtitle=[line for text in subtitle for line in textwrap.wrap(text, SUBTITLE_CHARACTERS)],
     )
-    return chart.properties(title=heading, background="white", padding=24).configure(**PAGE_STYLE)
+    style = PAGE_STYLE
+    if layout.narrow:
+        style = style | {"legend": style["legend"] | {"columns": 2, "labelLimit": 150}}
+    return chart.properties(title=heading, background="white", padding=24).configure(**style)
 
 
 def _balanced(text: str, width: int) -> list[str]:
@@ -133,17 +149,6 @@ def _balanced(text: str, width: int) -> list[str]:
     n_lines = len(textwrap.wrap(text, width))
     narrower = (textwrap.wrap(text, w) for w in range(len(text) // n_lines, width + 1))
     return next(lines for lines in narrower if len(lines) == n_lines)
-
-
-def block(
-    panels: Sequence[alt.TopLevelMixin], title: str, subtitle: str, columns: int
-) -> alt.ConcatChart:
-    """The panels of one device, `columns` abreast, under its name and how it was measured."""
-    heading = alt.Title(
-        title, subtitle=subtitle, fontSize=16, subtitleFontSize=12, subtitlePadding=4, offset=14
-    )
-    panels = alt.concat(*panels, columns=columns, title=heading, spacing={"column": 28, "row": 30})
-    return panels.resolve_scale(yOffset="independent")  # each panel has lines of its own
 
 
 def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
@@ -168,16 +173,15 @@ def in_place(rows: list[Row], lines: Encodings) -> list[alt.Chart]:
     return text(base, fontStyle="italic", color=MUTED)
 
 
-def line(field: str, names: Sequence[str], labels: Sequence[str], **scale: float) -> alt.Y:
-    """A line for each of `names`, beside labels with room for all `labels` of the figure."""
-    domain = alt.Scale(domain=names, **scale)
-    return alt.Y(field, scale=domain, axis=line_axis(labels), title=None)
-
-
-def line_axis(labels: Sequence[str]) -> alt.Axis:
-    """An axis of named lines. All panels of a figure that name `labels` leave them equal room."""
-    room = LABEL_CHARACTER_WIDTH * max(map(len, labels)) + 8
-    return alt.Axis(grid=False, minExtent=room, maxExtent=room, labelLimit=room)
+def names(
+    field: str, names: Sequence[str], y: alt.Y, marks: int, layout: Layout
+) -> list[alt.Chart]:
+    """The names of a panel's lines above their marks, where they are not left of them."""
+    if not layout.narrow:
+        return []
+    above = -(marks + LABEL_HEIGHT) / 2
+    rows = drawing([{field.split(":")[0]: name} for name in names])
+    return text(rows.encode(y=y, x=alt.value(0), text=field), dy=above, fontSize=12)
 
 
 def text(base: alt.Chart, **style: object) -> list[alt.Chart]:
@@ -187,10 +191,23 @@ def text(base: alt.Chart, **style: object) -> list[alt.Chart]:
     return [base.mark_text(**halo), base.mark_text(**style)]
 
 
-def no_rows(what: str, command: str) -> alt.TopLevelMixin:
+def nothing(why: str, width: int, title: alt.Title) -> alt.TopLevelMixin:
+    """In place of a panel that would have no mark."""
+    line = drawing([{"text": why}]).mark_text(align="left", fontStyle="italic", color=MUTED)
+    line = line.encode(text="text:N", x=alt.value(0), y=alt.value(8))
+    return line.properties(width=width, height=16, title=title)
+
+
+def no_rows(what: str, command: str, layout: Layout) -> alt.TopLevelMixin:
     """A card that says how to get the rows this figure is drawn from."""
     line = drawing([{"text": f"Run:  {command}"}]).mark_text(
-        align="left", baseline="top", fontSize=15, color=INK, font="monospace"
+        align="left",
+        baseline="top",
+        fontSize=12 if layout.narrow else 15,
+        color=INK,
+        font="monospace",
     )
     card = line.encode(text="text:N", x=alt.value(0), y=alt.value(0))
-    return page(card.properties(width=700, height=40), f"No rows yet: {what}", [])
+    return page(
+        card.properties(width=layout.width(700), height=40), f"No rows yet: {what}", [], layout
+    )

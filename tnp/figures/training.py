@@ -11,8 +11,9 @@ import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
+from tnp.figures.layout import Layout
 
-PANEL_WIDTH, PANEL_HEIGHT = 480, 300  # px
+PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
@@ -49,26 +50,29 @@ PAIRED_DIFFERENCES = """
 """
 
 
-def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
+def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Learning curves with a 95 % band over held-out tasks."""
     rows = data.query(connection, QUERY)
     if not rows:
-        return theme.no_rows("no training run has been evaluated", "snakemake --cores 1 all")
+        return theme.no_rows(
+            "no training run has been evaluated", "snakemake --cores 1 all", layout
+        )
     devices = data.devices(connection, "training_curves")
-    blocks = []
+    blocks, compared = [], []
     for slug, device in devices.items():
         when = data.recorded(connection, "training_curves", device)
         pairs = data.query(connection, PAIRS, device=slug)
         if pairs:
-            panels = _paired_panels(connection, slug, pairs)
-            blocks.append(theme.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
+            compared += pairs
+            panels = _paired_panels(connection, slug, pairs, layout)
+            blocks.append(layout.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
         runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
         panels = [
-            _panel([row for row in rows if row["device"] == slug and row["run"] == run])
+            _panel([row for row in rows if row["device"] == slug and row["run"] == run], layout)
             for run in runs
         ]
         if panels:
-            blocks.append(theme.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
+            blocks.append(layout.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
     subtitle = [
         "Log-likelihood: mean over target values of tasks that were not trained on, in nats; "
         "higher is better. Shuffled: the same tasks with the context's y permuted, which must be "
@@ -76,19 +80,43 @@ def chart(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
         "Band: 95% interval over held-out tasks. One seed each.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
-    return theme.page(page, finding(rows, devices), subtitle)
+    return theme.page(page, finding(rows, devices, compared), subtitle, layout)
 
 
-def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What the last evaluation of the first run on the first device says."""
+def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
+    """Whether runs on the same tasks are equivalent, and what the last evaluations of the runs say:
+    of the first run in full, of others that they are not shown to use their context. All of the
+    first device.
+    """
     slug = next(slug for slug in devices if any(row["device"] == slug for row in rows))
-    run = next(row["run"] for row in rows if row["device"] == slug)
-    last = max(
-        (row for row in rows if row["device"] == slug and row["run"] == run),
-        key=lambda row: row["step"],
+    last: dict[str, Row] = {}
+    for row in sorted((r for r in rows if r["device"] == slug), key=lambda row: row["step"]):
+        last[row["run"]] = row
+    runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
+    first, *others = (last[run] for run in runs)
+    unused = [row["run"] for row in others if row["nats_from_context"] is None]
+    said = _learned(first, f"on {devices[slug]['name']} after {first['step']:,} steps")
+    if unused:
+        verb = "is" if len(unused) == 1 else "are"
+        said = f"{said}; {theme.listed(unused)} {verb} not shown to use it"
+    alike = [_alike(pair) for pair in pairs if pair["device"] == slug]
+    return "; ".join([*(theme.sentence(found) for found in alike if found), said])
+
+
+def _alike(pair: Row) -> str:
+    """Whether a run is equivalent to PyTorch's; "" where that was not asked or is unknown."""
+    if pair["is_null_pair"] or pair["margin"] is None:
+        return ""
+    is_or_not = "is" if pair["equivalent"] else "is not"
+    return (
+        f"the loss of {pair['variant']} {is_or_not} equivalent to that of "
+        f"{pair['baseline_variant']}, within {pair['margin']:.3f} nats"
     )
-    where = f"on {devices[slug]['name']} after {last['step']:,} steps"
-    from_context = last["nats_from_context"]
+
+
+def _learned(last: Row, where: str) -> str:
+    """What a run's last evaluation says, in one sentence."""
+    run, from_context = last["run"], last["nats_from_context"]
     if from_context is None:
         return f"{run} is not shown to use its context {where}: shuffling it costs too little"
     if last["gap_closed"] is not None and last["gap_closed"] > 0:
@@ -104,7 +132,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     )
 
 
-def _panel(rows: list[Row]) -> alt.TopLevelMixin:
+def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     points = [
         {"step": row["step"], "series": name, "value": row[column]}
         for row in rows
@@ -128,8 +156,9 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
     margin = 0.06 * (max(values) - min(values)) or 1.0
     domain = alt.Scale(domain=[min(values) - margin, max(values) + margin], nice=False)
     names, colors, dashes = zip(*SERIES.values(), strict=True)
-    x = alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False)
+    x = alt.X("step:Q", title="training step").axis(format=",d", tickCount=5, grid=False)
     y = alt.Y("value:Q", title="log-likelihood, nats per target value", scale=domain)
+    y = y.axis(orient=layout.side)
     lines = data.drawing(points).encode(
         x=x,
         y=y,
@@ -145,71 +174,78 @@ def _panel(rows: list[Row]) -> alt.TopLevelMixin:
         tooltip=["series:N", "step:Q", alt.Tooltip("value:Q", format=".4f")],
     )
     area = data.drawing(band).mark_area(color=colors[0], opacity=0.2)
-    title = alt.Title(
-        rows[0]["run"],
-        subtitle=[_description(rows[-1]), _lesson(rows[-1])],
-        fontSize=14,
-        subtitleFontSize=11,
-        offset=8,
-    )
     return alt.layer(
         area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
         lines.mark_line(strokeWidth=2.5, clip=True),
-    ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT, title=title)
+    ).properties(
+        width=layout.plot_width(PANEL_WIDTH),
+        height=PANEL_HEIGHT,
+        title=layout.title(rows[0]["run"], _said(rows[-1])),
+    )
 
 
-def _description(last: Row) -> str:
+def _said(last: Row) -> list[str]:
+    """What was trained on what, and what the panel shows at its last step."""
     source = last["source"].replace("_", " ")
-    sizes = f"{last['batch']} × ({last['n_context']:,} context + {last['n_target']:,} target)"
-    return f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"
-
-
-def _lesson(last: Row) -> str:
-    """What the panel shows at its last step."""
+    sizes = f"{last['batch']} tasks of {last['n_context']:,} + {last['n_target']:,} points"
+    said = [f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"]
     if last["heldout_log_likelihood_shuffled"] is None:
-        return ""
+        return said
     gain = last["nats_from_context"]
     if gain is None:
-        return "not shown to use its context: shuffling it costs less than two standard errors"
-    return f"uses its context: shuffling it costs {theme.number(gain)} nats per value"
+        return [
+            *said,
+            "not shown to use its context: shuffling it costs less than two standard errors",
+        ]
+    return [*said, f"uses its context: shuffling it costs {theme.number(gain)} nats per value"]
 
 
 def _paired_panels(
-    connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row]
+    connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row], layout: Layout
 ) -> list[alt.TopLevelMixin]:
     """The losses of all runs, and over the tested steps their differences from the first's."""
     runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
     variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
     scale = data.variant_colors(connection)
     of_variant = dict(zip(scale.domain, scale.range, strict=True))
-    colors = alt.Scale(domain=runs, range=[of_variant[variant] for variant in variants])
+    # A run is known by its variant, unless another has the same.
+    called = variants if len(set(variants)) == len(variants) else runs
+    names = dict(zip(runs, called, strict=True))
+    colors = alt.Scale(domain=called, range=[of_variant[variant] for variant in variants])
     losses, differences = (
-        _paired_lines(data.query(connection, query, device=device, runs=runs), value, colors)
+        _paired_lines(
+            [
+                row | {"name": names[row["run"]]}
+                for row in data.query(connection, query, device=device, runs=runs)
+            ],
+            value,
+            colors,
+            layout,
+        )
         for query, value in ((PAIRED_LOSSES, "loss:Q"), (PAIRED_DIFFERENCES, "difference:Q"))
     )
     margin = next((pair["margin"] for pair in pairs if pair["margin"] is not None), None)
     if margin is not None:
         band = data.drawing([{"low": -margin, "high": margin}]).mark_rect(color=theme.RULE)
         differences = alt.layer(band.encode(y="low:Q", y2="high:Q"), differences)
-    style = {"fontSize": 14, "subtitleFontSize": 11, "offset": 8}
     said = [_difference(pair) for pair in pairs]
     return [
-        losses.properties(title=alt.Title("training loss", **style)),
-        differences.properties(title=alt.Title(f"less that of {runs[0]}", subtitle=said, **style)),
+        losses.properties(title=layout.title("Training loss")),
+        differences.properties(title=layout.title(f"Less that of {called[0]}", said, 100)),
     ]
 
 
-def _paired_lines(rows: list[Row], value: str, colors: alt.Scale) -> alt.Chart:
+def _paired_lines(rows: list[Row], value: str, colors: alt.Scale, layout: Layout) -> alt.Chart:
     lines = data.drawing(rows).mark_line(strokeWidth=2.5)
     return lines.encode(
-        x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=6, grid=False),
-        y=alt.Y(value, title="nats per target value").scale(zero=False),
-        color=alt.Color("run:N", title=None, scale=colors).legend(
+        x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=5, grid=False),
+        y=alt.Y(value, title="nats per target value").scale(zero=False).axis(orient=layout.side),
+        color=alt.Color("name:N", title=None, scale=colors).legend(
             symbolSize=500, symbolStrokeWidth=2.5
         ),
-        strokeDash=alt.StrokeDash("run:N", title=None).scale(domain=colors.domain, range=DASHES),
+        strokeDash=alt.StrokeDash("name:N", title=None).scale(domain=colors.domain, range=DASHES),
         tooltip=["run:N", "variant:N", "step:Q", alt.Tooltip(value, format=".4f")],
-    ).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
+    ).properties(width=layout.plot_width(PANEL_WIDTH), height=PANEL_HEIGHT)
 
 
 def _difference(pair: Row) -> str:

@@ -47,6 +47,8 @@ WORDS = {
     "mixture_nll": "mixture loss",
     "projection": "projections",
     "skip_unread": "leaving out what is not read",
+    # Stages of a training step.
+    "embed": "embedding",
 }
 
 # The same where there is room for it.
@@ -63,6 +65,19 @@ NAMED = {
     "variant",
     "baseline_variant",
     "best_peer_implementation",
+    "stage",
+}
+
+# Sizes of an operator's problem.
+SIZES = {
+    "n_q": "queries",
+    "n_k": "keys",
+    "n_heads": "heads",
+    "head_dim": "head width",
+    "d_model": "model width",
+    "d_ff": "hidden width",
+    "n_in": "inputs",
+    "n_out": "outputs",
 }
 
 

@@ -15,6 +15,7 @@ from tnp.catalog import catalog
 from tnp.definitions import digest
 from tnp.gates import GATES, gates_of, generic_gates
 from tnp.schemas import CEILINGS
+from tnp.story import STORY
 from workflow import plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, is_of, keep, named
 from workflow.progress import Progress
@@ -255,6 +256,16 @@ def to_measure_again(wildcards):
     if not AGAIN:
         sys.exit("say what: snakemake again --config again=NAME")
     return again_tables()
+
+
+def drawn(wildcards):
+    """The figures that are there, for a report; nothing waits for them."""
+    return [
+        before_update(report(file, category=question, labels={"figure": name}))
+        for question, names in STORY.items()
+        for name in names
+        if Path(file := f"figures/{name}.svg").exists()
+    ]
 
 
 def check_device():

@@ -1,0 +1,104 @@
+"""The room that a chart has: a screen, where panels stand abreast and labels left of their lines,
+or a phone, where panels stand one below the other and labels above their lines.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import altair as alt
+
+PHONE_PANEL_WIDTH = 318  # px; with the ends of its axis some 340
+LABEL_CHARACTER_WIDTH = 6.4  # px, of an axis label
+LABEL_HEIGHT = 18  # px, of a label above its line
+NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
+CHARACTER_WIDTH = 0.49  # of the font size, on average
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What differs between a chart for a screen and the same chart for a phone."""
+
+    narrow: bool
+
+    def width(self, wide: int) -> int:
+        """Pixels of a panel that is `wide` on a screen."""
+        return PHONE_PANEL_WIDTH if self.narrow else wide
+
+    def plot_width(self, wide: int) -> int:
+        """Pixels of a panel with numbers on its y axis, which on a phone have to fit too."""
+        return self.width(wide) - (NUMBERS_WIDTH if self.narrow else 0)
+
+    @property
+    def side(self) -> str:
+        """Where the numbers of a y axis stand: on a phone all plots start at its left edge."""
+        return "right" if self.narrow else "left"
+
+    def columns(self, wide: int) -> int:
+        """Panels abreast, of which a screen has room for `wide`."""
+        return 1 if self.narrow else wide
+
+    def height(self, lines: int, marks: int) -> int:
+        """Pixels of a panel of `lines`, each with marks as high as `marks`."""
+        return lines * self._step(marks)
+
+    def line(self, field: str, names: Sequence[str], labels: Sequence[str], marks: int) -> alt.Y:
+        """A line for each of `names`, with marks as high as `marks`.
+
+        All panels of a figure that name the same `labels` leave equal room for them.
+        """
+        gap = 1 - marks / self._step(marks)
+        # A phone has its gaps above the marks, for the names.
+        align = 1.0 if self.narrow else 0.5
+        scale = alt.Scale(domain=names, paddingInner=gap, paddingOuter=gap / 2, align=align)
+        room = LABEL_CHARACTER_WIDTH * max(map(len, labels)) + 8
+        axis = alt.Axis(grid=False, minExtent=room, maxExtent=room, labelLimit=room)
+        if self.narrow:
+            axis = None  # `theme.names` stand above the lines
+        return alt.Y(field, scale=scale, axis=axis, title=None)
+
+    def title(self, title: str, notes: Sequence[str] = (), wide: int = 80) -> alt.Title:
+        """A panel's title over its notes, on a screen in lines of `wide` characters."""
+        return alt.Title(
+            title,
+            subtitle=self.wrapped(notes, 11, wide) or alt.Undefined,
+            fontSize=14,
+            subtitleFontSize=11,
+            subtitlePadding=3,
+            subtitleLineHeight=15,
+            offset=8,
+        )
+
+    def block(
+        self, panels: Sequence[alt.TopLevelMixin], title: str, note: str, columns: int
+    ) -> alt.ConcatChart:
+        """The panels of one device, `columns` abreast, under its name and how it was measured."""
+        heading = alt.Title(
+            self.wrapped([title], 16, 140),
+            subtitle=self.wrapped([note], 12, 180),
+            fontSize=16,
+            lineHeight=20,
+            subtitleFontSize=12,
+            subtitlePadding=4,
+            offset=14,
+        )
+        block = alt.concat(
+            *panels,
+            columns=self.columns(columns),
+            title=heading,
+            spacing={"column": 28, "row": 30},
+            align="none" if self.narrow else "each",
+        )
+        return block.resolve_scale(yOffset="independent")  # each panel has lines of its own
+
+    def wrapped(self, texts: Sequence[str], font_size: int, wide: int) -> list[str]:
+        """Each of `texts` on lines of its own, none longer than there is room for."""
+        most = int(PHONE_PANEL_WIDTH / (CHARACTER_WIDTH * font_size)) if self.narrow else wide
+        return [line for text in texts for line in textwrap.wrap(text, most)]
+
+    def _step(self, marks: int) -> int:
+        """Pixels from line to line."""
+        return marks + (LABEL_HEIGHT if self.narrow else 4)
+
+
+SCREEN, PHONE = Layout(narrow=False), Layout(narrow=True)

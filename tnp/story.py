@@ -1,0 +1,11 @@
+"""The order in which a reader comes to ask, and the figures that answer."""
+
+# Question → figures, of which each is a module of `tnp.figures`.
+STORY = {
+    "Is it faster?": ("speedup", "matrix"),
+    "What does it cost in memory?": ("memory",),
+    "Is it right?": ("training",),
+    "What does each part give?": ("ablation", "operators", "stages"),
+    "How near is it to the hardware?": ("roofline", "host"),
+    "How sure are we?": ("noise",),
+}
