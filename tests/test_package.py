@@ -1,4 +1,4 @@
-"""The package as its users install it: a wheel of its own, its core without the workflow's packages."""
+"""The package as its users install it: a wheel, its core without the workflow's packages."""
 
 import os
 import re
@@ -68,7 +68,6 @@ def run(folder: Path, path: Path, *missing: str) -> list[str]:
 
 
 def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
-    """Of the folder that it was installed in: what it reads, its tables and variants, came along."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     source = tmp_path / "source"
     for name in ("tnp", "pyproject.toml", "README.md", "LICENSE"):
