@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 LEVELS = 0.025, 0.975  # of the band
 INK, BAND = "#0072b2", "#56b4e9"  # Okabe and Ito's blues
 WIDTH, HEIGHT = 560, 320  # px
+SIDE = 220  # px, of a picture
+UNKNOWN = "#f6e7cf"  # between known points, which are grey
 
 
 def plot_curve(
@@ -82,8 +84,9 @@ def plot_image(
     grey = alt.Scale(
         scheme="greys", domain=[values.min().item(), values.max().item()], reverse=True
     )  # large is light
+    size = SIDE**2 / len(at)  # as if the targets filled the plane
     panels = [
-        _picture(title, *points, scale)
+        _picture(title, *points, scale, size)
         for title, points, scale in (
             ("context", known, grey),
             ("mean", (at, mean), grey),
@@ -93,17 +96,22 @@ def plot_image(
     return alt.hconcat(*panels).resolve_scale(color="independent")
 
 
-def _picture(title: str, x: torch.Tensor, values: torch.Tensor, scale: alt.Scale) -> alt.Chart:
-    """A square for each point x [n, 2]."""
+def _picture(
+    title: str, x: torch.Tensor, values: torch.Tensor, scale: alt.Scale, size: float
+) -> alt.Chart:
+    """A square of `size` px² for each point x [n, 2]."""
     alt = require("altair", "plots", "plot")
     rows = _rows(row=x[:, 0], column=x[:, 1], value=values)
-    axis = alt.Scale(zero=False, nice=False)
-    chart = alt.Chart(alt.Data(values=rows), title=title).mark_square(size=14, opacity=1)
+    across, down = (
+        alt.Scale(zero=False, nice=False, reverse=reverse, padding=size**0.5 / 2)
+        for reverse in (False, True)
+    )
+    chart = alt.Chart(alt.Data(values=rows), title=title).mark_square(size=size, opacity=1)
     return chart.encode(
-        x=alt.X("column:Q", scale=axis, title=""),
-        y=alt.Y("row:Q", scale=alt.Scale(zero=False, nice=False, reverse=True), title=""),
+        x=alt.X("column:Q", scale=across, axis=None),
+        y=alt.Y("row:Q", scale=down, axis=None),
         color=alt.Color("value:Q", scale=scale, title=None),
-    ).properties(width=220, height=220)
+    ).properties(width=SIDE, height=SIDE, view=alt.ViewBackground(fill=UNKNOWN))
 
 
 def _require_dimensions(x: torch.Tensor, d_x: int, other: str) -> None:
