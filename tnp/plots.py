@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import altair as alt
 
 LEVELS = 0.025, 0.975  # of the band
-INK, BAND = "#0072b2", "#56b4e9"  # Okabe and Ito's blues
+LINE, BAND, KNOWN = "#0072b2", "#56b4e9", "#d55e00"  # blues and vermilion of Okabe and Ito
 WIDTH, HEIGHT = 560, 320  # px
 SIDE = 220  # px, of a picture
 UNKNOWN = "#f6e7cf"  # between known points, which are grey
@@ -53,12 +53,14 @@ def plot_curve(
     layers = [chart.mark_area(color=BAND, opacity=0.35).encode(y=y, y2="high:Q")]
     for i, drawn in enumerate([] if samples is None else samples[:, sample, :, output]):
         line = alt.Chart(alt.Data(values=_rows(x=x, y=drawn))).encode(x=over_x, y="y:Q")
-        layers.append(line.mark_line(color=INK, opacity=0.45, strokeWidth=1, strokeDash=[4, i % 3]))
-    layers.append(chart.mark_line(color=INK, strokeWidth=2).encode(y="mean:Q"))
+        layers.append(
+            line.mark_line(color=LINE, opacity=0.45, strokeWidth=1, strokeDash=[4, i % 3])
+        )
+    layers.append(chart.mark_line(color=LINE, strokeWidth=2).encode(y="mean:Q"))
     n = context.x.shape[1] if context.lengths is None else int(context.lengths[sample])
     points = _rows(x=context.x[sample, :n, 0], y=context.y[sample, :n, output])
     seen = alt.Chart(alt.Data(values=points)).encode(x=over_x, y="y:Q", tooltip=["x:Q", "y:Q"])
-    layers.append(seen.mark_point(color="black", filled=True, size=45, opacity=1))
+    layers.append(seen.mark_point(color=KNOWN, filled=True, size=45, opacity=1))
     title = "Context (dots), mean and 95 % band" + (" with joint samples" * (samples is not None))
     return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT, title=title)
 
