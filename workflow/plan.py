@@ -129,7 +129,9 @@ def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph
     rows = sizes["batch"] * (sizes["n_context"] + sizes["n_target"])
     recompute = variant.recompute_above is not None and rows > variant.recompute_above
     operators = variant.implementations()
-    gates = gates_for(operators, checkpoint, cuda_graph, variant.skip_unread, recompute)
+    # A captured step pads sizes that vary to those of a bucket.
+    ragged = cuda_graph and "vary" in sizes
+    gates = gates_for(operators, checkpoint, cuda_graph, variant.skip_unread, recompute, ragged)
     return {"operators": json.dumps(operators), "gates": "|".join(gates)}
 
 

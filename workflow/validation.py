@@ -119,6 +119,7 @@ def _faults(config: dict) -> Iterator[Fault]:
     yield from _of_model(("model",), model)
     for name, sizes in shapes.items():
         yield from _of_points(("shapes", name), sizes, MAX_COUNT)
+        yield from _of_ranges(("shapes", name), sizes)
     for name, spec in config.get("variants", {}).items():
         yield from _of_variant(("variants", name), spec, model)
     for name, study in config["steps"].items():
@@ -171,6 +172,18 @@ def _of_points(place: Place, sizes: dict, most: int) -> Iterator[Fault]:
             f"they must be at most {most}",
             ("n_context",),
         )
+
+
+def _of_ranges(place: Place, sizes: dict) -> Iterator[Fault]:
+    """Of a shape whose sizes vary: it stands in rows by its means."""
+    for name, (least, most) in sizes.get("vary", {}).items():
+        middle = (least + most + 1) // 2
+        if least > most:
+            what = f"[{least}, {most}] must go from the smallest to the largest"
+            yield Fault((*place, "vary", name), what)
+        elif sizes[name] != middle:
+            what = f"{name} is {sizes[name]}: it must be {middle}, the mean of {least} to {most}"
+            yield Fault(place, what, (name,))
 
 
 def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:

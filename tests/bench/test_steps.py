@@ -77,7 +77,7 @@ def test_checkpointing_does_not_count_the_forward_twice():
     starts = []
     model.blocks[0].attention.register_forward_pre_hook(lambda *_: starts.append(1))
     step = TrainingStep(model, learning_rate=1e-3, update=False)
-    spans = _one_pass(step, random_task(step_parameters(), config, CPU), CPU)
+    spans = _one_pass(step, random_task(step_parameters(), config, CPU, 7, 5), CPU)
     assert len(starts) == 2  # forward, and recomputed in the backward
     assert len(spans["attention"]) == len(spans["mlp"]) == MODEL["n_layers"]
     assert len(spans["embed"]) == 1  # outside what is recomputed
@@ -88,7 +88,7 @@ def test_checkpointing_does_not_count_the_forward_twice():
 
 def test_inputs_are_random_and_a_function_of_the_replicate():
     config = TNPConfig(**MODEL)
-    tasks = [random_task(step_parameters(replicate=r), config, CPU) for r in (0, 0, 1)]
+    tasks = [random_task(step_parameters(replicate=r), config, CPU, 7, 5) for r in (0, 0, 1)]
     assert torch.equal(tasks[0].y_context, tasks[1].y_context)
     assert not torch.equal(tasks[0].y_context, tasks[2].y_context)
     assert tasks[0].x_context.std() > 0.5
@@ -115,3 +115,23 @@ def test_peak_memory_of_the_cpu_sees_what_was_freed_again():
     assert 50 * 2**20 < memory.read() < 200 * 2**20
     memory.reset()
     assert memory.read() < 50 * 2**20
+
+
+def test_a_shape_whose_sizes_vary_is_timed_over_a_stream_of_tasks(monkeypatch):
+    monkeypatch.setattr("tnp.bench.steps.N_VARYING", 8)
+    met = []
+
+    class Counting(TrainingStep):
+        def __call__(self, task):
+            met.append((task.n_context, task.n_target))
+            return super().__call__(task)
+
+    monkeypatch.setattr("tnp.bench.steps.TrainingStep", Counting)
+    parameters = step_parameters(vary={"n_context": [3, 11], "n_target": [2, 8]})
+    tables = measure_step(parameters, time.perf_counter())
+    (row,), stream = tables["steps"], met[:8]
+    assert len(set(stream)) > 4 and met == stream * (len(met) // 8)
+    assert all(3 <= m <= 11 and 2 <= n <= 8 for m, n in stream)
+    rows = 2 * sum(m + n for m, n in stream) / 8
+    assert row["tokens_per_s"] == pytest.approx(rows / row["step_ms_p50"] * 1e3)
+    assert {sample["n_launches"] for sample in tables["samples"]} == {8} and "stages" not in tables

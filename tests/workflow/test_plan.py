@@ -147,6 +147,14 @@ def test_noise_is_one_implementation_with_its_copies():
     assert 2 * len(jobs) * math.comb(spec["copies"], 2) >= 1000
 
 
+def test_a_captured_step_whose_sizes_vary_waits_for_the_gate_of_padding():
+    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
+    for marks, expected in (("", False), ("--graph", True)):
+        step = steps[f"varying--varying--fused{marks}"]
+        assert ("ragged" in step["gates"].split("|")) == expected
+        assert step["vary"]["n_context"] == [3, 64]
+
+
 def test_the_strongest_pytorch_has_every_saving_that_ours_has():
     variants = named_specs()
     saving = ("skip_unread", "d_ff_storage")

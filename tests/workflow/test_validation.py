@@ -86,6 +86,16 @@ def changed(path: str, value: object) -> dict:
         ("device", "gpu", "device: 'gpu' must be auto, cpu, cuda, or the slug of a GPU"),
         ("timing.warmup_s", "3e-4", "timing.warmup_s: '3e-4' is text to YAML"),
         ("timing.warmup_s", "0.5", f"'0.5' {NOT_READ}"),
+        (
+            "shapes.tiny.vary",
+            {"n_context": [3, 64], "n_target": [8, 8]},
+            "shapes.tiny: n_context is 24: it must be 34, the mean of 3 to 64",
+        ),
+        (
+            "shapes.tiny.vary",
+            {"n_context": [24, 24], "n_target": [9, 7]},
+            "shapes.tiny.vary.n_target: [9, 7] must go from the smallest to the largest",
+        ),
         ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
         ("steps.cpu.variants", ["own"], "steps.cpu.variants: unknown variant 'own'"),
         ("steps.cpu.variants", "separate", "steps.cpu.variants: 'separate' must be a list"),

@@ -3,6 +3,8 @@
 import json
 import math
 import time
+from dataclasses import replace
+from statistics import mean
 
 import torch
 
@@ -18,15 +20,17 @@ from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
 from tnp.bench.timing import Measurement, first_call, measure
+from tnp.buckets import Buckets
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call
 from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
-from tnp.tasks import Task
+from tnp.tasks import Task, draw_sizes
 from tnp.variants import Variant
 
 STAGE_PASSES = 10
+N_VARYING = 64  # tasks of a stream whose sizes vary
 LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degenerate density
 
 
@@ -36,9 +40,12 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     The peak memory is that of the steps after the first; for a captured step, of capture and
     replays, since a replay allocates nothing and lives in what the capture took.
 
+    Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, and a
+    captured step has a graph for each bucket of sizes.
+
     Args:
         parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
-            `definitions`, the hashes of what the step runs, by name.
+            `definitions`, the hashes of what the step runs, by name; `vary` where sizes do.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
 
     Raises:
@@ -56,12 +63,13 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     with torch.device(device):
         config = TNPConfig(**parameters["model"])
         model = TransformerNP(config, variant, dtype, parameters["checkpoint"])
-        task = random_task(parameters, config, device)
+        tasks = [random_task(parameters, config, device, *n) for n in _sizes(parameters)]
         step = TrainingStep(
             model,
             learning_rate=LEARNING_RATE,
             update=parameters["optimizer"],
             cuda_graph=parameters["cuda_graph"],
+            buckets=_buckets(tasks) if parameters["cuda_graph"] and len(tasks) > 1 else None,
         )
     setup_s = time.perf_counter() - started
 
@@ -69,7 +77,8 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
 
     def run() -> None:
         nonlocal loss
-        loss = step(task)
+        for task in tasks:
+            loss = step(task)
 
     code = Code(packages=packages(), definitions=parameters.get("definitions", {}))
     with launches() as code.kernels:
@@ -81,7 +90,7 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     else:
         memory.reset()
     with Conditions(device.type) as conditions:
-        measurement = measure([run], device, policy)
+        measurement = _per_task(measure([run], device, policy), len(tasks))
     peak_memory_bytes = memory.read()
     if not math.isfinite(loss.item()):
         raise RuntimeError(
@@ -99,22 +108,42 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     )
     samples = sample_rows(parameters, "step", measurement, conditions)
     tables = {"steps": [row], "samples": samples, "code": code.rows()}
-    if not (parameters["cuda_graph"] or variant.compile):
+    if not (parameters["cuda_graph"] or variant.compile or len(tasks) > 1):
         n_passes = 1 if row["step_ms_p50"] > policy.long_step_s * 1e3 else STAGE_PASSES
         tables["stages"] = [
-            key("stage", parameters) | stage for stage in stage_rows(step, task, device, n_passes)
+            key("stage", parameters) | stage
+            for stage in stage_rows(step, tasks[0], device, n_passes)
         ]
     return tables
 
 
-def random_task(parameters: dict, config: TNPConfig, device: torch.device) -> Task:
+def _sizes(parameters: dict) -> list[tuple[int, int]]:
+    """Context and target points of each task: of one, or of a stream."""
+    if "vary" not in parameters:
+        return [(parameters["n_context"], parameters["n_target"])]
+    ranges = [parameters["vary"][name] for name in ("n_context", "n_target")]
+    return [tuple(draw_sizes(parameters["replicate"], i, *ranges)) for i in range(N_VARYING)]
+
+
+def _buckets(tasks: list[Task]) -> Buckets:
+    return Buckets(*(max(getattr(x, name) for x in tasks) for name in ("n_context", "n_target")))
+
+
+def _per_task(measurement: Measurement, n_tasks: int) -> Measurement:
+    """Of runs of so many tasks each."""
+    samples = [sample / n_tasks for sample in measurement.samples_ms]
+    return replace(measurement, samples_ms=samples, n_launches=measurement.n_launches * n_tasks)
+
+
+def random_task(
+    parameters: dict, config: TNPConfig, device: torch.device, n_context: int, n_target: int
+) -> Task:
     """Normal inputs drawn on the device, a function of the replicate; never zeros."""
     generator = torch.Generator(device).manual_seed(parameters["replicate"])
 
     def normal(n_rows: int, dim: int) -> torch.Tensor:
         return torch.randn(parameters["batch"], n_rows, dim, device=device, generator=generator)
 
-    n_context, n_target = parameters["n_context"], parameters["n_target"]
     return Task(
         x_context=normal(n_context, config.d_x),
         y_context=normal(n_context, config.d_y),
@@ -160,17 +189,19 @@ def _launch_config() -> str | None:
 
 def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict[str, float | None]:
     """Statistics of the step and what follows from the median; `mfu` is left to the store."""
-    size = [parameters[name] for name in ("batch", "n_context", "n_target")]
-    batch, n_context, n_target = size
+    batch, model, sizes = parameters["batch"], parameters["model"], _sizes(parameters)
     flops, computed = (
-        step_matmul_flops(parameters["model"], *size, skip_unread)
-        + step_attention_flops(parameters["model"], *size, skip_unread)
+        mean(
+            step_matmul_flops(model, batch, *size, skip_unread)
+            + step_attention_flops(model, batch, *size, skip_unread)
+            for size in sizes
+        )
         for skip_unread in (False, variant.skip_unread)
     )
     statistics = summarize(measurement.samples_ms, "step_ms")
     median_s = statistics["step_ms_p50"] / 1e3
     return statistics | {
-        "tokens_per_s": batch * (n_context + n_target) / median_s,
+        "tokens_per_s": batch * mean(map(sum, sizes)) / median_s,  # padding does not count
         "flops": flops,
         "tflops": computed / median_s / 1e12,
     }

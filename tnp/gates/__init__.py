@@ -87,6 +87,7 @@ def gates_for(
     cuda_graph: bool = False,
     skip_unread: bool = False,
     recompute: bool = False,
+    ragged: bool = False,
 ) -> list[str]:
     """Gates that a step waits for with these implementations, by family, and switches."""
     gates = ["baseline"]
@@ -97,6 +98,7 @@ def gates_for(
         "skip_unread": skip_unread,
         "checkpointing": checkpoint or recompute,
         "cuda_graphs": cuda_graph,
+        "ragged": ragged,
     }
     gates += [gate for gate, on in switches.items() if on]
     return list(dict.fromkeys(gates))
