@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
+from tnp.tasks import GaussianProcessTasks, ImageTasks, Task, draw_sizes
+from tnp.tasks.gaussian_process import PUBLISHED
 
 
 def points(n, d=1, batch=2):
@@ -36,6 +37,17 @@ def test_gaussian_process_has_its_known_likelihoods():
     assert exact.mean().item() == pytest.approx(0.795, abs=4 * exact.std().item() / 128**0.5)
     # −½ log(2π·1.01) − ½
     assert prior.mean().item() == pytest.approx(-1.424, abs=4 * prior.std().item() / 128**0.5)
+
+
+def test_the_published_protocol_has_its_published_exact_likelihood():
+    tasks, exact = GaussianProcessTasks(process=PUBLISHED), []
+    for step in range(400):
+        n_context, _ = draw_sizes(0, step, (3, 46), (1, 1))
+        (n_target,) = draw_sizes(1, step, (3, max(3, 49 - n_context)))
+        task = tasks.sample(0, step, 16, n_context, n_target)
+        exact.append(tasks.exact_log_likelihood(task, 0, step).mean())
+    exact = torch.stack(exact)
+    assert exact.mean().item() == pytest.approx(1.525, abs=4 * exact.std().item() / 20)
 
 
 def test_exact_posterior_beats_that_of_another_tasks_context():

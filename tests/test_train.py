@@ -10,7 +10,7 @@ from torch.distributions import Normal
 from tnp import archive, train
 from tnp.schemas import PROVENANCE, TABLES
 from tnp.tasks import GaussianProcessTasks
-from tnp.tasks.gaussian_process import NOISE
+from tnp.tasks.gaussian_process import SMOOTH
 from tnp.training import cosine, load_state
 
 
@@ -177,7 +177,7 @@ def test_an_untrained_model_makes_no_use_of_context(tmp_path):
 
 def test_a_model_that_sees_its_targets_is_found_out(tmp_path, monkeypatch):
     def copying(model, task):
-        return Normal(task.y_target, NOISE).log_prob(task.y_target).mean((1, 2))
+        return Normal(task.y_target, SMOOTH.noise).log_prob(task.y_target).mean((1, 2))
 
     monkeypatch.setattr(train.Evaluation, "_log_likelihood", staticmethod(copying))
     with pytest.raises(RuntimeError, match="1.384 nats a target.*it sees its targets"):
