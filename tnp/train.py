@@ -73,11 +73,13 @@ def run(
     )
     sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
+    is_finished = False
     if not latest.exists() and final.exists():
         # The rows of a finished run may not have been kept: a kill can come before they are.
         state = load_state(final, "cpu")
-        if (state["about"], state["code"]) == (parameters, code):
-            os.replace(final, latest)
+        is_finished = (state["about"], state["code"]) == (parameters, code)
+    if is_finished:
+        os.replace(final, latest)
     with tqdm(total=parameters["steps"], desc=parameters["run"], unit="step", disable=None) as bar:
 
         def tasks(index: int) -> Task:
@@ -101,8 +103,11 @@ def run(
             on_report=log,
             about=parameters,
         )
-    archive.save(final, load_state(latest, "cpu") | {"code": code})
-    latest.unlink()
+    if is_finished:
+        os.replace(latest, final)
+    else:
+        archive.save(final, load_state(latest, "cpu") | {"code": code})
+        latest.unlink()
     return model
 
 
