@@ -28,7 +28,10 @@ step = TrainingStep(
     model, optimizer=optimizer, max_grad_norm=1.0, cuda_graph=on_gpu,
     buckets=Buckets(max_context=46, max_target=50) if on_gpu else None,
 )  # fmt: skip
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps)
+# A graph follows the learning rate, which lies on the device, and no other number of an optimizer.
+schedule = torch.optim.lr_scheduler.OneCycleLR(
+    optimizer, max_lr=1e-3, total_steps=steps, cycle_momentum=False
+)
 
 tasks = GaussianProcessTasks(device)
 for index in range(steps):

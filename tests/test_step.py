@@ -202,6 +202,8 @@ def test_what_makes_no_step_is_one_sentence():
         TrainingStep(model, learning_rate=1.0, optimizer=optimizer)
     with pytest.raises(ValueError, match="max_grad_norm is 0.0: it must be positive and finite"):
         TrainingStep(model, learning_rate=1.0, max_grad_norm=0.0)
+    with pytest.raises(ValueError, match="there is no task to train on: give at least one"):
+        TrainingStep(model, optimizer=optimizer)()
     with pytest.raises(ValueError, match="SGD cannot be captured in a CUDA graph: make it"):
         _make_capturable(optimizer, torch.device("cpu"))
     adam = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)

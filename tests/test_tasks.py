@@ -144,3 +144,10 @@ def test_an_array_that_is_no_tensor_is_named() -> None:
 def test_a_task_lies_on_one_device():
     with pytest.raises(ValueError, match="y_target is on meta and x_context on cpu: a task's"):
         Task(points(3), points(3), points(2), points(2).to("meta"))
+
+
+def test_values_that_are_no_floats_are_named():
+    with pytest.raises(ValueError, match="y_context is torch.int64: it must be a float dtype"):
+        Task(points(3), points(3).long(), points(2), points(2))
+    with pytest.raises(TypeError, match="y_target is a NoneType: it must be a torch.Tensor"):
+        Task(points(3), points(3), points(2), None)

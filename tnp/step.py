@@ -47,7 +47,8 @@ class TrainingStep:
         learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
         weight_decay: AdamW's decoupled weight decay.
         optimizer: another one, of the model's parameters, in place of AdamW. A schedule of
-            `torch.optim.lr_scheduler` may change its rates, also between replays.
+            `torch.optim.lr_scheduler` may change its learning rates, also between replays; other
+            numbers of it are a captured step's own.
         update: False leaves the parameters alone: forward and backward only.
         max_grad_norm: gradients are scaled down to this norm of them all where theirs is larger.
         cuda_graph: capture the whole step and replay it. The first calls are ordinary steps on a
@@ -107,6 +108,8 @@ class TrainingStep:
 
         Of several tasks gradients are added up before the one update: a batch larger than fits.
         """
+        if not tasks:
+            raise ValueError("there is no task to train on: give at least one")
         if self.buckets is not None:
             padded = [self.buckets.padded(task) for task in tasks]
             if None in padded:
