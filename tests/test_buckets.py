@@ -51,8 +51,7 @@ def test_as_many_buckets_as_there_are_sizes():
         for n in range(1, 501):
             found.add((min(rounded(m), 64), min(rounded(n), 500)))
     assert len(buckets) == len(found) == 4 * 24
-    task = buckets.padded(make_task(n_context=3, n_target=490))
-    assert (task.n_context, task.n_target) == (16, 500)
+    assert buckets.sizes(3, 490) == (16, 500) and buckets.sizes(65, 490) is None
 
 
 def test_training_in_buckets_is_training_without():
@@ -96,7 +95,7 @@ def test_more_sizes_than_graphs_run_eagerly_and_that_is_said_once(caplog, monkey
         for m, n in [(5, 5)] * 5 + [(20, 20), (30, 80)]:
             assert step(make_task(n_context=m, n_target=n)).isfinite()
     assert graphs.captured == 1 and len(caplog.records) == 1
-    assert "1 sizes are captured: all others" in caplog.text
+    assert "1 sizes of tasks were met" in caplog.text
 
 
 def test_without_buckets_a_captured_step_refuses_other_sizes():
@@ -115,3 +114,24 @@ def test_without_buckets_a_captured_step_refuses_other_sizes():
 def test_buckets_of_no_size_are_named(sizes):
     with pytest.raises(ValueError, match="max_(context|target) is .*: it must be a whole number"):
         Buckets(*sizes)
+
+
+def test_tasks_whose_gradients_are_added_up_share_a_bucket():
+    buckets = Buckets(max_context=40, max_target=90)
+    eager = TrainingStep(build(skip_unread=True), learning_rate=1e-2)
+    step, graphs = replaying(buckets)
+    for (m, n), other in zip(SIZES * 2, SIZES[1:] * 2, strict=False):
+        tasks = make_task(n_context=m, n_target=n), make_task(n_context=other[0], n_target=other[1])
+        torch.testing.assert_close(step(*tasks), eager(*tasks), rtol=1e-4, atol=1e-4)
+    assert 0 < graphs.captured <= len(buckets)
+
+
+def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
+    step, graphs = replaying(None)
+    for _ in range(5):
+        step(make_task())
+    with pytest.raises(ValueError, match="the captured step is of 1 tasks, not 2"):
+        step(make_task(), make_task())
+    step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(RuntimeError, match="the optimizer's learning rate was replaced"):
+        step(make_task())

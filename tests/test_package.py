@@ -40,7 +40,7 @@ model.save("kept")
 task = source.sample(0, 9, 2, 5, 7)
 again = TransformerNP.load("kept", "sdpa_flash")
 assert torch.allclose(again.predict(task.context, task.x_target).mean,
-                      model.predict(task.context, task.x_target).mean)
+                      model.predict(task.context, task.x_target).mean, atol=1e-4)
 for name in ("fused", "separate"):
     try:
         TransformerNP.load("kept", name).loss(task)

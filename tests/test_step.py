@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from tests.test_model import build, make_task
 from tnp.buckets import Buckets
 from tnp.ops import casting
-from tnp.step import TrainingStep, _make_capturable, shorten_inductor_messages
+from tnp.step import TrainingStep, _check_capturable, _put_rates_on, shorten_inductor_messages
 from tnp.step_graphs import Watched
 from tnp.tasks import Task
 from tnp.variants import FAMILIES
@@ -205,10 +205,29 @@ def test_what_makes_no_step_is_one_sentence():
     with pytest.raises(ValueError, match="there is no task to train on: give at least one"):
         TrainingStep(model, optimizer=optimizer)()
     with pytest.raises(ValueError, match="SGD cannot be captured in a CUDA graph: make it"):
-        _make_capturable(optimizer, torch.device("cpu"))
-    adam = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
-    _make_capturable(adam, torch.device("cpu"))
-    assert adam.param_groups[0]["lr"].item() == pytest.approx(0.1)
+        _check_capturable(optimizer)
+    with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
+        TrainingStep(build(), optimizer=optimizer)
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
+        TrainingStep(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def test_learning_rates_of_a_captured_step_lie_on_its_device():
+    optimizer = torch.optim.Adam(build().parameters(), lr=torch.tensor(0.1), capturable=True)
+    _check_capturable(optimizer)
+    _put_rates_on(torch.device("meta"), optimizer)
+    assert optimizer.param_groups[0]["lr"].is_meta
+
+
+def test_an_optimizers_state_is_loaded_and_runs_as_it_does_here():
+    model = build()
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True, foreach=True)
+    step, other = TrainingStep(model, optimizer=ours), TrainingStep(build(), learning_rate=1e-3)
+    other(make_task())
+    step.load_optimizer(other.optimizer.state_dict())
+    (group,) = ours.param_groups
+    assert group["capturable"] and group["foreach"] and group["lr"] == 1e-3
+    assert ours.state[model.heads.down]["step"] == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from tnp.inputs import require_count
-from tnp.tasks import Task
 
 SMALLEST = 16  # points that a size is a multiple of
 PER_DOUBLING = 8  # sizes between a power of two and the next
@@ -27,10 +26,7 @@ def rounded(n: int) -> int:
 
 @dataclass(frozen=True)
 class Buckets:
-    """For tasks of at most so many context and target points.
-
-    `len` says how many there are: what a captured step may come to hold graphs of.
-    """
+    """For tasks of at most so many context and target points; `len` says how many there are."""
 
     max_context: int
     max_target: int
@@ -42,14 +38,11 @@ class Buckets:
     def __len__(self) -> int:
         return _count(self.max_context) * _count(self.max_target)
 
-    def padded(self, task: Task) -> Task | None:
-        """The task at its bucket's sizes; None where it is larger than any."""
-        if task.n_context > self.max_context or task.n_target > self.max_target:
+    def sizes(self, n_context: int, n_target: int) -> tuple[int, int] | None:
+        """Those of the bucket for so many points; None where that is more than any holds."""
+        if n_context > self.max_context or n_target > self.max_target:
             return None
-        return task.padded(
-            min(rounded(task.n_context), self.max_context),
-            min(rounded(task.n_target), self.max_target),
-        )
+        return min(rounded(n_context), self.max_context), min(rounded(n_target), self.max_target)
 
 
 def _sizes(most: int):

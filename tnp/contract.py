@@ -10,13 +10,13 @@ with it. Whatever an operator's declaration calls imports torch in its own body.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from tnp.extras import triton_is_installed
 
 if TYPE_CHECKING:
     from tnp.targets import Target
@@ -125,11 +125,6 @@ def on_cuda(least: int, below: int = 9999) -> Support:
         return f"it needs compute capability {bound}, this GPU has {target.capability / 10}"
 
     return supported
-
-
-@cache
-def triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def triton_from(least: int) -> Support:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from functools import cache
 from types import ModuleType
 
 DISTRIBUTION = "tnp-kernels"
+
+
+@cache
+def triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def require(package: str, what: str, extra: str) -> ModuleType:

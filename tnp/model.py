@@ -40,7 +40,10 @@ from tnp.variants import Variant
 
 @dataclass(frozen=True)
 class TNPConfig:
-    """Sizes of the model; the defaults are the specification's. `sigma_min` is in units of y."""
+    """Sizes of the model; the defaults are the specification's.
+
+    `sigma_min` is in units of y, of its deviation where the model has a normalization.
+    """
 
     d_x: int = 1
     d_y: int = 1
@@ -178,8 +181,6 @@ class TransformerNP(nn.Module):
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """The same of targets, of which there must be one at least."""
         self._check("x_target", x, "d_x", lengths)
-        if x.shape[1] == 0:
-            raise ValueError(f"x_target is {tuple(x.shape)}: it must hold at least one target")
         return without_padding(self._in_units("x", x), lengths)
 
     def _in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
@@ -194,7 +195,10 @@ class TransformerNP(nn.Module):
             raise ValueError(
                 f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"
             )
-        check_lengths(f"{name[2:]}_lengths", lengths, x.shape[0])
+        if x.shape[1] == 0:
+            what = "target" if name == "x_target" else "context point"
+            raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
+        check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
 
     def _recomputing(self, n_rows: int) -> Callable | None:
         """How to run a block whose activations are not all kept; None where they are."""
@@ -286,6 +290,8 @@ class TransformerNP(nn.Module):
                 takes. Keys and values of the context, and the results, are not counted.
         """
         require_count("max_bytes", max_bytes, at_least=1)
+        if isinstance(context, Task):
+            raise TypeError("context is a Task: give its context, task.context")
         encoding = context if isinstance(context, Encoding) else self.encode(context)
         self.prepared_x(x_target)
         if x_target.shape[0] != encoding.batch:

@@ -58,7 +58,8 @@ class Normalization(nn.Module):
         for values in (x, y):
             flat = torch.as_tensor(values, dtype=torch.float64).flatten(0, -2)
             deviation = flat.std(0, correction=0)
-            deviation = torch.where(deviation > 0, deviation, 1.0)
+            is_constant = deviation <= 1e-12 * flat.abs().amax(0)
+            deviation = torch.where(is_constant, 1.0, deviation)
             numbers += [flat.mean(0).tolist(), deviation.tolist()]
         return cls(*numbers)
 

@@ -34,9 +34,9 @@ class Prediction(MixtureSameFamily):
         """`parameters` [B, N, K, 1 + 2·d_y], as the model's heads give them."""
         log_weight, mu, log_sigma = split_parameters(parameters, sigma_min)
         sigma = log_sigma.exp()
-        if normalization is not None:
-            deviation = normalization.y_deviation.to(mu.dtype)
-            mu, sigma = mu * deviation + normalization.y_mean.to(mu.dtype), sigma * deviation
+        if normalization is not None:  # in float64: a mean may be far larger than a deviation
+            mu = mu * normalization.y_deviation + normalization.y_mean
+            sigma = sigma * normalization.y_deviation
         self.normal = Normal(mu, sigma, validate_args=False)  # NaN in, NaN out
         weights = Categorical(logits=log_weight, validate_args=False)
         super().__init__(weights, Independent(self.normal, 1), validate_args=False)
@@ -111,6 +111,8 @@ def sample_jointly(
 ) -> torch.Tensor:
     """One target after another: each drawn point joins the context, which is encoded anew."""
     require_count("n_samples", n_samples, at_least=1)
+    model.prepared_context(*context)
+    model.prepared_x(x_target)
     m, n = context.x.shape[1], x_target.shape[1]
     x, y, x_target = (each.repeat(n_samples, 1, 1) for each in (context.x, context.y, x_target))
     lengths = None if context.lengths is None else context.lengths.repeat(n_samples)
@@ -123,10 +125,10 @@ def sample_jointly(
     for i in range(n):
         known = Context(x[:, : m + i], y[:, : m + i], None if lengths is None else lengths + i)
         at = x_target[:, i : i + 1]
-        value = model.predict(known, at).sample()
+        value = model.predict(known, at).sample().to(y.dtype)
         if lengths is None:
             y[:, m + i] = value[:, 0]
         else:
-            x[rows, places + i], y[rows, places + i] = at[:, 0], value[:, 0]
+            x[rows, places + i], y[rows, places + i] = at[:, 0].to(x.dtype), value[:, 0]
         drawn.append(value)
     return torch.cat(drawn, 1).unflatten(0, (n_samples, -1))

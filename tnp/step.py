@@ -10,7 +10,7 @@ import torch
 from tnp.buckets import Buckets
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
-from tnp.step_graphs import StepGraphs, Watched
+from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
 from tnp.variants import COMPILE_MODES
 
@@ -53,7 +53,8 @@ class TrainingStep:
         max_grad_norm: gradients are scaled down to this norm of them all where theirs is larger.
         cuda_graph: capture the whole step and replay it. The first calls are ordinary steps on a
             side stream. Neither parameters nor the optimizer's state may be moved or replaced after
-            them. Without `buckets` all calls must have the sizes of the first.
+            them, and what `grad` of a parameter holds after a replay is of no use. Without
+            `buckets` all calls must have the sizes of the first.
         buckets: tasks vary in size, and are padded to those that it has, each captured for itself.
             A task that is larger than all runs as it is, without a graph.
     """
@@ -79,18 +80,26 @@ class TrainingStep:
             raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive and finite")
         if (learning_rate is None) == (optimizer is None):
             raise ValueError("give either a learning_rate, which is AdamW's, or an optimizer")
+        if optimizer is not None:
+            _check_optimizer(optimizer, model)
         self.optimizer = optimizer or _adamw(model, learning_rate, weight_decay, device)
+        self._device = device
         self.nll = model.nll
         if model.variant.compile:
             shorten_inductor_messages()
             mode = COMPILE_MODES[model.variant.compile]
-            # Sizes that vary are compiled once for all, not once for each bucket.
-            dynamic = None if buckets is None else True
+            dynamic = None
+            if buckets is not None:
+                # Operators of ours are compiled anew for each size, PyTorch's once for all sizes,
+                # but not where blocks are computed again (torch 2.13 then loses a symbolic size).
+                dynamic = not (model.checkpoint or model.variant.recompute_above)
+                limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+                torch._dynamo.config.recompile_limit = limit
             self.nll = torch.compile(model.nll, fullgraph=True, mode=mode, dynamic=dynamic)
         self.casts = WeightCasts(model.parameters())
         self._graphs = None
         if cuda_graph:
-            _make_capturable(self.optimizer, device)
+            _check_capturable(self.optimizer)
             self._graphs = StepGraphs(self._run, self._watch, device, vary=buckets is not None)
         self._has_met_larger = False
 
@@ -111,14 +120,19 @@ class TrainingStep:
         if not tasks:
             raise ValueError("there is no task to train on: give at least one")
         if self.buckets is not None:
-            padded = [self.buckets.padded(task) for task in tasks]
-            if None in padded:
-                self._say_once(tasks[padded.index(None)])
+            # All of one size, so that as many graphs serve as there are buckets.
+            n_context = max(task.n_context for task in tasks)
+            n_target = max(task.n_target for task in tasks)
+            sizes = self.buckets.sizes(n_context, n_target)
+            if sizes is None:
+                self._say_once(n_context, n_target)
                 return self._run(tasks)
-            tasks = tuple(padded)
+            tasks = tuple(task.padded(*sizes) for task in tasks)
         return self._run(tasks) if self._graphs is None else self._graphs(tasks)
 
     def _run(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+        if self._graphs is not None:
+            _put_rates_on(self._device, self.optimizer)
         # Gradients of a captured step must be allocated in the graph's own memory.
         self.optimizer.zero_grad(set_to_none=True)
         shares, total = _shares(tasks), None
@@ -138,13 +152,25 @@ class TrainingStep:
     def _watch(self) -> Watched:
         return Watched(self.model, self.optimizer, self.casts)
 
-    def _say_once(self, task: Task) -> None:
+    def load_optimizer(self, state: dict) -> None:
+        """The optimizer's state as `self.optimizer.state_dict()` gave it, here or elsewhere.
+
+        How the optimizer runs, captured for example, stays what it is here.
+        """
+        how = [
+            {name: group[name] for name in ("capturable", "fused", "foreach") if name in group}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(state)
+        for group, own in zip(self.optimizer.param_groups, how, strict=True):
+            group.update(own)
+
+    def _say_once(self, n_context: int, n_target: int) -> None:
         if not self._has_met_larger:
             log.warning(
                 "a task of %d context and %d target points is larger than any bucket (%d and %d): "
                 "such tasks run without padding and without a graph",
-                *(task.n_context, task.n_target),
-                *(self.buckets.max_context, self.buckets.max_target),
+                *(n_context, n_target, self.buckets.max_context, self.buckets.max_target),
             )
         self._has_met_larger = True
 
@@ -175,7 +201,15 @@ def _adamw(
     )
 
 
-def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: TransformerNP) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times a step: choose another optimizer")
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not theirs & {id(p) for p in model.parameters()}:
+        raise ValueError("the optimizer has no parameter of the model: make it of its parameters()")
+
+
+def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError for an optimizer whose step no graph can hold."""
     for group in optimizer.param_groups:
         if not group.get("capturable", False):
@@ -184,6 +218,11 @@ def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> 
                 "capturable=True where it has that option (Adam, AdamW, NAdam, RMSprop and others "
                 "do), or train with cuda_graph=False"
             )
-        # A rate on the host would be a part of the graph, and never change.
-        if not isinstance(group["lr"], torch.Tensor):
-            group["lr"] = torch.tensor(group["lr"], device=device)
+
+
+def _put_rates_on(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+    """A learning rate on the host would be a part of the graph, and never change."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        if not isinstance(rate, torch.Tensor) or rate.device != device:
+            group["lr"] = torch.tensor(float(rate), device=device)

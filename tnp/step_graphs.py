@@ -35,6 +35,7 @@ class Watched:
             for name, parameter in module.named_parameters(recurse=False)
         ]
         self.optimizer, self.state = optimizer, optimizer.state
+        self.rates = [group["lr"] for group in optimizer.param_groups]
 
     def check(self) -> None:
         """Raises RuntimeError where a replay would train what nobody reads any more."""
@@ -44,6 +45,9 @@ class Watched:
                 raise RuntimeError(f"parameter {path} was moved or replaced {again}")
         if self.optimizer.state is not self.state:
             raise RuntimeError(f"the optimizer's state was replaced {again}")
+        groups = self.optimizer.param_groups
+        if any(group["lr"] is not rate for group, rate in zip(groups, self.rates, strict=True)):
+            raise RuntimeError(f"the optimizer's learning rate was replaced {again}, or fill_ it")
 
 
 @dataclass
@@ -96,12 +100,20 @@ class StepGraphs:
     def _of_size(self, tasks: tuple[Task, ...]) -> _OfOneSize | None:
         if not self._vary and self._by_size:
             (one,) = self._by_size.values()
+            if len(one.tasks) != len(tasks):
+                raise ValueError(
+                    f"the captured step is of {len(one.tasks)} tasks, not {len(tasks)}: give as "
+                    "many each time"
+                )
             return one
-        size = tuple(x if x is None else x.shape for task in tasks for x in task)
+        size = tuple(x if x is None else (x.shape, x.dtype) for task in tasks for x in task)
         if size not in self._by_size:
             if len(self._by_size) == MOST_GRAPHS:
                 if not self._full:
-                    log.warning("%d sizes are captured: all others run eagerly", MOST_GRAPHS)
+                    log.warning(
+                        "%d sizes of tasks were met: others run without a graph",
+                        MOST_GRAPHS,
+                    )
                 self._full = True
                 return None
             self._by_size[size] = _OfOneSize(tuple(task.clone() for task in tasks))

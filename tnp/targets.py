@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from tnp.contract import triton_is_installed
+from tnp.extras import triton_is_installed
 
 log = logging.getLogger("tnp.auto")
 

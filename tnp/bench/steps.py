@@ -84,8 +84,11 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     with launches() as code.kernels:
         compile_s = first_call(run, device)
     if parameters["cuda_graph"]:
+        if len(tasks) > 1:  # most sizes are captured when they come a second time
+            memory.reset()
         compile_s += sum(first_call(run, device) for _ in range(N_EAGER_BEFORE_CAPTURE - 1))
-        memory.reset()
+        if len(tasks) == 1:
+            memory.reset()
         compile_s += first_call(run, device)
     else:
         memory.reset()
@@ -156,7 +159,8 @@ def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
     """Joules of one step."""
     sampling_s = measurement.ended_s[-1]
     power_w = conditions.power_w(measurement.began, measurement.began + sampling_s)
-    return None if power_w is None else power_w * sampling_s / len(measurement.samples_ms)
+    n_steps = len(measurement.samples_ms) * measurement.n_launches
+    return None if power_w is None else power_w * sampling_s / n_steps
 
 
 def _require_step_supported(parameters: dict, variant: Variant, device: torch.device) -> None:

@@ -57,11 +57,6 @@ def checks(device: torch.device) -> Iterator[Check]:
             yield Check(f"{name}: gradient of {what}, padded with NaN against float64",
                         "error_ratio", error_ratio(gradient, own[what], reference),
                         Budget.gradients, attention)  # fmt: skip
-        encoded = model.predict(model.encode(batch.context), whole.x_target)
-        anew = model.predict(batch.context, whole.x_target)
-        yield Check(f"{name}: predictions from a kept encoding against those from its context",
-                    "max_abs_error", max_abs_error(encoded.mean, anew.mean), 0.0,
-                    attention)  # fmt: skip
     if device.type == "cuda":
         for name, variant in (*models.variants(device), *_ours(device)):
             yield from _captured(device, name, variant)

@@ -81,16 +81,17 @@ class Task:
                 )
         if self.n_context == 0:
             raise ValueError("n_context is 0: a task needs at least one context point")
-        self._check_lengths("context_lengths", self.n_context)
-        self._check_lengths("target_lengths", self.n_target)
+        check_lengths("context_lengths", self.context_lengths, self.batch, self.n_context)
+        check_lengths("target_lengths", self.target_lengths, self.batch, self.n_target)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is None and name.endswith("_lengths"):
             return
         if not isinstance(tensor, torch.Tensor):
+            dtype = "int32" if name.endswith("_lengths") else "float32"
             raise TypeError(
                 f"{name} is a {type(tensor).__name__}: it must be a torch.Tensor; "
-                "torch.as_tensor(…, dtype=torch.float32) makes one"
+                f"torch.as_tensor(…, dtype=torch.{dtype}) makes one"
             )
         if not name.endswith("_lengths"):
             if tensor.dim() != 3:
@@ -103,17 +104,6 @@ class Task:
                 f"{name} is on {tensor.device} and x_context on "
                 f"{self.x_context.device}: a task's tensors must be on one device"
             )
-
-    def _check_lengths(self, name: str, n_points: int) -> None:
-        lengths = getattr(self, name)
-        check_lengths(name, lengths, self.batch)
-        if lengths is not None and lengths.device.type == "cpu":
-            for sample, length in enumerate(lengths.tolist()):
-                if not 1 <= length <= n_points:
-                    raise ValueError(
-                        f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the "
-                        "points that the tensors hold"
-                    )
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
         """The six fields, as `TransformerNP.nll` takes them."""
@@ -241,10 +231,19 @@ def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tens
     return x.masked_fill(is_padding(lengths, x.shape[1])[..., None], 0.0)
 
 
-def check_lengths(name: str, lengths: torch.Tensor | None, batch: int) -> None:
-    """Raises ValueError where they are not int32 [batch]."""
-    if lengths is not None and (lengths.dtype != torch.int32 or lengths.shape != (batch,)):
+def check_lengths(name: str, lengths: torch.Tensor | None, batch: int, n_points: int) -> None:
+    """Raises ValueError where they are not int32 [batch], or one on the CPU is out of range."""
+    if lengths is None:
+        return
+    if lengths.dtype != torch.int32 or lengths.shape != (batch,):
         raise ValueError(
             f"{name} is {lengths.dtype} {tuple(lengths.shape)}: it must be int32 of shape "
             f"({batch},), a number for each sample"
         )
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        for sample, length in enumerate(lengths.tolist()):
+            if not 1 <= length <= n_points:
+                raise ValueError(
+                    f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the points "
+                    "that the tensors hold"
+                )

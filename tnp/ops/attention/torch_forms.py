@@ -59,8 +59,8 @@ def _is_key(k, n_keys):
 
 
 # Of the dimension that tells padding from keys: what queries hold there, and what padding holds.
-# Their product is out of reach of any score; 16-bit floats hold both.
-_ASKING, _PADDING = 256.0, -3e4
+# 16-bit floats hold both, and with a scale from 1e-6 on their product is out of reach of any score.
+_ASKING, _PADDING = 6e4, -3e4
 _MORE_DIMENSIONS = 8  # flash takes head_dims that are multiples of 8
 
 
@@ -103,6 +103,8 @@ def flash_supported(call):
         return f"SDPA's flash backend on CUDA takes bfloat16 or float16, not {call.problem.dtype}"
     if call.target.capability < 80:
         return "SDPA's flash backend needs compute capability 8.0 or newer"
+    if call.problem["n_keys"] and call.problem["head_dim"] > 256 - _MORE_DIMENSIONS:
+        return f"with n_keys it takes head_dim up to {256 - _MORE_DIMENSIONS}"
     return None
 
 

@@ -297,6 +297,12 @@ def project_qkv(
     """
     import tnp.dispatch as dispatch
 
+    if implementation == "torch":
+        from torch.compiler import is_compiling
+
+        if is_compiling():  # PyTorch's own form needs no constant: one graph serves all sizes
+            n_q = x.shape[1] - first if first else None
+            return reference_qkv(x, weight, n_heads, n_q=n_q, n_k=n_k)
     # `index` has torch.compile take a symbolic number for a constant of the graph.
     options: tuple = (("n_heads", index(n_heads)),)
     if first:
