@@ -3,6 +3,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,9 +161,47 @@ def test_arguments_out_of_range_are_named(options, message):
         train(3, **options)
 
 
-def test_a_state_of_another_model_or_run_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{"model": build(d_ff_storage=32)}, {"average": 0.5}, {"accumulate": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_state_of_another_model_is_refused_and_changes_no_weight(tmp_path, options):
+    train(2, folder=tmp_path)
+    model = options.pop("model", None) or build()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="is of another model, normalization, optimizer, averag"):
+        train(3, folder=tmp_path, model=model, **options)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_state_of_another_run_is_refused(tmp_path):
     train(2, folder=tmp_path, about={"data": "a"})
     with pytest.raises(ValueError, match="of another run: data is 'a' there and 'b' here"):
         train(2, folder=tmp_path, about={"data": "b"})
-    with pytest.raises(ValueError, match="is of another model, optimizer or averaging: delete it"):
-        train(2, folder=tmp_path, model=build(d_ff_storage=32), about={"data": "a"})
+
+
+def test_reports_hold_plain_numbers_so_that_their_state_can_be_read_again(tmp_path):
+    options = {"folder": tmp_path, "evaluate": lambda model: {WATCHED: np.float64(1.5)}}
+    train(2, **options)
+    reports = train(4, **options).reports
+    assert [report["step"] for report in reports] == [0, 2, 4]
+    assert {type(report[WATCHED]) for report in reports} == {float}
+
+
+def test_patience_asked_for_or_left_out_later_goes_by_the_best_since(tmp_path):
+    values = iter([5.0, 1.0, 2.0, 3.0, 2.5])
+    options = {"folder": tmp_path, "every": 1, "evaluate": lambda model: {WATCHED: next(values)}}
+    train(1, **options)  # 5.0 and 1.0, whose weights nobody kept
+    run = train(3, **options, patience=2)
+    assert not run.stopped_early
+    kept = [p.detach().clone() for p in run.model.parameters()]  # of 3.0
+    extended = train(4, **options)  # 2.5: without patience the last is what was trained
+    assert not all(map(torch.equal, kept, extended.model.parameters()))
+
+
+def test_what_evaluates_nothing_is_named():
+    with pytest.raises(ValueError, match="there is no held-out task: give at least one"):
+        HeldOut([])
+    with pytest.raises(ValueError, match="evaluate gives no 'heldout_log_likelihood', which"):
+        train(2, patience=1, evaluate=lambda model: {})

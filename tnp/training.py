@@ -23,7 +23,9 @@ from tnp.tasks import Task
 log = logging.getLogger("tnp.training")
 
 LATEST = "latest.pt"
-KEYS = frozenset({"step", "model", "optimizer", "average", "best", "reports", "elapsed_s", "about"})
+KEYS = frozenset(
+    {"step", "model", "optimizer", "average", "best", "reports", "elapsed_s", "about", "kind"}
+)
 WATCHED = "heldout_log_likelihood"  # what early stopping and divergence go by
 
 Report = dict[str, float | int | None]
@@ -35,6 +37,8 @@ class HeldOut:
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = list(tasks)
+        if not self.tasks:
+            raise ValueError("there is no held-out task: give at least one")
         for task in self.tasks:
             task.check_finite()
 
@@ -104,6 +108,7 @@ def fit(
         folder: for the state, a file `latest.pt`.
         on_report: receives each report, those before a resume included: step, loss (the mean since
             the last report, None at step 0), learning_rate, elapsed_s, and what `evaluate` gave.
+            All parameters have one learning rate where there is a schedule.
         about: what else the state is to say, and a resumed one must say too.
 
     Raises:
@@ -120,6 +125,7 @@ def fit(
     if average is not None and not 0 < average < 1:
         raise ValueError(f"average is {average}: it must lie between 0 and 1")
     run = _Run(step, schedule, average, evaluate, patience, folder, on_report, dict(about or {}))
+    run.kind["accumulate"] = accumulate
     run.resume(is_function=callable(tasks))
     given = _tasks(tasks, run.done * accumulate, next(step.model.parameters()).device)
     if not run.reports:
@@ -175,7 +181,13 @@ class _Run:
         self.average = None
         if average is not None:
             self.average = AveragedModel(step.model, multi_avg_fn=get_ema_multi_avg_fn(average))
-        self.best: dict[str, torch.Tensor] | None = None
+        self.best: dict | None = None  # since patience was asked for: weights, number of the report
+        normalization = step.model.normalization
+        self.kind = {
+            "optimizer": type(step.optimizer).__name__,
+            "average": average,
+            "normalization": normalization and normalization.numbers(),
+        }
         self._sum = torch.zeros((), device=next(step.model.parameters()).device)
         self._n_summed, self._started = 0, time.perf_counter()
 
@@ -198,7 +210,7 @@ class _Run:
             "step": self.done,
             "loss": self._sum.item() / self._n_summed if self._n_summed else None,
             "learning_rate": self._rate(),
-            **(self.evaluate(self.model) if self.evaluate else {}),
+            **self._evaluated(),
             "elapsed_s": self.elapsed_s + time.perf_counter() - self._started,
         }
         watched = report.get(WATCHED, report["loss"])
@@ -208,8 +220,9 @@ class _Run:
         self._sum.zero_()
         self._n_summed = 0
         self.reports.append(report)
-        if self.patience is not None and self._best_report() is report:
-            self.best = copy.deepcopy(self.model.state_dict())
+        if self.patience is not None and self._is_better(report):
+            weights = copy.deepcopy(self.model.state_dict())
+            self.best = {"weights": weights, "report": len(self.reports) - 1}
         if self.file is not None:
             self._save()
         self.on_report(report)
@@ -221,19 +234,26 @@ class _Run:
         rate = self.step.optimizer.param_groups[0]["lr"]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
 
-    def _best_report(self) -> Report:
-        return max(self.reports, key=lambda report: report[WATCHED])
+    def _evaluated(self) -> Report:
+        found = self.evaluate(self.model) if self.evaluate else {}
+        if self.patience is not None and WATCHED not in found:
+            raise ValueError(f"evaluate gives no {WATCHED!r}, which patience goes by")
+        # Plain numbers: a checkpoint holds no others.
+        return {name: getattr(value, "item", lambda v=value: v)() for name, value in found.items()}
+
+    def _is_better(self, report: Report) -> bool:
+        return self.best is None or report[WATCHED] > self.reports[self.best["report"]][WATCHED]
 
     def is_stale(self) -> bool:
-        if self.patience is None:
+        if self.patience is None or self.best is None:
             return False
-        return len(self.reports) - 1 - self.reports.index(self._best_report()) >= self.patience
+        return len(self.reports) - 1 - self.best["report"] >= self.patience
 
     def chosen(self) -> TransformerNP:
-        if self.best is None:
+        if self.patience is None or self.best is None:
             return self.model
         model = copy.deepcopy(self.model)
-        model.load_state_dict(self.best)
+        model.load_state_dict(self.best["weights"])
         return model
 
     def _save(self) -> None:
@@ -246,14 +266,23 @@ class _Run:
             "reports": self.reports,
             "elapsed_s": self.reports[-1]["elapsed_s"],
             "about": self.about,
+            "kind": self.kind,
         }
         archive.save(self.file, state)
+        if len(self.reports) == 1:  # what cannot be read again is said before the work
+            load_state(self.file, "cpu")
 
     def resume(self, is_function: bool) -> None:
         """From the folder's state, where there is one."""
         if self.file is None or not self.file.exists():
             return
         state = load_state(self.file, next(self.step.model.parameters()).device)
+        shapes = {name: x.shape for name, x in self.step.model.state_dict().items()}
+        if (self.kind, shapes) != (state["kind"], {n: x.shape for n, x in state["model"].items()}):
+            raise ValueError(
+                f"checkpoint {self.file} is of another model, normalization, optimizer, averaging "
+                "or accumulation: delete it to start the run again from step 0"
+            )
         for name in sorted(self.about.keys() | state["about"].keys()):
             mine, theirs = self.about.get(name), state["about"].get(name)
             if mine != theirs:
@@ -262,16 +291,10 @@ class _Run:
                     f"{mine!r} here: delete the file to start again from step 0, or set the value "
                     "back"
                 )
-        try:
-            self.step.model.load_state_dict(state["model"])
-            self.step.optimizer.load_state_dict(state["optimizer"])
-            if self.average is not None:
-                self.average.load_state_dict(state["average"])
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(
-                f"checkpoint {self.file} is of another model, optimizer or averaging: delete it to "
-                "start the run again from step 0"
-            ) from None
+        self.step.model.load_state_dict(state["model"])
+        self.step.load_optimizer(state["optimizer"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         self.done, self.reports, self.best = state["step"], state["reports"], state["best"]
         self.elapsed_s = state["elapsed_s"]
         if not is_function:

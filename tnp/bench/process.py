@@ -141,10 +141,11 @@ def _watch_group() -> None:
         return
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: os.killpg(leader, signal.SIGKILL))
+        # Blocked and waited for: a handler could run just before the wait, which then never ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         _signal_at_end_of(leader, signal.SIGTERM)
-        while True:
-            signal.pause()
+        signal.sigwait({signal.SIGTERM})
+        os.killpg(leader, signal.SIGKILL)
     finally:
         os._exit(1)
 
