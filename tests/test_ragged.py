@@ -38,10 +38,15 @@ def loss_and_gradients(model, tasks: list[Task], shares: list[float]) -> dict[st
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("fill", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize(
-    "spec",
-    [{}, {"skip_unread": True}, {"recompute_above": 1}, {"attention": "reference"}, OURS],
+    "spec, fill",
+    [
+        ({}, math.nan),
+        ({"skip_unread": True}, math.inf),
+        ({"recompute_above": 1}, 1e30),
+        ({"attention": "reference"}, math.nan),
+        (OURS, math.nan),
+    ],
     ids=str,
 )
 def test_each_sample_counts_as_if_it_stood_alone(spec, fill):

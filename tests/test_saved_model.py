@@ -30,8 +30,8 @@ def test_a_kept_model_predicts_the_same_as_any_variant(tmp_path, before, after):
     assert (again.config, again.variant) == (model.config, after)
     assert again.normalization.numbers() == UNITS.numbers()
     expected, found = (m.predict(task.context, task.x_target) for m in (model, again))
-    torch.testing.assert_close(found.mean, expected.mean)
-    torch.testing.assert_close(found.variance, expected.variance)
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.variance, expected.variance, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_stays_zero_where_a_model_held_other_numbers(tmp_path):
