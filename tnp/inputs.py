@@ -70,3 +70,17 @@ def require_one_device(**tensors: torch.Tensor) -> None:
             raise ValueError(
                 f"{name} is on {other.device} and {first} on {x.device}: they must be equal"
             )
+
+
+def require_lengths(x: torch.Tensor, **lengths: torch.Tensor) -> None:
+    """Raises ValueError where numbers of rows are not int32, one for each sample of x [B, …]."""
+    for name, numbers in lengths.items():
+        if numbers.shape != x.shape[:1] or str(numbers.dtype) != "torch.int32":
+            raise ValueError(
+                f"{name} is {numbers.dtype} {tuple(numbers.shape)}: "
+                f"it must be int32 of shape ({x.shape[0]},)"
+            )
+        if numbers.device != x.device:
+            raise ValueError(
+                f"{name} is on {numbers.device} and its samples on {x.device}: they must be equal"
+            )

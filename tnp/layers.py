@@ -102,12 +102,20 @@ class Attention(nn.Module):
         )
 
     def project(
-        self, x: torch.Tensor, n_k: int | None = None, first: int = 0
+        self,
+        x: torch.Tensor,
+        n_k: int | None = None,
+        first: int = 0,
+        n_keys: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D]."""
+        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D].
+
+        Where the variant centres keys, those of sample b are its first n_keys[b] rows.
+        """
+        centred = self.variant.centred_keys
         return project_qkv(
-            x, self.qkv, self.n_heads, n_k=n_k, first=first,
-            implementation=self.variant.projection,
+            x, self.qkv, self.n_heads, n_k=n_k, first=first, centred=centred,
+            n_keys=n_keys if centred else None, implementation=self.variant.projection,
         )  # fmt: skip
 
     def attend(
@@ -129,7 +137,7 @@ class Attention(nn.Module):
         """h + update of the rows from `first` on, and what attention adds to them."""
         h, x = self.norm(h, update)
         if self.variant.skip_unread:
-            q, k, v = self.project(x, n_context, first)
+            q, k, v = self.project(x, n_context, first, n_keys)
         else:
             q, k, v = self.project(x)
             k, v = k[:, :, :n_context], v[:, :, :n_context]

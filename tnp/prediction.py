@@ -78,7 +78,7 @@ def encode(model: TransformerNP, context: Context) -> Encoding:
     h, update, blocks = model.embed(x, y, None, model.compute_dtype), None, []
     for block in model.blocks:
         h, x = block.attention.norm(h, update)
-        q, k, v = block.attention.project(x)
+        q, k, v = block.attention.project(x, n_keys=context.lengths)
         blocks.append((k, v))
         if block is not model.blocks[-1]:  # of the last, targets read keys and values alone
             h, update = block.mlp(h, block.attention.attend(q, k, v, context.lengths))

@@ -35,7 +35,10 @@ class Variant:
     padding). `compile` runs loss and gradient through `torch.compile`; as "max-autotune" the
     compiler also times several kernels for every matmul and takes the fastest. `recompute_above`:
     a model given more rows than this keeps of each block only its input and the results of
-    attention, and computes the rest again in the backward pass (None: never).
+    attention, and computes the rest again in the backward pass (None: never). `centred_keys` takes
+    off the keys of a sample what they share (see `project_qkv`): gradients of queries are then
+    accurate in 16 bits, where they are not otherwise. It needs `skip_unread`, without which rows
+    that are no keys are projected with them.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Variant:
     mixture_heads: str = "torch"
     mixture_nll: str = "torch"
     skip_unread: bool = False
+    centred_keys: bool = False
     d_ff_storage: int | None = None
     compile: bool | str = False
     recompute_above: int | None = None
@@ -55,6 +59,8 @@ class Variant:
         for name in ("d_ff_storage", "recompute_above"):
             if getattr(self, name) is not None:
                 require_count(f"{name} of variant {self.name!r}", getattr(self, name), at_least=1)
+        if self.centred_keys and not self.skip_unread:
+            raise ValueError(f"variant {self.name!r}: centred_keys needs skip_unread")
         for family, name in self.implementations().items():
             reason = not_in_models(family, name)
             if reason is not None:

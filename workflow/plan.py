@@ -131,7 +131,10 @@ def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph
     operators = variant.implementations()
     # A captured step pads sizes that vary to those of a bucket.
     ragged = cuda_graph and "vary" in sizes
-    gates = gates_for(operators, checkpoint, cuda_graph, variant.skip_unread, recompute, ragged)
+    gates = gates_for(
+        operators, checkpoint, cuda_graph, variant.skip_unread, recompute, ragged,
+        variant.centred_keys,
+    )  # fmt: skip
     return {"operators": json.dumps(operators), "gates": "|".join(gates)}
 
 

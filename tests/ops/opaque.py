@@ -8,13 +8,16 @@ from tnp.selection import wanted_of
 
 
 def require_contracts(
-    operator: Operator, implementation: str, inputs: list[torch.Tensor], options: tuple = ()
+    operator: Operator,
+    implementation: str,
+    inputs: list[torch.Tensor | None],
+    options: tuple = (),
 ) -> None:
     """Schema, fake tensors and autograd of its custom operator, with gradients and without.
 
     PyTorch's check of registered gradients differentiates, so the backward operator is seen too.
     """
-    for leaves in (inputs, [x.detach() for x in inputs]):
+    for leaves in (inputs, [x if x is None else x.detach() for x in inputs]):
         values = operator.describe(*leaves, **dict(options))
         dtype = str(leaves[0].dtype).removeprefix("torch.")
         sizes = tuple(values[name] for name in operator.sizes)

@@ -127,11 +127,13 @@ def test_no_rows():
 
 
 def test_operators_keep_their_contracts():
-    """Where all rows are queries and keys, and where some are."""
-    for n_q, n_k in ((7, 7), (4, 5)):
+    """Where all rows are queries and keys, and where some are; of centred keys too."""
+    lengths = torch.tensor([5, 1], dtype=torch.int32, device=DEVICE)
+    for n_q, n_k, n_keys in ((7, 7, None), (4, 5, None), (4, 5, lengths)):
         x, weight = draw(2, 7, 16, dtype=torch.bfloat16), draw(48, 16)
         options = ("n_heads", 2), ("n_q", n_q), ("n_k", n_k)
-        leaves = [x.requires_grad_(), weight.requires_grad_()]
+        options += (("centred", True),) * (n_keys is not None)
+        leaves = [x.requires_grad_(), weight.requires_grad_(), n_keys]
         require_contracts(OPERATOR_QKV, "fused", leaves, options)
 
 
@@ -184,3 +186,39 @@ def test_refusals(change, message):
         del arguments["n_heads"]
         with pytest.raises(ValueError, match=message):
             linear(**arguments)
+
+
+@pytest.mark.parametrize("name", ["torch", "fused"])
+def test_centred_keys_differ_from_others_by_one_vector_a_sample(name):
+    x, weight = draw(3, 70, 32) + 5, draw(96, 32)
+    lengths = torch.tensor([70, 1, 33], dtype=torch.int32, device=DEVICE)
+    plain = project_qkv(x, weight, 2, implementation=name)
+    centred = project_qkv(x, weight, 2, centred=True, n_keys=lengths, implementation=name)
+    torch.testing.assert_close(centred[0], plain[0])
+    torch.testing.assert_close(centred[2], plain[2])
+    apart = plain[1] - centred[1]
+    spread = (apart - apart[:, :, :1]).abs().max()
+    assert spread < 1e-4 * apart.abs().max()
+    # The second sample has one key alone, which is then all that is taken off.
+    assert centred[1][1, :, 0].abs().max() < 1e-4 * plain[1].abs().max()
+
+
+def test_padding_has_no_part_in_what_is_taken_off():
+    x, weight = draw(2, 40, 32), draw(96, 32)
+    lengths = torch.tensor([40, 7], dtype=torch.int32, device=DEVICE)
+    other = x.clone()
+    other[1, 7:] = 1e4
+    keys = [
+        project_qkv(rows, weight, 2, centred=True, n_keys=lengths, implementation="fused")[1]
+        for rows in (x, other)
+    ]
+    assert torch.equal(keys[0][0], keys[1][0])
+    assert torch.equal(keys[0][1, :, :7], keys[1][1, :, :7])
+
+
+def test_lengths_without_centring_are_refused():
+    lengths = torch.ones(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="give it with centred"):
+        project_qkv(draw(2, 5, 32), draw(96, 32), 2, n_keys=lengths)
+    with pytest.raises(ValueError, match=r"n_keys is torch.int64 \(2,\): it must be int32"):
+        project_qkv(draw(2, 5, 32), draw(96, 32), 2, centred=True, n_keys=lengths.long())

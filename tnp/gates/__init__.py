@@ -33,6 +33,7 @@ COMPILED = "kernels"  # the gate that compiles every kernel of ours
 # Of the model, and of all kernels.
 GATES = {
     "baseline": Gate(1),
+    "centred": Gate(3),
     "skip_unread": Gate(6, ours=True),
     "checkpointing": Gate(9),
     "cuda_graphs": Gate(10),
@@ -88,6 +89,7 @@ def gates_for(
     skip_unread: bool = False,
     recompute: bool = False,
     ragged: bool = False,
+    centred_keys: bool = False,
 ) -> list[str]:
     """Gates that a step waits for with these implementations, by family, and switches."""
     gates = ["baseline"]
@@ -99,6 +101,7 @@ def gates_for(
         "checkpointing": checkpoint or recompute,
         "cuda_graphs": cuda_graph,
         "ragged": ragged,
+        "centred": centred_keys,
     }
     gates += [gate for gate, on in switches.items() if on]
     return list(dict.fromkeys(gates))

@@ -89,9 +89,10 @@ def recomputing(device: torch.device, variant: Variant) -> Iterator[tuple[str, T
     yield "computed again but for attention", build_model(device, selective)
 
 
-def exact(model: TransformerNP) -> TransformerNP:
-    """The same weights in float64, every operator by its formula."""
-    variant = Variant("exact", attention="reference", d_ff_storage=model.variant.d_ff_storage)
+def exact(model: TransformerNP, **switches: bool) -> TransformerNP:
+    """The same weights in float64, every operator by its formula, and these switches on."""
+    width = model.variant.d_ff_storage
+    variant = Variant("exact", attention="reference", d_ff_storage=width, **switches)
     reference = TransformerNP(model.config, variant, torch.float64).double()
     reference.load_state_dict(model.state_dict())
     return reference.to(next(model.parameters()).device)

@@ -49,3 +49,11 @@ def add_dot(a, b, acc):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=FLOAT32_PRECISION)
     return tl.dot(a, b, acc, input_precision=FLOAT32_PRECISION)
+
+
+@triton.jit
+def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
+    """How many keys sample b has: all n_k, or what n_keys says, clamped to what there is."""
+    if HAS_N_KEYS:
+        return tl.minimum(tl.maximum(tl.load(n_keys_ptr + b), 1), n_k)
+    return n_k

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
-from tnp.inputs import positive_number, require_floats, require_one_device
+from tnp.inputs import positive_number, require_floats, require_lengths, require_one_device
 from tnp.ops.attention import definition, torch_forms
 
 if TYPE_CHECKING:
@@ -45,12 +45,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, n_keys: Tensor | None) -> dict[str
     if k.shape[2] == 0:
         raise ValueError("n_k is 0: attention needs at least one key")
     if n_keys is not None:
-        if n_keys.shape != q.shape[:1] or str(n_keys.dtype) != "torch.int32":
-            raise ValueError(
-                f"n_keys is {n_keys.dtype} {tuple(n_keys.shape)}: "
-                f"it must be int32 of shape ({q.shape[0]},)"
-            )
-        require_one_device(q=q, n_keys=n_keys)
+        require_lengths(q, n_keys=n_keys)
     batch, n_heads, n_q, head_dim = q.shape
     sizes = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
     return sizes | {"head_dim": head_dim}

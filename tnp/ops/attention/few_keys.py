@@ -35,7 +35,6 @@ from tnp.ops.attention.primitives import (
     empty_backward,
     full_grid,
     head_ptr,
-    key_count,
     load_rows,
     lse_layout,
     n_query_tiles,
@@ -44,7 +43,7 @@ from tnp.ops.attention.primitives import (
     segments,
     store_rows,
 )
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
+from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count
 
 BLOCKS = (64, 128, 256)  # keys of a tile
 MAX_KEYS = BLOCKS[-1]

@@ -92,14 +92,6 @@ def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
     return ptr + b * stride_b + h * stride_h
 
 
-@triton.jit
-def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
-    """How many keys sample b has: all n_k, or what n_keys says, clamped to what there is."""
-    if HAS_N_KEYS:
-        return tl.minimum(tl.maximum(tl.load(n_keys_ptr + b), 1), n_k)
-    return n_k
-
-
 # ---------------------------------------------------------------------- what a launch allocates
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, as new_empty_strided takes

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tnp.ops.attention.primitives import head_ptr, key_count, load_rows, store_rows
-from tnp.ops.primitives import add_dot, cast, dot
+from tnp.ops.attention.primitives import head_ptr, load_rows, store_rows
+from tnp.ops.primitives import add_dot, cast, dot, key_count
 
 
 @triton.jit(do_not_specialize=["n_q"])

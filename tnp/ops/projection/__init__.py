@@ -3,10 +3,13 @@ them.
 
     y = x wᵀ        q = x[:, first:] w_qᵀ    k = x[:, :n_k] w_kᵀ    v = x[:, :n_k] w_vᵀ
 
+Keys can be centred: k is then less a vector of its sample, before its one rounding.
+
 `torch` multiplies through PyTorch's own linear layer, all three projections as one matmul where all
 rows need all of them. `fused` projects only what is asked for, hands q, k and v over in the layout
 attention reads, takes their gradients in the layout attention writes, and accumulates the gradients
-of weights in float32 and never rounds them. The matmuls are cuBLAS's in both.
+of weights in float32 and never rounds them. The matmuls are cuBLAS's in both, but for centred keys,
+which `fused` computes by a kernel of its own.
 """
 
 from __future__ import annotations
@@ -89,14 +92,20 @@ def within(model, run):
 # -------------------------------------------------------------------------- project_qkv
 
 
-def reference_qkv(x, weight, n_heads, n_q=None, n_k=None):
+CENTRE_ROWS = 64  # of a sample, whose mean is taken off its keys
+
+
+def reference_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False):
     """PyTorch's linear layers: one where every row is a query and a key, else two."""
     from torch.nn.functional import linear as product
 
     n_rows, d_model = x.shape[1:]
     n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
     w = weight.to(x.dtype)
-    if n_q == n_k == n_rows:
+    if centred:
+        q, rows = product(x[:, n_rows - n_q :], w[:d_model]), x[:, :n_k]
+        k, v = _centred(rows, w[d_model : 2 * d_model], n_keys), product(rows, w[2 * d_model :])
+    elif n_q == n_k == n_rows:
         q, k, v = product(x, w).chunk(3, -1)
     else:
         q = product(x[:, n_rows - n_q :], w[:d_model])
@@ -104,8 +113,24 @@ def reference_qkv(x, weight, n_heads, n_q=None, n_k=None):
     return tuple(y.unflatten(-1, (n_heads, -1)).transpose(1, 2) for y in (q, k, v))
 
 
-def describe_qkv(x, weight, n_heads, n_q=None, n_k=None) -> dict:
+def _centred(rows, weight, n_keys):
+    """Keys [B, n_k, d_model] less the mean of some, of which no gradient is taken."""
+    import torch
+
+    spread = torch.arange(CENTRE_ROWS, device=rows.device)[None] * (
+        rows.shape[1] if n_keys is None else n_keys[:, None]
+    )
+    index = (spread // CENTRE_ROWS).long()[..., None].expand(len(rows), -1, rows.shape[-1])
+    with torch.no_grad():
+        centre = rows.gather(1, index).mean(1, keepdim=True) @ weight.mT
+    # In one product: subtracted afterwards, what both have in common would have been rounded.
+    return torch.baddbmm(-centre, rows, weight.mT.expand(len(rows), -1, -1))
+
+
+def describe_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False) -> dict:
     """Sizes; ValueError where they do not go together."""
+    from tnp.inputs import require_lengths
+
     _require_product(x, weight)
     d_model = x.shape[-1]
     if x.dim() != 3 or len(weight) != 3 * d_model or n_heads < 1 or d_model % n_heads:
@@ -120,6 +145,10 @@ def describe_qkv(x, weight, n_heads, n_q=None, n_k=None) -> dict:
             f"n_k is {n_k} and first {n_rows - n_q}: they must lie in [1, {n_rows}] and "
             f"[0, {n_rows - 1}]"
         )
+    if n_keys is not None:
+        require_lengths(x, n_keys=n_keys)
+        if not centred:
+            raise ValueError("n_keys says of which rows keys are centred: give it with centred")
     return {
         "batch": batch, "rows": n_rows, "d_model": d_model, "n_heads": n_heads, "n_q": n_q,
         "n_k": n_k,
@@ -127,10 +156,37 @@ def describe_qkv(x, weight, n_heads, n_q=None, n_k=None) -> dict:
 
 
 def draw_qkv(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in."""
+    """Normal x, weights scaled by their fan-in; where keys are centred, rows that share a vector.
+
+    As in a trained model it is a few times as long as what tells rows apart.
+    """
     problem = case.problem
     x = random(*(problem[name] for name in ("batch", "rows", "d_model")))
-    return {"x": x, "weight": random.weight(3 * problem["d_model"], problem["d_model"])}
+    n_keys = None
+    if problem["centred"]:
+        x += 3 * random(problem["batch"], 1, problem["d_model"])
+    if problem["n_keys"]:
+        n_keys = random.integers(1, problem["n_k"], problem["batch"])
+    weight = random.weight(3 * problem["d_model"], problem["d_model"])
+    return {"x": x, "weight": weight, "n_keys": n_keys}
+
+
+def condition_qkv(case, inputs) -> dict[str, float]:
+    """What float32 loses, which rounds a sum as often as it adds, and of centred keys a difference
+    of longer vectors.
+    """
+    import torch
+
+    problem = case.problem
+    rounding = torch.finfo(torch.float32).eps / 2 * (problem["d_model"] + CENTRE_ROWS) ** 0.5
+    floors = dict.fromkeys(("q", "k", "v"), rounding)
+    if problem["centred"]:
+        options = dict(OPERATOR_QKV.call_options(problem))
+        x, weight = inputs["x"].double(), inputs["weight"].double()
+        centred = reference_qkv(x, weight, inputs["n_keys"], **options)[1]
+        whole = reference_qkv(x, weight, None, **options | {"centred": False})[1]
+        floors["k"] *= (whole.norm() / centred.norm()).item()
+    return floors
 
 
 def work_qkv(case, pass_) -> Work:
@@ -145,14 +201,18 @@ def work_qkv(case, pass_) -> Work:
 
 
 def cases_qkv(target) -> list[Case]:
-    """Queries and keys of all rows, of one, of rows that overlap, meet and leave a gap."""
+    """Queries and keys of all rows, of one, of rows that overlap, meet and leave a gap, centred
+    and not.
+    """
 
-    def case(dtype: str, batch: int, rows: int, d_model: int, n_k: int, first: int = 0) -> Case:
+    def case(
+        dtype: str, batch: int, rows: int, d_model: int, n_k: int, first: int = 0, **options: bool
+    ) -> Case:
         n_heads = 8 if d_model == 512 else 2
         return Case(
             OPERATOR_QKV.problem(
                 dtype, batch=batch, rows=rows, d_model=d_model, n_heads=n_heads, n_q=rows - first,
-                n_k=n_k,
+                n_k=n_k, **options,
             )
         )  # fmt: skip
 
@@ -163,6 +223,10 @@ def cases_qkv(target) -> list[Case]:
             case("bfloat16", 1, 9, 32, 9),
             case("float16", 2, 9, 32, 5, 2),
             case("float32", 3, 9, 32, 1, 8),
+            case("bfloat16", 2, 75, 32, 70, centred=True),
+            case("float16", 3, 75, 40, 70, 5, centred=True, n_keys=True),
+            case("float32", 2, 9, 32, 9, centred=True),
+            case("bfloat16", 2, 4100, 16, 4099, 4090, centred=True, n_keys=True),
         ]
     return [
         case("bfloat16", 64, 564, 512, 64),
@@ -172,6 +236,13 @@ def cases_qkv(target) -> list[Case]:
         case("bfloat16", 3, 65, 512, 1, 64),
         case("float16", 2, 333, 512, 100, 33),
         case("float32", 2, 333, 512, 100, 33),
+        case("bfloat16", 64, 564, 512, 64, centred=True),
+        case("bfloat16", 4, 11_000, 512, 10_000, 10_000, centred=True),
+        case("bfloat16", 3, 1500, 512, 1000, 7, centred=True, n_keys=True),
+        case("float16", 2, 333, 328, 100, centred=True, n_keys=True),
+        case("float32", 2, 333, 512, 100, 33, centred=True),
+        case("bfloat16", 2, 6000, 512, 5001, 7, centred=True, n_keys=True),
+        case("float32", 1, 5000, 128, 5000, 4990, centred=True),
     ]
 
 
@@ -190,7 +261,7 @@ def _products(problem) -> tuple[float, ...]:
     return batch * n_q, batch * n_k, d_model
 
 
-_CODE = "tnp.ops.projection.products"
+_CODE, _CENTRED = "tnp.ops.projection.products", "tnp.ops.projection.centred_keys"
 OPERATOR_LINEAR = Operator(
     "linear",
     family="projection",
@@ -220,17 +291,29 @@ OPERATOR_LINEAR = Operator(
 OPERATOR_QKV = Operator(
     "project_qkv",
     family="projection",
-    inputs=("x", "weight"),
+    inputs=("x", "weight", "n_keys?"),
     outputs=("q", "k", "v"),
     sizes=("batch", "rows", "d_model", "n_heads", "n_q", "n_k"),
     numbered=("n_heads", "n_q", "n_k"),
+    options={"centred": bool},
     differentiated=("x", "weight"),
+    keeps=("x", "weight"),
     implementations=(
-        Implementation("torch", run=reference_qkv, provider="torch", dtypes=ALL_FLOATS),
+        Implementation(
+            "torch",
+            run=reference_qkv,
+            provider="torch",
+            dtypes=ALL_FLOATS,
+            options=("centred", "n_keys"),
+        ),
         Implementation(
             "fused",
-            forward=Operation("project_qkv.forward", (f"{_CODE}:QKV",)),
+            forward=Operation(
+                "project_qkv.forward",
+                (f"{_CODE}:QKV", f"{_CENTRED}:MANY", f"{_CENTRED}:TILES"),
+            ),
             backward=Operation("project_qkv.backward", (f"{_CODE}:QKV_BACKWARD",)),
+            options=("centred", "n_keys"),
         ),
     ),
     describe=describe_qkv,
@@ -240,10 +323,16 @@ OPERATOR_QKV = Operator(
     cases=cases_qkv,
     within=within_qkv,
     coordinates=_products,
+    condition=condition_qkv,
     controls={
-        "rows shifted": lambda x, weight, **sizes: reference_qkv(x.roll(1, 1), weight, **sizes),
-        "queries are keys": lambda x, weight, **sizes: reference_qkv(
-            x, weight.roll(x.shape[-1], 0), **sizes
+        "rows shifted": lambda x, weight, n_keys, **sizes: reference_qkv(
+            x.roll(1, 1), weight, n_keys, **sizes
+        ),
+        "queries are keys": lambda x, weight, n_keys, **sizes: reference_qkv(
+            x, weight.roll(x.shape[-1], 0), n_keys, **sizes
+        ),
+        "keys not centred": lambda x, weight, n_keys, centred=False, **sizes: reference_qkv(
+            x, weight, n_keys, **sizes
         ),
     },
 )
@@ -277,9 +366,17 @@ def project_qkv(
     *,
     n_k: int | None = None,
     first: int = 0,
+    centred: bool = False,
+    n_keys: Tensor | None = None,
     implementation: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of the rows from `first` on, keys and values of the first `n_k` rows.
+
+    Softmax does not change where one vector is taken off all keys of a sample, and neither do the
+    gradients of attention: each row of the gradient of its scores sums to zero. In 16 bits it does
+    matter, where keys share a vector that is longer than what tells them apart, as in trained
+    models. Centred keys are less the mean of 64 keys of their sample, before their one rounding;
+    no gradient is taken of that mean. `lse` of attention is then of the centred keys.
 
     Args:
         x: [B, L, d_model], of the dtypes that `linear` takes.
@@ -287,6 +384,9 @@ def project_qkv(
         n_heads: how many equal shares d_model is read as.
         n_k: from 1 to L; L where None.
         first: from 0 to L − 1.
+        centred: whether keys are centred.
+        n_keys: int32 [B], each from 1 to n_k: of how many rows sample b is centred, rows past them
+            being padding. None: n_k.
         implementation: as for `linear`.
 
     Returns:
@@ -302,11 +402,13 @@ def project_qkv(
 
         if is_compiling():  # PyTorch's own form needs no constant: one graph serves all sizes
             n_q = x.shape[1] - first if first else None
-            return reference_qkv(x, weight, n_heads, n_q=n_q, n_k=n_k)
+            return reference_qkv(x, weight, n_keys, n_heads, n_q=n_q, n_k=n_k, centred=centred)
     # `index` has torch.compile take a symbolic number for a constant of the graph.
     options: tuple = (("n_heads", index(n_heads)),)
     if first:
         options += (("n_q", index(x.shape[1] - first) if x.dim() == 3 else 1),)
     if n_k is not None:
         options += (("n_k", index(n_k)),)
-    return dispatch.call(OPERATOR_QKV, implementation, (x, weight), (), options)
+    if centred:
+        options += (("centred", True),)
+    return dispatch.call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)

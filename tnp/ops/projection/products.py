@@ -94,7 +94,12 @@ def empty_qkv(wanted, inputs, n_heads, n_q=None, n_k=None):
 
 
 def prepare_qkv(call: Call, config, inputs):
-    x, _weight = inputs
+    times = _times(call.problem["n_k"], inputs[0])
+    return launch_of(call, inputs[0], lambda rows, w_k, n_keys: times(rows, w_k))
+
+
+def launch_of(call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Tensor]) -> Callable:
+    """The launch of a forward pass on x; (rows [B, n_k, D], w_k, n_keys) → keys is to be given."""
     dtype, (batch, n_rows, d_model), n_heads = x.dtype, x.shape, call.problem["n_heads"]
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, head_dim = n_rows - n_q, d_model // n_heads
@@ -103,14 +108,14 @@ def prepare_qkv(call: Call, config, inputs):
         ((batch, n_heads, n, head_dim), (n * d_model, head_dim, d_model, 1)) for n in (n_q, n_k)
     )
 
-    times_q, times_k = (_times(n, x) for n in (n_q, n_k))
+    times_q, times_v = (_times(n, x) for n in (n_q, n_k))
 
     def launch(inputs, scalars):
-        x, weight = inputs
+        x, weight, n_keys = inputs
         w_q, w_k, w_v = cast_weight(weight, dtype).contiguous().chunk(3)
         rows = x.narrow(1, first, n_q) if first else x
         keys = x if n_k == n_rows else x.narrow(1, 0, n_k)
-        q, k, v = times_q(rows, w_q), times_k(keys, w_k), times_k(keys, w_v)
+        q, k, v = times_q(rows, w_q), project_keys(keys, w_k, n_keys), times_v(keys, w_v)
         return (q.as_strided(*of_q), k.as_strided(*of_k), v.as_strided(*of_k)), ()
 
     return launch
@@ -267,4 +272,6 @@ def _rows(x: torch.Tensor, start: int, n: int) -> Read:
 LINEAR = Kernel("cublas", empty_linear, prepare_linear)
 LINEAR_BACKWARD = Kernel("cublas", empty_gradients, prepare_linear_backward)
 QKV = Kernel("cublas", empty_qkv, prepare_qkv)
-QKV_BACKWARD = Kernel("cublas", empty_gradients, prepare_qkv_backward)
+QKV_BACKWARD = Kernel(
+    "cublas", empty_gradients, prepare_qkv_backward, options=("centred", "n_keys")
+)

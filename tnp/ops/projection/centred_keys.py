@@ -1,0 +1,173 @@
+"""Keys less the mean of some of their sample.
+
+    k = x w_kᵀ − c        c = mean(x[rows]) w_kᵀ        rows = (i · n_keys) // 64, i < 64
+
+What is rounded is the difference. Of few keys a Triton program owns a tile: it adds up c of its
+columns beside the product, from the same blocks of w_k, so that centring is no launch of its own.
+Of many that would cost a third of the product. There one launch computes −c of every sample, and
+cuBLAS adds it to the product of each.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Call, Kernel, Problem, Reason
+from tnp.launch import Bound
+from tnp.ops.primitives import add_dot, cast, key_count
+from tnp.ops.projection import CENTRE_ROWS
+from tnp.ops.projection.products import empty_qkv, launch_of
+from tnp.ops.triton_matmul import MatmulConfig, load_tile, store_tile
+
+# By bytes per element, the largest tiles first; none spills on any target.
+CONFIGS = {
+    2: (
+        MatmulConfig(128, 128, 64, 8, 3),
+        MatmulConfig(64, 128, 64, 4, 3),
+        MatmulConfig(64, 64, 64, 4, 4),
+    ),
+    4: (MatmulConfig(64, 64, 32, 8, 2),),
+}
+BUSY = 0.7  # tiles for each multiprocessor, below which smaller ones are faster
+# Keys of a sample from which on its product is one of cuBLAS's own. At 10,000 keys of 4 samples
+# tiles of Triton take 38 µs more than keys that are not centred (H200).
+MANY_KEYS = 4096
+CENTRE_COLUMNS = 64
+
+
+@triton.jit(do_not_specialize=["n_k"])
+def _centred_keys_kernel(
+    x_ptr, w_ptr, k_ptr, n_keys_ptr, stride_xb, stride_xl, n_k, width,
+    CENTRE_ROWS: tl.constexpr, HAS_N_KEYS: tl.constexpr, K_MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of k [B, n_k, width]; tiles of the same rows follow one another."""
+    n_columns = tl.cdiv(width, BLOCK_N)
+    n_rows = tl.cdiv(n_k, BLOCK_M)
+    row = tl.program_id(0) // n_columns
+    b = row // n_rows
+    offs_m = row % n_rows * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) % n_columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_ptr += b.to(tl.int64) * stride_xb
+    n_keys = key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
+    some = tl.arange(0, CENTRE_ROWS) * n_keys // CENTRE_ROWS
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    of_some = tl.zeros([CENTRE_ROWS, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, width, BLOCK_K):
+        offs_k = start_k + tl.arange(0, BLOCK_K)
+        w = tl.trans(load_tile(w_ptr, offs_n, offs_k, width, width, width, True, K_MASKED))
+        x = load_tile(x_ptr, offs_m, offs_k, n_k, width, stride_xl, True, K_MASKED)
+        acc = add_dot(x, w, acc)
+        x = load_tile(x_ptr, some, offs_k, n_k, width, stride_xl, False, K_MASKED)
+        of_some = add_dot(x, w, of_some)
+    centre = tl.sum(of_some, 0) * (1.0 / CENTRE_ROWS)
+    k_ptr += b.to(tl.int64) * n_k * width
+    store_tile(k_ptr, acc - centre[None, :], offs_m, offs_n, n_k, width, width)
+
+
+@triton.jit(do_not_specialize=["n_k"])
+def _centre_kernel(
+    x_ptr, w_ptr, minus_ptr, n_keys_ptr, stride_xb, stride_xl, n_k, width,
+    CENTRE_ROWS: tl.constexpr, HAS_N_KEYS: tl.constexpr, K_MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """−c of some columns of a sample, [B, width] in the dtype of x."""
+    n_columns = tl.cdiv(width, BLOCK_N)
+    b = tl.program_id(0) // n_columns
+    offs_n = tl.program_id(0) % n_columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_ptr += b.to(tl.int64) * stride_xb
+    n_keys = key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
+    some = tl.arange(0, CENTRE_ROWS) * n_keys // CENTRE_ROWS
+    of_some = tl.zeros([CENTRE_ROWS, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, width, BLOCK_K):
+        offs_k = start_k + tl.arange(0, BLOCK_K)
+        w = load_tile(w_ptr, offs_n, offs_k, width, width, width, True, K_MASKED)
+        x = load_tile(x_ptr, some, offs_k, n_k, width, stride_xl, False, K_MASKED)
+        of_some = add_dot(x, tl.trans(w), of_some)
+    minus = cast(tl.sum(of_some, 0) * (-1.0 / CENTRE_ROWS), minus_ptr.dtype.element_ty)
+    tl.store(minus_ptr + b * width + offs_n, minus, mask=offs_n < width)
+
+
+def configs(call: Call) -> tuple[MatmulConfig, ...]:
+    """Candidates, the default first: the largest tile that is full and leaves none without work."""
+    problem, found = call.problem, CONFIGS[call.problem.itemsize]
+
+    def serves(config: MatmulConfig) -> bool:
+        tiles = problem["batch"] * _tiles(problem, config) / call.target.multiprocessors
+        return config.block_m <= max(64, problem["n_k"]) and tiles >= BUSY
+
+    default = next(filter(serves, found), found[-1])
+    return default, *(config for config in found if config is not default)
+
+
+def _tiles(problem: Problem, config: MatmulConfig) -> int:
+    """Of a sample."""
+    rows, columns = problem["n_k"], problem["d_model"]
+    return triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
+
+
+def _read(x: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, int]]:
+    """How kernels read x [B, L, D], and strides of B and L as they read it."""
+    if x.stride(2) == 1:
+        return lambda x: x, x.stride()[:2]
+    return torch.Tensor.contiguous, x.contiguous().stride()[:2]
+
+
+def prepare_tiles(call: Call, config: MatmulConfig, inputs: tuple) -> Callable:
+    """Queries and values by cuBLAS, keys by one launch of ours."""
+    x, _weight, n_keys = inputs
+    shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
+    read, strides = _read(x)
+    kernel = Bound(
+        _centred_keys_kernel, (batch * _tiles(call.problem, config),), *strides, n_k, width,
+        CENTRE_ROWS=CENTRE_ROWS, HAS_N_KEYS=n_keys is not None,
+        K_MASKED=width % config.block_k != 0, **config.kernel_arguments(),
+    )  # fmt: skip
+
+    def centred(x: torch.Tensor, w_k: torch.Tensor, n_keys: torch.Tensor | None) -> torch.Tensor:
+        k = x.new_empty(shape)
+        kernel(read(x), w_k, k, x if n_keys is None else n_keys)
+        return k
+
+    return launch_of(call, x, centred)
+
+
+def prepare_samples(call: Call, config: object, inputs: tuple) -> Callable:
+    """Queries and values by cuBLAS, −c by one launch of ours, keys by one of cuBLAS's a sample."""
+    x, _weight, n_keys = inputs
+    shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
+    read, strides = _read(x)
+    block_k = CONFIGS[call.problem.itemsize][-1].block_k
+    kernel = Bound(
+        _centre_kernel, (batch * triton.cdiv(width, CENTRE_COLUMNS),), *strides, n_k, width,
+        CENTRE_ROWS=CENTRE_ROWS, HAS_N_KEYS=n_keys is not None, K_MASKED=width % block_k != 0,
+        BLOCK_N=CENTRE_COLUMNS, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+
+    def centred(x: torch.Tensor, w_k: torch.Tensor, n_keys: torch.Tensor | None) -> torch.Tensor:
+        k, minus = x.new_empty(shape), x.new_empty(batch, width)
+        kernel(read(x), w_k, minus, x if n_keys is None else n_keys)
+        w_t = w_k.t()
+        for out, rows, bias in zip(k, x, minus, strict=True):
+            torch.addmm(bias, rows, w_t, out=out)
+        return k
+
+    return launch_of(call, x, centred)
+
+
+def _centres(call: Call) -> Reason:
+    return None if call.problem["centred"] else "it centres keys, and these are to stay as they are"
+
+
+def _has_many(call: Call) -> Reason:
+    if call.problem["n_k"] < MANY_KEYS:
+        return f"it is for {MANY_KEYS} keys or more, not {call.problem['n_k']}"
+    return _centres(call)
+
+
+OPTIONS = ("centred", "n_keys")
+MANY = Kernel("centred_samples", empty_qkv, prepare_samples, _has_many, options=OPTIONS)
+TILES = Kernel("centred_tiles", empty_qkv, prepare_tiles, _centres, configs, options=OPTIONS)
