@@ -114,15 +114,17 @@ class Attention(nn.Module):
         """
         centred = self.variant.centred_keys
         return project_qkv(
-            x, self.qkv, self.n_heads, n_k=n_k, first=first, centred=centred,
-            n_keys=n_keys if centred else None, implementation=self.variant.projection,
+            x, self.qkv, self.n_heads, n_k=n_k, first=first, base2=self.variant.base2,
+            centred=centred, n_keys=n_keys if centred else None,
+            implementation=self.variant.projection,
         )  # fmt: skip
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_keys: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all."""
-        o = attention(q, k, v, n_keys=n_keys, implementation=self.variant.attention)
+        variant = self.variant
+        o = attention(q, k, v, base2=variant.base2, n_keys=n_keys, implementation=variant.attention)
         o = o.transpose(1, 2).flatten(-2)
         return linear(o, self.output, implementation=self.variant.projection)
 

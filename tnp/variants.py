@@ -71,6 +71,13 @@ class Variant:
                 "'max-autotune'"
             )
 
+    @property
+    def base2(self) -> bool:
+        """Whether queries carry what attention multiplies scores by: only PyTorch's projection
+        would take a launch more for it.
+        """
+        return self.projection != "torch"
+
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":
         """The variant `name` from what a file says of it; raises ValueError on unknown keys."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tnp.contract import Implementation, on_cuda
+from tnp.ops.attention.torch_forms import LN_2
 from tnp_peers.support import both, sizes
 
 HEAD_DIMS = (16, 32, 64, 128)  # those that ours are compared at
@@ -25,30 +26,32 @@ def _compiled_flex_attention():
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float) -> Tensor:
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False
+) -> Tensor:
     """PyTorch's flex_attention without a mask, compiled."""
-    return _compiled_flex_attention()(q, k, v, scale=scale)
+    return _compiled_flex_attention()(q, k, v, scale=LN_2 if base2 else scale)
 
 
-def fa3(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float) -> Tensor:
+def fa3(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False) -> Tensor:
     """FlashAttention-3 of package fa3-fwd, whose wheel holds sm_80 and sm_90a and no backward."""
     from fa3_fwd_interface import flash_attn_func
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return flash_attn_func(q, k, v, softmax_scale=scale).transpose(1, 2)
+    return flash_attn_func(q, k, v, softmax_scale=LN_2 if base2 else scale).transpose(1, 2)
 
 
-def fa4(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float) -> Tensor:
+def fa4(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False) -> Tensor:
     """FlashAttention-4 of package flash-attn-4, in CuTe."""
     from flash_attn.cute import flash_attn_func
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, _lse = flash_attn_func(q, k, v, softmax_scale=scale)
+    o, _lse = flash_attn_func(q, k, v, softmax_scale=LN_2 if base2 else scale)
     return o.transpose(1, 2)
 
 
 _SIZES = sizes("head_dim", HEAD_DIMS)
-FLEX = Implementation("flex", run=flex, supported=both(on_cuda(80), _SIZES))
+FLEX = Implementation("flex", run=flex, supported=both(on_cuda(80), _SIZES), options=("base2",))
 # The wheel is built with DISABLE_FP16 and DISABLE_BACKWARD (its fa3_fwd_config.py).
 FA3 = Implementation(
     "fa3",
@@ -56,6 +59,7 @@ FA3 = Implementation(
     supported=both(on_cuda(80, below=100), _SIZES),
     dtypes=("bfloat16",),
     gradients=(),
+    options=("base2",),
     traceable=False,
 )
 FA4 = Implementation(
@@ -63,5 +67,6 @@ FA4 = Implementation(
     run=fa4,
     supported=both(on_cuda(90), _SIZES),
     dtypes=("bfloat16", "float16"),
+    options=("base2",),
     traceable=False,
 )

@@ -16,8 +16,13 @@ def transposed(n_rows: int, width: int) -> Callable[[torch.Tensor], torch.Tensor
     return lambda dy: dy.as_strided(size, strides)
 
 
-def product(x: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """What multiplies dyᵀ [N, T] and a matrix [T, K] like x: float32 [N, K], in `out` if given."""
+def product(x: torch.Tensor, factor: float = 1.0) -> Callable[..., torch.Tensor]:
+    """What multiplies dyᵀ [N, T], a matrix [T, K] like x and `factor`: float32 [N, K], in `out` if
+    given, as it must be where there is a factor.
+    """
+    if factor != 1.0:
+        wide = x.dtype == torch.float32 or not x.is_cuda
+        return partial(_scaled_upcast if wide else _scaled, factor=factor)
     if x.dtype == torch.float32:
         return torch.mm
     return partial(torch.mm, out_dtype=torch.float32) if x.is_cuda else _upcast
@@ -32,6 +37,16 @@ def add_product(x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.
 
 def _upcast(dy_t: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return torch.mm(dy_t.float(), x.float(), out=out)
+
+
+def _scaled(dy_t: torch.Tensor, x: torch.Tensor, out: torch.Tensor, factor: float) -> torch.Tensor:
+    return torch.addmm(out, dy_t, x, torch.float32, beta=0, alpha=factor, out=out)
+
+
+def _scaled_upcast(
+    dy_t: torch.Tensor, x: torch.Tensor, out: torch.Tensor, factor: float
+) -> torch.Tensor:
+    return torch.addmm(out, dy_t.float(), x.float(), beta=0, alpha=factor, out=out)
 
 
 def _add(total: torch.Tensor, dy_t: torch.Tensor, x: torch.Tensor) -> None:

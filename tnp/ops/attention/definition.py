@@ -7,7 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, Case, Operator, Problem, Work
-from tnp.ops.attention.torch_forms import reference
+from tnp.ops.attention.torch_forms import LN_2, reference
 from tnp.targets import Target
 
 if TYPE_CHECKING:
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
     """q, k, v, views of one projection [B, L, 3, H, D] as in a model.
 
-    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn.
+    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn. With base2 q
+    carries the scale, and scores are to base 2 what they are to base e without.
     """
     p, drawn = case.problem, dict(case.draw)
     projection = random(p["batch"], max(p["n_q"], p["n_k"]), 3, p["n_heads"], p["head_dim"])
     projection[:, :, :2] *= drawn.get("magnitude", 1.0)
+    if p["base2"]:
+        projection[:, :, 0] *= SCALE / LN_2
     q, k, v = projection.permute(2, 0, 3, 1, 4)
     n_keys = None
     if "lengths" in drawn:
@@ -52,6 +55,7 @@ def work(case: Case, pass_: str) -> Work:
 
 
 SCALE = 0.125  # that gates and benchmarks pass
+OPTIONS = ("base2", "n_keys")  # that PyTorch's forms and all kernels of ours take
 ENDS = [0, -1], [0, -1]  # the first head of the first sample, the last of the last
 SCORES_AT_ONCE = 1 << 27  # of them in float64, 1 GiB
 
@@ -68,7 +72,7 @@ def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     for part in (slice(begin, begin + step) for begin in range(0, n_q, step)):
         some = q[:, :, part].detach().requires_grad_()
         with torch.set_grad_enabled(gradients is not None):
-            o.append(reference(some, k, v, n_keys, SCALE))
+            o.append(reference(some, k, v, n_keys, SCALE, case.problem["base2"]))
         if gradients is not None:
             do = gradients["o"][ENDS][:, None, part].double()
             of_part = torch.autograd.grad(o.pop(), (some, k, v), do)
@@ -118,15 +122,17 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem:
 
 # ---------------------------------------------------------------------------------- the compiler
 
-# dtype, head_dim, and n_keys given or not. Away from the model's own type only the form with n_keys
-# is compiled, which needs more registers, and float16 needs what bfloat16 needs.
+# dtype, head_dim, and options. Away from the model's own type only the form with n_keys is
+# compiled, which needs more registers, and float16 needs what bfloat16 needs.
 _TYPES = (
-    ("bfloat16", 64, False),
-    ("bfloat16", 64, True),
-    ("float16", 64, True),
-    ("float32", 64, True),
-    *((dtype, head_dim, True) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
-    ("bfloat16", 128, True),  # float32 spills there in every tile: slow, and still right
+    ("bfloat16", 64, ()),
+    ("bfloat16", 64, ("n_keys",)),
+    ("bfloat16", 64, ("base2",)),
+    ("bfloat16", 64, ("base2", "n_keys")),
+    ("float16", 64, ("n_keys",)),
+    ("float32", 64, ("n_keys",)),
+    *((dtype, head_dim, ("n_keys",)) for dtype in FLOATS[::2] for head_dim in (16, 32)),
+    ("bfloat16", 128, ("n_keys",)),  # float32 spills there in every tile: slow, and still right
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
 # keys that the forward pass splits tiles along them.
@@ -140,10 +146,10 @@ def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     for many keys and for few alone.
     """
     types = _TYPES if target.capability == 90 else _TYPES[:2]
-    for dtype, head_dim, given in types:
+    for dtype, head_dim, options in types:
         for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:
             sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
-            yield operator.problem(dtype, **sizes, n_keys=given)
+            yield operator.problem(dtype, **sizes, **dict.fromkeys(options, True))
 
 
 # --------------------------------------------------------------------------------------- the gate
@@ -160,7 +166,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
 
     def case(batch, n_heads, n_q, n_k, head_dim=64, dtype="bfloat16", **drawn) -> Case:
         sizes = batch, n_heads, n_q, n_k, head_dim
-        return operator.case(dtype, *sizes, n_keys="lengths" in drawn, **drawn)
+        options = {"n_keys": "lengths" in drawn, "base2": drawn.pop("base2", False)}
+        return operator.case(dtype, *sizes, **options, **drawn)
 
     if target.kind != "cuda":
         return (
@@ -173,6 +180,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
             *(case(1, 1, 40, 5, 16, dtype=dtype, magnitude=12.0) for dtype in FLOATS[::2]),
             case(2, 1, 33, 20, 16, dtype="float32", lengths="7,20"),
             case(2, 1, 20, 140, 16, lengths="7,140"),
+            case(1, 1, 40, 33, 16, base2=True),
+            case(2, 1, 20, 300, 16, lengths="7,300", base2=True),
         )
     return (
         *(case(1, 1, n, 200) for n in _EDGES),
@@ -201,20 +210,36 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         # More blocks of keys than four for each multiprocessor, the last ragged, and an odd number
         # of query tiles: what persistent programs take up again and again.
         *(case(8, 8, 300, 1100, dtype=dtype, magnitude=2.0) for dtype in FLOATS[:2]),
+        # From magnitude 8 on some tiles of queries, and at 40 all, have an lse too far from 0.
+        *(case(1, 2, 777, n, base2=True) for n in (1, 65, 257, 10_000)),
+        *(case(1, 2, n, 777, base2=True) for n in (1, 129)),
+        *(case(1, 2, 777, 564, magnitude=size, base2=True) for size in (0.0, 4.0, 8.0, 40.0)),
+        case(1, 2, 777, 564, dtype="float16", base2=True),
+        case(1, 2, 200, 300, dtype="float32", base2=True),
+        case(4, 8, 2000, 1000, lengths="1,64,777,1000", base2=True),
+        case(2, 2, 700, 600, magnitude=8.0, lengths="65,600", base2=True),
+        case(1, 8, 3300, 3000, magnitude=4.0, base2=True),
+        case(8, 8, 300, 1100, magnitude=2.0, base2=True),
     )
 
 
-def _first_key_left_out(q, k, v, n_keys, scale):
-    return reference(q, k[:, :, 1:], v[:, :, 1:], None if n_keys is None else n_keys - 1, scale)
+def _first_key_left_out(q, k, v, n_keys, scale, base2=False):
+    n_keys = None if n_keys is None else n_keys - 1
+    return reference(q, k[:, :, 1:], v[:, :, 1:], n_keys, scale, base2)
 
 
-def _keys_and_values_exchanged(q, k, v, n_keys, scale):
-    return reference(q, v, k, n_keys, scale)
+def _keys_and_values_exchanged(q, k, v, n_keys, scale, base2=False):
+    return reference(q, v, k, n_keys, scale, base2)
+
+
+def _scaled_all_the_same(q, k, v, n_keys, scale, base2=False):
+    return reference(q, k, v, n_keys, scale)
 
 
 CONTROLS = {
     "the first key left out": _first_key_left_out,
     "keys and values exchanged": _keys_and_values_exchanged,
+    "base2 and scaled all the same": _scaled_all_the_same,
 }
 
 
@@ -228,7 +253,7 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
 
     from tnp.gates import rounding
 
-    (scale,) = operator.numbers
+    scale = LN_2 if case.problem["base2"] else SCALE
     q, k, v, n_keys = (inputs[name] for name in operator.tensors)
     generator = torch.Generator(q.device).manual_seed(0)
     do = torch.randn(q.shape, device=q.device, generator=generator)

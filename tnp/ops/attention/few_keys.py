@@ -25,14 +25,15 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel, Reason, Support
 from tnp.launch import Bound
+from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
     Partials,
     backward,
-    checked,
     empty,
     empty_backward,
+    forward,
     full_grid,
     head_ptr,
     load_rows,
@@ -259,7 +260,7 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
         kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
         return (o,), (lse,)
 
-    return checked(launch, call)
+    return forward(launch, call)
 
 
 def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
@@ -308,11 +309,11 @@ def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
 
 
 FORWARD = Kernel(
-    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, ("n_keys",),
+    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, OPTIONS,
     counts=forward_counts,
 )  # fmt: skip
 # One launch without atomics is both the deterministic form and the fused one.
 BACKWARD = Kernel(
     "few_keys", empty_backward, prepare_backward, _supported(backward_configs), backward_configs,
-    ("n_keys",), counts=backward_counts,
+    OPTIONS, counts=backward_counts,
 )  # fmt: skip

@@ -4,6 +4,10 @@
 to run. `fused` launches one kernel (`hopper_dkdv` with its dQ part), which adds dQ up in float32 in
 device memory. Both start from the same statistics: delta = Σ_d do·o and lse in rows padded to whole
 query tiles, where lse is +inf, so that no loop over queries needs a mask.
+
+Where q carries scale·log2(e), `fused` multiplies do and delta of a query tile by 2^−lse, so that
+its weights are 2^s as they are. A tile with a row whose lse is not between −64 and 64 is left as it
+was: no weight overflows in bfloat16 in the others, and what underflows is less than 2^−62.
 """
 
 from dataclasses import dataclass
@@ -14,10 +18,11 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
+from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.hopper_dkdv import BLOCK_N, PADDED_ROWS, DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
-from tnp.ops.attention.hopper_primitives import supported
+from tnp.ops.attention.hopper_primitives import supported, without_reference
 from tnp.ops.attention.primitives import (
     LOG2_E,
     backward,
@@ -33,6 +38,8 @@ from tnp.ops.attention.primitives import (
 )
 
 TILE_ROWS = 64
+AT_ONCE = tl.constexpr(1024)  # lse that a program reads of its head
+FAR = tl.constexpr(64.0)  # |lse| to base 2 from which on a tile is left as it was
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,16 @@ class SeparateConfig:
 
 @triton.jit(do_not_specialize=["n_q"])
 def _statistics_kernel(
-    o_ptr, do_ptr, lse_ptr, padded_ptr, dq_ptr,
+    o_ptr, do_ptr, lse_ptr, padded_ptr, dq_ptr, weighted_ptr,
     stride_ob, stride_oh, stride_om,
     stride_dob, stride_doh, stride_dom,
     n_heads, n_q,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, FUSED: tl.constexpr,
+    BASE2: tl.constexpr,
 ):  # fmt: skip
-    """A query tile's lse and delta, padded; if FUSED its tile of dq becomes 0."""
+    """A query tile's lse and delta, padded; if FUSED its tile of dq becomes 0; if BASE2 do times
+    2^−lse, and the first tile's program says whether some tile of the head was left as it was.
+    """
     n_tiles = tl.cdiv(n_q, PADDED_ROWS) * (PADDED_ROWS // ROWS)
     pid_bh = tl.program_id(0) // n_tiles
     offs_m = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
@@ -62,8 +72,27 @@ def _statistics_kernel(
     lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
     lse = tl.load(lse_ptrs, mask=offs_m < n_q, other=float("inf"))
     padded = padded_ptr + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = tl.num_programs(0).to(tl.int64) * ROWS
+    delta = tl.sum(o * do, 1)
+    if BASE2:
+        near = (tl.abs(lse) < FAR) | (offs_m >= n_q)
+        left = tl.max(tl.where(near, 0.0, 1.0), 0)
+        if tl.program_id(0) % n_tiles == 0:
+            some_left = tl.zeros([AT_ONCE], tl.float32)
+            for start in tl.range(0, n_q, AT_ONCE):
+                offs = start + tl.arange(0, AT_ONCE)
+                of_head = lse_ptr + pid_bh.to(tl.int64) * n_q + offs
+                others = tl.load(of_head, mask=offs < n_q, other=0.0)
+                some_left = tl.where(tl.abs(others) < FAR, some_left, 1.0)
+            tl.store(padded_ptr + 2 * rows + pid_bh, tl.max(some_left, 0))
+        weight = tl.math.exp2(tl.where(left == 0.0, -lse, 0.0))  # past the end do is 0
+        delta *= weight
+        lse = tl.where(left == 0.0, 0.0, lse)
+        offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        weighted = weighted_ptr + offs[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(weighted, (do * weight[:, None]).to(weighted_ptr.dtype.element_ty))
     tl.store(padded, lse)
-    tl.store(padded + tl.num_programs(0).to(tl.int64) * ROWS, tl.sum(o * do, 1))
+    tl.store(padded + rows, delta)
     if FUSED:
         tile = dq_ptr + tl.program_id(0).to(tl.int64) * ROWS * HEAD_DIM
         offs = tl.arange(0, ROWS * HEAD_DIM)
@@ -94,18 +123,25 @@ def _n_tiles(call: Call) -> int:
     return n_query_tiles(call, rows) * (rows // TILE_ROWS)
 
 
-def _bound_statistics(call: Call, o: Tensor, do: Tensor, fused: bool) -> Bound:
-    """Of o, do, lse, padded lse and delta [2, rows], and dq's tiles, which become 0 if `fused`."""
+def _bound_statistics(
+    call: Call, o: Tensor, do: Tensor, *, fused: bool, base2: bool = False
+) -> Bound:
+    """Of o, do, lse, a workspace of padded lse, delta and if `base2` a number a head, dq's tiles,
+    which become 0 if `fused`, and what do times 2^−lse goes to if `base2`.
+    """
     _batch, n_heads, n_q, head_dim = o.shape
     return Bound(
         _statistics_kernel, (_n_tiles(call),), *row_strides(o), *row_strides(do), n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value, FUSED=fused,
+        BASE2=base2,
     )  # fmt: skip
 
 
 def _forms(call: Call) -> tuple[bool, ...]:
-    """Whether programs may be persistent: not where samples walk unequal numbers of stages."""
-    return (False,) if call.problem["n_keys"] else (False, True)
+    """Whether programs may be persistent: not where samples walk unequal numbers of stages, nor
+    where q carries the scale.
+    """
+    return (False,) if call.problem["n_keys"] or call.problem["base2"] else (False, True)
 
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
@@ -153,11 +189,11 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     def launch(do, q, k, v, n_keys, o, lse, scale):
         statistics = lse.new_empty_strided(*of_statistics)
         delta = statistics.narrow(0, rows, rows)
-        statistics_kernel(o, do, lse, statistics, statistics)
+        statistics_kernel(o, do, lse, statistics, statistics, do)
         dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
         n_keys = lse if n_keys is None else n_keys
         scales = scale, scale * LOG2_E
-        dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, *scales)
+        dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, lse, *scales)
         dq = q.new_empty_strided(*of_q)
         dq_kernel(q, do, k, v, dq, statistics, n_keys, *scales)
         return dq, dk, dv
@@ -168,16 +204,18 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
 @backward
 def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     """Statistics, dk and dv with dq added up on the way, and dq put in order."""
-    _batch, n_heads, n_q, head_dim = q.shape
-    n_tiles = _n_tiles(call)
+    batch, n_heads, n_q, head_dim = q.shape
+    n_tiles, base2 = _n_tiles(call), without_reference(call)
     rows = n_tiles * TILE_ROWS
+    padded = batch, n_heads, rows // (batch * n_heads), head_dim
     of_q, of_k = rows_layout(q), rows_layout(k)
     n_of_tiles = rows * head_dim
-    of_workspace = flat(n_of_tiles + 2 * rows)
-    statistics_kernel = _bound_statistics(call, o, do, fused=True)
+    of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
+    statistics_kernel = _bound_statistics(call, o, do, fused=True, base2=base2)
     kernel = bound_dkdv(
-        q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True
-    )
+        q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True,
+        base2=base2,
+    )  # fmt: skip
     finish_kernel = Bound(
         _finish_dq_kernel, (n_tiles,), *of_q[1][:3], n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
@@ -187,10 +225,15 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
         tiles = lse.new_empty_strided(*of_workspace)
         statistics = tiles.narrow(0, n_of_tiles, 2 * rows)
         delta = tiles.narrow(0, n_of_tiles + rows, rows)
-        statistics_kernel(o, do, lse, statistics, tiles)
+        left = tiles.narrow(0, n_of_tiles + 2 * rows, batch * n_heads)
+        weighted = do.new_empty(padded) if base2 else do
+        statistics_kernel(o, do, lse, statistics, tiles, weighted)
         dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
         n_keys = lse if n_keys is None else n_keys
-        kernel(q, do, k, v, statistics, delta, tiles, dk, dv, n_keys, scale, scale * LOG2_E)
+        kernel(
+            q, weighted, k, v, statistics, delta, tiles, dk, dv, n_keys, left, scale,
+            scale * LOG2_E,
+        )  # fmt: skip
         dq = q.new_empty_strided(*of_q)
         finish_kernel(tiles, dq, scale)
         return dq, dk, dv
@@ -199,10 +242,10 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
 
 
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported, separate_configs, ("n_keys",),
+    "hopper", empty_backward, prepare_separate, supported, separate_configs, OPTIONS,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "hopper", empty_backward, prepare_fused, supported, fused_configs, ("n_keys",),
+    "hopper", empty_backward, prepare_fused, supported, fused_configs, OPTIONS,
     moving=("dq",), counts=fused_counts,
 )  # fmt: skip

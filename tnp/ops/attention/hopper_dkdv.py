@@ -14,6 +14,11 @@ FUSED adds a third warpgroup that multiplies ds k and adds it to dq in device me
 reductions of float32 tiles, in whatever order programs arrive: dq then differs by rounding from run
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_backward._finish_dq_kernel` puts it right.
+
+BASE2 (FUSED alone, and not persistent, for which registers do not suffice): q carries
+scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and delta are times
+2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is 2^(k qᵀ), and neither lse nor a
+subtraction is in the loop.
 """
 
 from dataclasses import dataclass
@@ -86,17 +91,19 @@ class Pipeline:
     n_k: gl.tensor
     n_items: gl.tensor
     n_keys_ptr: gl.tensor
+    left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
     STAGES: gl.constexpr
     TILES: gl.constexpr
     HAS_N_KEYS: gl.constexpr
     FUSED: gl.constexpr
     PERSISTENT: gl.constexpr
+    BASE2: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        n_heads, n_q, n_k, n_items, n_keys_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT,
+        n_heads, n_q, n_k, n_items, n_keys_ptr, left_ptr,
+        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
@@ -104,11 +111,11 @@ class Pipeline:
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
-        self.n_items, self.n_keys_ptr = n_items, n_keys_ptr
+        self.n_items, self.n_keys_ptr, self.left_ptr = n_items, n_keys_ptr, left_ptr
         self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
         self.FUSED = gl.constexpr(FUSED)
-        self.PERSISTENT = gl.constexpr(PERSISTENT)
+        self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
 
     @gluon.jit
     def place(self, item):
@@ -150,6 +157,12 @@ class Pipeline:
         """Of an item's head in the padded lse, delta and dq."""
         b, h, _first_key = self.place(item)
         return (b * self.n_heads + h) * gl.cdiv(self.n_q, PADDED_ROWS) * PADDED_ROWS
+
+    @gluon.jit
+    def weighted(self, item):
+        """Whether do is times 2^−lse in all query tiles of an item's head."""
+        b, h, _first_key = self.place(item)
+        return gl.load(self.left_ptr + b * self.n_heads + h) == 0.0
 
 
 @gluon.jit
@@ -219,13 +232,22 @@ def _consume(pipe, item, dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP: gl.conste
     if pipe.FUSED:
         v = v.load(A)
         _b, _h, first_key = pipe.place(item)
-        if first_key + (WARPGROUP + 1) * ROWS <= keys:
-            dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False)
+        inside = first_key + (WARPGROUP + 1) * ROWS <= keys
+        if pipe.BASE2:
+            weighted = pipe.weighted(item)
+            if pipe.HAS_N_KEYS:
+                weighted = weighted & inside
+            if weighted:
+                dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False, True)
+            else:
+                dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, True, False)
+        elif inside:
+            dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False, False)
         else:
-            dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, True)
+            dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, True, False)
     else:
         # v in registers too miscompiles: ptxas 12.8 overwrites it with ds inside the loop.
-        dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False)
+        dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False, False)
     if pipe.PERSISTENT:
         slot, _phase, _step = pipe.turn(item)
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
@@ -282,10 +304,11 @@ def _dq_consumer(pipe, dq_desc):
 @gluon.jit(do_not_specialize=["n_heads", "n_q", "n_k", "n_items"])
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
-    n_keys_ptr, n_heads, n_q, n_k, n_items, scale, scale_log2,
+    n_keys_ptr, left_ptr, n_heads, n_q, n_k, n_items, scale, scale_log2,
     STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(not BASE2 or (FUSED and not PERSISTENT), "see the head of this module")
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
     slots: gl.constexpr = 2 if PERSISTENT else 1
     pipe = Pipeline(
@@ -301,8 +324,8 @@ def _attention_bwd_dkdv_hopper_kernel(
         ),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
-        n_heads, n_q, n_k, n_items, n_keys_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT,
+        n_heads, n_q, n_k, n_items, n_keys_ptr, left_ptr,
+        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2,
     )  # fmt: skip
     if FUSED:
         gl.warp_specialize(
@@ -336,8 +359,10 @@ def bound_dkdv(
     multiprocessors: int,
     *,
     fused: bool,
+    base2: bool = False,
 ) -> Bound:
-    """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, n_keys or any tensor, scale, scale·log2(e).
+    """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, n_keys or any tensor, of each head whether do
+    of some query tile is as it was or any tensor, scale, scale·log2(e).
 
     dk and dv are laid out [B, n_k, H, D].
 
@@ -349,6 +374,7 @@ def bound_dkdv(
         multiprocessors: of the GPU, on each of which a persistent program runs.
         fused: dq is added to its tiles, float32 [rows, D], each 64 rows a tile of unscaled dq in
             the order of registers. Where not, they are never read.
+        base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
     """
     batch, n_heads, n_q, head_dim = q.shape
     n_k, size = k.shape[2], ROWS.value
@@ -364,5 +390,5 @@ def bound_dkdv(
         n_heads, n_q, n_k, n_items,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
         STAGES=config.num_stages, TILES=config.tiles, REGISTERS=config.registers,
-        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, num_warps=4,
+        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, num_warps=4,
     )  # fmt: skip

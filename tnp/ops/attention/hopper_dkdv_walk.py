@@ -68,17 +68,19 @@ def _gradient_of_scores(p, p_operand, dp, FUSED: gl.constexpr):
 
 @gluon.jit
 def walk(
-    pipe, k, v, scale_log2, item, step, end, WARPGROUP: gl.constexpr, MASKED: gl.constexpr
+    pipe, k, v, scale_log2, item, step, end,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     """dk (unscaled) and dv of a warpgroup's keys over the stages step … end − 1.
 
     The next tile's scores are multiplied, and its lse is read, beside this one's gradients. MASKED
-    keeps keys past the last out of dq: given n_keys their p is 0, else it need only be finite.
+    keeps keys past the last out of dq: given n_keys or BASE2 their p is 0, else it need only be
+    finite. WEIGHTED: do and delta are times 2^−lse, so that p is 2^s.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
-    if pipe.HAS_N_KEYS:
+    if pipe.HAS_N_KEYS or pipe.BASE2:
         _b, _h, first_key = pipe.place(item)
         keys, _n_stages = pipe.extent(item)
         row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
@@ -94,7 +96,8 @@ def walk(
         stage, phase = ring(step, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
         s = warpgroup_mma_wait(0, deps=[_times_transposed(k, _query_tile(pipe.q, stage, 0))])
-        lse = _row_of(pipe.lse, stage, 0)
+        if not WEIGHTED:
+            lse = _row_of(pipe.lse, stage, 0)
     for i in range(step, end):
         stage, _phase = ring(i, pipe.STAGES)
         # The last stage's next is itself: its scores are thrown away.
@@ -103,7 +106,7 @@ def walk(
             q = _query_tile(pipe.q, stage, t)
             do = _query_tile(pipe.do, stage, t)
             dp_started = _start_dp(pipe, v, do, stage, t)
-            exponent = s * scale_log2 - lse
+            exponent = s if WEIGHTED else s * scale_log2 - lse
             if t + 1 == pipe.TILES:
                 mbarrier.wait(pipe.full.index(following), phase)
             if MASKED:
@@ -130,10 +133,12 @@ def walk(
                 mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
             dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
             if t + 1 < pipe.TILES:
-                lse = _row_of(pipe.lse, stage, t + 1)
+                if not WEIGHTED:
+                    lse = _row_of(pipe.lse, stage, t + 1)
                 s, dv = warpgroup_mma_wait(1, deps=[s_started, dv_started])
             else:
-                lse = _row_of(pipe.lse, following, 0)
+                if not WEIGHTED:
+                    lse = _row_of(pipe.lse, following, 0)
                 s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
     return dk, dv

@@ -12,17 +12,18 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
+from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.hopper_forward_kernel import (
     PART_WIDTH,
     ROWS,
     attention_fwd_hopper_kernel,
 )
-from tnp.ops.attention.hopper_primitives import head_map, supported
+from tnp.ops.attention.hopper_primitives import head_map, supported, without_reference
 from tnp.ops.attention.primitives import (
     LOG2_E,
-    checked,
     empty,
     flat,
+    forward,
     head_ptr,
     lse_layout,
     n_query_tiles,
@@ -140,7 +141,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
         attention_fwd_hopper_kernel, (programs,), n_tiles, n_heads, n_q, n_k, n_whole, share,
         maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
         BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
-        CONSUMERS=config.consumers, HAS_N_KEYS=counted, num_warps=4,
+        CONSUMERS=config.consumers, HAS_N_KEYS=counted, BASE2=without_reference(call), num_warps=4,
     )  # fmt: skip
     combine_kernel = None
     if n_split:
@@ -162,7 +163,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
             combine_kernel(parts, o, lse)
         return (o,), (lse,)
 
-    return checked(launch, call)
+    return forward(launch, call)
 
 
-FORWARD = Kernel("hopper", empty, prepare, supported, configs, ("n_keys",), counts=counts)
+FORWARD = Kernel("hopper", empty, prepare, supported, configs, OPTIONS, counts=counts)

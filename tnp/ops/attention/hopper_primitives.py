@@ -54,6 +54,11 @@ def supported(call: Call) -> Reason:
     return None
 
 
+def without_reference(call: Call) -> bool:
+    """Whether weights are 2^s as they are: float16 has too few exponents for that."""
+    return bool(call.problem["base2"]) and call.problem.dtype == "bfloat16"
+
+
 @gluon.jit
 def allocate_tiles(desc, n: gl.constexpr):
     """`n` buffers in shared memory for the tiles of `desc`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tnp.contract import Call
 from tnp.launch import Bound
+from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.primitives import KernelConfig, cast
 from tnp.targets import Target
 
@@ -136,11 +137,12 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | Non
 # ------------------------------------------------------------------------------- around a launch
 
 
-def checked(launch: Callable, call: Call) -> Callable:
-    """The launch of a forward pass; with TNP_CHECK=1 it asserts first that n_keys is in range.
+def forward(launch: Callable, call: Call) -> Callable:
+    """The launch of a forward pass: given scale; with TNP_CHECK=1 it asserts n_keys' range first.
 
-    Kernels clamp it: the assertion would take as long as a small launch.
+    Kernels clamp n_keys: the assertion would take as long as a small launch.
     """
+    launch = _scaled(launch, call)
     if not call.problem["n_keys"] or os.environ.get(CHECK_VARIABLE) != "1":
         return launch
     n_k = call.problem["n_k"]
@@ -152,6 +154,14 @@ def checked(launch: Callable, call: Call) -> Callable:
         return launch(inputs, scalars)
 
     return after_check
+
+
+def _scaled(launch: Callable, call: Call) -> Callable:
+    """The launch whose scale times log2(e) is 1 where q carries both."""
+    if not call.problem["base2"]:
+        return launch
+    scalars = (LN_2,)
+    return lambda inputs, _: launch(inputs, scalars)
 
 
 def backward(decide: Callable) -> Callable:
@@ -178,7 +188,7 @@ def backward(decide: Callable) -> Callable:
                 return tuple([x if one else None for x, one in zip(gradients, given, strict=True)])
             return gradients
 
-        return launch
+        return _scaled(launch, call)
 
     return prepare
 

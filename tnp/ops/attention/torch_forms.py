@@ -5,9 +5,15 @@ it without torch.
 """
 
 ALIGNMENT = 16  # bytes
+LN_2 = 0.6931471805599453  # the scale of base2
 
 
-def reference(q, k, v, n_keys, scale):
+def _scale(scale, base2):
+    """What scores are multiplied by ahead of e^."""
+    return LN_2 if base2 else scale
+
+
+def reference(q, k, v, n_keys, scale, base2=False):
     """softmax(scale · q kᵀ) v in whatever dtype it is given; sample b has n_keys[b] keys.
 
     Args:
@@ -15,10 +21,11 @@ def reference(q, k, v, n_keys, scale):
         k, v: [B, H, n_k, D].
         n_keys: [B], or None for n_k everywhere.
         scale: a number.
+        base2: whether q carries scale · log2(e), so that weights are powers of 2.
     """
     import torch
 
-    s = scale * (q @ k.transpose(-2, -1))
+    s = _scale(scale, base2) * (q @ k.transpose(-2, -1))
     if n_keys is not None:
         padding = torch.arange(k.shape[2], device=k.device) >= n_keys[:, None]
         s = s.masked_fill(padding[:, None, None], float("-inf"))
@@ -64,7 +71,7 @@ _ASKING, _PADDING = 6e4, -3e4
 _MORE_DIMENSIONS = 8  # flash takes head_dims that are multiples of 8
 
 
-def sdpa_flash(q, k, v, n_keys, scale):
+def sdpa_flash(q, k, v, n_keys, scale, base2=False):
     """PyTorch's flash backend; RuntimeError where it cannot run.
 
     It takes no mask. Where samples have numbers of keys of their own, a dimension more tells
@@ -74,6 +81,7 @@ def sdpa_flash(q, k, v, n_keys, scale):
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import pad
 
+    scale = _scale(scale, base2)
     if n_keys is None:
         return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale)
     first = torch.arange(_MORE_DIMENSIONS, device=q.device) == 0
@@ -87,12 +95,12 @@ def sdpa_flash(q, k, v, n_keys, scale):
     return o[..., : v.shape[-1]]
 
 
-def sdpa_cudnn(q, k, v, n_keys, scale):
+def sdpa_cudnn(q, k, v, n_keys, scale, base2=False):
     """PyTorch's cuDNN backend; RuntimeError where it cannot run."""
     from torch.nn.attention import SDPBackend
 
     mask = None if n_keys is None else _is_key(k, n_keys)
-    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, scale, mask)
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, _scale(scale, base2), mask)
 
 
 def flash_supported(call):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
+from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
@@ -218,10 +219,10 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
 
 
 SEPARATE = Kernel(
-    "triton", empty_backward, prepare_separate, configs=separate_configs, options=("n_keys",),
+    "triton", empty_backward, prepare_separate, configs=separate_configs, options=OPTIONS,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "triton", empty_backward, prepare_fused, configs=fused_configs, options=("n_keys",),
+    "triton", empty_backward, prepare_fused, configs=fused_configs, options=OPTIONS,
     counts=fused_counts,
 )  # fmt: skip

@@ -18,12 +18,13 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
+from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
     candidates,
-    checked,
     empty,
+    forward,
     head_ptr,
     load_rows,
     lse_layout,
@@ -145,7 +146,7 @@ def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
         kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
         return (o,), (lse,)
 
-    return checked(launch, call)
+    return forward(launch, call)
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("n_keys",), counts=counts)
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OPTIONS, counts=counts)

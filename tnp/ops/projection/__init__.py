@@ -3,7 +3,8 @@ them.
 
     y = x wᵀ        q = x[:, first:] w_qᵀ    k = x[:, :n_k] w_kᵀ    v = x[:, :n_k] w_vᵀ
 
-Keys can be centred: k is then less a vector of its sample, before its one rounding.
+Keys can be centred: k is then less a vector of its sample, before its one rounding. Queries can
+carry what attention multiplies scores by, 1/√D and log2(e), for exponentials to base 2.
 
 `torch` multiplies through PyTorch's own linear layer, all three projections as one matmul where all
 rows need all of them. `fused` projects only what is asked for, hands q, k and v over in the layout
@@ -14,7 +15,7 @@ which `fused` computes by a kernel of its own.
 
 from __future__ import annotations
 
-from math import prod
+from math import e, log2, prod
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,12 @@ def within(model, run):
 CENTRE_ROWS = 64  # of a sample, whose mean is taken off its keys
 
 
-def reference_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False):
+def query_factor(d_model: int, n_heads: int, base2: bool) -> float:
+    """What queries are multiplied by: 1, or scale · log2(e)."""
+    return log2(e) * (d_model // n_heads) ** -0.5 if base2 else 1.0
+
+
+def reference_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False):
     """PyTorch's linear layers: one where every row is a query and a key, else two."""
     from torch.nn.functional import linear as product
 
@@ -110,6 +116,8 @@ def reference_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False)
     else:
         q = product(x[:, n_rows - n_q :], w[:d_model])
         k, v = product(x[:, :n_k], w[d_model:]).chunk(2, -1)
+    if base2:
+        q = q * query_factor(d_model, n_heads, base2)
     return tuple(y.unflatten(-1, (n_heads, -1)).transpose(1, 2) for y in (q, k, v))
 
 
@@ -127,7 +135,9 @@ def _centred(rows, weight, n_keys):
     return torch.baddbmm(-centre, rows, weight.mT.expand(len(rows), -1, -1))
 
 
-def describe_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False) -> dict:
+def describe_qkv(
+    x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False
+) -> dict:
     """Sizes; ValueError where they do not go together."""
     from tnp.inputs import require_lengths
 
@@ -227,6 +237,9 @@ def cases_qkv(target) -> list[Case]:
             case("float16", 3, 75, 40, 70, 5, centred=True, n_keys=True),
             case("float32", 2, 9, 32, 9, centred=True),
             case("bfloat16", 2, 4100, 16, 4099, 4090, centred=True, n_keys=True),
+            case("bfloat16", 2, 9, 32, 9, base2=True),
+            case("bfloat16", 2, 9, 32, 4, 4, base2=True),
+            case("float32", 2, 75, 32, 70, base2=True, centred=True),
         ]
     return [
         case("bfloat16", 64, 564, 512, 64),
@@ -243,6 +256,12 @@ def cases_qkv(target) -> list[Case]:
         case("float32", 2, 333, 512, 100, 33, centred=True),
         case("bfloat16", 2, 6000, 512, 5001, 7, centred=True, n_keys=True),
         case("float32", 1, 5000, 128, 5000, 4990, centred=True),
+        case("bfloat16", 64, 564, 512, 64, base2=True),
+        case("bfloat16", 4, 11_000, 512, 10_000, 10_000, base2=True),
+        case("bfloat16", 1, 777, 512, 777, base2=True),
+        case("bfloat16", 3, 1500, 512, 1000, 7, base2=True, centred=True, n_keys=True),
+        case("float16", 2, 333, 512, 100, 33, base2=True),
+        case("float32", 2, 333, 512, 100, 33, base2=True),
     ]
 
 
@@ -295,7 +314,7 @@ OPERATOR_QKV = Operator(
     outputs=("q", "k", "v"),
     sizes=("batch", "rows", "d_model", "n_heads", "n_q", "n_k"),
     numbered=("n_heads", "n_q", "n_k"),
-    options={"centred": bool},
+    options={"base2": bool, "centred": bool},
     differentiated=("x", "weight"),
     keeps=("x", "weight"),
     implementations=(
@@ -304,7 +323,7 @@ OPERATOR_QKV = Operator(
             run=reference_qkv,
             provider="torch",
             dtypes=ALL_FLOATS,
-            options=("centred", "n_keys"),
+            options=("base2", "centred", "n_keys"),
         ),
         Implementation(
             "fused",
@@ -313,7 +332,7 @@ OPERATOR_QKV = Operator(
                 (f"{_CODE}:QKV", f"{_CENTRED}:MANY", f"{_CENTRED}:TILES"),
             ),
             backward=Operation("project_qkv.backward", (f"{_CODE}:QKV_BACKWARD",)),
-            options=("centred", "n_keys"),
+            options=("base2", "centred", "n_keys"),
         ),
     ),
     describe=describe_qkv,
@@ -333,6 +352,9 @@ OPERATOR_QKV = Operator(
         ),
         "keys not centred": lambda x, weight, n_keys, centred=False, **sizes: reference_qkv(
             x, weight, n_keys, **sizes
+        ),
+        "queries without their factor": lambda x, weight, n_keys, base2=False, **sizes: (
+            reference_qkv(x, weight, n_keys, **sizes)
         ),
     },
 )
@@ -366,6 +388,7 @@ def project_qkv(
     *,
     n_k: int | None = None,
     first: int = 0,
+    base2: bool = False,
     centred: bool = False,
     n_keys: Tensor | None = None,
     implementation: str = "torch",
@@ -384,6 +407,8 @@ def project_qkv(
         n_heads: how many equal shares d_model is read as.
         n_k: from 1 to L; L where None.
         first: from 0 to L − 1.
+        base2: whether q is times log2(e)/√D, before its one rounding by `fused`: what `attention`
+            takes with base2.
         centred: whether keys are centred.
         n_keys: int32 [B], each from 1 to n_k: of how many rows sample b is centred, rows past them
             being padding. None: n_k.
@@ -402,13 +427,17 @@ def project_qkv(
 
         if is_compiling():  # PyTorch's own form needs no constant: one graph serves all sizes
             n_q = x.shape[1] - first if first else None
-            return reference_qkv(x, weight, n_keys, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+            return reference_qkv(
+                x, weight, n_keys, n_heads, n_q=n_q, n_k=n_k, centred=centred, base2=base2
+            )
     # `index` has torch.compile take a symbolic number for a constant of the graph.
     options: tuple = (("n_heads", index(n_heads)),)
     if first:
         options += (("n_q", index(x.shape[1] - first) if x.dim() == 3 else 1),)
     if n_k is not None:
         options += (("n_k", index(n_k)),)
+    if base2:
+        options += (("base2", True),)
     if centred:
         options += (("centred", True),)
     return dispatch.call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)

@@ -18,7 +18,7 @@ from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
 from tnp.ops.primitives import add_dot, cast, key_count
 from tnp.ops.projection import CENTRE_ROWS
-from tnp.ops.projection.products import empty_qkv, launch_of
+from tnp.ops.projection.products import OPTIONS, empty_qkv, launch_of
 from tnp.ops.triton_matmul import MatmulConfig, load_tile, store_tile
 
 # By bytes per element, the largest tiles first; none spills on any target.
@@ -168,6 +168,5 @@ def _has_many(call: Call) -> Reason:
     return _centres(call)
 
 
-OPTIONS = ("centred", "n_keys")
 MANY = Kernel("centred_samples", empty_qkv, prepare_samples, _has_many, options=OPTIONS)
 TILES = Kernel("centred_tiles", empty_qkv, prepare_tiles, _centres, configs, options=OPTIONS)

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from tnp.contract import Call, Kernel
 from tnp.ops.casting import cast_weight
+from tnp.ops.projection import query_factor
 from tnp.ops.weight_gradient import product, transposed
 
+OPTIONS = ("base2", "centred", "n_keys")  # of what centred keys have a part in
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -98,6 +100,12 @@ def prepare_qkv(call: Call, config, inputs):
     return launch_of(call, inputs[0], lambda rows, w_k, n_keys: times(rows, w_k))
 
 
+def _factor(call: Call) -> float:
+    """Of queries."""
+    problem = call.problem
+    return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
+
+
 def launch_of(call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Tensor]) -> Callable:
     """The launch of a forward pass on x; (rows [B, n_k, D], w_k, n_keys) → keys is to be given."""
     dtype, (batch, n_rows, d_model), n_heads = x.dtype, x.shape, call.problem["n_heads"]
@@ -108,7 +116,7 @@ def launch_of(call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Ten
         ((batch, n_heads, n, head_dim), (n * d_model, head_dim, d_model, 1)) for n in (n_q, n_k)
     )
 
-    times_q, times_v = (_times(n, x) for n in (n_q, n_k))
+    times_q, times_v = _times(n_q, x, _factor(call)), _times(n_k, x)
 
     def launch(inputs, scalars):
         x, weight, n_keys = inputs
@@ -121,17 +129,39 @@ def launch_of(call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Ten
     return launch
 
 
-def _times(n: int, x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What multiplies `n` rows of every sample of x [B, L, D] by the transpose of w [D, D].
+def _times(
+    n: int, x: torch.Tensor, factor: float = 1.0
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What multiplies `n` rows of every sample of x [B, L, D], the transpose of w [D, D] and
+    `factor`, and rounds once.
 
     Of all rows PyTorch makes one matrix. Of some it finds out that it cannot, at twice the cost of
     the call that it then makes.
     """
     batch, n_rows, d_model = x.shape
-    if n == n_rows:
+    if n == n_rows and factor == 1.0:
         return F.linear
+    if n == n_rows:
+        matrix, shape = (batch * n, d_model), x.shape
+
+        def all_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            out = rows.new_empty(matrix)
+            return _multiply(rows.reshape(matrix), w.t(), out, factor).view(shape)
+
+        return all_rows
     size, strides = (batch, d_model, d_model), (0, 1, d_model)
-    return lambda rows, w: torch.bmm(rows, w.as_strided(size, strides))
+    if factor == 1.0:
+        return lambda rows, w: torch.bmm(rows, w.as_strided(size, strides))
+    of_out = batch, n, d_model
+    return lambda rows, w: _multiply(
+        rows, w.as_strided(size, strides), rows.new_empty(of_out), factor
+    )
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, factor: float) -> torch.Tensor:
+    """factor · a b in `out`, of matrices or batches of them; what is in `out` is not read."""
+    multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+    return multiply(out, a, b, beta=0, alpha=factor, out=out)
 
 
 def prepare_qkv_backward(call: Call, config, inputs):
@@ -169,11 +199,13 @@ def _of_x(call: Call, x: torch.Tensor, given: list[bool]) -> Callable[..., torch
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, each = n_rows - n_q, (batch, d_model, d_model)
     of_q, of_k = (((batch, n, d_model), (n * d_model, d_model, 1)) for n in (n_q, n_k))
-    has_q, has_keys = given[0], given[1] or given[2]
+    has_q, has_keys, factor = given[0], given[1] or given[2], _factor(call)
+    matrix, of_rows = (batch * n_q, d_model), (d_model, 1)
 
     def of_all_queries(dq, dk, dv, x, weight):
         w_q, w_k, w_v = cast_weight(weight, dtype).chunk(3)
-        dx = torch.matmul(dq.as_strided(*of_q), w_q)
+        dx = x.new_empty(shape)
+        _multiply(dq.as_strided(matrix, of_rows), w_q, dx.view(matrix), factor)
         if has_keys:
             head = dx if n_k == n_rows else dx.narrow(1, 0, n_k)
             for dy, w in ((dk, w_k), (dv, w_v)):
@@ -199,7 +231,7 @@ def _of_x(call: Call, x: torch.Tensor, given: list[bool]) -> Callable[..., torch
         if n_zeros:
             dx.narrow(1, zeros_from, n_zeros).zero_()
         if has_q:
-            torch.bmm(dq.as_strided(*of_q), w_q, out=dx.narrow(1, first, n_q))
+            _multiply(dq.as_strided(*of_q), w_q, dx.narrow(1, first, n_q), factor)
         if has_keys:
             head, begin = dx.narrow(1, 0, n_k), keys_begin
             for dy, w in ((dk, w_k), (dv, w_v)):
@@ -219,7 +251,8 @@ def _of_weight(
     shape, dtype, (batch, n_rows, d_model) = weight.shape, weight.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     queries, keys = _rows(x, n_rows - n_q, n_q), _rows(x, 0, n_k)
-    times, has_q, has_keys = product(x), given[0], given[1] or given[2]
+    times, times_q = product(x), product(x, _factor(call))
+    has_q, has_keys = given[0], given[1] or given[2]
     of_q, of_k = (transposed(batch * n, d_model) for n in (n_q, n_k))
     same = n_q == n_k == n_rows
 
@@ -229,12 +262,13 @@ def _of_weight(
         of_keys = None
         if has_keys:
             of_keys = of_queries if same and has_q else keys(x)
-        reads = (of_q, of_queries), (of_k, of_keys), (of_k, of_keys)
-        for out, dy, (dy_t, rows) in zip(dweight.chunk(3), gradients, reads, strict=True):
+        reads = (times_q, of_q, of_queries), (times, of_k, of_keys), (times, of_k, of_keys)
+        for out, dy, read in zip(dweight.chunk(3), gradients, reads, strict=True):
             if dy is None:
                 out.zero_()
             else:
-                times(dy_t(dy), rows, out=out)
+                multiply, dy_t, rows = read
+                multiply(dy_t(dy), rows, out=out)
         return dweight if dtype == torch.float32 else dweight.to(dtype)
 
     return gradient
@@ -271,7 +305,5 @@ def _rows(x: torch.Tensor, start: int, n: int) -> Read:
 
 LINEAR = Kernel("cublas", empty_linear, prepare_linear)
 LINEAR_BACKWARD = Kernel("cublas", empty_gradients, prepare_linear_backward)
-QKV = Kernel("cublas", empty_qkv, prepare_qkv)
-QKV_BACKWARD = Kernel(
-    "cublas", empty_gradients, prepare_qkv_backward, options=("centred", "n_keys")
-)
+QKV = Kernel("cublas", empty_qkv, prepare_qkv, options=("base2",))
+QKV_BACKWARD = Kernel("cublas", empty_gradients, prepare_qkv_backward, options=OPTIONS)
