@@ -134,7 +134,7 @@ class Pipeline:
 
 
 @gluon.jit
-def _produce(pipe, q_desc, k_desc, v_desc, n, step):
+def produce(pipe, q_desc, k_desc, v_desc, n, step):
     """Stream the program's items; n items and `step` stages came before. Both, after it."""
     for i in range(pipe.n_items()):
         index, bh, row, _keys, first, last = pipe.item(i)
@@ -174,9 +174,9 @@ def _produce(pipe, q_desc, k_desc, v_desc, n, step):
 def _producer(pipe, q_desc, k_desc, v_desc):
     n = 0
     step = 0
-    n, step = _produce(pipe, q_desc, k_desc, v_desc, n, step)
+    n, step = produce(pipe, q_desc, k_desc, v_desc, n, step)
     if pipe.must_repeat(1):
-        _produce(pipe, q_desc, k_desc, v_desc, n, step)
+        produce(pipe, q_desc, k_desc, v_desc, n, step)
 
 
 @gluon.jit
@@ -263,6 +263,20 @@ def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
 
 
 @gluon.jit
+def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
+    """Leave a warpgroup's acc [64, D], m [64] and l_i [64] of the program's i-th item, a part."""
+    OUT: gl.constexpr = acc.type.layout
+    part = 2 * gl.program_id(0) + i - pipe.n_whole
+    part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
+    rows = gl.arange(0, ROWS, layout=m.type.layout)
+    acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
+    gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
+    gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
+    gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
+
+
+@gluon.jit
 def _consume(
     pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP: gl.constexpr, ONLINE: gl.constexpr
 ):  # fmt: skip
@@ -308,13 +322,7 @@ def _consume(
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
                 gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < pipe.n_q)
             else:
-                part = 2 * gl.program_id(0) + i - pipe.n_whole
-                part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
-                acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-                offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
-                gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
-                gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
-                gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
+                store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
             step += last - first + LAG
             n += 1
     return n, step
