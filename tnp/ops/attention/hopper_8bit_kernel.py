@@ -271,7 +271,9 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _producer(pipe, q_desc, k_desc, v_desc):
-    produce(pipe, q_desc, k_desc, v_desc, 0, 0)
+    n = 0
+    step = 0
+    produce(pipe, q_desc, k_desc, v_desc, n, step)
 
 
 @gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k", "n_whole", "share"])
