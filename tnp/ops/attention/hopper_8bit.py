@@ -18,8 +18,13 @@ from tnp.ops.attention.quantize import BLOCK, empty, quantizer
 
 @dataclass(frozen=True)
 class Config(hopper_forward.ForwardConfig):
-    """As of the form in 16 bits, and whether warpgroups take turns with their exponentials."""
+    """As of the form in 16 bits, and two ways to overlap what is computed.
 
+    ahead: the next scores run beside a warpgroup's own exponentials.
+    in_turn: warpgroups take turns with their exponentials.
+    """
+
+    ahead: bool
     in_turn: bool
 
 
@@ -32,9 +37,12 @@ def supported(call: Call) -> Reason:
 
 def configs(call: Call) -> tuple[Config, ...]:
     """Candidates, the default first."""
-    return tuple(
-        Config(BLOCK.value, num_stages, 160, 3, in_turn)
-        for num_stages, in_turn in ((4, False), (4, True), (2, False))
+    return (
+        Config(BLOCK.value, 4, 160, 3, ahead=False, in_turn=False),
+        Config(BLOCK.value, 4, 160, 3, ahead=False, in_turn=True),
+        Config(BLOCK.value, 4, 240, 2, ahead=True, in_turn=False),
+        Config(BLOCK.value, 4, 240, 2, ahead=True, in_turn=True),
+        Config(BLOCK.value, 2, 160, 3, ahead=False, in_turn=False),
     )
 
 
@@ -50,7 +58,8 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         n_tiles, n_heads, n_q, k.shape[2], n_whole, share,
         maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
         STAGES=config.num_stages, REGISTERS=config.registers, CONSUMERS=config.consumers,
-        HAS_N_KEYS=n_keys is not None, IN_TURN=config.in_turn, num_warps=4,
+        HAS_N_KEYS=n_keys is not None, AHEAD=config.ahead, IN_TURN=config.in_turn,
+        num_warps=4,
     )  # fmt: skip
     of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
 

@@ -16,8 +16,9 @@ would be. acc is in units of the last block's values; that the next block has ot
 same factor.
 
 p never crosses the edge of the loop, where it would be unpacked. Within a trip: exponentials of the
-scores that are there, their product with the values, the next scores, and while both run the
-addresses of what follows; then the sums of values. Other warpgroups' exponentials run beside it.
+scores that are there, their product with the values, the next scores; then the sums of values, and
+the next maximum. Other warpgroups' exponentials run beside it. AHEAD: the next scores are started
+first and run beside exponentials of the same warpgroup, which takes registers for both.
 """
 
 from triton.experimental import gluon
@@ -37,6 +38,7 @@ from tnp.ops.attention.hopper_forward_kernel import (
     LAG,
     ROWS,
     Pipeline,
+    lane_sums,
     produce,
     store_part,
 )
@@ -75,13 +77,14 @@ class Pipeline8:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_N_KEYS: gl.constexpr
+    AHEAD: gl.constexpr
     IN_TURN: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, o, q_full, q_empty, full, empty, q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS, IN_TURN,
+        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD, IN_TURN,
     ):  # fmt: skip
         self.q, self.k, self.v, self.o = q, k, v, o
         self.q_full, self.q_empty = q_full, q_empty
@@ -93,6 +96,7 @@ class Pipeline8:
         self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK), gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
+        self.AHEAD = gl.constexpr(AHEAD)
         self.IN_TURN = gl.constexpr(IN_TURN)
 
     n_items = Pipeline.n_items
@@ -147,14 +151,22 @@ def _await_turn(pipe, x, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _pass_turn(pipe, x, NEXT: gl.constexpr):
-    """x [64], and the warpgroup NEXT may go on."""
+    """The warpgroup NEXT may go on, once x is there, two numbers of a thread."""
     if pipe.IN_TURN:
-        return gl.inline_asm_elementwise(
+        gl.inline_asm_elementwise(
             f"bar.arrive {FIRST_TURN + NEXT}, 256; mov.b32 $0, $2; mov.b32 $1, $3;",
             "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2,
         )  # fmt: skip
-    else:
-        return x
+
+
+@gluon.jit
+def _exponentials(pipe, s, factor, m, l_i, WARPGROUP: gl.constexpr):
+    """(2^(s − m + 8) packed as an operand, l [64, 4] with its sums)."""
+    shift = _await_turn(pipe, RANGE - m, WARPGROUP)
+    p = gl.exp2(s * factor[:, None] + shift[:, None])
+    l_i = l_i + lane_sums(p, BLOCK)
+    _pass_turn(pipe, l_i, (WARPGROUP + 1) % pipe.CONSUMERS)
+    return _packed(p), l_i
 
 
 @gluon.jit
@@ -166,10 +178,8 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last, WARPGROUP: g
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    NEXT: gl.constexpr = (WARPGROUP + 1) % pipe.CONSUMERS
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
-    l_i = gl.zeros([ROWS], gl.float32, ROW)
+    of_acc = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, OUT))
     end = step + last - first
 
     stage, phase = ring(step, pipe.STAGES)
@@ -182,41 +192,49 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last, WARPGROUP: g
     inside = (columns < keys - (last - 1) * BLOCK)[None, :]
     s = gl.where(inside, s, float("-inf"))
     m = gl.ceil(gl.max(s, 1) * factor)
-    of_l = gl.full([ROWS], 1.0, gl.float32, ROW)
-    of_acc = of_l
+    l_i = lane_sums(gl.zeros([ROWS, BLOCK], gl.float32, S), BLOCK)
+    LANES: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
 
+    scales_ptr += 2 * (first - step - 1)
     for j in range(step + 1, end):
-        next_ptr = scales_ptr + 2 * (first + j - step - 1)
+        next_ptr = scales_ptr + 2 * j
         k_scale = gl.load(next_ptr)
         next_unit = gl.load(next_ptr + 1)
-        shift = _await_turn(pipe, RANGE - m, WARPGROUP)
-        p = gl.exp2(s * factor[:, None] + shift[:, None])
-        l_i = _pass_turn(pipe, l_i * of_l + gl.sum(p, 1), NEXT)
-        p = _packed(p)
         stage, phase = ring(j, pipe.STAGES)
-        mbarrier.wait(pipe.full.index(stage), phase)
-        o_started = _values(pipe, p, stage)
-        s_started = _scores(pipe, q, stage)
-        o = warpgroup_mma_wait(1, deps=[o_started])
-        acc = acc * gl.convert_layout(of_acc, gl.SliceLayout(1, OUT))[:, None] + o
-        s = warpgroup_mma_wait(0, deps=[s_started])
-        mbarrier.arrive(pipe.empty.index(stage), count=1)
+        if pipe.AHEAD:
+            mbarrier.wait(pipe.full.index(stage), phase)
+            s_started = _scores(pipe, q, stage)
+            p, l_i = _exponentials(pipe, s, factor, m, l_i, WARPGROUP)
+            o_started = _values(pipe, p, stage)
+            s = warpgroup_mma_wait(1, deps=[s_started])
+        else:
+            p, l_i = _exponentials(pipe, s, factor, m, l_i, WARPGROUP)
+            mbarrier.wait(pipe.full.index(stage), phase)
+            o_started = _values(pipe, p, stage)
+            s_started = _scores(pipe, q, stage)
+            o = warpgroup_mma_wait(1, deps=[o_started])
+            acc = acc * of_acc[:, None] + o
+            s = warpgroup_mma_wait(0, deps=[s_started])
+            mbarrier.arrive(pipe.empty.index(stage), count=1)
         factor = q_factor * k_scale
         m_new = gl.maximum(m, gl.ceil(gl.max(s, 1) * factor))
-        of_l = gl.exp2(m - m_new)
-        of_acc = gl.exp2(m - m_new + (unit - next_unit))
+        if pipe.AHEAD:
+            o = warpgroup_mma_wait(0, deps=[o_started])
+            acc = acc * of_acc[:, None] + o
+            mbarrier.arrive(pipe.empty.index(stage), count=1)
+        rescale = gl.exp2(m - m_new)
+        l_i = l_i * gl.convert_layout(rescale, LANES)[:, None]
+        of_acc = gl.convert_layout(rescale * gl.exp2(unit - next_unit), gl.SliceLayout(1, OUT))
         m = m_new
         unit = next_unit
 
-    shift = _await_turn(pipe, RANGE - m, WARPGROUP)
-    p = gl.exp2(s * factor[:, None] + shift[:, None])
-    l_i = _pass_turn(pipe, l_i * of_l + gl.sum(p, 1), NEXT)
-    p = _packed(p)
+    p, l_i = _exponentials(pipe, s, factor, m, l_i, WARPGROUP)
     stage, phase = ring(end, pipe.STAGES)
     mbarrier.wait(pipe.full.index(stage), phase)
     o = warpgroup_mma_wait(0, deps=[_values(pipe, p, stage)])
     mbarrier.arrive(pipe.empty.index(stage), count=1)
-    acc = acc * gl.convert_layout(of_acc, gl.SliceLayout(1, OUT))[:, None] + o
+    acc = acc * of_acc[:, None] + o
+    l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
     return acc * gl.exp2(unit), l_i, m
 
 
@@ -225,7 +243,6 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
     """Attend for the program's items."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + WARPGROUP * ROWS
     n = 0
     step = 0
     if WARPGROUP == pipe.CONSUMERS - 1:
@@ -234,8 +251,9 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
     for i in range(pipe.n_items()):
         index, bh, row, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
-            at = bh.to(gl.int64) * pipe.n_q + row + rows
-            q_scale = gl.load(pipe.q_scale_ptr + at, mask=row + rows < pipe.n_q, other=0.0)
+            rows = row + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+            q_scales = pipe.q_scale_ptr + bh.to(gl.int64) * pipe.n_q + rows
+            q_scale = gl.load(q_scales, mask=rows < pipe.n_q, other=0.0)
             blocks = gl.cdiv(pipe.n_k, BLOCK)
             scales_ptr = pipe.scales_ptr + bh.to(gl.int64) * blocks * 2
             slot, phase = ring(n, 2)
@@ -247,7 +265,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
             mbarrier.arrive(pipe.q_empty.index(slot), count=1)
 
             # Computed again: kept through the loops over keys it would take registers.
-            _index, bh, row, _keys, _first, _last = pipe.item(i)
+            _index, bh, row, _keys, first, last = pipe.item(i)
             if i < pipe.n_whole:
                 offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
                 vector = gl.load(vector_ptr + bh * HEAD_DIM + offs_d)
@@ -255,12 +273,14 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
                 o = acc * of_row[:, None] + vector[None, :]
                 # The last tile's output has left shared memory by now.
                 tma.store_wait(0)
-                tile(pipe.o, WARPGROUP).store(o.to(o_desc.dtype))
+                # Opaque, or addresses would be kept through the loops, and spill.
+                buffer = opaque(WARPGROUP)
+                tile(pipe.o, buffer).store(o.to(o_desc.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(
                     o_desc,
                     [bh // pipe.n_heads, bh % pipe.n_heads, row + WARPGROUP * ROWS, 0],
-                    pipe.o.index(WARPGROUP),
+                    pipe.o.index(buffer),
                 )
             else:
                 store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
@@ -281,7 +301,7 @@ def attention_fwd_hopper_8bit_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, scales_ptr, vector_ptr, part_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr,
-    HAS_N_KEYS: gl.constexpr, IN_TURN: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr, AHEAD: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
     """o of whole query tiles, and parts of those that are split."""
     pipe = Pipeline8(
@@ -293,16 +313,27 @@ def attention_fwd_hopper_8bit_kernel(
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
         q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS, IN_TURN,
+        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD, IN_TURN,
     )  # fmt: skip
     # An inline list: assigned to a name first, its constants would turn into tensors.
-    gl.warp_specialize(
-        [
-            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
-            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
-            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 2)),
-            (_producer, (pipe, q_desc, k_desc, v_desc)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
+                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
+                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 2)),
+                (_producer, (pipe, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
+                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
+                (_producer, (pipe, q_desc, k_desc, v_desc)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )

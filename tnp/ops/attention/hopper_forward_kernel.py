@@ -180,7 +180,7 @@ def _producer(pipe, q_desc, k_desc, v_desc):
 
 
 @gluon.jit
-def _lane_sums(p, BLOCK_N: gl.constexpr):
+def lane_sums(p, BLOCK_N: gl.constexpr):
     """Row sums over the columns that a thread holds: [64, 4], without a shuffle."""
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
@@ -212,7 +212,7 @@ def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
         return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
     else:
         p = gl.exp2(s * pipe.scale_log2 - m[:, None])
-        return p, 1.0, m, l_i + _lane_sums(p, pipe.BLOCK_N)
+        return p, 1.0, m, l_i + lane_sums(p, pipe.BLOCK_N)
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
     s = gl.where(inside, s, float("-inf"))
     m = gl.max(s, 1) * pipe.scale_log2
     p = gl.exp2(s * pipe.scale_log2 - m[:, None])
-    l_i = gl.sum(p, 1) if ONLINE else _lane_sums(p, BLOCK_N)
+    l_i = gl.sum(p, 1) if ONLINE else lane_sums(p, BLOCK_N)
 
     for j in range(step + 1, end):
         stage, phase = ring(j, pipe.STAGES)
