@@ -18,14 +18,9 @@ from tnp.ops.attention.quantize import BLOCK, empty, quantizer
 
 @dataclass(frozen=True)
 class Config(hopper_forward.ForwardConfig):
-    """As of the form in 16 bits, and two ways to overlap what is computed.
-
-    ahead: the next scores run beside a warpgroup's own exponentials.
-    in_turn: warpgroups take turns with their exponentials.
-    """
+    """As of the form in 16 bits; and whether scores run beside a warpgroup's own exponentials."""
 
     ahead: bool
-    in_turn: bool
 
 
 def supported(call: Call) -> Reason:
@@ -38,11 +33,9 @@ def supported(call: Call) -> Reason:
 def configs(call: Call) -> tuple[Config, ...]:
     """Candidates, the default first."""
     return (
-        Config(BLOCK.value, 4, 160, 3, ahead=False, in_turn=False),
-        Config(BLOCK.value, 4, 160, 3, ahead=False, in_turn=True),
-        Config(BLOCK.value, 4, 240, 2, ahead=True, in_turn=False),
-        Config(BLOCK.value, 4, 240, 2, ahead=True, in_turn=True),
-        Config(BLOCK.value, 2, 160, 3, ahead=False, in_turn=False),
+        Config(BLOCK.value, 4, 160, 3, ahead=False),
+        Config(BLOCK.value, 4, 240, 2, ahead=True),
+        Config(BLOCK.value, 2, 160, 3, ahead=False),
     )
 
 
@@ -58,8 +51,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         n_tiles, n_heads, n_q, k.shape[2], n_whole, share,
         maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
         STAGES=config.num_stages, REGISTERS=config.registers, CONSUMERS=config.consumers,
-        HAS_N_KEYS=n_keys is not None, AHEAD=config.ahead, IN_TURN=config.in_turn,
-        num_warps=4,
+        HAS_N_KEYS=n_keys is not None, AHEAD=config.ahead, num_warps=4,
     )  # fmt: skip
     of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
 

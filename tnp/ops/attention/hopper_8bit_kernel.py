@@ -47,8 +47,6 @@ from tnp.ops.attention.quantize import BLOCK, GROUP
 from tnp.ops.hopper_primitives import barriers, opaque
 
 RANGE = gl.constexpr(eight_bit.RANGE)
-# The first of the hardware's named barriers that nothing of Triton's uses, one a warpgroup.
-FIRST_TURN = gl.constexpr(12)
 
 
 @aggregate
@@ -78,13 +76,12 @@ class Pipeline8:
     CONSUMERS: gl.constexpr
     HAS_N_KEYS: gl.constexpr
     AHEAD: gl.constexpr
-    IN_TURN: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, o, q_full, q_empty, full, empty, q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD, IN_TURN,
+        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD,
     ):  # fmt: skip
         self.q, self.k, self.v, self.o = q, k, v, o
         self.q_full, self.q_empty = q_full, q_empty
@@ -97,7 +94,6 @@ class Pipeline8:
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
         self.AHEAD = gl.constexpr(AHEAD)
-        self.IN_TURN = gl.constexpr(IN_TURN)
 
     n_items = Pipeline.n_items
     item = Pipeline.item
@@ -138,39 +134,15 @@ def _values(pipe, p, stage):
 
 
 @gluon.jit
-def _await_turn(pipe, x, WARPGROUP: gl.constexpr):
-    """x [64], once the warpgroup before has passed its turn on."""
-    if pipe.IN_TURN:
-        return gl.inline_asm_elementwise(
-            f"bar.sync {FIRST_TURN + WARPGROUP}, 256; mov.b32 $0, $2; mov.b32 $1, $3;",
-            "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2,
-        )  # fmt: skip
-    else:
-        return x
-
-
-@gluon.jit
-def _pass_turn(pipe, x, NEXT: gl.constexpr):
-    """The warpgroup NEXT may go on, once x is there, two numbers of a thread."""
-    if pipe.IN_TURN:
-        gl.inline_asm_elementwise(
-            f"bar.arrive {FIRST_TURN + NEXT}, 256; mov.b32 $0, $2; mov.b32 $1, $3;",
-            "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _exponentials(pipe, s, factor, m, l_i, WARPGROUP: gl.constexpr):
+def _exponentials(s, factor, m, l_i):
     """(2^(s − m + 8) packed as an operand, l [64, 4] with its sums)."""
-    shift = _await_turn(pipe, RANGE - m, WARPGROUP)
-    p = gl.exp2(s * factor[:, None] + shift[:, None])
+    p = gl.exp2(s * factor[:, None] + (RANGE - m)[:, None])
     l_i = l_i + lane_sums(p, BLOCK)
-    _pass_turn(pipe, l_i, (WARPGROUP + 1) % pipe.CONSUMERS)
     return _packed(p), l_i
 
 
 @gluon.jit
-def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last, WARPGROUP: gl.constexpr):
+def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last):
     """acc [64, D], l [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
 
     `step` stages were consumed before. `q_factor` [64] is a row's scale, times scale·log2(e);
@@ -204,11 +176,11 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last, WARPGROUP: g
         if pipe.AHEAD:
             mbarrier.wait(pipe.full.index(stage), phase)
             s_started = _scores(pipe, q, stage)
-            p, l_i = _exponentials(pipe, s, factor, m, l_i, WARPGROUP)
+            p, l_i = _exponentials(s, factor, m, l_i)
             o_started = _values(pipe, p, stage)
             s = warpgroup_mma_wait(1, deps=[s_started])
         else:
-            p, l_i = _exponentials(pipe, s, factor, m, l_i, WARPGROUP)
+            p, l_i = _exponentials(s, factor, m, l_i)
             mbarrier.wait(pipe.full.index(stage), phase)
             o_started = _values(pipe, p, stage)
             s_started = _scores(pipe, q, stage)
@@ -228,7 +200,7 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last, WARPGROUP: g
         m = m_new
         unit = next_unit
 
-    p, l_i = _exponentials(pipe, s, factor, m, l_i, WARPGROUP)
+    p, l_i = _exponentials(s, factor, m, l_i)
     stage, phase = ring(end, pipe.STAGES)
     mbarrier.wait(pipe.full.index(stage), phase)
     o = warpgroup_mma_wait(0, deps=[_values(pipe, p, stage)])
@@ -245,9 +217,6 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     n = 0
     step = 0
-    if WARPGROUP == pipe.CONSUMERS - 1:
-        # The first warpgroup's turn comes without one before it.
-        _pass_turn(pipe, gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S)), 0)
     for i in range(pipe.n_items()):
         index, bh, row, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
@@ -260,7 +229,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
             mbarrier.wait(pipe.q_full.index(slot), phase)
             q = tile(pipe.q, slot * pipe.CONSUMERS + WARPGROUP)
             acc, l_i, m = _attend(
-                pipe, q, q_scale * pipe.scale_log2, scales_ptr, step, keys, first, last, WARPGROUP
+                pipe, q, q_scale * pipe.scale_log2, scales_ptr, step, keys, first, last
             )
             mbarrier.arrive(pipe.q_empty.index(slot), count=1)
 
@@ -301,7 +270,7 @@ def attention_fwd_hopper_8bit_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, scales_ptr, vector_ptr, part_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr,
-    HAS_N_KEYS: gl.constexpr, AHEAD: gl.constexpr, IN_TURN: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """o of whole query tiles, and parts of those that are split."""
     pipe = Pipeline8(
@@ -313,7 +282,7 @@ def attention_fwd_hopper_8bit_kernel(
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
         q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD, IN_TURN,
+        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD,
     )  # fmt: skip
     # An inline list: assigned to a name first, its constants would turn into tensors.
     if CONSUMERS == 3:

@@ -10,7 +10,7 @@ Hopper multiplies 8-bit operands only where both are contiguous along what is su
 left one, p, in registers as it leaves the product before. So values are stored transposed, in
 tiles of 64 keys, and `key_at` says in which order: nothing of p is then exchanged between threads.
 
-A row, or a block, that holds infinity or NaN becomes NaN. Its scale would hide it otherwise.
+A row, or a block, that holds infinity becomes NaN: its scale would hide it otherwise. NaN stays.
 """
 
 from collections.abc import Callable

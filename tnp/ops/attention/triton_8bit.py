@@ -75,7 +75,9 @@ def _attention_fwd_8bit_kernel(
         l_i = l_i * tl.math.exp2(m_i - m_new) + tl.sum(p, 1)
         v_t = tl.load(v8_ptr + value_offsets(block, positions[None, :], offs_d[:, None], HEAD_DIM))
         o = dot(cast(p, v_t.dtype), tl.trans(v_t))
-        acc = acc * tl.math.exp2(m_i - m_new + (unit - next_unit))[:, None] + o
+        # As a sum of products Triton would have it added in the tensor cores, with 13 bits.
+        rescale = tl.math.exp2(m_i - m_new + (unit - next_unit))
+        acc = tl.math.fma(acc, tl.broadcast_to(rescale[:, None], [BLOCK_M, HEAD_DIM]), o)
         m_i = m_new
         unit = next_unit
     o = acc * (tl.math.exp2(unit) / l_i)[:, None]
