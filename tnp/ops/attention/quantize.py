@@ -2,9 +2,9 @@
 
 Keys and values are centred first: softmax does not change when one vector is taken from all keys,
 and what is taken from all values is added to the output in float32. Any vector is right, so the
-mean of `SAMPLED` rows serves, or of all where there are fewer. What remains is scaled by powers of two, 2^e, so that the largest
-element lies between half of what e4m3 holds and all of it: a row of q, a block of 128 keys, a block
-of 128 values each have a scale of their own.
+mean of `SAMPLED` rows serves, or of all where there are fewer. What remains is scaled by powers of
+two, 2^e, so that the largest element lies between half of what e4m3 holds and all of it: a row of
+q, a block of 128 keys, a block of 128 values each have a scale of their own.
 
 Hopper multiplies 8-bit operands only where both are contiguous along what is summed, and holds the
 left one, p, in registers as it leaves the product before. So values are stored transposed, in
