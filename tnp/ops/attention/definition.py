@@ -182,7 +182,7 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
             # Of head_dim 64, as the 8-bit form takes it.
             case(1, 1, 40, 300, values="one_hot"),
             case(2, 1, 33, 300, values="offset", lengths="129,300"),
-            case(1, 1, 20, 200, magnitude=2.5),
+            case(1, 1, 40, 33, magnitude=2.5),
         )
     return (
         *(case(1, 1, n, 200) for n in _EDGES),

@@ -91,13 +91,6 @@ def configs(call: Call) -> tuple[Config, ...]:
     return (Config(64, 4, 2), Config(128, 8, 2))
 
 
-def counts(call: Call, config: Config) -> tuple[float, ...]:
-    """A launch, blocks of keys of a multiprocessor, its query tiles, blocks of one of them."""
-    load = n_query_tiles(call, config.block_m) / call.target.multiprocessors
-    blocks = triton.cdiv(call.problem["n_k"], BLOCK.value)
-    return 1, load * blocks, load, blocks
-
-
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     """Quantization, and one launch, a program a tile of queries."""
     q, k, _, n_keys = inputs
@@ -123,4 +116,4 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     return checked(launch, call)
 
 
-FORWARD = Kernel("triton_8bit", empty, prepare, configs=configs, options=("n_keys",), counts=counts)
+FORWARD = Kernel("triton_8bit", empty, prepare, configs=configs, options=("n_keys",))
