@@ -67,6 +67,7 @@ class Setting:
     own: Results  # by it
     exact: Results  # in float64, of what the implementation's number format holds
     originals: Results | None  # in float64 of the inputs as they are, where that is another thing
+    rounded: Results  # in float64 with the roundings that a narrower format brings on the way
 
     @classmethod
     def of(
@@ -86,14 +87,21 @@ class Setting:
         plain = operator.reference if refused else yardstick.run
         floors = operator.condition(case, inputs) if operator.condition else 0.0
 
+        def as_given(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+            return x if x is None else x.to(inputs[name].dtype)
+
         def exact(of: Inputs) -> Results:
             doubles = in_float64(of)
             return compute(operator, operator.reference, doubles, wanted, upstream, **options)
 
         return cls(
             operator, found, case, device, inputs, options, wanted, upstream, budget, floors, plain,
-            own=compute(operator, plain, held, wanted, upstream, **options),
+            own=compute(
+                operator, plain, {name: as_given(name, x) for name, x in held.items()}, wanted,
+                upstream, **options,
+            ),
             exact=exact(held), originals=None if budget.emulate is None else exact(inputs),
+            rounded={} if budget.rounded is None else budget.rounded(case, inputs),
         )  # fmt: skip
 
     @property
@@ -134,9 +142,14 @@ class Setting:
             bound = self.budget.gradients if is_gradient else self.budget.outputs
             yield name, self._ratio(name, value), bound
             if self.originals is not None and value is not None:
-                quantized = distance(self.exact[name], self.originals[name])
+                quantized = distance(self._emulated(name, value.dtype), self.originals[name])
                 ratio = distance(value, self.originals[name]) / max(quantized, 1e-300)
                 yield f"{name} of the originals", ratio, self.budget.emulated
+
+    def _emulated(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """What the number format makes of a result, handed on in `dtype` where it is rounded."""
+        found = self.rounded.get(name)
+        return self.exact[name] if found is None else found.to(dtype)
 
     def _ratio(self, name: str, value: torch.Tensor | None) -> float:
         own, exact = self.own[name], self.exact[name]
@@ -152,6 +165,8 @@ class Setting:
         floor = self.floors.get(name, 0.0) if isinstance(self.floors, Mapping) else self.floors
         # Infinite where the result is zero and nothing can be said relative to it.
         floor = floor if math.isinf(floor) else floor * exact.norm().item()
+        if name in self.rounded:
+            floor = max(floor, distance(self.rounded[name], exact))
         return error_ratio(value, own, exact, floor)
 
 

@@ -6,12 +6,16 @@ import triton
 import triton.language as tl
 
 # Triton's interpreter (3.6 to 3.9) computes bfloat16 dots wrongly and truncates where a GPU rounds:
-# `dot` upcasts there, and `cast` rounds first.
+# `dot` upcasts there, and `cast` rounds first. Of e4m3 it takes the code of NaN for a number.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Three TF32 products per float32 product: float32's accuracy on the tensor cores. The exact product
 # ("ieee") runs on the FMA units, where the compiler keeps whole tiles in a thread and spills.
 FLOAT32_PRECISION = tl.constexpr("tf32x3")
+
+# The largest number of e4m3, and what its code of NaN would be if it were one.
+E4M3_MAX = tl.constexpr(448.0)
+E4M3_NAN = tl.constexpr(480.0)
 
 
 @dataclass(frozen=True)
@@ -27,19 +31,34 @@ class KernelConfig:
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """float32 x in `dtype`, rounded to nearest."""
+    """float32 x in `dtype`, rounded to nearest; in e4m3 what is too large becomes the largest."""
     if INTERPRETED and dtype == tl.bfloat16:
         # Dekker's split: the upper 8 bits of the significand, rounded; the cast is then exact.
         shifted = x * 65537.0
         x = shifted - (shifted - x)
+    if INTERPRETED and dtype == tl.float8e4nv:
+        # Added to 1.5 · 2^20 times its own power of two, a number keeps 4 bits of its significand.
+        power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        clamped = tl.minimum(tl.maximum(x, -E4M3_MAX), E4M3_MAX)
+        shift = tl.minimum(tl.maximum(power, 2.0**-6), 256.0) * (1.5 * 2.0**20)
+        x = tl.where(x == x, (clamped + shift) - shift, E4M3_NAN)
     return x.to(dtype)
+
+
+@triton.jit
+def widened(x):
+    """Operand x of a product in float32, as the interpreter needs it."""
+    wide = x.to(tl.float32)
+    if x.dtype == tl.float8e4nv:
+        wide = tl.where(tl.abs(wide) == E4M3_NAN, float("nan"), wide)
+    return wide
 
 
 @triton.jit
 def dot(a, b):
     """a @ b accumulated in float32, to float32's own accuracy for float32 operands."""
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=FLOAT32_PRECISION)
+        return tl.dot(widened(a), widened(b), input_precision=FLOAT32_PRECISION)
     return tl.dot(a, b, input_precision=FLOAT32_PRECISION)
 
 
@@ -47,7 +66,7 @@ def dot(a, b):
 def add_dot(a, b, acc):
     """acc + a @ b, in the accumulator."""
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=FLOAT32_PRECISION)
+        return tl.dot(widened(a), widened(b), acc, input_precision=FLOAT32_PRECISION)
     return tl.dot(a, b, acc, input_precision=FLOAT32_PRECISION)
 
 

@@ -3,16 +3,26 @@
     o = softmax(scale · q kᵀ) v
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
-and dv and then dq, whose results are equal from run to run; or one.
+and dv and then dq, whose results are equal from run to run; or one. `e4m3` has both products of the
+forward pass in 8 bits, and no backward.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
+from tnp.contract import (
+    ALL_FLOATS,
+    Budget,
+    Call,
+    Implementation,
+    Operation,
+    Operator,
+    Reason,
+    triton_from,
+)
 from tnp.inputs import positive_number, require_floats, require_lengths, require_one_device
-from tnp.ops.attention import definition, torch_forms
+from tnp.ops.attention import definition, eight_bit, torch_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,9 +70,8 @@ def _ours(call: Call) -> Reason:
     return _triton(call)
 
 
-def _operation(name: str, few_keys: str, hopper: str, triton: str) -> Operation:
-    kernels = tuple(f"{__name__}.{kernel}" for kernel in (few_keys, hopper, triton))
-    return Operation(f"attention.{name}", kernels)
+def _operation(name: str, *kernels: str) -> Operation:
+    return Operation(f"attention.{name}", tuple(f"{__name__}.{kernel}" for kernel in kernels))
 
 
 FORWARD = _operation(
@@ -73,6 +82,7 @@ SEPARATE = _operation(
     "separate", "few_keys:BACKWARD", "hopper_backward:SEPARATE", "triton_backward:SEPARATE"
 )
 FUSED = _operation("fused", "few_keys:BACKWARD", "hopper_backward:FUSED", "triton_backward:FUSED")
+IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWARD")
 OPERATOR = Operator(
     "attention",
     inputs=("q", "k", "v", "n_keys?"),
@@ -108,6 +118,16 @@ OPERATOR = Operator(
         ),
         Implementation(
             "fused", forward=FORWARD, backward=FUSED, supported=_ours, options=definition.OPTIONS
+        ),
+        Implementation(
+            "e4m3",
+            forward=IN_8_BITS,
+            supported=eight_bit.supported,
+            dtypes=("bfloat16",),
+            options=definition.OPTIONS,
+            precision="e4m3",
+            budget=Budget(emulate=eight_bit.held, rounded=eight_bit.rounded),
+            work=eight_bit.work,
         ),
         Implementation(
             "reference",
@@ -148,7 +168,7 @@ def attention(
 
     Args:
         q: [B, H, n_q, D], a float dtype. Any strides with the last dimension contiguous, such as
-            views of a fused projection. Ours take D = 16, 32, 64 and 128.
+            views of a fused projection. Ours take D = 16, 32, 64 and 128, `e4m3` bfloat16 and 64.
         k, v: [B, H, n_k, D], n_k ≥ 1, like q in dtype and device.
         scale: a number, positive and finite; 1/√D where None.
         base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to:

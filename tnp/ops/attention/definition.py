@@ -21,19 +21,25 @@ if TYPE_CHECKING:
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
     """q, k, v, views of one projection [B, L, 3, H, D] as in a model.
 
-    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn. With base2 q
+    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn; `values` are
+    "offset", of mean 1, or "one_hot", where o says how much weight which keys have. With base2 q
     carries the scale, and scores are to base 2 what they are to base e without.
     """
+    import torch
+
     p, drawn = case.problem, dict(case.draw)
     projection = random(p["batch"], max(p["n_q"], p["n_k"]), 3, p["n_heads"], p["head_dim"])
     projection[:, :, :2] *= drawn.get("magnitude", 1.0)
     if p["base2"]:
         projection[:, :, 0] *= SCALE / LN_2
     q, k, v = projection.permute(2, 0, 3, 1, 4)
+    if drawn.get("values") == "offset":
+        v += 1.0
+    elif drawn.get("values") == "one_hot":
+        key = torch.arange(v.shape[2], device=v.device)[:, None]
+        v.copy_(key % p["head_dim"] == torch.arange(p["head_dim"], device=v.device))
     n_keys = None
     if "lengths" in drawn:
-        import torch
-
         lengths = [int(length) for length in drawn["lengths"].split(",")]
         n_keys = torch.tensor(lengths, dtype=torch.int32, device=projection.device)
     elif p["n_keys"]:
@@ -182,6 +188,10 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
             case(2, 1, 20, 140, 16, lengths="7,140"),
             case(1, 1, 40, 33, 16, base2=True),
             case(2, 1, 20, 300, 16, lengths="7,300", base2=True),
+            # Of head_dim 64, as the 8-bit form takes it.
+            case(1, 1, 40, 300, values="one_hot"),
+            case(2, 1, 33, 300, values="offset", lengths="129,300"),
+            case(1, 1, 40, 33, magnitude=2.5),
         )
     return (
         *(case(1, 1, n, 200) for n in _EDGES),
@@ -203,6 +213,10 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         case(3, 2, 300, 128, lengths="1,65,128"),
         case(2, 2, 700, 600, magnitude=8.0, lengths="65,600"),
         case(1, 1, 11_000, 10_000),
+        # What a wrong order of keys, and sums that lose their last bits, would do most to.
+        *(case(1, 2, 200, n, values="one_hot") for n in (64, 777, 65_536)),
+        *(case(1, 2, 200, n, values="offset") for n in (1000, 65_536, 205_000)),
+        case(3, 2, 700, 600, values="offset", lengths="65,129,600"),
         # More tiles than multiprocessors: whole ones and then parts, some done again; by sample.
         case(1, 8, 3300, 3000, magnitude=4.0),
         case(1, 8, 3300, 3000, dtype="float16", magnitude=2.0),
@@ -236,10 +250,25 @@ def _scaled_all_the_same(q, k, v, n_keys, scale, base2=False):
     return reference(q, k, v, n_keys, scale)
 
 
+def _values_in_another_order(q, k, v, n_keys, scale, base2=False):
+    """Of each 16 in the order of tensor cores' 8-bit operands, left to their own keys."""
+    whole = v.shape[2] // 16 * 16
+    groups = v[:, :, :whole].unflatten(2, (-1, 2, 4, 2)).transpose(3, 4)
+    v = v.clone()
+    v[:, :, :whole] = groups.flatten(2, 5)
+    return reference(q, k, v, n_keys, scale, base2)
+
+
+def _values_less_their_mean(q, k, v, n_keys, scale, base2=False):
+    return reference(q, k, v - v.mean(2, keepdim=True), n_keys, scale, base2)
+
+
 CONTROLS = {
     "the first key left out": _first_key_left_out,
     "keys and values exchanged": _keys_and_values_exchanged,
     "base2 and scaled all the same": _scaled_all_the_same,
+    "values in another order than keys": _values_in_another_order,
+    "values less their mean": _values_less_their_mean,
 }
 
 

@@ -21,6 +21,7 @@ from tnp.ops.attention.hopper_forward_kernel import (
 from tnp.ops.attention.hopper_primitives import head_map, supported, without_reference
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    Layout,
     empty,
     flat,
     forward,
@@ -64,11 +65,14 @@ def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple
 
 @triton.jit(do_not_specialize=["n_q", "first_tile", "share", "blocks"])
 def _combine_kernel(
-    part_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_om, n_heads, n_q, first_tile, share,
+    part_ptr, o_ptr, beside_ptr, stride_ob, stride_oh, stride_om, n_heads, n_q, first_tile, share,
     blocks, TILE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PART_WIDTH: tl.constexpr,
+    PART_WIDTH: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l."""
+    """Rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
+
+    CENTRED: `beside` is a vector of each head to be added to the rows; else lse, to be written.
+    """
     split = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -92,9 +96,13 @@ def _combine_kernel(
     pid_bh = (first_tile + split) // n_tiles
     offs_m = (first_tile + split) % n_tiles * TILE + rows
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
-    store_rows(o_ptr, acc * (1.0 / l_i)[:, None], offs_m, n_q, stride_om, HEAD_DIM)
-    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
-    tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
+    o = acc * (1.0 / l_i)[:, None]
+    if CENTRED:
+        o += tl.load(beside_ptr + pid_bh * HEAD_DIM + offs_d)[None, :]
+    store_rows(o_ptr, o, offs_m, n_q, stride_om, HEAD_DIM)
+    if not CENTRED:
+        lse_ptrs = beside_ptr + pid_bh.to(tl.int64) * n_q + offs_m
+        tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
@@ -107,7 +115,7 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
     )
 
 
-def _tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, int]]:
+def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, int]]:
     """Query tiles, blocks of keys of one, and `schedule`, of programs as many as multiprocessors.
 
     With n_keys nothing is split: a program's share would depend on the samples' lengths.
@@ -119,9 +127,31 @@ def _tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int,
     return n_tiles, blocks, schedule(n_tiles, blocks, call.target.multiprocessors, may_split)
 
 
+def parts(
+    call: Call, config: ForwardConfig, of_o: Layout, centred: bool = False
+) -> tuple[Layout, Bound | None]:
+    """The workspace that split tiles are left in, and what adds them up, None without a split.
+
+    Two parts a program. What adds them up takes the workspace, o, and lse, which it writes; where
+    `centred` a vector of each head in its place, [B, H, D], which it adds to o.
+    """
+    p = call.problem
+    tile_rows = config.consumers * ROWS.value
+    of_parts = flat(2 * call.target.multiprocessors * tile_rows * PART_WIDTH.value)
+    n_tiles, blocks, (_, n_split, share) = tiles(call, config)
+    if not n_split:
+        return of_parts, None
+    return of_parts, Bound(
+        _combine_kernel, (n_split, tile_rows // COMBINE_ROWS),
+        *of_o[1][:3], p["n_heads"], p["n_q"], n_tiles - n_split, share, blocks,
+        TILE=tile_rows, BLOCK_M=COMBINE_ROWS, HEAD_DIM=p["head_dim"],
+        PART_WIDTH=PART_WIDTH.value, CENTRED=centred,
+    )  # fmt: skip
+
+
 def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
     """A launch, blocks of keys of the busiest program, tiles of an average one, a split."""
-    n_tiles, blocks, (n_whole, n_split, share) = _tiles(call, config)
+    n_tiles, blocks, (n_whole, n_split, share) = tiles(call, config)
     busiest = n_whole * blocks + share
     return 1, busiest, n_tiles / call.target.multiprocessors, float(n_split > 0)
 
@@ -129,38 +159,29 @@ def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """The kernel, and the sum of parts where tiles are split."""
     q, k, v, n_keys = inputs
-    _, n_heads, n_q, head_dim = q.shape
+    _, n_heads, n_q, _ = q.shape
     n_k, counted = k.shape[2], n_keys is not None
     of_o, of_lse = rows_layout(q), lse_layout(q)
     rows = ROWS.value
-    tile_rows = config.consumers * rows
     programs = call.target.multiprocessors
-    n_tiles, blocks, (n_whole, n_split, share) = _tiles(call, config)
-    of_parts = flat(2 * programs * tile_rows * PART_WIDTH.value)
+    n_tiles, _, (n_whole, n_split, share) = tiles(call, config)
     kernel = Bound(
         attention_fwd_hopper_kernel, (programs,), n_tiles, n_heads, n_q, n_k, n_whole, share,
         maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
         BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
         CONSUMERS=config.consumers, HAS_N_KEYS=counted, BASE2=without_reference(call), num_warps=4,
     )  # fmt: skip
-    combine_kernel = None
-    if n_split:
-        combine_kernel = Bound(
-            _combine_kernel, (n_split, tile_rows // COMBINE_ROWS),
-            *of_o[1][:3], n_heads, n_q, n_tiles - n_split, share, blocks,
-            TILE=tile_rows, BLOCK_M=COMBINE_ROWS, HEAD_DIM=head_dim,
-            PART_WIDTH=PART_WIDTH.value,
-        )  # fmt: skip
+    of_parts, combine = parts(call, config, of_o)
 
     def launch(inputs, scalars):
         q, k, v, n_keys = inputs
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
-        parts = lse.new_empty_strided(*of_parts) if n_split else lse
+        of_split = lse.new_empty_strided(*of_parts) if combine else lse
         n_keys = lse if n_keys is None else n_keys
-        kernel(q, k, v, o, lse, parts, n_keys, scalars[0] * LOG2_E)
-        if combine_kernel:
-            combine_kernel(parts, o, lse)
+        kernel(q, k, v, o, lse, of_split, n_keys, scalars[0] * LOG2_E)
+        if combine:
+            combine(of_split, o, lse)
         return (o,), (lse,)
 
     return forward(launch, call)

@@ -141,7 +141,7 @@ class Pipeline:
 
 
 @gluon.jit
-def _produce(pipe, q_desc, k_desc, v_desc, n, step):
+def produce(pipe, q_desc, k_desc, v_desc, n, step):
     """Stream the program's items; n items and `step` stages came before. Both, after it."""
     for i in range(pipe.n_items()):
         index, bh, row, _keys, first, last = pipe.item(i)
@@ -181,13 +181,13 @@ def _produce(pipe, q_desc, k_desc, v_desc, n, step):
 def _producer(pipe, q_desc, k_desc, v_desc):
     n = 0
     step = 0
-    n, step = _produce(pipe, q_desc, k_desc, v_desc, n, step)
+    n, step = produce(pipe, q_desc, k_desc, v_desc, n, step)
     if pipe.must_repeat(1):
-        _produce(pipe, q_desc, k_desc, v_desc, n, step)
+        produce(pipe, q_desc, k_desc, v_desc, n, step)
 
 
 @gluon.jit
-def _lane_sums(p, BLOCK_N: gl.constexpr):
+def lane_sums(p, BLOCK_N: gl.constexpr):
     """Row sums over the columns that a thread holds: [64, 4], without a shuffle."""
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
@@ -219,7 +219,7 @@ def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
         return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
     else:
         p = gl.exp2(s) if pipe.BASE2 else gl.exp2(s * pipe.scale_log2 - m[:, None])
-        return p, 1.0, m, l_i + _lane_sums(p, pipe.BLOCK_N)
+        return p, 1.0, m, l_i + lane_sums(p, pipe.BLOCK_N)
 
 
 @gluon.jit
@@ -250,7 +250,7 @@ def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
     else:
         m = gl.max(s, 1) * pipe.scale_log2
         p = gl.exp2(s * pipe.scale_log2 - m[:, None])
-    l_i = gl.sum(p, 1) if ONLINE else _lane_sums(p, BLOCK_N)
+    l_i = gl.sum(p, 1) if ONLINE else lane_sums(p, BLOCK_N)
 
     for j in range(step + 1, end):
         stage, phase = ring(j, pipe.STAGES)
@@ -271,6 +271,20 @@ def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
     if not ONLINE:
         l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
     return acc, l_i, m
+
+
+@gluon.jit
+def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
+    """Leave a warpgroup's acc [64, D], m [64] and l_i [64] of the program's i-th item, a part."""
+    OUT: gl.constexpr = acc.type.layout
+    part = 2 * gl.program_id(0) + i - pipe.n_whole
+    part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
+    rows = gl.arange(0, ROWS, layout=m.type.layout)
+    acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
+    gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
+    gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
+    gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
 
 
 @gluon.jit
@@ -322,13 +336,7 @@ def _consume(
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
                 gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < pipe.n_q)
             else:
-                part = 2 * gl.program_id(0) + i - pipe.n_whole
-                part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
-                acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-                offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
-                gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
-                gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
-                gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
+                store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
             step += last - first + LAG
             n += 1
     return n, step

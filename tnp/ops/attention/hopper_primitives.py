@@ -17,12 +17,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tnp.contract import Call, Reason
 
+ELEMENTS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+
 
 def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [rows, D] of one head of x [B, H, L, D], 16-bit, its last dimension contiguous."""
+    """Tiles [rows, D] of one head of x [B, H, L, D], its last dimension contiguous."""
     block = [1, 1, rows, x.shape[3]]
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype[x.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[x.dtype])
     return TensorDescriptor.from_tensor(x, block, layout)
 
 

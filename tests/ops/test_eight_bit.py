@@ -1,0 +1,166 @@
+"""Attention in 8 bits: the quantizer bit by bit, attention against what 8 bits hold, refusals."""
+
+import math
+
+import pytest
+import torch
+
+from tests.ops.problems import DEVICE
+from tnp import selection, targets
+from tnp.contract import Call
+from tnp.gates.checks import relative_error
+from tnp.ops.attention import OPERATOR, attention, eight_bit
+from tnp.ops.attention.quantize import Quantized, quantizer
+
+E4M3 = next(one for one in OPERATOR.implementations if one.name == "e4m3")
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def drawn(n_q: int, n_k: int, batch: int = 1, n_heads: int = 2) -> tuple[torch.Tensor, ...]:
+    """Views of one projection, values of mean 1, numbers of which sums in float32 are exact."""
+    generator = torch.Generator().manual_seed(n_q + n_k)
+    shape = batch, max(n_q, n_k), 3, n_heads, eight_bit.HEAD_DIM
+    x = (torch.randn(shape, generator=generator) * 16).round() / 16
+    x[:, :, 2] += 1.0
+    q, k, v = x.bfloat16().to(DEVICE).permute(2, 0, 3, 1, 4)
+    return q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]
+
+
+def named(q, k, v, n_keys=None) -> dict:
+    return dict(zip(OPERATOR.tensors, (q, k, v, n_keys), strict=True))
+
+
+def quantized(q, k, v, n_keys=None) -> Quantized:
+    inputs = q, k, v, n_keys
+    return quantizer(selection.describe(OPERATOR, inputs), inputs)(inputs)
+
+
+def values_of(x: Quantized, at: tuple[int, int]) -> torch.Tensor:
+    """v of one head [L, D] in the order of keys, from tiles of 64 transposed keys."""
+    tiles = x.v[at].float().unflatten(0, (-1, 64)).mT.flatten(0, 1)
+    position = torch.arange(len(tiles), device=DEVICE)
+    key = position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+    ordered = torch.empty_like(tiles)
+    ordered[key] = tiles
+    units = torch.exp2(x.scales[at][:, 1]).repeat_interleave(eight_bit.BLOCK)
+    return (ordered * units[:, None]).double()
+
+
+def assert_held(x: Quantized, inputs: dict) -> None:
+    for at, n, head in eight_bit.heads(inputs):
+        of_keys = x.scales[at][:, 0].repeat_interleave(eight_bit.BLOCK)[:n, None]
+        assert torch.equal((x.q[at].float() * x.q_scale[at][:, None]).double(), head.q)
+        assert torch.equal((x.k[at][:n].float() * of_keys).double(), head.k)
+        assert torch.equal(values_of(x, at)[:n], head.v)
+        assert torch.equal(x.vector[at].double(), head.vector)
+        last = -(-n // eight_bit.BLOCK) * eight_bit.BLOCK
+        assert not values_of(x, at)[n:last].any()
+        assert not x.k[at][n:last].float().any()
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (130, 127), (5, 129), (70, 700)])
+def test_quantizer_agrees_with_pytorchs_casts_bit_by_bit(n_q, n_k):
+    q, k, v = drawn(n_q, n_k)
+    assert_held(quantized(q, k, v), named(q, k, v))
+
+
+def test_quantizer_reads_no_padding():
+    n_keys = torch.tensor([5, 260], dtype=torch.int32, device=DEVICE)
+    q, k, v = drawn(20, 300, batch=2)
+    k[0, :, 5:], v[0, :, 5:] = math.nan, math.nan
+    k[1, :, 260:], v[1, :, 260:] = math.nan, math.nan
+    assert_held(quantized(q, k, v, n_keys), named(q, k, v, n_keys))
+
+
+def test_scales_are_the_least_powers_of_two_and_rows_of_zeros_have_one():
+    q, k, v = (torch.zeros(1, 1, 6, 64, dtype=torch.bfloat16, device=DEVICE) for _ in "qkv")
+    for row, largest in enumerate((448.0, 450.0, 1.0, -1.75, 2.0**-60)):
+        q[0, 0, row, 7] = largest
+    x = quantized(q, k, v)
+    least = 2.0**eight_bit.LEAST
+    assert x.q_scale.flatten().tolist() == [1.0, 2.0, 2.0**-8, 2.0**-8, least, least]
+    assert x.q.float()[0, 0, :, 7].tolist() == [448.0, 224.0, 256.0, -448.0, 0.0, 0.0]
+    o = attention(q, k, v, implementation="e4m3")
+    assert torch.equal(o, torch.zeros_like(o))
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (65, 128), (20, 129), (40, 400)])
+def test_attention_is_what_the_emulation_says(n_q, n_k):
+    q, k, v = drawn(n_q, n_k)
+    o = attention(q, k, v, scale=0.125, implementation="e4m3")
+    says = eight_bit.rounded(None, named(q, k, v))["o"]
+    assert o.dtype == torch.bfloat16
+    assert relative_error(o, says) < 2.0**-8
+
+
+def test_padding_has_no_part_in_anything():
+    n_keys = torch.tensor([1, 130], dtype=torch.int32, device=DEVICE)
+    q, k, v = drawn(33, 300, batch=2)
+    expected = attention(q, k, v, n_keys=n_keys, implementation="e4m3")
+    for b, n in enumerate(n_keys.tolist()):
+        k[b, :, n:], v[b, :, n:] = math.nan, math.nan
+        alone = attention(
+            q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], implementation="e4m3"
+        )
+        assert torch.equal(alone[0], expected[b])
+    poisoned = attention(q, k, v, n_keys=n_keys, implementation="e4m3")
+    assert torch.equal(poisoned, expected)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
+    inputs = named(*drawn(8, 300))
+    inputs[name][0, 1, 3, 5] = bad
+    o = attention(*(inputs[one] for one in "qkv"), implementation="e4m3")
+    finite = torch.isfinite(o)
+    assert finite[0, 0].all()
+    if name == "q":
+        assert not finite[0, 1, 3].any() and finite[0, 1, 4:].all()
+    else:
+        assert not finite[0, 1, :, 5].any()
+
+
+def refused(dtype="bfloat16", head_dim=64, target=None, wanted=()):
+    sizes = {"batch": 1, "n_heads": 1, "n_q": 4, "n_k": 4, "head_dim": head_dim}
+    target = target or targets.INTERPRETER
+    return E4M3.refuses(Call(OPERATOR.problem(dtype, **sizes), target, wanted))
+
+
+def test_refusals_say_what_is_taken():
+    assert refused() is None
+    assert refused(dtype="float16") == "it takes bfloat16, not float16"
+    assert refused(head_dim=32) == "it takes head_dim 64, not 32"
+    assert refused(wanted=("q",)) == "it is forward only"
+    assert refused(target=targets.of_capability(80)) == (
+        "it needs compute capability 8.9 or newer, this GPU has 8.0"
+    )
+    for capability in (89, 90, 100):
+        assert refused(target=targets.of_capability(capability)) is None
+
+
+def test_a_gradient_that_is_asked_for_is_refused():
+    q, k, v = drawn(4, 4)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="forward only"):
+        attention(q.clone().requires_grad_(), k, v, implementation="e4m3")
+
+
+def test_auto_takes_it_only_where_it_is_asked_for():
+    assert not E4M3.chosen_from
+
+
+@pytest.mark.parametrize("left_out", ["order", "vector"])
+def test_emulation_tells_a_wrong_order_of_keys_and_a_lost_vector(left_out):
+    """What `rounded` allows is far less than either mistake."""
+    q, k, v = drawn(40, 400)
+    inputs = named(q, k, v)
+    exact = OPERATOR.reference(*(x.double() for x in (q, k, v)), None, 0.125)
+    allowed = relative_error(eight_bit.rounded(None, inputs)["o"], exact)
+    name = {"order": "values in another order than keys", "vector": "values less their mean"}
+    wrong = OPERATOR.controls[name[left_out]](q, k, v, None, 0.125)
+    assert relative_error(wrong, exact) > 5 * OPERATOR.budget.outputs * allowed

@@ -1,0 +1,131 @@
+"""What attention in 8 bits (e4m3) takes, and what its number format makes of an input.
+
+`quantize` says how q, k and v are held. Here the same is computed once more in PyTorch, for the
+gate: `held` are the operands as float64 has them, `rounded` is the output as float64 computes it
+where p is rounded to e4m3 too. Torch is imported where a function runs: planning reads this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from tnp.contract import Call, Case, Reason, Work, triton_from
+from tnp.ops.attention import definition
+from tnp.ops.attention.torch_forms import LN_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD_DIM = 64
+BLOCK = 128  # keys that share a scale and a reference
+SAMPLED = 256  # rows, at most, of which keys and values take the mean
+# The least exponent of a scale, that of zeros: the ratio of two scales cannot overflow while values
+# are below 2^90.
+LEAST = -40
+# log2 of what p is scaled by: the largest is then between 128 and 256, and e4m3 holds 448.
+RANGE = 8.0
+_triton = triton_from(89)
+
+
+def supported(call: Call) -> Reason:
+    """GPUs with tensor cores for e4m3, head_dim 64."""
+    if call.problem["head_dim"] != HEAD_DIM:
+        return f"it takes head_dim {HEAD_DIM}, not {call.problem['head_dim']}"
+    return _triton(call)
+
+
+def work(case: Case, pass_: str) -> Work:
+    """That of attention, its products in e4m3."""
+    least = definition.work(case, pass_)
+    return Work({"e4m3": sum(least.flops.values())}, least.read, least.written)
+
+
+# -------------------------------------------------------------------------------- the number format
+
+
+class Head(NamedTuple):
+    """One head of one sample as 8 bits hold it, in float64: [L, D], keys and values centred."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    vector: Tensor  # [D], that was taken from the values
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """float32 x rounded to e4m3, in float64."""
+    import torch
+
+    return x.float().to(torch.float8_e4m3fn).double()
+
+
+def scaled(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """float32 x rounded to e4m3 with one power of two as scale over `dims`, in float64."""
+    import torch
+
+    largest = x.abs().amax(dims, keepdim=True)
+    significand, exponent = torch.frexp(largest)  # largest = significand · 2^exponent, from 0.5 on
+    # 448 = 0.875 · 2^9
+    e = (exponent - 9 + (significand > 0.875)).clamp(min=LEAST)
+    e = torch.where(largest > 0, e, LEAST)
+    return torch.ldexp(e4m3(torch.ldexp(x, -e)), e)
+
+
+def centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, D] less the mean of some rows, held in blocks of 128 rows; and that mean, float32 [D]."""
+    import torch
+    from torch.nn.functional import pad
+
+    n = len(x)
+    sampled = min(n, SAMPLED)
+    vector = x[torch.arange(sampled, device=x.device) * n // sampled].float().mean(0)
+    blocks = pad(x.float() - vector, (0, 0, 0, -n % BLOCK)).unflatten(0, (-1, BLOCK))
+    return scaled(blocks, (1, 2)).flatten(0, 1)[:n], vector
+
+
+def heads(inputs: Mapping[str, Tensor | None]) -> Iterator[tuple[tuple[int, int], int, Head]]:
+    """(sample, head), its number of keys, and what 8 bits hold of it."""
+    q, k, v, n_keys = (inputs[name] for name in ("q", "k", "v", "n_keys"))
+    for b in range(q.shape[0]):
+        n = k.shape[2] if n_keys is None else int(n_keys[b])
+        for h in range(q.shape[1]):
+            of_keys, _ = centred(k[b, h, :n])
+            of_values, vector = centred(v[b, h, :n])
+            of_queries = scaled(q[b, h].float(), (1,))
+            yield (b, h), n, Head(of_queries, of_keys, of_values, vector.double())
+
+
+def held(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """q, k and v in float64 as the kernel is given them; keys less their vector, which is exact."""
+    import torch
+
+    found = {name: torch.zeros_like(inputs[name], dtype=torch.float64) for name in "qkv"}
+    for at, n, head in heads(inputs):
+        found["q"][at] = head.q
+        found["k"][at][:n] = head.k
+        found["v"][at][:n] = head.v + head.vector
+    return found
+
+
+def rounded(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """o in float64, of what 8 bits hold of q, k, v and p.
+
+    The reference of p is that of online softmax over blocks of 128 keys, the last one first, as a
+    whole number.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    scale_log2 = 1.0 if case.problem["base2"] else definition.SCALE / LN_2
+    o = torch.zeros_like(inputs["q"], dtype=torch.float64)
+    for at, n, head in heads(inputs):
+        s = pad(scale_log2 * head.q @ head.k.mT, (0, -n % BLOCK), value=float("-inf"))
+        s = s.unflatten(1, (-1, BLOCK)).roll(1, 1)
+        reference = s.amax(2).ceil().cummax(1).values
+        p = torch.exp2(s - reference[:, :, None] + RANGE)
+        weight = torch.exp2(reference - reference[:, -1:])[:, :, None]
+        total = (p * weight).sum((1, 2))
+        p = (e4m3(p) * weight).roll(-1, 1).flatten(1)[:, :n]
+        o[at] = p @ head.v / total[:, None] + head.vector
+    return {"o": o}

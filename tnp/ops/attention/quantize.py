@@ -1,0 +1,224 @@
+"""q, k and v in 8 bits (e4m3) for attention forward: one launch of Triton.
+
+Keys and values are centred first: softmax does not change when one vector is taken from all keys,
+and what is taken from all values is added to the output in float32. Any vector is right, so the
+mean of `SAMPLED` rows serves, or of all where there are fewer. What remains is scaled by powers of
+two, 2^e, so that the largest element lies between half of what e4m3 holds and all of it: a row of
+q, a block of 128 keys, a block of 128 values each have a scale of their own.
+
+Hopper multiplies 8-bit operands only where both are contiguous along what is summed, and holds the
+left one, p, in registers as it leaves the product before. So values are stored transposed, in
+tiles of 64 keys, and `key_at` says in which order: nothing of p is then exchanged between threads.
+
+A row, or a block, that holds infinity becomes NaN: its scale would hide it otherwise. NaN stays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tnp.contract import Call
+from tnp.launch import Bound
+from tnp.ops.attention import eight_bit
+from tnp.ops.attention.primitives import Layout, head_ptr, load_rows, row_strides, rows_layout
+from tnp.ops.primitives import cast, key_count
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = tl.constexpr(eight_bit.BLOCK)
+SAMPLED = tl.constexpr(eight_bit.SAMPLED)
+LEAST = tl.constexpr(eight_bit.LEAST)
+GROUP = tl.constexpr(64)  # keys of a transposed tile
+BLOCKS = 4  # of keys that a program quantizes: each program computes the means again
+NUM_WARPS = 8
+
+
+@triton.jit
+def key_at(position):
+    """Which key of its 16 lies where: accumulators' column 8a + 2t + b is operands' 4t + 2a + b."""
+    a = position // 2 % 2
+    t = position // 4 % 4
+    return position // 16 * 16 + 8 * a + 2 * t + position % 2
+
+
+@triton.jit
+def value_offsets(block, positions, offs_d, HEAD_DIM: tl.constexpr):
+    """Where values of a block lie, from the start of their head; the two broadcast."""
+    groups = block * (BLOCK // GROUP) + positions.to(tl.int64) // GROUP
+    return (groups * HEAD_DIM + offs_d) * GROUP + positions % GROUP
+
+
+@triton.jit
+def _exponent(largest):
+    """The smallest e with largest ≤ 448 · 2^e, of a finite float32 that is not negative."""
+    # 448 = 1.75 · 2^8: a significand above 1.75 carries into the exponent.
+    bits = largest.to(tl.int32, bitcast=True) + 0x1FFFFF
+    return tl.maximum((bits >> 23) - (127 + 8), LEAST)
+
+
+@triton.jit
+def _power(e):
+    """2^e in float32, exactly, of an int32 between −126 and 127."""
+    return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse(largest, e):
+    """2^−e, or NaN where the largest element is not finite."""
+    return tl.where(largest < float("inf"), _power(-e), float("nan"))
+
+
+@triton.jit
+def _mean(ptr, n_keys, stride_n, HEAD_DIM: tl.constexpr):
+    """Of `SAMPLED` rows spread over a sample, or of all where it has fewer: [D] in float32."""
+    n = tl.minimum(n_keys, SAMPLED)
+    total = tl.zeros([HEAD_DIM], tl.float32)
+    for begin in tl.range(0, SAMPLED, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        rows = tl.where(i < n, i.to(tl.int64) * n_keys // n, n_keys)
+        total += tl.sum(load_rows(ptr, rows, n_keys, stride_n, HEAD_DIM, True).to(tl.float32), 0)
+    return tl.math.div_rn(total, tl.zeros([HEAD_DIM], tl.float32) + n)
+
+
+@triton.jit
+def _centred(ptr, vector, offs_n, n_keys, stride_n, HEAD_DIM: tl.constexpr):
+    """Rows less the vector, zeros past the end, and the exponent and largest element of all."""
+    x = load_rows(ptr, offs_n, n_keys, stride_n, HEAD_DIM, True).to(tl.float32)
+    x = tl.where(offs_n[:, None] < n_keys, x - vector[None, :], 0.0)
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    return x, largest, _exponent(largest)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def _quantize_kernel(
+    q_ptr, k_ptr, v_ptr, q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, scales_ptr, vector_ptr, n_keys_ptr,
+    stride_qb, stride_qh, stride_qm,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    n_heads, n_q, n_k, n_key_programs,
+    HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr, HAS_N_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Programs below `n_key_programs` take BLOCKS blocks of keys and values, the others queries."""
+    program = tl.program_id(0)
+    offs_d = tl.arange(0, HEAD_DIM)
+    if program < n_key_programs:
+        n_blocks = tl.cdiv(n_k, BLOCK)
+        n_chunks = tl.cdiv(n_blocks, BLOCKS)
+        pid_bh = program // n_chunks
+        first = program % n_chunks * BLOCKS
+        k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
+        v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
+        k8_ptr += pid_bh.to(tl.int64) * n_k * HEAD_DIM
+        v8_ptr += pid_bh.to(tl.int64) * n_blocks * BLOCK * HEAD_DIM
+        scales_ptr += pid_bh.to(tl.int64) * n_blocks * 2
+        n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
+        of_keys = _mean(k_ptr, n_keys, stride_kn, HEAD_DIM)
+        of_values = _mean(v_ptr, n_keys, stride_vn, HEAD_DIM)
+        if first == 0:
+            tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, of_values)
+        last = tl.minimum(first + BLOCKS, tl.cdiv(n_keys, BLOCK))
+        positions = tl.arange(0, BLOCK)
+        for block in tl.range(first, last):
+            keys = block * BLOCK + positions
+            k, largest, e = _centred(k_ptr, of_keys, keys, n_keys, stride_kn, HEAD_DIM)
+            k8 = cast(k * _inverse(largest, e), k8_ptr.dtype.element_ty)
+            k8_ptrs = k8_ptr + keys.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(k8_ptrs, k8, mask=keys[:, None] < n_k)
+            tl.store(scales_ptr + 2 * block, _power(e))
+            keys = block * BLOCK + key_at(positions)
+            v, largest, e = _centred(v_ptr, of_values, keys, n_keys, stride_vn, HEAD_DIM)
+            v8 = cast(v * _inverse(largest, e), v8_ptr.dtype.element_ty)
+            offsets = value_offsets(block, positions[:, None], offs_d[None, :], HEAD_DIM)
+            tl.store(v8_ptr + offsets, v8)
+            tl.store(scales_ptr + 2 * block + 1, e.to(tl.float32))
+    else:
+        program -= n_key_programs
+        n_blocks = tl.cdiv(n_q, BLOCK)
+        pid_bh = program // n_blocks
+        rows = program % n_blocks * BLOCK + tl.arange(0, BLOCK)
+        q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
+        q = load_rows(q_ptr, rows, n_q, stride_qm, HEAD_DIM, True).to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        e = _exponent(largest)
+        q8 = cast(q * _inverse(largest, e)[:, None], q8_ptr.dtype.element_ty)
+        first_row = pid_bh.to(tl.int64) * n_q
+        q8_ptrs = q8_ptr + (first_row + rows)[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(q8_ptrs, q8, mask=rows[:, None] < n_q)
+        tl.store(q_scale_ptr + first_row + rows, _power(e), mask=rows < n_q)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What attention in 8 bits reads.
+
+    q: [B, H, n_q, D] e4m3, in units of q_scale, [B, H, n_q] float32.
+    k: [B, H, n_k, D] e4m3, less a vector, in units of scales[…, 0].
+    v: [B, H, n_k padded to 128, D] e4m3: of each 64 keys a transposed tile, in the order of
+        `key_at`, less `vector`, in units of 2^scales[…, 1].
+    scales: [B, H, blocks of 128 keys, 2] float32.
+    vector: [B, H, D] float32, to be added to the output.
+
+    Of a sample with n_keys, blocks past its last key are not written; in that block what lies past
+    the last key is zero.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor
+    scales: Tensor
+    vector: Tensor
+
+
+def _contiguous(*shape: int) -> Layout:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return shape, tuple(reversed(strides))
+
+
+def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
+    """What quantizes inputs like these: q [B, H, n_q, D], k, v [B, H, n_k, D], n_keys or None.
+
+    The last dimension of each must be contiguous; nothing is asked of the other strides.
+    """
+    q, k, v, n_keys = inputs
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k = k.shape[2]
+    blocks = triton.cdiv(n_k, BLOCK.value)
+    key_programs = batch * n_heads * triton.cdiv(blocks, BLOCKS)
+    q_programs = batch * n_heads * triton.cdiv(n_q, BLOCK.value)
+    in_8_bits = (
+        _contiguous(batch, n_heads, n_q, head_dim),
+        _contiguous(batch, n_heads, n_k, head_dim),
+        _contiguous(batch, n_heads, blocks * BLOCK.value, head_dim),
+    )
+    in_float32 = (
+        _contiguous(batch, n_heads, n_q),
+        _contiguous(batch, n_heads, blocks, 2),
+        _contiguous(batch, n_heads, head_dim),
+    )
+    kernel = Bound(
+        _quantize_kernel, (key_programs + q_programs,),
+        *row_strides(q), *row_strides(k), *row_strides(v), n_heads, n_q, n_k, key_programs,
+        HEAD_DIM=head_dim, BLOCKS=BLOCKS, HAS_N_KEYS=n_keys is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+    def quantize(inputs: tuple) -> Quantized:
+        q, k, v, n_keys = inputs
+        made = [q.new_empty_strided(*one, dtype=E4M3) for one in in_8_bits]
+        made += [q.new_empty_strided(*one, dtype=torch.float32) for one in in_float32]
+        kernel(q, k, v, *made, q if n_keys is None else n_keys)
+        return Quantized(*made)
+
+    return quantize
+
+
+def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
+    """o [B, H, n_q, D] laid out [B, n_q, H, D]; nothing is saved."""
+    q = inputs[0]
+    return (q.new_empty_strided(*rows_layout(q)),), ()
