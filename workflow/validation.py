@@ -272,6 +272,7 @@ class _Use(NamedTuple):
     model: Mapping[str, int]
     model_place: Place
     run: Mapping[str, object]  # a step's sizes and dtype, as `Operator.within` takes them
+    trains: bool = True
 
 
 def _uses(config: dict) -> Iterator[_Use]:
@@ -293,7 +294,7 @@ def _uses(config: dict) -> Iterator[_Use]:
             if is_automatic(name) or name in catalog().names(op):
                 model = config["model"] | {"d_ff_storage": problems.storage(config, op, spec)}
                 where = (*place, "implementations", index)
-                yield _Use(where, {op: name}, model, ("model",), step)
+                yield _Use(where, {op: name}, model, ("model",), step, trains=False)
     for run, spec in config["training"].items():
         use = of_variant(("training", run, "variant"), spec["variant"])
         if "model" in spec:
@@ -317,7 +318,7 @@ def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
 def _of_limits(use: _Use, operator: Operator, name: str) -> Iterator[Fault]:
     """What an implementation says of the model's sizes."""
     problem = operator.within(use.model, use.run)
-    reason = None if problem is None else _refusal(operator, name, problem, trains=True)
+    reason = None if problem is None else _refusal(operator, name, problem, use.trains)
     if reason is not None:
         yield Fault(use.model_place, f"{operator.name} {reason}")
 

@@ -1,6 +1,7 @@
 """The public function: autograd, compilation, what it refuses. The kernels have their own tests."""
 
 import json
+import math
 import threading
 
 import pytest
@@ -94,11 +95,12 @@ def test_no_queries(implementation):
 
 
 @ours
+@pytest.mark.parametrize("options", [[], [["base2", True]]], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_operators_keep_their_contracts(implementation, shape):
+def test_operators_keep_their_contracts(implementation, shape, options):
     q, k, v, lengths = problem(shape).inputs.values()
     told = {"implementation": implementation, "saves": "", "wanted": ["q", "k", "v"]}
-    text = json.dumps(told | {"options": [], "dtype": "bfloat16"})
+    text = json.dumps(told | {"options": options, "dtype": "bfloat16"})
     op = opaque.custom_op(OPERATOR)
     (o,), saved = op(q, k, v, lengths, 0.125, text)
     sizes = (*q.shape[:3], k.shape[2], q.shape[3])
@@ -208,8 +210,27 @@ def test_what_ours_do_not_take_is_one_sentence(implementation):
         attention(x.double(), x.double(), x.double(), implementation=implementation)
 
 
+@pytest.mark.parametrize("implementation", [*OURS, "sdpa_flash", "reference"])
+@pytest.mark.parametrize("n_k", [40, 300])
+def test_queries_that_carry_the_scale(implementation, n_k):
+    """Give what their scaled products give, and gradients by the chain rule."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (
+        torch.randn(2, 2, n, 16, generator=generator).to(DEVICE) for n in (33, n_k, n_k, 33)
+    )
+    factor = math.log2(math.e) / 4
+    expected = run([x.requires_grad_() for x in (q, k, v)], do, implementation)
+    carrying = (q.detach() * factor).requires_grad_()
+    o = attention(carrying, k, v, base2=True, implementation=implementation)
+    dq, dk, dv = torch.autograd.grad(o, (carrying, k, v), do)
+    for found, right in zip((o, dq * factor, dk, dv), expected, strict=True):
+        assert max_abs_error(found, right) <= 1e-5 * right.abs().max()
+
+
 def test_bad_scale_and_unknown_implementation():
     x = torch.zeros(1, 2, 8, 64)
+    with pytest.raises(ValueError, match="scale is 0.5 and base2 is set"):
+        attention(x, x, x, scale=0.5, base2=True)
     assert torch.equal(attention(x, x, x, scale=1), attention(x, x, x, scale=1.0))
     for scale in (-1.0, 0.0, float("nan"), float("inf"), -1):
         with pytest.raises(ValueError, match=f"scale is {scale}"):

@@ -3,6 +3,8 @@
 The gate compares them with float64 (`tests.gates.test_operators`).
 """
 
+import math
+
 import pytest
 import torch
 
@@ -131,7 +133,7 @@ def test_operators_keep_their_contracts():
     lengths = torch.tensor([5, 1], dtype=torch.int32, device=DEVICE)
     for n_q, n_k, n_keys in ((7, 7, None), (4, 5, None), (4, 5, lengths)):
         x, weight = draw(2, 7, 16, dtype=torch.bfloat16), draw(48, 16)
-        options = ("n_heads", 2), ("n_q", n_q), ("n_k", n_k)
+        options = ("n_heads", 2), ("n_q", n_q), ("n_k", n_k), ("base2", True)
         options += (("centred", True),) * (n_keys is not None)
         leaves = [x.requires_grad_(), weight.requires_grad_(), n_keys]
         require_contracts(OPERATOR_QKV, "fused", leaves, options)
@@ -186,6 +188,18 @@ def test_refusals(change, message):
         del arguments["n_heads"]
         with pytest.raises(ValueError, match=message):
             linear(**arguments)
+
+
+@pytest.mark.parametrize("name", ["torch", "fused"])
+@pytest.mark.parametrize("n_k, first", [(None, 0), (4, 2)])
+def test_queries_carry_what_scores_are_multiplied_by(name, n_k, first):
+    x, weight = draw(2, 9, 32), draw(96, 32)
+    plain, scaled = (
+        project_qkv(x, weight, 2, n_k=n_k, first=first, base2=base2, implementation=name)
+        for base2 in (False, True)
+    )
+    torch.testing.assert_close(scaled[0], plain[0] * math.log2(math.e) / 4)
+    assert torch.equal(scaled[1], plain[1]) and torch.equal(scaled[2], plain[2])
 
 
 @pytest.mark.parametrize("name", ["torch", "fused"])

@@ -17,10 +17,8 @@ same factor.
 
 p never crosses the edge of the loop, where it would be unpacked. Within a trip: exponentials of the
 scores that are there, their product with the values, the next scores; then the sums of values, and
-the next maximum. Other warpgroups' exponentials run beside it. AHEAD: the next scores are started
-first, to run beside exponentials of the same warpgroup, which takes registers for both. ptxas
-moves 49 of 64 exponentials before that start all the same (triton 3.7.1), and the values then run
-beside the next maximum alone; which form is faster was not measured.
+the next maximum. Other warpgroups' exponentials run beside it. To start the next scores first takes
+registers for both, so that two consumers are left: 514 TFLOP/s in place of 587 (large, H200).
 """
 
 from triton.experimental import gluon
@@ -77,13 +75,12 @@ class Pipeline8:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_N_KEYS: gl.constexpr
-    AHEAD: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, o, q_full, q_empty, full, empty, q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD,
+        STAGES, CONSUMERS, HAS_N_KEYS,
     ):  # fmt: skip
         self.q, self.k, self.v, self.o = q, k, v, o
         self.q_full, self.q_empty = q_full, q_empty
@@ -95,7 +92,6 @@ class Pipeline8:
         self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK), gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
-        self.AHEAD = gl.constexpr(AHEAD)
 
     n_items = Pipeline.n_items
     item = Pipeline.item
@@ -175,27 +171,16 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last):
         k_scale = gl.load(next_ptr)
         next_unit = gl.load(next_ptr + 1)
         stage, phase = ring(j, pipe.STAGES)
-        if pipe.AHEAD:
-            mbarrier.wait(pipe.full.index(stage), phase)
-            s_started = _scores(pipe, q, stage)
-            p, l_i = _exponentials(s, factor, m, l_i)
-            o_started = _values(pipe, p, stage)
-            s = warpgroup_mma_wait(1, deps=[s_started])
-        else:
-            p, l_i = _exponentials(s, factor, m, l_i)
-            mbarrier.wait(pipe.full.index(stage), phase)
-            o_started = _values(pipe, p, stage)
-            s_started = _scores(pipe, q, stage)
-            o = warpgroup_mma_wait(1, deps=[o_started])
-            acc = acc * of_acc[:, None] + o
-            s = warpgroup_mma_wait(0, deps=[s_started])
-            mbarrier.arrive(pipe.empty.index(stage), count=1)
+        p, l_i = _exponentials(s, factor, m, l_i)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        o_started = _values(pipe, p, stage)
+        s_started = _scores(pipe, q, stage)
+        o = warpgroup_mma_wait(1, deps=[o_started])
+        acc = acc * of_acc[:, None] + o
+        s = warpgroup_mma_wait(0, deps=[s_started])
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
         factor = q_factor * k_scale
         m_new = gl.maximum(m, gl.ceil(gl.max(s, 1) * factor))
-        if pipe.AHEAD:
-            o = warpgroup_mma_wait(0, deps=[o_started])
-            acc = acc * of_acc[:, None] + o
-            mbarrier.arrive(pipe.empty.index(stage), count=1)
         rescale = gl.exp2(m - m_new)
         l_i = l_i * gl.convert_layout(rescale, LANES)[:, None]
         of_acc = gl.convert_layout(rescale * gl.exp2(unit - next_unit), gl.SliceLayout(1, OUT))
@@ -272,7 +257,7 @@ def attention_fwd_hopper_8bit_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, scales_ptr, vector_ptr, part_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr,
-    HAS_N_KEYS: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
     """o of whole query tiles, and parts of those that are split."""
     pipe = Pipeline8(
@@ -284,27 +269,16 @@ def attention_fwd_hopper_8bit_kernel(
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
         q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS, AHEAD,
+        STAGES, CONSUMERS, HAS_N_KEYS,
     )  # fmt: skip
     # An inline list: assigned to a name first, its constants would turn into tensors.
-    if CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
-                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
-                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 2)),
-                (_producer, (pipe, q_desc, k_desc, v_desc)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
-                (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
-                (_producer, (pipe, q_desc, k_desc, v_desc)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
+            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
+            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 2)),
+            (_producer, (pipe, q_desc, k_desc, v_desc)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )

@@ -86,11 +86,13 @@ def _statistics_kernel(
                 some_left = tl.where(tl.abs(others) < FAR, some_left, 1.0)
             tl.store(padded_ptr + 2 * rows + pid_bh, tl.max(some_left, 0))
         weight = tl.math.exp2(tl.where(left == 0.0, -lse, 0.0))  # past the end do is 0
-        delta *= weight
+        do = (do * weight[:, None]).to(weighted_ptr.dtype.element_ty)
+        # Of do as it was rounded: rows of the gradient of scores then sum to zero.
+        delta = tl.sum(o * do.to(tl.float32), 1)
         lse = tl.where(left == 0.0, 0.0, lse)
         offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         weighted = weighted_ptr + offs[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tl.store(weighted, (do * weight[:, None]).to(weighted_ptr.dtype.element_ty))
+        tl.store(weighted, do)
     tl.store(padded, lse)
     tl.store(padded + rows, delta)
     if FUSED:
