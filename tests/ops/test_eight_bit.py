@@ -159,9 +159,9 @@ def test_auto_takes_it_only_where_it_is_asked_for():
 def test_emulation_tells_a_wrong_order_of_keys_and_a_lost_vector(left_out):
     """What `rounded` allows is far less than either mistake."""
     q, k, v = drawn(40, 400)
-    inputs = named(q, k, v)
+    inputs, case = named(q, k, v), OPERATOR.case("bfloat16", 1, 2, 40, 400, eight_bit.HEAD_DIM)
     exact = OPERATOR.reference(*(x.double() for x in (q, k, v)), None, 0.125)
-    allowed = relative_error(eight_bit.rounded(None, inputs)["o"], exact)
+    allowed = relative_error(eight_bit.rounded(case, inputs)["o"], exact)
     name = {"order": "values in another order than keys", "vector": "values less their mean"}
     wrong = OPERATOR.controls[name[left_out]](q, k, v, None, 0.125)
     assert relative_error(wrong, exact) > 5 * OPERATOR.budget.outputs * allowed
