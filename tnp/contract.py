@@ -77,7 +77,9 @@ class Case:
     """A problem and how its values are drawn, on which no choice may depend."""
 
     problem: Problem
-    draw: Pairs = ()  # ("magnitude", 8.0), ("start", 5): whatever the operator's `draw` reads
+    # ("magnitude", 8.0), ("start", 5): whatever the operator's `draw` reads. With
+    # ("forward_only", True) no gate asks for gradients.
+    draw: Pairs = ()
 
     def __getitem__(self, name: str) -> Value:
         return dict(self.draw).get(name, False)

@@ -179,8 +179,8 @@ def in_float64(inputs: Inputs) -> Inputs:
 
 
 def wanted_of(operator: Operator, found: Implementation, case: Case) -> tuple[str, ...]:
-    """Inputs whose gradients an implementation gives in a case."""
-    if not found.differentiable:
+    """Inputs whose gradients an implementation gives in a case; none where it is `forward_only`."""
+    if not found.differentiable or case["forward_only"]:
         return ()
     given = operator.differentiated if found.gradients is None else found.gradients
     return tuple(

@@ -175,6 +175,9 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         options = {"n_keys": "lengths" in drawn, "base2": drawn.pop("base2", False)}
         return operator.case(dtype, *sizes, **options, **drawn)
 
+    def of_values(n_q, n_k, values, batch=1, **drawn) -> Case:
+        return case(batch, 2, n_q, n_k, values=values, forward_only=True, **drawn)
+
     if target.kind != "cuda":
         return (
             # The first of its options is tested most thoroughly, so it is the smallest.
@@ -189,8 +192,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
             case(1, 1, 40, 33, 16, base2=True),
             case(2, 1, 20, 300, 16, lengths="7,300", base2=True),
             # Of head_dim 64, as the 8-bit form takes it.
-            case(1, 1, 40, 300, values="one_hot"),
-            case(2, 1, 33, 300, values="offset", lengths="129,300"),
+            of_values(40, 300, values="one_hot"),
+            of_values(33, 300, values="offset", batch=2, lengths="129,300"),
             case(1, 1, 40, 33, magnitude=2.5),
         )
     return (
@@ -214,9 +217,10 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         case(2, 2, 700, 600, magnitude=8.0, lengths="65,600"),
         case(1, 1, 11_000, 10_000),
         # What a wrong order of keys, and sums that lose their last bits, would do most to.
-        *(case(1, 2, 200, n, values="one_hot") for n in (64, 777, 65_536)),
-        *(case(1, 2, 200, n, values="offset") for n in (1000, 65_536, 205_000)),
-        case(3, 2, 700, 600, values="offset", lengths="65,129,600"),
+        # What loses sums or the order of keys: gradients would be differences of equals.
+        *(of_values(200, n, values="one_hot") for n in (64, 777, 65_536)),
+        *(of_values(200, n, values="offset") for n in (1000, 65_536, 205_000)),
+        of_values(700, 600, values="offset", batch=3, lengths="65,129,600"),
         # More tiles than multiprocessors: whole ones and then parts, some done again; by sample.
         case(1, 8, 3300, 3000, magnitude=4.0),
         case(1, 8, 3300, 3000, dtype="float16", magnitude=2.0),
