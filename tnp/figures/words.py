@@ -15,6 +15,7 @@ WORDS = {
     "separate_compiled": "our attention, compiled",
     "fused_attention": "our attention, fused",
     "fused": "ours",
+    "fused_centred": "ours, keys centred",
     "fused_compiled": "ours, compiled",
     "auto": "ours, chosen by size",
     # Implementations of one operator.
@@ -26,6 +27,7 @@ WORDS = {
     "flex": "PyTorch FlexAttention",
     "fa3": "FlashAttention 3",
     "fa4": "FlashAttention 4",
+    "e4m3": "ours, in 8 bits",
     "single": "ours, in one kernel",
     "triton": "ours, in Triton",
     "liger": "Liger",

@@ -15,10 +15,9 @@ reductions of float32 tiles, in whatever order programs arrive: dq then differs 
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_backward._finish_dq_kernel` puts it right.
 
-BASE2 (FUSED alone, and not persistent, for which registers do not suffice): q carries
-scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and delta are times
-2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is 2^(k qᵀ), and neither lse nor a
-subtraction is in the loop.
+BASE2 (FUSED alone): q carries scale·log2(e), and of query tiles all of whose lse lie between −64
+and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is
+2^(k qᵀ), and neither lse nor a subtraction is in the loop.
 """
 
 from dataclasses import dataclass
@@ -308,7 +307,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(not BASE2 or (FUSED and not PERSISTENT), "see the head of this module")
+    gl.static_assert(FUSED or not BASE2, "do of the separate form is as it was")
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
     slots: gl.constexpr = 2 if PERSISTENT else 1
     pipe = Pipeline(

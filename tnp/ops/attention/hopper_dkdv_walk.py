@@ -11,11 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import PropagateNan
 
 from tnp.ops.attention.hopper_primitives import product_ptx, ring, tile
 
 ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
 HEAD_DIM = gl.constexpr(64)
+NAN_STAYS = gl.constexpr(PropagateNan.ALL)
+ANY = gl.constexpr(PropagateNan.NONE)
 
 
 @gluon.jit
@@ -74,20 +77,21 @@ def walk(
     """dk (unscaled) and dv of a warpgroup's keys over the stages step … end − 1.
 
     The next tile's scores are multiplied, and its lse is read, beside this one's gradients. MASKED
-    keeps keys past the last out of dq: given n_keys or BASE2 their p is 0, else it need only be
-    finite. WEIGHTED: do and delta are times 2^−lse, so that p is 2^s.
+    keeps keys past the last out of dq: given n_keys their p is 0, else it need only be finite.
+    WEIGHTED: do and delta are times 2^−lse, so that p is 2^s.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
-    if pipe.HAS_N_KEYS or pipe.BASE2:
+    if pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
         keys, _n_stages = pipe.extent(item)
         row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         limit = gl.where(row < keys, float("inf"), float("-inf"))[:, None]
     else:
-        # Past the last key k is read as 0: to dq any finite p adds 0. No p is more than 2^0.
-        limit = 0.0
+        # Past the last key k is read as 0: to dq any finite p adds 0. No other p is more than 2^0,
+        # or where do may be times 2^−lse, more than 2^64.
+        limit = 64.0 if pipe.BASE2 else 0.0
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
     s = gl.zeros([ROWS, ROWS], gl.float32, S)
@@ -110,7 +114,8 @@ def walk(
             if t + 1 == pipe.TILES:
                 mbarrier.wait(pipe.full.index(following), phase)
             if MASKED:
-                exponent = gl.minimum(exponent, limit)
+                # NaN is to be seen, but not what padding may hold.
+                exponent = gl.minimum(exponent, limit, ANY if pipe.HAS_N_KEYS else NAN_STAYS)
             p = gl.exp2(exponent)
             p_operand = gl.convert_layout(p.to(DTYPE), A)
             if t + 1 < pipe.TILES:
