@@ -1,6 +1,7 @@
 """The model: targets see the context only, variants agree, padding and prediction are exact."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,7 +169,10 @@ def test_attention_is_launched_once_a_layer(monkeypatch, implementation, recompu
     assert launched.count("attention") == CONFIG.n_layers
 
 
-@pytest.mark.parametrize("spec", [{}, {"skip_unread": True}, {"recompute_above": 23}])
+CENTRED = {"skip_unread": True, "centred_keys": True}
+
+
+@pytest.mark.parametrize("spec", [{}, {"skip_unread": True}, {"recompute_above": 23}, CENTRED])
 def test_all_operators_of_ours_give_what_torch_gives(spec):
     task = make_task()
     own = loss_and_gradients(build(), task)
@@ -176,6 +180,23 @@ def test_all_operators_of_ours_give_what_torch_gives(spec):
     for name, x in loss_and_gradients(build(d_ff_storage=32, **ours, **spec), task).items():
         x = x[tuple(map(slice, own[name].shape))]  # without the padding
         torch.testing.assert_close(x, own[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_centred_keys_need_their_own_projection():
+    with pytest.raises(ValueError, match="centred_keys needs skip_unread"):
+        build(centred_keys=True)
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 3]])
+def test_a_kept_encoding_has_centred_keys_too(lengths):
+    task = make_task()
+    if lengths:
+        task = replace(task, context_lengths=torch.tensor(lengths, dtype=torch.int32))
+    plain, centred = build(), build(**dict.fromkeys(FAMILIES, "fused"), **CENTRED)
+    expected = plain.predict(task.context, task.x_target)
+    found = centred.predict(centred.encode(task.context), task.x_target)
+    torch.testing.assert_close(found.mean, expected.mean, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.variance, expected.variance, atol=1e-4, rtol=1e-3)
 
 
 def test_padding_is_exact_through_training():

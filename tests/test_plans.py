@@ -277,7 +277,8 @@ def step():
     outputs, saved = plan.forward(inputs, numbers)
     gradients = tuple(torch.ones(x.shape, dtype=x.dtype) for x in outputs) if not given else given
     given[:] = gradients
-    plan.backward(tuple(gradients), tuple(plan.kept(inputs, outputs)), saved, numbers)
+    if wanted:
+        plan.backward(tuple(gradients), tuple(plan.kept(inputs, outputs)), saved, numbers)
     return list(recorded), list(through_triton)
 
 H200 = targets.named("H200")
@@ -290,19 +291,22 @@ for name, problems in PROBLEMS.items():
             continue
         for dtype, sizes in problems:
             problem = operator.problem(dtype, **sizes)
-            what = Call(problem, H200, operator.differentiated)
-            case = Case(problem)
+            wanted = operator.differentiated if own.differentiable else ()
+            what, case = Call(problem, H200, wanted), Case(problem)
+            if own.refuses(what) is not None:
+                continue
             drawn = operator.draw(case, Random(case, torch.device("cpu")))
             inputs = tuple(drawn.get(one) for one in operator.tensors)
             forward = _candidates(own.forward, what, None)
-            backward = _candidates(own.backward, what, None)
+            backward = _candidates(own.backward, what, None) if wanted else []
             for i in range(max(len(forward), len(backward))):
                 kernel, config = forward[i % len(forward)]
-                back, back_config = backward[i % len(backward)]
-                forced = {own.forward.name: (kernel.name, config),
-                          own.backward.name: (back.name, back_config)}
-                wanted = operator.differentiated
-                plan = plans.build(operator, own.name, inputs, (), wanted, H200, forced)
+                forced = {own.forward.name: (kernel.name, config)}
+                if wanted:
+                    back, back_config = backward[i % len(backward)]
+                    forced[own.backward.name] = back.name, back_config
+                options = operator.call_options(problem)
+                plan = plans.build(operator, own.name, inputs, options, wanted, H200, forced)
                 at, given = [0], []
                 kept.clear()
                 first, compiled = step()
@@ -333,6 +337,7 @@ def test_a_direct_launch_hands_over_what_triton_does():
             ("bfloat16", sizes | {"n_q": 70, "n_k": 40, "n_keys": True}),
             # Split along the queries, and along the keys.
             ("bfloat16", sizes | {"n_q": 1100, "n_k": 2100}),
+            ("bfloat16", sizes | {"n_q": 1100, "n_k": 2100, "base2": True}),
         ],
     }
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -346,6 +351,7 @@ def test_a_direct_launch_hands_over_what_triton_does():
     maps = json.loads(child.stdout)
     assert {name: n for name, n in maps.items() if n} == {
         "attention_fwd_hopper_kernel": 4,
+        "attention_fwd_hopper_8bit_kernel": 4,
         "_attention_bwd_dkdv_hopper_kernel": 7,
         "_attention_bwd_dq_hopper_kernel": 5,
     }
@@ -354,4 +360,5 @@ def test_a_direct_launch_hands_over_what_triton_does():
         "_combine_kernel", "_statistics_kernel", "_finish_dq_kernel",
         "_attention_fwd_kernel", "delta_kernel", "attention_bwd_dkdv_kernel",
         "_sum_partials_kernel", "attention_bwd_dq_kernel", "attention_bwd_fused_kernel",
+        "_quantize_kernel", "_attention_fwd_8bit_kernel",
     }  # fmt: skip

@@ -94,7 +94,7 @@ class Attention(nn.Module):
         super().__init__()
         d_model = config.d_model
         self.n_heads = config.n_heads
-        self.variant = variant
+        self.variant, self.base2 = variant, variant.base2
         self.norm = RMSNorm(config, variant)
         self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
         self.output = _parameter(
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         """
         centred = self.variant.centred_keys
         return project_qkv(
-            x, self.qkv, self.n_heads, n_k=n_k, first=first, base2=self.variant.base2,
+            x, self.qkv, self.n_heads, n_k=n_k, first=first, base2=self.base2,
             centred=centred, n_keys=n_keys if centred else None,
             implementation=self.variant.projection,
         )  # fmt: skip
@@ -123,8 +123,9 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_keys: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all."""
-        variant = self.variant
-        o = attention(q, k, v, base2=variant.base2, n_keys=n_keys, implementation=variant.attention)
+        o = attention(
+            q, k, v, base2=self.base2, n_keys=n_keys, implementation=self.variant.attention
+        )
         o = o.transpose(1, 2).flatten(-2)
         return linear(o, self.output, implementation=self.variant.projection)
 

@@ -73,10 +73,15 @@ class Variant:
 
     @property
     def base2(self) -> bool:
-        """Whether queries carry what attention multiplies scores by: only PyTorch's projection
-        would take a launch more for it.
+        """Whether queries carry what attention multiplies scores by.
+
+        Not in variants that ask for PyTorch's projection, which are to be what a user of PyTorch
+        would write, and not where the implementation of attention does not take it.
         """
-        return self.projection != "torch"
+        if self.projection == "torch" or is_automatic(self.attention):
+            return self.projection != "torch"
+        own = catalog().listed("attention", self.attention).own
+        return own is None or "base2" in own.options
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":

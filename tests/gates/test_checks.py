@@ -126,7 +126,7 @@ def test_gates_follow_what_a_step_uses():
 
 def test_every_gate_of_a_step_exists():
     families = {operator.family or operator.name for operator in catalog().operators.values()}
-    named = gates_for(dict.fromkeys(families, "auto"), True, True, True, True)
+    named = gates_for(dict.fromkeys(families, "auto"), True, True, True, True, True, True)
     assert set(named) <= {*GATES, *generic_gates()}
     assert gate_named("op--mlp--fused").op == "mlp"
 

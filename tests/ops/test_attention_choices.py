@@ -337,6 +337,8 @@ def test_programs_stay_where_all_samples_take_as_long():
         assert '"persistent": true' in shown
         counted = json.dumps([choice.as_json(one) for one in configs(call("mid", n_keys=True))])
         assert counted != "[]" and '"persistent": true' not in counted
+    long = selection.kernels_of(FUSED)["hopper"].configs(call("large"))
+    assert long and not any(one.persistent for one in long)
 
 
 def test_what_is_true_or_false_in_a_configuration_is_a_form_of_its_own():

@@ -123,6 +123,8 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
     assert finite[0, 0].all()
     if name == "q":
         assert not finite[0, 1, 3].any() and finite[0, 1, 4:].all()
+    elif name == "k":
+        assert not finite[0, 1].any()
     else:
         assert not finite[0, 1, :, 5].any()
 
@@ -152,7 +154,13 @@ def test_a_gradient_that_is_asked_for_is_refused():
 
 
 def test_auto_takes_it_only_where_it_is_asked_for():
-    assert not E4M3.chosen_from
+    sizes = {"batch": 1, "n_heads": 8, "n_q": 3000, "n_k": 3000, "head_dim": 64}
+    call = Call(OPERATOR.problem("bfloat16", **sizes), targets.of_capability(100))
+    chosen = {
+        name: selection.choose_implementation(OPERATOR, name, call)[0].name
+        for name in ("auto", "auto:e4m3")
+    }
+    assert chosen["auto"] != "e4m3" and chosen["auto:e4m3"] == "e4m3"
 
 
 @pytest.mark.parametrize("left_out", ["order", "vector"])

@@ -230,6 +230,18 @@ def test_padding_has_no_part_in_what_is_taken_off():
     assert torch.equal(keys[0][1, :, :7], keys[1][1, :, :7])
 
 
+@pytest.mark.parametrize("n_k", [70, 4100])
+def test_rows_may_lie_in_any_order(n_k):
+    """Of x whose last dimension is not contiguous, and of which some rows are keys."""
+    x, weight = draw(2, 32, n_k + 5).transpose(1, 2), draw(96, 32)
+    found, expected = (
+        project_qkv(rows, weight, 2, n_k=n_k, centred=True, implementation=name)
+        for rows, name in ((x, "fused"), (x.contiguous(), "torch"))
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_lengths_without_centring_are_refused():
     lengths = torch.ones(2, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="give it with centred"):

@@ -23,7 +23,7 @@ from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
 from tnp.ops.attention import OPERATOR, attention
 from tnp.ops.attention.few_keys import MAX_KEYS
-from tnp.ops.attention.torch_forms import reference
+from tnp.ops.attention.torch_forms import LN_2, reference
 from tnp.ops.projection import project_qkv
 from tnp.variants import Variant
 
@@ -40,18 +40,27 @@ def checks(device: torch.device) -> Iterator[Check]:
         q, k, v, do = (captured[name].to(device) for name in ("q", "k", "v", "do"))
         plain = partial(reference, n_keys=None, scale=SCALE)
         exact = _dq(plain, q.double(), k.double().sum(1), v.double(), do.double())
+        # As a layer of `fused` has it: queries that carry the scale, rounded as they are made.
+        q_base2 = (q.float() * (SCALE / LN_2)).to(q.dtype)
+        base2 = partial(reference, n_keys=None, scale=SCALE, base2=True)
+        exact_base2 = _dq(base2, q_base2.double(), k.double().sum(1), v.double(), do.double())
         # Where one tile has all keys, ours take no rounded o into account and PyTorch's do.
         many = len(k) > MAX_KEYS
         for name in models.implementations(device):
             if not many and name not in _OWN:
                 continue
-            run = partial(attention, scale=SCALE, implementation=name)
-            for projection in ("torch", "fused"):
+            plain = partial(attention, scale=SCALE, implementation=name)
+            base2 = partial(attention, base2=True, implementation=name)
+            for projection, run, queries, expected in (
+                ("torch", plain, q, exact), ("fused", plain, q, exact),
+                ("fused", base2, q_base2, exact_base2),
+            ):  # fmt: skip
                 centred, whole = (
-                    relative_error(_dq(run, q, _keys(k, projection, how), v, do), exact)
+                    relative_error(_dq(run, queries, _keys(k, projection, how), v, do), expected)
                     for how in (True, False)
                 )
                 what = f"dq at {layer}, projection {projection}, attention {name}"
+                what += ", base2" * (run is base2)
                 yield Check(f"{what}: centred keys", "relative_error", centred, BOUND, name)
                 if many:
                     yield Check(f"control must fail: {what}: keys not centred", "relative_error",

@@ -137,7 +137,7 @@ _TYPES = (
     ("bfloat16", 64, ("base2", "n_keys")),
     ("float16", 64, ("n_keys",)),
     ("float32", 64, ("n_keys",)),
-    *((dtype, head_dim, ("n_keys",)) for dtype in FLOATS[::2] for head_dim in (16, 32)),
+    *((dtype, head_dim, ("n_keys",)) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
     ("bfloat16", 128, ("n_keys",)),  # float32 spills there in every tile: slow, and still right
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
@@ -216,8 +216,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         case(3, 2, 300, 128, lengths="1,65,128"),
         case(2, 2, 700, 600, magnitude=8.0, lengths="65,600"),
         case(1, 1, 11_000, 10_000),
-        # What a wrong order of keys, and sums that lose their last bits, would do most to.
-        # What loses sums or the order of keys: gradients would be differences of equals.
+        # What a wrong order of keys, and sums that lose their last bits, would do most to. Their
+        # gradients are differences of equals.
         *(of_values(200, n, values="one_hot") for n in (64, 777, 65_536)),
         *(of_values(200, n, values="offset") for n in (1000, 65_536, 205_000)),
         of_values(700, 600, values="offset", batch=3, lengths="65,129,600"),
@@ -237,7 +237,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         case(4, 8, 2000, 1000, lengths="1,64,777,1000", base2=True),
         case(2, 2, 700, 600, magnitude=8.0, lengths="65,600", base2=True),
         case(1, 8, 3300, 3000, magnitude=4.0, base2=True),
-        case(8, 8, 300, 1100, magnitude=2.0, base2=True),
+        # In some heads every lse is near 0, in the others not.
+        *(case(8, 8, 300, 1100, magnitude=size, base2=True) for size in (2.0, 3.0)),
     )
 
 

@@ -260,6 +260,7 @@ def attention_fwd_hopper_8bit_kernel(
     HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
     """o of whole query tiles, and parts of those that are split."""
+    gl.static_assert(CONSUMERS == 3, "three are launched")
     pipe = Pipeline8(
         allocate_tiles(q_desc, 2 * CONSUMERS),
         allocate_tiles(k_desc, STAGES),

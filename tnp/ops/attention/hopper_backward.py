@@ -3,11 +3,12 @@
 `separate` launches dK/dV (`hopper_dkdv`) and dQ (`hopper_dq`), without atomics and equal from run
 to run. `fused` launches one kernel (`hopper_dkdv` with its dQ part), which adds dQ up in float32 in
 device memory. Both start from the same statistics: delta = Σ_d do·o and lse in rows padded to whole
-query tiles, where lse is +inf, so that no loop over queries needs a mask.
+query tiles, where lse is +inf and do is read as 0, so that no loop over queries needs a mask.
 
 Where q carries scale·log2(e), `fused` multiplies do and delta of a query tile by 2^−lse, so that
-its weights are 2^s as they are. A tile with a row whose lse is not between −64 and 64 is left as it
-was: no weight overflows in bfloat16 in the others, and what underflows is less than 2^−62.
+its weights are 2^s as they are; its lse is then 0, past the last query too. A tile with a row whose
+lse is not between −64 and 64 is left as it was: no weight overflows in bfloat16 in the others, and
+what underflows is less than 2^−62.
 """
 
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ from tnp.ops.attention.primitives import (
 )
 
 TILE_ROWS = 64
-# Queries from which on programs are not persistent. They are level at 11,000, and persistent ones
-# take 2 % more time at 205,000, or 5 % where q carries the scale (`fused`, H200).
+# Queries from which on programs of `fused` are not persistent. They are level at 11,000, and
+# persistent ones take 2 % more time at 205,000, or 5 % where q carries the scale (H200).
 LONG_WALK = 16_384
 AT_ONCE = tl.constexpr(1024)  # lse that a program reads of its head
 FAR = tl.constexpr(64.0)  # |lse| to base 2 from which on a tile is left as it was
@@ -144,8 +145,7 @@ def _bound_statistics(
 
 def _forms(call: Call) -> tuple[bool, ...]:
     """Whether programs may be persistent: not where samples walk unequal numbers of stages."""
-    p = call.problem
-    return (False,) if p["n_keys"] or p["n_q"] >= LONG_WALK else (False, True)
+    return (False,) if call.problem["n_keys"] else (False, True)
 
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
@@ -160,7 +160,8 @@ def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
-    return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in _forms(call))
+    forms = _forms(call) if call.problem["n_q"] < LONG_WALK else (False,)
+    return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in forms)
 
 
 def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:

@@ -13,9 +13,9 @@ m: then it passes LIMIT, or the output is not finite. A program that saw such a 
 tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.02867); in bfloat16 a score must
 lie 64 above m for it, to base 2.
 
-BASE2: q carries scale·log2(e), and m is 0. A score then costs an exponential and no FFMA, which is
-5 to 7 % of the time, since what limits the kernel is power. Sums from 2^−64 to 2^64 stand: nothing
-that counts under- or overflows in bfloat16 then.
+BASE2: q carries scale·log2(e), and m is 0, but of a block that is alone. A score then costs an
+exponential and no FFMA, which is 5 to 7 % of the time, since what limits the kernel is power. Sums
+from 2^−64 to 2^64 stand: nothing that counts under- or overflows in bfloat16 then.
 
 The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
 (arXiv 2407.08608).

@@ -9,33 +9,22 @@ carry what attention multiplies scores by, 1/√D and log2(e), for exponentials 
 `torch` multiplies through PyTorch's own linear layer, all three projections as one matmul where all
 rows need all of them. `fused` projects only what is asked for, hands q, k and v over in the layout
 attention reads, takes their gradients in the layout attention writes, and accumulates the gradients
-of weights in float32 and never rounds them. The matmuls are cuBLAS's in both, but for centred keys,
-which `fused` computes by a kernel of its own.
+of weights in float32 and never rounds them. The matmuls are cuBLAS's in both, but for centred keys
+of few rows, which `fused` computes by a kernel of its own.
 """
 
 from __future__ import annotations
 
-from math import e, log2, prod
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING
 
 from tnp.contract import ALL_FLOATS, FLOATS, Case, Implementation, Operation, Operator, Work
+from tnp.ops.projection import qkv
+from tnp.ops.projection.qkv import require_product
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def _require_product(x, weight) -> None:
-    """Raises ValueError where x [..., n_in] and weight [n_out, n_in] do not go together."""
-    from tnp.inputs import require_floats, require_one_device
-
-    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
-        raise ValueError(
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., n_in] and "
-            "[n_out, n_in]"
-        )
-    require_floats(x=x, weight=weight)
-    require_one_device(x=x, weight=weight)
 
 
 # ------------------------------------------------------------------------------- linear
@@ -50,7 +39,7 @@ def reference(x, weight):
 
 def describe(x, weight) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
-    _require_product(x, weight)
+    require_product(x, weight)
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
 
 
@@ -88,196 +77,6 @@ def within(model, run):
     """Attention's output: every row of context and targets."""
     rows, d_model = run["batch"] * (run["n_context"] + run["n_target"]), model["d_model"]
     return OPERATOR_LINEAR.problem(run["dtype"], rows=rows, n_in=d_model, n_out=d_model)
-
-
-# -------------------------------------------------------------------------- project_qkv
-
-
-CENTRE_ROWS = 64  # of a sample, whose mean is taken off its keys
-
-
-def query_factor(d_model: int, n_heads: int, base2: bool) -> float:
-    """What queries are multiplied by: 1, or scale · log2(e)."""
-    return log2(e) * (d_model // n_heads) ** -0.5 if base2 else 1.0
-
-
-def reference_qkv(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False):
-    """PyTorch's linear layers: one where every row is a query and a key, else two."""
-    from torch.nn.functional import linear as product
-
-    n_rows, d_model = x.shape[1:]
-    n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
-    w = weight.to(x.dtype)
-    if centred:
-        q, rows = product(x[:, n_rows - n_q :], w[:d_model]), x[:, :n_k]
-        k, v = _centred(rows, w[d_model : 2 * d_model], n_keys), product(rows, w[2 * d_model :])
-    elif n_q == n_k == n_rows:
-        q, k, v = product(x, w).chunk(3, -1)
-    else:
-        q = product(x[:, n_rows - n_q :], w[:d_model])
-        k, v = product(x[:, :n_k], w[d_model:]).chunk(2, -1)
-    if base2:
-        q = q * query_factor(d_model, n_heads, base2)
-    return tuple(y.unflatten(-1, (n_heads, -1)).transpose(1, 2) for y in (q, k, v))
-
-
-def _centred(rows, weight, n_keys):
-    """Keys [B, n_k, d_model] less the mean of some, of which no gradient is taken."""
-    import torch
-
-    spread = torch.arange(CENTRE_ROWS, device=rows.device)[None] * (
-        rows.shape[1] if n_keys is None else n_keys[:, None]
-    )
-    index = (spread // CENTRE_ROWS).long()[..., None].expand(len(rows), -1, rows.shape[-1])
-    with torch.no_grad():
-        centre = rows.gather(1, index).mean(1, keepdim=True) @ weight.mT
-    # In one product: subtracted afterwards, what both have in common would have been rounded.
-    return torch.baddbmm(-centre, rows, weight.mT.expand(len(rows), -1, -1))
-
-
-def describe_qkv(
-    x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False
-) -> dict:
-    """Sizes; ValueError where they do not go together."""
-    from tnp.inputs import require_lengths
-
-    _require_product(x, weight)
-    d_model = x.shape[-1]
-    if x.dim() != 3 or len(weight) != 3 * d_model or n_heads < 1 or d_model % n_heads:
-        raise ValueError(
-            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and n_heads {n_heads}: they must "
-            "be [B, L, d_model], [3·d_model, d_model] and a divisor of d_model"
-        )
-    batch, n_rows = x.shape[:2]
-    n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
-    if not 1 <= n_k <= n_rows or not 1 <= n_q <= n_rows:
-        raise ValueError(
-            f"n_k is {n_k} and first {n_rows - n_q}: they must lie in [1, {n_rows}] and "
-            f"[0, {n_rows - 1}]"
-        )
-    if n_keys is not None:
-        require_lengths(x, n_keys=n_keys)
-        if not centred:
-            raise ValueError("n_keys says of which rows keys are centred: give it with centred")
-    return {
-        "batch": batch, "rows": n_rows, "d_model": d_model, "n_heads": n_heads, "n_q": n_q,
-        "n_k": n_k,
-    }  # fmt: skip
-
-
-def draw_qkv(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in; where keys are centred, rows that share a vector.
-
-    As in a trained model it is a few times as long as what tells rows apart.
-    """
-    problem = case.problem
-    x = random(*(problem[name] for name in ("batch", "rows", "d_model")))
-    n_keys = None
-    if problem["centred"]:
-        x += 3 * random(problem["batch"], 1, problem["d_model"])
-    if problem["n_keys"]:
-        n_keys = random.integers(1, problem["n_k"], problem["batch"])
-    weight = random.weight(3 * problem["d_model"], problem["d_model"])
-    return {"x": x, "weight": weight, "n_keys": n_keys}
-
-
-def condition_qkv(case, inputs) -> dict[str, float]:
-    """What float32 loses, which rounds a sum as often as it adds, and of centred keys a difference
-    of longer vectors.
-    """
-    import torch
-
-    problem = case.problem
-    rounding = torch.finfo(torch.float32).eps / 2 * (problem["d_model"] + CENTRE_ROWS) ** 0.5
-    floors = dict.fromkeys(("q", "k", "v"), rounding)
-    if problem["centred"]:
-        options = dict(OPERATOR_QKV.call_options(problem))
-        x, weight = inputs["x"].double(), inputs["weight"].double()
-        centred = reference_qkv(x, weight, inputs["n_keys"], **options)[1]
-        whole = reference_qkv(x, weight, None, **options | {"centred": False})[1]
-        floors["k"] *= (whole.norm() / centred.norm()).item()
-    return floors
-
-
-def work_qkv(case, pass_) -> Work:
-    """As of `linear`, of the rows that are asked for."""
-    problem = case.problem
-    batch, rows, d, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
-    x, qkv = batch * rows * d * problem.itemsize, batch * (n_q + 2 * n_k) * d * problem.itemsize
-    flops, weight = 2.0 * batch * (n_q + 2 * n_k) * d * d, 3 * d * d * 4
-    if pass_ == "forward":
-        return Work({problem.dtype: flops}, x + weight, qkv)
-    return Work({problem.dtype: 2 * flops}, x + qkv + weight, x + weight)
-
-
-def cases_qkv(target) -> list[Case]:
-    """Queries and keys of all rows, of one, of rows that overlap, meet and leave a gap, centred
-    and not.
-    """
-
-    def case(
-        dtype: str, batch: int, rows: int, d_model: int, n_k: int, first: int = 0, **options: bool
-    ) -> Case:
-        n_heads = 8 if d_model == 512 else 2
-        return Case(
-            OPERATOR_QKV.problem(
-                dtype, batch=batch, rows=rows, d_model=d_model, n_heads=n_heads, n_q=rows - first,
-                n_k=n_k, **options,
-            )
-        )  # fmt: skip
-
-    if target.kind != "cuda":
-        return [
-            case("bfloat16", 2, 9, 32, 4),
-            case("bfloat16", 2, 9, 32, 4, 4),
-            case("bfloat16", 1, 9, 32, 9),
-            case("float16", 2, 9, 32, 5, 2),
-            case("float32", 3, 9, 32, 1, 8),
-            case("bfloat16", 2, 75, 32, 70, centred=True),
-            case("float16", 3, 75, 40, 70, 5, centred=True, n_keys=True),
-            case("float32", 2, 9, 32, 9, centred=True),
-            case("bfloat16", 2, 4100, 16, 4099, 4090, centred=True, n_keys=True),
-            case("bfloat16", 2, 9, 32, 9, base2=True),
-            case("bfloat16", 2, 9, 32, 4, 4, base2=True),
-            case("float32", 2, 75, 32, 70, base2=True, centred=True),
-        ]
-    return [
-        case("bfloat16", 64, 564, 512, 64),
-        case("bfloat16", 4, 11_000, 512, 10_000),
-        case("bfloat16", 4, 11_000, 512, 10_000, 10_000),
-        case("bfloat16", 1, 777, 512, 777),
-        case("bfloat16", 3, 65, 512, 1, 64),
-        case("float16", 2, 333, 512, 100, 33),
-        case("float32", 2, 333, 512, 100, 33),
-        case("bfloat16", 64, 564, 512, 64, centred=True),
-        case("bfloat16", 4, 11_000, 512, 10_000, 10_000, centred=True),
-        case("bfloat16", 3, 1500, 512, 1000, 7, centred=True, n_keys=True),
-        case("float16", 2, 333, 328, 100, centred=True, n_keys=True),
-        case("float32", 2, 333, 512, 100, 33, centred=True),
-        case("bfloat16", 2, 6000, 512, 5001, 7, centred=True, n_keys=True),
-        case("float32", 1, 5000, 128, 5000, 4990, centred=True),
-        case("bfloat16", 64, 564, 512, 64, base2=True),
-        case("bfloat16", 4, 11_000, 512, 10_000, 10_000, base2=True),
-        case("bfloat16", 1, 777, 512, 777, base2=True),
-        case("bfloat16", 3, 1500, 512, 1000, 7, base2=True, centred=True, n_keys=True),
-        case("float16", 2, 333, 512, 100, 33, base2=True),
-        case("float32", 2, 333, 512, 100, 33, base2=True),
-    ]
-
-
-def within_qkv(model, run):
-    """Of a block that projects every row."""
-    rows = run["n_context"] + run["n_target"]
-    return OPERATOR_QKV.problem(
-        run["dtype"], batch=run["batch"], rows=rows, d_model=model["d_model"],
-        n_heads=model["n_heads"], n_q=rows, n_k=rows,
-    )  # fmt: skip
-
-
-def _products(problem) -> tuple[float, ...]:
-    """What the cost of projections depends on; the number of heads is how they are read."""
-    batch, _rows, d_model, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
-    return batch * n_q, batch * n_k, d_model
 
 
 _CODE, _CENTRED = "tnp.ops.projection.products", "tnp.ops.projection.centred_keys"
@@ -320,7 +119,7 @@ OPERATOR_QKV = Operator(
     implementations=(
         Implementation(
             "torch",
-            run=reference_qkv,
+            run=qkv.reference,
             provider="torch",
             dtypes=ALL_FLOATS,
             options=("base2", "centred", "n_keys"),
@@ -335,26 +134,26 @@ OPERATOR_QKV = Operator(
             options=("base2", "centred", "n_keys"),
         ),
     ),
-    describe=describe_qkv,
-    draw=draw_qkv,
-    reference=reference_qkv,
-    work=work_qkv,
-    cases=cases_qkv,
-    within=within_qkv,
-    coordinates=_products,
-    condition=condition_qkv,
+    describe=qkv.describe,
+    draw=qkv.draw,
+    reference=qkv.reference,
+    work=qkv.work,
+    cases=lambda target: qkv.cases(OPERATOR_QKV, target),
+    within=lambda model, run: qkv.within(OPERATOR_QKV, model, run),
+    coordinates=qkv.coordinates,
+    condition=lambda case, inputs: qkv.condition(OPERATOR_QKV, case, inputs),
     controls={
-        "rows shifted": lambda x, weight, n_keys, **sizes: reference_qkv(
+        "rows shifted": lambda x, weight, n_keys, **sizes: qkv.reference(
             x.roll(1, 1), weight, n_keys, **sizes
         ),
-        "queries are keys": lambda x, weight, n_keys, **sizes: reference_qkv(
+        "queries are keys": lambda x, weight, n_keys, **sizes: qkv.reference(
             x, weight.roll(x.shape[-1], 0), n_keys, **sizes
         ),
-        "keys not centred": lambda x, weight, n_keys, centred=False, **sizes: reference_qkv(
+        "keys not centred": lambda x, weight, n_keys, centred=False, **sizes: qkv.reference(
             x, weight, n_keys, **sizes
         ),
         "queries without their factor": lambda x, weight, n_keys, base2=False, **sizes: (
-            reference_qkv(x, weight, n_keys, **sizes)
+            qkv.reference(x, weight, n_keys, **sizes)
         ),
     },
 )
@@ -427,7 +226,7 @@ def project_qkv(
 
         if is_compiling():  # PyTorch's own form needs no constant: one graph serves all sizes
             n_q = x.shape[1] - first if first else None
-            return reference_qkv(
+            return qkv.reference(
                 x, weight, n_keys, n_heads, n_q=n_q, n_k=n_k, centred=centred, base2=base2
             )
     # `index` has torch.compile take a symbolic number for a constant of the graph.

@@ -17,8 +17,8 @@ import triton.language as tl
 from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
 from tnp.ops.primitives import add_dot, cast, key_count
-from tnp.ops.projection import CENTRE_ROWS
 from tnp.ops.projection.products import OPTIONS, empty_qkv, launch_of
+from tnp.ops.projection.qkv import CENTRE_ROWS
 from tnp.ops.triton_matmul import MatmulConfig, load_tile, store_tile
 
 # By bytes per element, the largest tiles first; none spills on any target. With 128 rows ptxas 12.8
@@ -31,6 +31,7 @@ BUSY = 0.7  # tiles for each multiprocessor, below which smaller ones are faster
 # Keys of a sample from which on its product is one of cuBLAS's own. At 10,000 keys of 4 samples
 # tiles of Triton take 38 µs more than keys that are not centred (H200).
 MANY_KEYS = 4096
+MANY_SAMPLES = 16  # at most, since each is a call of its own; four were measured
 CENTRE_COLUMNS = 64
 
 
@@ -116,7 +117,7 @@ def prepare_tiles(call: Call, config: MatmulConfig, inputs: tuple) -> Callable:
     """Queries and values by cuBLAS, keys by one launch of ours."""
     x, _weight, n_keys = inputs
     shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
-    read, strides = _read(x)
+    read, strides = _read(x.narrow(1, 0, n_k))
     kernel = Bound(
         _centred_keys_kernel, (batch * _tiles(call.problem, config),), *strides, n_k, width,
         CENTRE_ROWS=CENTRE_ROWS, HAS_N_KEYS=n_keys is not None,
@@ -135,7 +136,7 @@ def prepare_samples(call: Call, config: object, inputs: tuple) -> Callable:
     """Queries and values by cuBLAS, −c by one launch of ours, keys by one of cuBLAS's a sample."""
     x, _weight, n_keys = inputs
     shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
-    read, strides = _read(x)
+    read, strides = _read(x.narrow(1, 0, n_k))
     block_k = CONFIGS[call.problem.itemsize][-1].block_k
     kernel = Bound(
         _centre_kernel, (batch * triton.cdiv(width, CENTRE_COLUMNS),), *strides, n_k, width,
@@ -159,8 +160,8 @@ def _centres(call: Call) -> Reason:
 
 
 def _has_many(call: Call) -> Reason:
-    if call.problem["n_k"] < MANY_KEYS:
-        return f"it is for {MANY_KEYS} keys or more, not {call.problem['n_k']}"
+    if call.problem["n_k"] < MANY_KEYS or call.problem["batch"] > MANY_SAMPLES:
+        return f"it is for {MANY_KEYS} keys or more of {MANY_SAMPLES} samples or fewer"
     return _centres(call)
 
 

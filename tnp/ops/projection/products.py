@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from tnp.contract import Call, Kernel
 from tnp.ops.casting import cast_weight
-from tnp.ops.projection import query_factor
+from tnp.ops.projection.qkv import query_factor
 from tnp.ops.weight_gradient import product, transposed
 
-OPTIONS = ("base2", "centred", "n_keys")  # of what centred keys have a part in
+OPTIONS = ("base2", "centred", "n_keys")  # that projections of attention take
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
