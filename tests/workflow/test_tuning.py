@@ -28,6 +28,7 @@ def test_an_operation_that_two_implementations_share_is_tuned_once():
         "tuning--attention--mid--forward": (["separate"], ["forward"]),
         "tuning--attention--mid--separate": (["separate"], ["backward"]),
         "tuning--attention--mid--fused": (["fused"], ["backward"]),
+        "tuning--attention--mid--forward_8bit": (["e4m3"], ["forward"]),
     }
     for name, one in jobs.items():
         assert one["forced"] == {contender: {} for contender in one["implementations"]}
