@@ -77,8 +77,7 @@ class Case:
     """A problem and how its values are drawn, on which no choice may depend."""
 
     problem: Problem
-    # ("magnitude", 8.0), ("start", 5): whatever the operator's `draw` reads. With
-    # ("forward_only", True) no gate asks for gradients.
+    # What the operator's `draw` reads; with ("forward_only", True) no gate asks for gradients.
     draw: Pairs = ()
 
     def __getitem__(self, name: str) -> Value:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tnp.contract import Implementation, on_cuda
-from tnp.ops.attention.torch_forms import LN_2
+from tnp.ops.attention.torch_forms import softmax_scale
 from tnp_peers.support import both, sizes
 
 HEAD_DIMS = (16, 32, 64, 128)  # those that ours are compared at
@@ -30,7 +30,7 @@ def flex(
     q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False
 ) -> Tensor:
     """PyTorch's flex_attention without a mask, compiled."""
-    return _compiled_flex_attention()(q, k, v, scale=LN_2 if base2 else scale)
+    return _compiled_flex_attention()(q, k, v, scale=softmax_scale(scale, base2))
 
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False) -> Tensor:
@@ -38,7 +38,7 @@ def fa3(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool
     from fa3_fwd_interface import flash_attn_func
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return flash_attn_func(q, k, v, softmax_scale=LN_2 if base2 else scale).transpose(1, 2)
+    return flash_attn_func(q, k, v, softmax_scale=softmax_scale(scale, base2)).transpose(1, 2)
 
 
 def fa4(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False) -> Tensor:
@@ -46,7 +46,7 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool
     from flash_attn.cute import flash_attn_func
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, _lse = flash_attn_func(q, k, v, softmax_scale=LN_2 if base2 else scale)
+    o, _lse = flash_attn_func(q, k, v, softmax_scale=softmax_scale(scale, base2))
     return o.transpose(1, 2)
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, Case, Operator, Problem, Work
-from tnp.ops.attention.torch_forms import LN_2, reference
+from tnp.ops.attention.torch_forms import LN_2, reference, softmax_scale
 from tnp.targets import Target
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
 
     from tnp.gates import rounding
 
-    scale = LN_2 if case.problem["base2"] else SCALE
+    scale = softmax_scale(SCALE, case.problem["base2"])
     q, k, v, n_keys = (inputs[name] for name in operator.tensors)
     generator = torch.Generator(q.device).manual_seed(0)
     do = torch.randn(q.shape, device=q.device, generator=generator)

@@ -8,7 +8,7 @@ ALIGNMENT = 16  # bytes
 LN_2 = 0.6931471805599453  # the scale of base2
 
 
-def _scale(scale, base2):
+def softmax_scale(scale, base2):
     """What scores are multiplied by ahead of e^."""
     return LN_2 if base2 else scale
 
@@ -25,7 +25,7 @@ def reference(q, k, v, n_keys, scale, base2=False):
     """
     import torch
 
-    s = _scale(scale, base2) * (q @ k.transpose(-2, -1))
+    s = softmax_scale(scale, base2) * (q @ k.transpose(-2, -1))
     if n_keys is not None:
         padding = torch.arange(k.shape[2], device=k.device) >= n_keys[:, None]
         s = s.masked_fill(padding[:, None, None], float("-inf"))
@@ -81,7 +81,7 @@ def sdpa_flash(q, k, v, n_keys, scale, base2=False):
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import pad
 
-    scale = _scale(scale, base2)
+    scale = softmax_scale(scale, base2)
     if n_keys is None:
         return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale)
     first = torch.arange(_MORE_DIMENSIONS, device=q.device) == 0
@@ -100,7 +100,7 @@ def sdpa_cudnn(q, k, v, n_keys, scale, base2=False):
     from torch.nn.attention import SDPBackend
 
     mask = None if n_keys is None else _is_key(k, n_keys)
-    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, _scale(scale, base2), mask)
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, softmax_scale(scale, base2), mask)
 
 
 def flash_supported(call):
