@@ -65,6 +65,38 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
         functions_of_table(table, ["time"], ["h"])
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"h": ["5", "six"]}, "column 'h' holds <U3, not numbers: could not convert string"),
+        ({"id": ["a", None]}, "column 'id', row 1, is None: every row must say which function"),
+        ({"id": [float("nan"), 1.0]}, "column 'id', row 0, is nan: every row must say which"),
+    ],
+)
+def test_a_column_that_cannot_be_used_is_one_sentence(change, message):
+    table = {"t": [0.0, 1.0], "h": [5.0, 6.0], "id": ["a", "b"]} | change
+    with pytest.raises(ValueError, match=message):
+        functions_of_table(table, ["t"], ["h"], by="id")
+
+
+def test_one_name_is_no_list_of_columns():
+    with pytest.raises(ValueError, match="x is 'time': it must be a list of names of columns"):
+        functions_of_table({"time": [0.0, 1.0], "h": [5.0, 6.0]}, "time", ["h"])
+
+
+def test_functions_may_be_told_apart_by_any_objects():
+    ids = np.array([3, "b", 3], dtype=object)
+    found = functions_of_table({"t": [0.0, 1.0, 2.0], "h": [5.0, 6.0, 7.0], "id": ids}, ["t"],
+                               ["h"], by="id")  # fmt: skip
+    assert [len(x) for x, _ in found] == [2, 1]
+
+
+def test_tasks_on_two_devices_go_into_no_batch():
+    here, there = (Task(*(torch.ones(1, 3, 1, device=device),) * 4) for device in ("cpu", "meta"))
+    with pytest.raises(ValueError, match="tasks on cpu and meta go into no batch together"):
+        collate([here, there])
+
+
 def test_collated_tasks_are_padded_to_the_largest():
     small = Task(*(torch.ones(2, n, 1) for n in (3, 3, 4, 4)))
     large = Task(*(torch.ones(1, n, 1) for n in (5, 5, 2, 2)))

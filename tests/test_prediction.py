@@ -147,6 +147,13 @@ def test_other_numbers_of_samples_and_budgets_are_named():
         model.predict(task.context, task.x_target[:1])
 
 
+def test_arrays_are_no_tensors():
+    model, task = build(), make_task()
+    context = Context(task.x_context.numpy(), task.y_context.numpy())
+    with pytest.raises(TypeError, match="x_context is a ndarray: it must be a torch.Tensor"):
+        model.predict(context, task.x_target)
+
+
 def test_a_model_with_a_normalization_speaks_the_users_units():
     plain, task = build(), make_task()
     units = Normalization([1.7e9], [60.0], [300.0], [5.0])

@@ -49,6 +49,12 @@ def test_a_named_variant_and_another_dtype(tmp_path):
         TransformerNP.load(tmp_path, "fastest")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="device is cuda, and no NVIDIA GPU is visible here"):
+        TransformerNP.load(tmp_path, Variant("plain"), "cuda")
+
+
 def test_a_folder_without_a_model_is_one_sentence(tmp_path):
     with pytest.raises(
         ValueError, match=r"holds no model.pt: name a folder that TransformerNP.save"

@@ -191,6 +191,11 @@ class TransformerNP(nn.Module):
 
     def _check(self, name: str, x: torch.Tensor, size: str, lengths: torch.Tensor | None) -> None:
         width = getattr(self.config, size)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
+                "torch.as_tensor(…, dtype=torch.float32) makes one"
+            )
         if x.dim() != 3 or x.shape[-1] != width:
             raise ValueError(
                 f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"

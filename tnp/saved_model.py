@@ -46,6 +46,9 @@ def load(
 ) -> TransformerNP:
     from tnp.model import TNPConfig
 
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and no NVIDIA GPU is visible here: name 'cpu'")
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {FILE}: {REMEDY}")

@@ -25,6 +25,10 @@ def collate(tasks: Sequence[Task]) -> Task:
     if len(dimensions) > 1:
         found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
         raise ValueError(f"tasks of {found} go into no batch together")
+    devices = {str(task.x_context.device) for task in tasks}
+    if len(devices) > 1:
+        found = " and ".join(sorted(devices))
+        raise ValueError(f"tasks on {found} go into no batch together: move them to one device")
     padded = [task.padded(n_context, n_target) for task in tasks]
     batch = Task(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
     sizes = (batch.context_lengths, n_context), (batch.target_lengths, n_target)

@@ -96,19 +96,21 @@ def functions_of_table(
         by: the column whose values tell functions apart, such as a station; None: one function.
 
     Raises:
-        ValueError: there is no such column.
+        ValueError: there is no such column, it holds no numbers, or `by` is missing in a row.
     """
+    for name, columns in (("x", x), ("y", y)):
+        if isinstance(columns, str) or not columns:
+            raise ValueError(f"{name} is {columns!r}: it must be a list of names of columns")
+    known = _columns(table)
     for name in (*x, *y, *([by] if by else [])):
-        known = _columns(table)
         if name not in known:
             raise ValueError(f"the table has no column {name!r}: it has {', '.join(known)}")
     inputs, outputs = (
-        torch.from_numpy(np.stack([np.asarray(table[name], np.float64) for name in names], 1))
-        for names in (x, y)
+        torch.from_numpy(np.stack([_numbers(table, name) for name in names], 1)) for names in (x, y)
     )
     if by is None:
         return [(inputs, outputs)]
-    _, group = np.unique(np.asarray(table[by]), return_inverse=True)
+    _, group = np.unique(_groups(table, by), return_inverse=True)
     rows = [torch.from_numpy(np.flatnonzero(group == i)) for i in range(group.max() + 1)]
     return [(inputs[i], outputs[i]) for i in rows]
 
@@ -117,6 +119,25 @@ def _columns(table: Mapping[str, Any]) -> list[str]:
     if isinstance(table, np.ndarray):
         return list(table.dtype.names or ())
     return [str(name) for name in getattr(table, "columns", table)]
+
+
+def _numbers(table: Mapping[str, Any], name: str) -> np.ndarray:
+    values = np.asarray(table[name])
+    try:
+        return values.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"column {name!r} holds {values.dtype}, not numbers: {error}") from None
+
+
+def _groups(table: Mapping[str, Any], by: str) -> np.ndarray:
+    """The column that tells functions apart, as values that can be sorted."""
+    values = np.asarray(table[by])
+    for row, value in enumerate(values.tolist()):
+        if value is None or value != value:
+            raise ValueError(
+                f"column {by!r}, row {row}, is {value}: every row must say which function it is of"
+            )
+    return values.astype(str) if values.dtype == object else values
 
 
 def _points(i: int, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
