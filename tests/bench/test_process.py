@@ -102,7 +102,9 @@ def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
             "    time.sleep(600)\n"
         )
     )
-    code = "from tnp.bench.process import run_child; run_child(['started_by_a_child'], "
+    # Whatever started the tests may ignore SIGINT, as a shell's background jobs do.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from tnp.bench.process import run_child; run_child(['started_by_a_child'], "
     code += "{'device': 'cpu', 'device_slug': 'cpu'}, 600)"
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     parent = subprocess.Popen(
