@@ -59,8 +59,9 @@ def _store(
     if IN_16:
         store_half(desc, half, row, column, buffers, WARPGROUP, IN_16 + IN_8)
     if IN_8:
-        # Powers of two: the quotient is exact.
-        half = half * (1.0 / _of_rows(scales[2], row, n_rows))
+        # Of a power of two, by its exponent: a division takes many instructions.
+        bits = _of_rows(scales[2], row, n_rows).to(gl.int32, bitcast=True)
+        half = half * ((254 << 23) - bits).to(gl.float32, bitcast=True)
         store_half(desc8, half, row, column, buffers8, WARPGROUP, IN_16 + IN_8)
 
 
@@ -93,16 +94,18 @@ def _dsilu(
     WARPGROUP: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # Read before the product, beside which they arrive.
+        # The first half's is read before the product, beside which it arrives, and the second's
+        # beside the first half: registers are full of accumulators.
         at = slope_ptr + tile.to(gl.int64) * (TILE * TILE)
-        slopes = (load_in_order(at), load_in_order(at + ROWS * TILE))
+        slope = load_in_order(at)
         halves = multiply(pipe, tile, WARPGROUP)
+        slopes = (slope, load_in_order(at + ROWS * TILE))
         row = tile // pipe.n_columns * TILE
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
             begin = row + i * ROWS
-            dh = _scaled(halves[i], scales, begin, column, n_rows)
-            dz = dh * as_half(slopes[i]).to(gl.float32)
+            dz = halves[i] * as_half(slopes[i]).to(gl.float32)
+            dz = _scaled(dz, scales, begin, column, n_rows)
             _store(
                 dz, scales, dz_desc, dz8_desc, begin, column, n_rows, buffers, buffers8,
                 WARPGROUP, IN_16, IN_8,
