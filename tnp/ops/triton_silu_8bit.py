@@ -51,11 +51,12 @@ def _matmul_8bit_kernel(
     )  # fmt: skip
     of_rows = tl.load(a_scale_ptr + offs_m, mask=offs_m < n_rows, other=0.0)
     of_columns = tl.load(w_scale_ptr + offs_n, mask=offs_n < n_columns, other=0.0)
-    acc = acc * of_rows[:, None] * of_columns[None, :]
     if EPILOGUE == "dsilu":
         z = load_tile(z_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
         out = acc * silu_derivative(z.to(tl.float32), tl.bfloat16)
+        out = out * of_rows[:, None] * of_columns[None, :]
     else:
+        acc = acc * of_rows[:, None] * of_columns[None, :]
         out = silu(acc, tl.bfloat16)
         if IN_16:
             store_tile(z_ptr, acc, offs_m, offs_n, n_rows, n_columns, n_columns)
