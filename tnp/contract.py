@@ -199,15 +199,17 @@ class Budget:
     format holds them. Its kernel is then compared with float64 of those, and its result with
     float64 of the originals, within `emulated` times the emulation's own error.
 
-    Where it rounds to that format on the way too, it also names `rounded`: (case, inputs) → outputs
-    by name in float64, of the inputs as they are, with all its roundings. What these are off by
-    then counts as PyTorch's error does, and is the emulation's own.
+    Where it rounds to that format on the way too, it also names `rounded`: (case, inputs, upstream)
+    → outputs, and gradients by "d" + input where it gives any, in float64, of the inputs as they
+    are, with all its roundings; `upstream` gives the gradient of an output, by its name and a
+    tensor like it. What these are off by then counts as PyTorch's error does, and is the
+    emulation's own.
     """
 
     outputs: float = 2.0
     gradients: float = 3.0
     emulate: Callable[[Case, dict], dict] | None = None
-    rounded: Callable[[Case, dict], dict] | None = None
+    rounded: Callable[[Case, dict, Callable], dict] | None = None
     emulated: float = 1.25
 
 

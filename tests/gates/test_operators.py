@@ -277,6 +277,46 @@ def test_an_emulated_format_is_judged_apart_from_its_kernel(of_swiglu):
     assert red(of_swiglu(implementation=replace(own, budget=None), name="narrow"))
 
 
+def test_gradients_that_are_rounded_on_the_way_are_judged_by_their_emulation(of_swiglu):
+    """Results and a third of what arrives of a gradient are rounded to bfloat16: a third of 1 too,
+    and no input's format says so.
+    """
+
+    def narrow(dy):
+        return (dy / 3).bfloat16().to(dy.dtype) * 3
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.bfloat16().float()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return narrow(dy)
+
+    def run(gate, up):
+        return Rounded.apply(OPERATOR.reference(gate, up))
+
+    def rounded(case, inputs, upstream):
+        leaves = [x.detach().double().requires_grad_() for x in inputs.values()]
+        y = OPERATOR.reference(*leaves)
+        dy = narrow(upstream("y", y.detach().float())).double()
+        dgate, dup = torch.autograd.grad(y, leaves, dy)
+        return {"y": y.detach().bfloat16().double(), "dgate": dgate, "dup": dup}
+
+    budget = Budget(emulate=lambda case, inputs: {}, rounded=rounded)
+    own = Implementation("narrow", run=run, budget=budget)
+    checks = of_swiglu(implementation=own, name="narrow")
+    assert red(checks) == []
+    assert any("dup of the originals" in check.check for check in checks)
+
+    def inputs_too(gate, up):
+        return run(gate.bfloat16().float(), up.bfloat16().float())
+
+    assert red(of_swiglu(implementation=replace(own, run=inputs_too), name="narrow"))
+    assert red(of_swiglu(implementation=replace(own, budget=None), name="narrow"))
+
+
 def test_every_own_implementation_has_a_gate():
     found = catalogs.catalog()
     own = {

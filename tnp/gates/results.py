@@ -80,29 +80,17 @@ class Setting:
         wanted = wanted_of(operator, found, case)
         upstream = Upstream(Random(case, device, seed=1), drawn)
         budget = found.budget or operator.budget
-        held = inputs if budget.emulate is None else inputs | budget.emulate(case, inputs)
         yardstick = operator.implementations[0]
         what = Call(case.problem, targets.of_device(device), wanted)
         refused = yardstick.run is None or yardstick.refuses(what)
         plain = operator.reference if refused else yardstick.run
         floors = operator.condition(case, inputs) if operator.condition else 0.0
 
-        def as_given(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
-            return x if x is None else x.to(inputs[name].dtype)
-
-        def exact(of: Inputs) -> Results:
-            doubles = in_float64(of)
-            return compute(operator, operator.reference, doubles, wanted, upstream, **options)
-
-        return cls(
+        of_inputs = cls(
             operator, found, case, device, inputs, options, wanted, upstream, budget, floors, plain,
-            own=compute(
-                operator, plain, {name: as_given(name, x) for name, x in held.items()}, wanted,
-                upstream, **options,
-            ),
-            exact=exact(held), originals=None if budget.emulate is None else exact(inputs),
-            rounded={} if budget.rounded is None else budget.rounded(case, inputs),
+            own={}, exact={}, originals=None, rounded={},
         )  # fmt: skip
+        return of_inputs.with_upstream(upstream)
 
     @property
     def target(self) -> Target:
@@ -113,10 +101,22 @@ class Setting:
         return compute(self.operator, function, inputs, self.wanted, upstream, **self.options)
 
     def with_upstream(self, upstream: Gradient) -> Setting:
-        """The same with other gradients of the outputs."""
-        own = self.results(self.plain, self.inputs, upstream)
-        exact = self.results(self.operator.reference, in_float64(self.inputs), upstream)
-        return replace(self, upstream=upstream, own=own, exact=exact, originals=None)
+        """The same with other gradients of the outputs, and what is expected then."""
+        inputs, budget = self.inputs, self.budget
+        held = inputs if budget.emulate is None else inputs | budget.emulate(self.case, inputs)
+
+        def as_given(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+            return x if x is None else x.to(inputs[name].dtype)
+
+        def exact(of: Inputs) -> Results:
+            return self.results(self.operator.reference, in_float64(of), upstream)
+
+        own_inputs = {name: as_given(name, x) for name, x in held.items()}
+        return replace(
+            self, upstream=upstream, own=self.results(self.plain, own_inputs, upstream),
+            exact=exact(held), originals=None if budget.emulate is None else exact(inputs),
+            rounded=budget.rounded(self.case, inputs, upstream) if budget.rounded else {},
+        )  # fmt: skip
 
     def check(self, what: str, metric: str, value: float, bound: float, kernel: str = "") -> Check:
         """Of the implementation in this case."""

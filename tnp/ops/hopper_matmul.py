@@ -42,8 +42,11 @@ BLOCK_K = gl.constexpr(64)
 K = 512  # fills shared memory but for the blocks of w
 REGISTERS = gl.constexpr(240)
 DTYPES = {"bfloat16": gl.bfloat16, "float16": gl.float16}
+IN_MEMORY = DTYPES | {"float8_e4m3fn": gl.float8e4nv}
 CAPABILITY = 90  # exactly
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+# Of 8-bit operands, of which an instruction takes twice as many; its sums lie as those of ACC.
+ACC_8BIT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 # A thread's 64 values of a half, 8 at a time.
 IN_ORDER = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
@@ -149,8 +152,9 @@ def multiply(pipe, tile, WARPGROUP: gl.constexpr):
     """The product of a tile, as its two halves [64, 128]."""
     turn = (tile - pipe.first) // 2
     mbarrier.wait(pipe.turn.index(WARPGROUP), (turn + WARPGROUP + 1) & 1)
-    upper = gl.zeros([ROWS, TILE], gl.float32, ACC)
-    lower = gl.zeros([ROWS, TILE], gl.float32, ACC)
+    SUMS: gl.constexpr = ACC_8BIT if pipe.x.dtype == gl.float8e4nv else ACC
+    upper = gl.zeros([ROWS, TILE], gl.float32, SUMS)
+    lower = gl.zeros([ROWS, TILE], gl.float32, SUMS)
     # Opaque, or the addresses of all blocks would be kept for all tiles, and spill.
     nothing = opaque(0)
     for k in gl.static_range(pipe.K_BLOCKS):
@@ -171,7 +175,10 @@ def multiply(pipe, tile, WARPGROUP: gl.constexpr):
     upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
     stage, _phase = pipe.stage(tile, pipe.K_BLOCKS - 1)
     mbarrier.arrive(pipe.empty.index(stage), count=1)
-    return upper, lower
+    return (
+        gl.convert_layout(upper, ACC, assert_trivial=True),
+        gl.convert_layout(lower, ACC, assert_trivial=True),
+    )
 
 
 @gluon.jit
@@ -241,7 +248,7 @@ def tiles(n_rows: int, n_columns: int) -> Callable[[torch.Tensor], TensorDescrip
 
     def descriptor(x: torch.Tensor) -> TensorDescriptor:
         x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-        dtype = DTYPES[str(x.dtype).removeprefix("torch.")]
+        dtype = IN_MEMORY[str(x.dtype).removeprefix("torch.")]
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
         return TensorDescriptor.from_tensor(x, block, layout)
 

@@ -37,12 +37,23 @@ STAGES = 4
 
 
 @gluon.jit
-def _store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
-    """Start the copy of a half to device memory, through the warpgroup's two buffers in turn."""
+def silu_and_slope(z):
+    s = sigmoid(z)
+    h = z * s
+    return h, s + h * (1.0 - s)
+
+
+@gluon.jit
+def store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr, RESULTS: gl.constexpr):
+    """Start the copy of a half to device memory, through the warpgroup's two buffers in turn.
+
+    RESULTS are stored so, each through buffers of its own and one half after the other.
+    """
     parts = quarters(half)
     for i in gl.static_range(2):
         buffer = buffers.index(2 * WARPGROUP + i)
-        tma.store_wait(1)  # the copy before the last has left its buffer
+        # What was in the buffer has left it: the copy before the last of this result's.
+        tma.store_wait(2 * RESULTS - 1)
         buffer.store(parts[i].to(desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [row, column + i * BLOCK_K], buffer)
@@ -55,12 +66,11 @@ def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: 
         row = tile // pipe.n_columns * TILE
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
-            s = sigmoid(halves[i])
-            h = halves[i] * s
+            h, slope = silu_and_slope(halves[i])
             if HAS_SLOPE:
                 at = slope_ptr + (2 * tile + i).to(gl.int64) * (ROWS * TILE)
-                store_in_order(at, (s + h * (1.0 - s)).to(h_desc.dtype))
-            _store_half(h_desc, h, row + i * ROWS, column, buffers, WARPGROUP)
+                store_in_order(at, slope.to(h_desc.dtype))
+            store_half(h_desc, h, row + i * ROWS, column, buffers, WARPGROUP, 1)
     tma.store_wait(0)
 
 
@@ -75,7 +85,7 @@ def _dsilu(pipe, dz_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr):
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
             dz = halves[i] * as_half(slopes[i]).to(gl.float32)
-            _store_half(dz_desc, dz, row + i * ROWS, column, buffers, WARPGROUP)
+            store_half(dz_desc, dz, row + i * ROWS, column, buffers, WARPGROUP, 1)
     tma.store_wait(0)
 
 

@@ -46,6 +46,26 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def exponent(largest, LEAST: tl.constexpr):
+    """The smallest e from LEAST on with largest ≤ 448 · 2^e, of a float32 that is not negative."""
+    # 448 = 1.75 · 2^8: a significand above 1.75 carries into the exponent.
+    bits = largest.to(tl.int32, bitcast=True) + 0x1FFFFF
+    return tl.maximum((bits >> 23) - (127 + 8), LEAST)
+
+
+@triton.jit
+def power(e):
+    """2^e in float32, exactly, of an int32 between −126 and 127."""
+    return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse(largest, e):
+    """2^−e, or NaN where the largest element is not finite."""
+    return tl.where(largest < float("inf"), power(-e), float("nan"))
+
+
+@triton.jit
 def widened(x):
     """Operand x of a product in float32, as the interpreter needs it."""
     wide = x.to(tl.float32)

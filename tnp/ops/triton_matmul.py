@@ -42,7 +42,11 @@ class MatmulConfig(KernelConfig):
 
 
 # By bytes per element; neither spills on any target.
-CONFIGS = {2: MatmulConfig(128, 128, 64, 8, 3), 4: MatmulConfig(64, 64, 32, 8, 2)}
+CONFIGS = {
+    1: MatmulConfig(128, 128, 64, 8, 3),
+    2: MatmulConfig(128, 128, 64, 8, 3),
+    4: MatmulConfig(64, 64, 32, 8, 2),
+}
 
 
 @triton.jit
@@ -94,6 +98,19 @@ def store_tile(ptr, tile, offs_row, offs_column, n_rows, n_columns, stride_row):
 
 
 @triton.jit
+def offsets(n_rows, n_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of the program's tile."""
+    n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
+    n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
+    first = tl.program_id(0) // n_group * GROUP_M
+    group_size = tl.minimum(n_row_tiles - first, GROUP_M)
+    within = tl.program_id(0) % n_group
+    offs_m = (first + within % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = within // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
+    return offs_m, offs_n
+
+
+@triton.jit
 def product_tile(
     a_ptr, w_ptr, offs_m, offs_n, n_rows, n_columns, n_inner, stride_am, stride_w,
     W_IS_KN: tl.constexpr, K_MASKED: tl.constexpr,
@@ -120,14 +137,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """EPILOGUE "silu" writes h, "silu_and_z" z too, "dsilu" reads z; z and out are contiguous."""
-    n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
-    n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
-    first = tl.program_id(0) // n_group * GROUP_M
-    group_size = tl.minimum(n_row_tiles - first, GROUP_M)
-    within = tl.program_id(0) % n_group
-    offs_m = (first + within % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = within // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
-
+    offs_m, offs_n = offsets(n_rows, n_columns, BLOCK_M, BLOCK_N)
     acc = product_tile(
         a_ptr, w_ptr, offs_m, offs_n, n_rows, n_columns, n_inner, stride_am, stride_w,
         W_IS_KN, K_MASKED, BLOCK_M, BLOCK_N, BLOCK_K,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from tnp.contract import Call, Case, Reason, Work, triton_from
+from tnp.ops import e4m3
 from tnp.ops.attention import definition
 from tnp.ops.attention.torch_forms import LN_2
 
@@ -53,25 +54,6 @@ class Head(NamedTuple):
     vector: Tensor  # [D], that was taken from the values
 
 
-def e4m3(x: Tensor) -> Tensor:
-    """float32 x rounded to e4m3, in float64."""
-    import torch
-
-    return x.float().to(torch.float8_e4m3fn).double()
-
-
-def scaled(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """float32 x rounded to e4m3 with one power of two as scale over `dims`, in float64."""
-    import torch
-
-    largest = x.abs().amax(dims, keepdim=True)
-    significand, exponent = torch.frexp(largest)  # largest = significand · 2^exponent, from 0.5 on
-    # 448 = 0.875 · 2^9
-    e = (exponent - 9 + (significand > 0.875)).clamp(min=LEAST)
-    e = torch.where(largest > 0, e, LEAST)
-    return torch.ldexp(e4m3(torch.ldexp(x, -e)), e)
-
-
 def centred(x: Tensor) -> tuple[Tensor, Tensor]:
     """[n, D] less the mean of some rows, held in blocks of 128 rows; and that mean, float32 [D]."""
     import torch
@@ -81,7 +63,7 @@ def centred(x: Tensor) -> tuple[Tensor, Tensor]:
     sampled = min(n, SAMPLED)
     vector = x[torch.arange(sampled, device=x.device) * n // sampled].float().mean(0)
     blocks = pad(x.float() - vector, (0, 0, 0, -n % BLOCK)).unflatten(0, (-1, BLOCK))
-    return scaled(blocks, (1, 2)).flatten(0, 1)[:n], vector
+    return e4m3.scaled(blocks, (1, 2), LEAST).flatten(0, 1)[:n], vector
 
 
 def heads(inputs: Mapping[str, Tensor | None]) -> Iterator[tuple[tuple[int, int], int, Head]]:
@@ -92,7 +74,7 @@ def heads(inputs: Mapping[str, Tensor | None]) -> Iterator[tuple[tuple[int, int]
         for h in range(q.shape[1]):
             of_keys, _ = centred(k[b, h, :n])
             of_values, vector = centred(v[b, h, :n])
-            of_queries = scaled(q[b, h].float(), (1,))
+            of_queries = e4m3.scaled(q[b, h].float(), (1,), LEAST)
             yield (b, h), n, Head(of_queries, of_keys, of_values, vector.double())
 
 
@@ -108,8 +90,10 @@ def held(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return found
 
 
-def rounded(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """o in float64, of what 8 bits hold of q, k, v and p.
+def rounded(
+    case: Case, inputs: Mapping[str, Tensor | None], upstream: object = None
+) -> dict[str, Tensor]:
+    """o in float64, of what 8 bits hold of q, k, v and p; there are no gradients.
 
     The reference of p is that of online softmax over blocks of 128 keys, the last one first, as a
     whole number.
@@ -126,6 +110,6 @@ def rounded(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor
         p = torch.exp2(s - reference[:, :, None] + RANGE)
         weight = torch.exp2(reference - reference[:, -1:])[:, :, None]
         total = (p * weight).sum((1, 2))
-        p = (e4m3(p) * weight).roll(-1, 1).flatten(1)[:, :n]
+        p = (e4m3.nearest(p) * weight).roll(-1, 1).flatten(1)[:, :n]
         o[at] = p @ head.v / total[:, None] + head.vector
     return {"o": o}

@@ -25,7 +25,7 @@ from tnp.contract import Call
 from tnp.launch import Bound
 from tnp.ops.attention import eight_bit
 from tnp.ops.attention.primitives import Layout, head_ptr, load_rows, row_strides, rows_layout
-from tnp.ops.primitives import cast, key_count
+from tnp.ops.primitives import cast, exponent, inverse, key_count, power
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = tl.constexpr(eight_bit.BLOCK)
@@ -52,26 +52,6 @@ def value_offsets(block, positions, offs_d, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _exponent(largest):
-    """The smallest e with largest ≤ 448 · 2^e, of a finite float32 that is not negative."""
-    # 448 = 1.75 · 2^8: a significand above 1.75 carries into the exponent.
-    bits = largest.to(tl.int32, bitcast=True) + 0x1FFFFF
-    return tl.maximum((bits >> 23) - (127 + 8), LEAST)
-
-
-@triton.jit
-def _power(e):
-    """2^e in float32, exactly, of an int32 between −126 and 127."""
-    return ((e + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(largest, e):
-    """2^−e, or NaN where the largest element is not finite."""
-    return tl.where(largest < float("inf"), _power(-e), float("nan"))
-
-
-@triton.jit
 def _mean(ptr, n_keys, stride_n, HEAD_DIM: tl.constexpr):
     """Of `SAMPLED` rows spread over a sample, or of all where it has fewer: [D] in float32."""
     n = tl.minimum(n_keys, SAMPLED)
@@ -89,7 +69,7 @@ def _centred(ptr, vector, offs_n, n_keys, stride_n, HEAD_DIM: tl.constexpr):
     x = load_rows(ptr, offs_n, n_keys, stride_n, HEAD_DIM, True).to(tl.float32)
     x = tl.where(offs_n[:, None] < n_keys, x - vector[None, :], 0.0)
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    return x, largest, _exponent(largest)
+    return x, largest, exponent(largest, LEAST)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -124,13 +104,13 @@ def _quantize_kernel(
         for block in tl.range(first, last):
             keys = block * BLOCK + positions
             k, largest, e = _centred(k_ptr, of_keys, keys, n_keys, stride_kn, HEAD_DIM)
-            k8 = cast(k * _inverse(largest, e), k8_ptr.dtype.element_ty)
+            k8 = cast(k * inverse(largest, e), k8_ptr.dtype.element_ty)
             k8_ptrs = k8_ptr + keys.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(k8_ptrs, k8, mask=keys[:, None] < n_k)
-            tl.store(scales_ptr + 2 * block, _power(e))
+            tl.store(scales_ptr + 2 * block, power(e))
             keys = block * BLOCK + key_at(positions)
             v, largest, e = _centred(v_ptr, of_values, keys, n_keys, stride_vn, HEAD_DIM)
-            v8 = cast(v * _inverse(largest, e), v8_ptr.dtype.element_ty)
+            v8 = cast(v * inverse(largest, e), v8_ptr.dtype.element_ty)
             offsets = value_offsets(block, positions[:, None], offs_d[None, :], HEAD_DIM)
             tl.store(v8_ptr + offsets, v8)
             tl.store(scales_ptr + 2 * block + 1, e.to(tl.float32))
@@ -142,12 +122,12 @@ def _quantize_kernel(
         q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
         q = load_rows(q_ptr, rows, n_q, stride_qm, HEAD_DIM, True).to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
-        e = _exponent(largest)
-        q8 = cast(q * _inverse(largest, e)[:, None], q8_ptr.dtype.element_ty)
+        e = exponent(largest, LEAST)
+        q8 = cast(q * inverse(largest, e)[:, None], q8_ptr.dtype.element_ty)
         first_row = pid_bh.to(tl.int64) * n_q
         q8_ptrs = q8_ptr + (first_row + rows)[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(q8_ptrs, q8, mask=rows[:, None] < n_q)
-        tl.store(q_scale_ptr + first_row + rows, _power(e), mask=rows < n_q)
+        tl.store(q_scale_ptr + first_row + rows, power(e), mask=rows < n_q)
 
 
 @dataclass(frozen=True)

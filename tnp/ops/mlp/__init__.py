@@ -3,7 +3,8 @@
     y = silu(x upᵀ) downᵀ
 
 `torch` is the formula in PyTorch, `fused` puts SiLU into the matmuls' epilogues (`composed`),
-`single` is one kernel, for few rows (`single`). Weights are float32 parameters, cast to x's dtype
+`single` is one kernel, for few rows (`single`), `e4m3` multiplies rows in 8 bits, forward and
+backward (`composed_8bit`). Weights are float32 parameters, cast to x's dtype
 (`tnp.ops.casting`); ours accumulate their gradients in float32.
 """
 
@@ -12,9 +13,10 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import Budget, Case, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import require_floats, require_one_device
 from tnp.ops.declared import by_pytorch, by_triton
+from tnp.ops.mlp import eight_bit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,17 +48,32 @@ def describe(x, up, down) -> dict:
 def draw(case, random) -> dict:
     """Normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real` real.
 
-    With `wide`, x is columns `start` to `start + d_model` of a tensor that wide.
+    With `wide`, x is columns `start` to `start + d_model` of a tensor that wide. With `magnitudes`,
+    rows of x and dy are of 1e-3 to 1e3 each, and two of each are zero.
     """
     problem = case.problem
     d_model, d_ff = problem["d_model"], problem["d_ff"]
     start = case["start"] or 0
     x = random(problem["rows"], case["wide"] or d_model)[:, start : start + d_model]
+    dy = {}
+    if case["magnitudes"]:
+        of_x, of_dy = _magnitudes(x, 7), _magnitudes(x, 11)
+        x, dy = x * of_x, {"dy": random(*x.shape) * of_dy}
     up, down = random.weight(d_ff, d_model), random.weight(d_model, d_ff)
     if case["d_ff_real"]:
         up[case["d_ff_real"] :] = 0.0
         down[:, case["d_ff_real"] :] = 0.0
-    return {"x": x, "up": up, "down": down}
+    return {"x": x, "up": up, "down": down} | dy
+
+
+def _magnitudes(x, step):
+    """[T, 1]: powers of ten, and two zeros; `step` says in which order."""
+    from torch import arange
+
+    at = arange(len(x), device=x.device) * step
+    magnitude = 10.0 ** (at % 61 / 10.0 - 3.0)
+    magnitude[[step, -1]] = 0.0
+    return magnitude.to(x.dtype)[:, None]
 
 
 def work(case, pass_) -> Work:
@@ -86,6 +103,7 @@ def cases(target) -> list[Case]:
             case("float32", 130, 64, 200, d_ff_real=170),
             case("bfloat16", *sizes, wide=40, **padded),
             case("bfloat16", *sizes, wide=40, start=1, **padded),
+            case("bfloat16", *sizes, magnitudes=True),
         ]
     model, padded = (512, 1408), {"d_ff_real": 1365}
     rows = (1, 63, 65, 564, 777, 11_000, 44_000, 70_000)
@@ -95,6 +113,7 @@ def cases(target) -> list[Case]:
         case("bfloat16", 777, 512, 128, d_ff_real=100),  # one tile wide
         case("bfloat16", 777, *model, wide=576, **padded),
         case("bfloat16", 777, *model, wide=576, start=1, **padded),  # no row starts at 16 bytes
+        case("bfloat16", 777, *model, magnitudes=True),
         case("float16", 777, *model, **padded),
         case("float32", 564, *model, **padded),
         case("bfloat16", 300, 512, 1365),  # what a kernel multiplies is padded
@@ -132,6 +151,19 @@ def _up_shifted(x, up, down):
     return reference(x, up.roll(up.shape[0] // 2, 0), down)
 
 
+def _without_scales(x, up, down):
+    """Rows of x in 8 bits as they are: large numbers are cut, small ones vanish."""
+    from torch import float8_e4m3fn
+
+    clamped = x.clamp(-448.0, 448.0)
+    narrow = clamped.detach().float().to(float8_e4m3fn).to(x.dtype)
+    return reference(clamped + (narrow - clamped.detach()), up, down)
+
+
+def _work_in_8_bits(case, pass_):
+    return eight_bit.work(work(case, pass_), pass_)
+
+
 _FUSED = by_triton(
     "fused",
     "mlp",
@@ -154,6 +186,18 @@ OPERATOR = Operator(
             supported=_single,
         ),
         _FUSED,
+        by_triton(
+            "e4m3",
+            "mlp_8bit",
+            "tnp.ops.mlp.composed_8bit",
+            forward=("FORWARD_SLOPE", "FORWARD_Z"),
+            backward=("BACKWARD_SLOPE", "BACKWARD_Z"),
+            supported=eight_bit.supported,
+            dtypes=("bfloat16",),
+            precision="e4m3",
+            budget=Budget(emulate=eight_bit.held, rounded=eight_bit.rounded),
+            work=_work_in_8_bits,
+        ),
     ),
     describe=describe,
     draw=draw,
@@ -165,6 +209,7 @@ OPERATOR = Operator(
         "no activation": _no_activation,
         "half of the rows dropped": _half_the_rows,
         "rows of up shifted": _up_shifted,
+        "rows in 8 bits without scales": _without_scales,
     },
 )
 
@@ -175,7 +220,8 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -
     Args:
         x: [..., D]; bfloat16, float16 or float32 (`torch`: float64 too).
         up: [F, D], down: [D, F]; any float dtype, as a rule float32 parameters. D must be a power
-            of two from 16 to 512 for `single`.
+            of two from 16 to 512 for `single`, and a multiple of 16 for `e4m3`, which takes
+            bfloat16 and gives gradients of up to 65,536 rows.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:

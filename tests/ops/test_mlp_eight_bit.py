@@ -1,0 +1,139 @@
+"""The feed-forward layer in 8 bits: the quantizer bit by bit, its bounds, refusals, kernels."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from tests.ops.problems import DEVICE, setting
+from tnp import plans, selection, targets
+from tnp.contract import Call
+from tnp.gates.checks import relative_error
+from tnp.gates.results import compute
+from tnp.ops import e4m3
+from tnp.ops.mlp import OPERATOR, eight_bit, mlp
+from tnp.ops.rows_8bit import InRows, n_norms, rows_quantizer
+
+IN_8_BITS = next(one for one in OPERATOR.implementations if one.name == "e4m3")
+H100, A100, B200 = (targets.named(name) for name in ("H100", "A100", "B200"))
+EVERY = ("x", "up", "down")
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    magnitudes = 10.0 ** (torch.arange(shape[0]) % 7 - 3.0)
+    return (torch.randn(shape, generator=generator) * magnitudes[:, None]).to(DEVICE)
+
+
+def in_float64(found: InRows) -> torch.Tensor:
+    return found.x.double() * found.scale.double()[:, None]
+
+
+def quantized(x: torch.Tensor, padded: tuple[int, int] | None = None) -> InRows:
+    return rows_quantizer(x, x.shape, x.stride(), padded)(x)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (70, 48), (37, 2100), (600, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantizer_agrees_with_pytorchs_casts_bit_by_bit(shape, dtype):
+    x = drawn(*shape).to(dtype)
+    x[0] = 0.0
+    for one in (x, x.t().contiguous().t()):
+        found = quantized(one)
+        assert torch.equal(in_float64(found), e4m3.scaled(x.float(), (1,), e4m3.LEAST))
+        norms = in_float64(found).norm(dim=1)
+        assert math.isclose(found.bound.max().item(), x.double().norm(dim=1).max(), rel_tol=1e-6)
+        assert relative_error(norms, x.double().norm(dim=1)) < 0.02
+        assert len(found.bound) == n_norms(shape)
+
+
+def test_what_it_is_filled_up_with_is_zero():
+    x = drawn(42, 30)
+    found = quantized(x, (48, 32))
+    assert found.x.shape == (48, 32) and found.scale.shape == (48,)
+    assert torch.equal(in_float64(found)[:42, :30], in_float64(quantized(x)))
+    assert not found.x.float()[42:].any() and not found.x.float()[:, 30:].any()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_hidden_by_a_scale(bad):
+    x = drawn(40, 32)
+    x[3, 5] = bad
+    found = quantized(x).x.float()
+    assert found[3, 5].isnan() and found[torch.arange(40) != 3].isfinite().all()
+    assert math.isnan(bad) or found[3].isnan().all()
+
+
+def test_no_product_exceeds_what_is_known_of_its_rows():
+    """Rows of x along one row of w: the bound of Cauchy and Schwarz is met."""
+    w = drawn(48, 32)
+    x = w[w.norm(dim=1).argmax()].repeat(20, 1) * drawn(20, 1)
+    w8 = quantized(w)
+    quantize = rows_quantizer(x, x.shape, x.stride(), norms=n_norms(w.shape))
+    x8 = quantize(x, w8.bound, eight_bit.H_FACTOR)
+    product = (in_float64(x8) @ in_float64(w8).T).abs().amax(1)
+    share = product / (448.0 * x8.bound)
+    assert share.max() <= 1.0 and share.min() > 0.4
+
+
+def test_gradients_keep_small_rows():
+    """Rows of a gradient of 1e-20 are as accurate as those of 1: no scale of a loss is needed."""
+    of = setting(OPERATOR, "e4m3", "bfloat16", rows=70, d_model=32, d_ff=48)
+
+    def gradient(factor: float) -> torch.Tensor:
+        def upstream(name, like):
+            return of.upstream(name, like) * factor
+
+        found = compute(OPERATOR, mlp_in_8_bits, of.inputs, ("x",), upstream)
+        return found["dx"].double() / factor
+
+    assert torch.equal(gradient(1.0), gradient(2.0**-66))
+
+
+def mlp_in_8_bits(*inputs):
+    return mlp(*inputs, implementation="e4m3")
+
+
+def test_only_what_is_wanted_is_computed_and_saved():
+    of = setting(OPERATOR, "e4m3", "bfloat16", rows=70, d_model=32, d_ff=48)
+    inputs = tuple(of.inputs.values())
+    outputs, saved = plans.build(OPERATOR, "e4m3", inputs).forward(inputs, ())
+    assert saved == ()
+    plan = plans.build(OPERATOR, "e4m3", inputs, wanted=("down",))
+    outputs, saved = plan.forward(inputs, ())
+    found = plan.backward((torch.ones_like(outputs[0]),), plan.kept(inputs, outputs), saved, ())
+    assert [x is None for x in found] == [True, True, False]
+
+
+def refusal(target=H100, wanted=EVERY, dtype="bfloat16", **sizes) -> str | None:
+    sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
+    return selection.refuses(IN_8_BITS, Call(OPERATOR.problem(dtype, **sizes), target, wanted))
+
+
+def test_what_it_refuses():
+    assert refusal() is None and refusal(B200) is None
+    assert refusal(rows=70_000, wanted=()) is None
+    says = {
+        "8.9": refusal(A100),
+        "D is 40: it takes multiples of 16": refusal(d_model=40),
+        "it gives gradients of up to 65,536 rows, not 70,000": refusal(rows=70_000),
+        "it takes bfloat16, not float16": refusal(dtype="float16"),
+    }
+    for what, sentence in says.items():
+        assert re.search(re.escape(what), sentence)
+
+
+@pytest.mark.parametrize("target", [H100, B200])
+@pytest.mark.parametrize("d_ff", [1408, 1365])
+def test_which_kernel_serves(target, d_ff):
+    problem = OPERATOR.problem("bfloat16", rows=777, d_model=512, d_ff=d_ff)
+    call = Call(problem, target, EVERY)
+    forward, _ = selection.choose_kernel(IN_8_BITS.forward, OPERATOR, call)
+    backward, _ = selection.choose_kernel(IN_8_BITS.backward, OPERATOR, call, forward.saves)
+    expected = "hopper_8bit" if (target, d_ff) == (H100, 1408) else "triton_8bit"
+    assert (forward.name, backward.name) == (expected, expected)
+
+
+def test_precision_is_the_users_choice():
+    assert not IN_8_BITS.chosen_from

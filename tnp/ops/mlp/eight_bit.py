@@ -1,0 +1,91 @@
+"""What the feed-forward layer in 8 bits (e4m3) takes, and what its number format makes of it.
+
+`composed_8bit` says what is rounded. Here the same is computed once more in PyTorch, for the gate:
+`held` are the operands of the forward pass as float64 has them, `rounded` the results as float64
+computes them with all roundings to 8 bits, and to 16 of h, silu'(z) and dz. Torch is imported where
+a function runs: planning reads this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from tnp.contract import Call, Case, Reason, Work, triton_from
+from tnp.ops import e4m3
+from tnp.ops.e4m3 import LEAST
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What a library's product wants rows to be multiples of.
+MULTIPLE = 16
+# As many as `composed` saves anything of.
+MOST_ROWS = 65_536
+# |silu(z)| ≤ |z| and |silu'(z)| < 1.1. Rounding to e4m3 changes no number by more than a sixteenth:
+# a product of two is at most 1.13 times what it was.
+H_FACTOR = 1.15
+DZ_FACTOR = 1.1 * H_FACTOR
+_triton = triton_from(89)
+
+
+def supported(call: Call) -> Reason:
+    """GPUs with tensor cores for e4m3; rows whose hidden layer is saved."""
+    d, rows = call.problem["d_model"], call.problem["rows"]
+    if d % MULTIPLE:
+        return f"D is {d}: it takes multiples of {MULTIPLE}"
+    if call.wanted and rows > MOST_ROWS:
+        return f"it gives gradients of up to {MOST_ROWS:,} rows, not {rows:,}"
+    return _triton(call)
+
+
+def work(least: Work, pass_: str) -> Work:
+    """That of the layer, in e4m3 but for the weights' gradients: half of the backward pass."""
+    ((dtype, flops),) = least.flops.items()
+    share = {"forward": 1.0, "backward": 0.5}[pass_]
+    split = {"e4m3": share * flops, dtype: (1.0 - share) * flops}
+    return Work({name: n for name, n in split.items() if n}, least.read, least.written)
+
+
+# -------------------------------------------------------------------------------- the number format
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[R, C] with a scale for each row, in float64."""
+    return e4m3.scaled(x.float(), (-1,), LEAST)
+
+
+def _known(product: Tensor, a: Tensor, w: Tensor, factor: float) -> Tensor:
+    """[T, N] in the units that are known of rows of a and w before their product is."""
+    bound = factor * a.double().norm(dim=1, keepdim=True) * w.double().norm(dim=1).max()
+    return e4m3.in_units(product, e4m3.exponents(bound.float(), LEAST))
+
+
+def held(case: Case, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """x, up and down in float64 as products of the forward pass read them."""
+    return {name: _rows(x) for name, x in inputs.items()}
+
+
+def rounded(
+    case: Case, inputs: Mapping[str, Tensor], upstream: Callable[[str, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Results in float64, of what 8 bits hold of all operands of products of rows."""
+    import torch
+
+    x, up, down = (inputs[name].detach() for name in ("x", "up", "down"))
+
+    def in_16(exact: Tensor) -> Tensor:
+        return exact.to(x.dtype).double()
+
+    z = _rows(x) @ _rows(up).T
+    sigmoid = torch.sigmoid(z)
+    h, slope = z * sigmoid, sigmoid * (1.0 + z * (1.0 - sigmoid))
+    y = _known(h, x, up, H_FACTOR) @ _rows(down).T
+    dy = upstream("y", y.to(x.dtype))
+    dz = _rows(dy) @ _rows(down.T).T * in_16(slope)
+    return {
+        "y": y,
+        "dx": _known(dz, dy, down.T, DZ_FACTOR) @ _rows(up.T).T,
+        "dup": in_16(dz).T @ x.double(),
+        "ddown": dy.double().T @ in_16(h),
+    }
