@@ -34,6 +34,7 @@ COMPILED = "kernels"  # the gate that compiles every kernel of ours
 GATES = {
     "baseline": Gate(1),
     "centred": Gate(3),
+    "batch_noise": Gate(5, ours=True),
     "skip_unread": Gate(6, ours=True),
     "checkpointing": Gate(9),
     "cuda_graphs": Gate(10),
@@ -102,9 +103,22 @@ def gates_for(
         "cuda_graphs": cuda_graph,
         "ragged": ragged,
         "centred": centred_keys,
+        "batch_noise": any(_in_fewer_bits(*one) for one in implementations.items()),
     }
     gates += [gate for gate, on in switches.items() if on]
     return list(dict.fromkeys(gates))
+
+
+def _in_fewer_bits(family: str, name: str) -> bool:
+    """Whether gradients are computed in a narrower format than their problem's."""
+    return any(
+        listed.own and listed.own.precision and listed.own.differentiable
+        for operator in catalog().family(family)
+        for listed in (
+            catalog().listed(operator.name, one)
+            for one in catalog().candidates(operator.name, name)
+        )
+    )
 
 
 def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:

@@ -1,0 +1,53 @@
+"""What a narrower format changes in gradients, beside what batches differ by."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.test_model import build
+from tnp.gates import batch_noise, gates_for, models, run_gate
+from tnp.model import TransformerNP
+from tnp.tasks import GaussianProcessTasks
+
+BATCHES = [GaussianProcessTasks().sample(0, step, 2, 5, 4) for step in range(6)]
+
+
+def test_equal_models_do_not_differ():
+    model = build()
+    found = batch_noise.ratios(model, copy.deepcopy(model), BATCHES)
+    assert set(found.values()) == {0.0} and found.keys() == dict(model.named_parameters()).keys()
+
+
+def test_it_is_the_difference_over_the_standard_deviation():
+    """Of a model whose gradients are twice another's: the difference is the gradient itself."""
+    model, twice = build(), build()
+    twice.nll = lambda *task: 2.0 * TransformerNP.nll(twice, *task)
+    name = "blocks.0.mlp.up"
+    gradients = torch.stack(
+        [models.gradients_by_tensor(model, task)[1][name].double() for task in BATCHES]
+    )
+    expected = gradients.square().sum((1, 2)).mean() / gradients.var(0).sum()
+    found = batch_noise.ratios(model, twice, BATCHES)[name]
+    assert found == pytest.approx(expected.sqrt().item(), rel=1e-5)
+
+
+def test_coarse_weights_are_seen():
+    model, coarse = build(), build()
+    batch_noise.round_mlp_to_2_bits(coarse)
+    assert max(batch_noise.ratios(model, coarse, BATCHES).values()) > batch_noise.BOUND
+
+
+def test_a_step_with_gradients_in_8_bits_waits_for_it():
+    assert "batch_noise" in gates_for({"mlp": "e4m3"})
+    assert "batch_noise" not in gates_for({"mlp": "fused"})
+    assert "batch_noise" not in gates_for({"attention": "e4m3"})  # forward only
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_why_not():
+    (row,) = run_gate("batch_noise", "cpu")["gates"]
+    assert (row["status"], row["reason"]) == (
+        "unsupported",
+        "batches of the specification's size take an NVIDIA GPU",
+    )

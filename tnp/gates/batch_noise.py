@@ -1,0 +1,113 @@
+"""Phase 5: what operators in 8 bits change in a gradient is small beside what batches differ by.
+
+A model with all operators of ours is trained a little in 16 bits. Then gradients of the same
+batches are computed by it and, with the same weights, with one operator in 8 bits. For each
+parameter the root mean square of their difference must be below a tenth of the standard deviation
+between batches.
+
+The model and its batches are the specification's at small, which takes a GPU. A control with the
+weights of the MLP in two bits must be found to be worse.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from tnp import targets
+from tnp.catalog import catalog
+from tnp.contract import Call
+from tnp.gates import models
+from tnp.gates.checks import Check, Unsupported
+from tnp.model import TNPConfig, TransformerNP
+from tnp.step import TrainingStep
+from tnp.tasks import GaussianProcessTasks, Task
+from tnp.variants import FAMILIES, Variant, storage_width
+
+BOUND = 0.1
+N_BATCHES = 16
+LEARNING_RATE = 1e-4
+N_STEPS = 300
+SIZES = 64, 64, 500  # tasks, context and target points
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    if device.type != "cuda":
+        raise Unsupported("batches of the specification's size take an NVIDIA GPU")
+    model = _trained(device)
+    batches = [_task(device, N_STEPS + index) for index in range(N_BATCHES)]
+    for family, name in _in_8_bits(device):
+        other = _like(model, replace(model.variant, **{family: name}))
+        for parameter, ratio in ratios(model, other, batches).items():
+            what = f"gradient of {parameter}, {family} {name}"
+            yield Check(f"{what}: difference over the deviation between batches", "ratio",
+                        ratio, BOUND, name, op=family)  # fmt: skip
+    coarse = _like(model, model.variant)
+    round_mlp_to_2_bits(coarse)
+    yield Check("control must fail: weights of the MLP in 2 bits", "ratio",
+                max(ratios(model, coarse, batches).values()), BOUND,
+                larger_is_better=True)  # fmt: skip
+
+
+def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str]]:
+    """(family, implementation) of each that trains in fewer bits than its problem has, here."""
+    config, (batch, n_context, n_target) = TNPConfig(), SIZES
+    model = asdict(config) | {"d_ff_storage": storage_width(config.d_ff)}
+    run = {"batch": batch, "n_context": n_context, "n_target": n_target, "dtype": "bfloat16"}
+    for family in FAMILIES:
+        for operator in catalog().family(family):
+            for own in operator.implementations:
+                if not own.precision or not own.differentiable:
+                    continue
+                problem = operator.within(model, run)
+                call = Call(problem, targets.of_device(device), operator.differentiated)
+                if own.refuses(call) is None:
+                    yield family, own.name
+
+
+def _trained(device: torch.device) -> TransformerNP:
+    torch.manual_seed(models.SEED)
+    model = TransformerNP(TNPConfig(), Variant.named("fused"), torch.bfloat16).to(device)
+    step = TrainingStep(model, learning_rate=LEARNING_RATE)
+    for index in range(N_STEPS):
+        step(_task(device, index))
+    return model
+
+
+def _task(device: torch.device, index: int) -> Task:
+    return GaussianProcessTasks(device=device).sample(models.SEED, index, *SIZES)
+
+
+def _like(model: TransformerNP, variant: Variant) -> TransformerNP:
+    """The same weights, run in another way."""
+    other = TransformerNP(model.config, variant, model.compute_dtype)
+    other.load_state_dict(model.state_dict())
+    return other.to(next(model.parameters()).device)
+
+
+def ratios(model: TransformerNP, other: TransformerNP, batches: Sequence[Task]) -> dict[str, float]:
+    """By parameter: the difference of two models' gradients over the deviation between batches."""
+    total, squares, differences = {}, {}, {}
+    for batch in batches:
+        _, gradients = models.gradients_by_tensor(model, batch)
+        _, others = models.gradients_by_tensor(other, batch)
+        for name, gradient in gradients.items():
+            gradient = gradient.double()
+            total[name] = total.get(name, 0.0) + gradient
+            squares[name] = squares.get(name, 0.0) + gradient.square().sum()
+            difference = (others[name].double() - gradient).square().sum()
+            differences[name] = differences.get(name, 0.0) + difference
+    n, found = len(batches), {}
+    for name, one in total.items():
+        variance = (squares[name] - one.square().sum() / n) / (n - 1)
+        found[name] = (differences[name] / n / variance).sqrt().item()
+    return found
+
+
+@torch.no_grad()
+def round_mlp_to_2_bits(model: TransformerNP) -> None:
+    """Weights of every MLP become −1, 0 or 1 times a scale for each row."""
+    for block in model.blocks:
+        for weight in (block.mlp.up, block.mlp.down):
+            scale = 1.5 * weight.abs().mean(-1, keepdim=True).clamp(min=1e-12)
+            weight.copy_((weight / scale).round().clamp(-1, 1) * scale)
