@@ -163,16 +163,21 @@ def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
         assert blocking_reason(rows, {"attention": "fused", "mlp": mlp}) is None
 
 
-def test_briefly_the_newest_gpu_gets_one_kernel_of_each_operator():
-    def job(arch, *operators):
+def test_briefly_hopper_gets_all_and_the_newest_gpu_one_kernel_of_each_operator():
+    def job(arch, name, *operators, dtype="bfloat16"):
         return SimpleNamespace(
-            target=SimpleNamespace(arch=arch), users={(operator, "fused") for operator in operators}
+            target=SimpleNamespace(arch=arch),
+            name=name,
+            dtype=dtype,
+            users={(operator, "fused") for operator in operators},
         )
 
-    old = [job(80, "mlp"), job(90, "mlp"), job(90, "mlp")]
-    new = [job(100, "mlp"), job(100, "mlp"), job(100, "mlp", "linear"), job(100, "linear")]
-    kept = compilation.one_of_each_on_the_newest([*old, *new])
-    assert kept == [*old, new[0], new[2]]
+    hopper = [job(90, "a", "mlp"), job(90, "a", "mlp")]
+    old = [job(80, "a", "mlp"), job(80, "a", "linear"), job(80, "b", "mlp")]
+    wide = [job(90, "a", "mlp", dtype="float32"), job(90, "a", "mlp", dtype="float32")]
+    new = [job(100, "a", "mlp"), job(100, "b", "mlp"), job(100, "b", "mlp", "linear")]
+    kept = compilation.fewer([*hopper, *old, *wide, *new])
+    assert kept == [*hopper, old[0], old[2], wide[0], new[0], new[2]]
 
 
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch):

@@ -251,10 +251,10 @@ class Job:
 def compile_all(briefly: bool = False) -> list[dict]:
     """Rows of table `kernels` without provenance, one per kernel, configuration, dtype and target.
 
-    `briefly`: for the newest of `TARGETS` one kernel of each operator alone, and one configuration
-    of each kernel's costs. A row also has `users`, the implementations that launch the kernel, as
-    [operator, name]. Raises RuntimeError with the compiler's message if a configuration does not
-    compile.
+    `briefly`: fewer for targets other than Hopper and in other dtypes than bfloat16 (`fewer`), and
+    one configuration of each kernel's costs. A row also has `users`, the implementations that
+    launch the kernel, as [operator, name]. Raises RuntimeError with the compiler's message if a
+    configuration does not compile.
     """
     n_children = os.cpu_count() or 1
     with ThreadPoolExecutor(n_children) as pool:
@@ -314,15 +314,17 @@ def collect(launches: Iterable[Launch]) -> list[Job]:
     return jobs
 
 
-def one_of_each_on_the_newest(jobs: Iterable[Job]) -> list[Job]:
-    """All jobs for other targets, and for the newest the first of each operator's."""
+def fewer(jobs: Iterable[Job]) -> list[Job]:
+    """For Hopper in bfloat16 all; else the first of each kernel, on the newest of each operator."""
     kept, seen = [], set()
     for job in jobs:
-        operators = {operator for operator, _ in job.users}
-        if job.target.arch < max(TARGETS) or not operators <= seen:
+        where = job.target.arch, job.dtype
+        newest = job.target.arch == max(TARGETS)
+        names = {operator for operator, _ in job.users} if newest else {job.name}
+        new = {(*where, name) for name in names} - seen
+        if new or where == (90, "bfloat16"):
             kept.append(job)
-        if job.target.arch == max(TARGETS):
-            seen |= operators
+        seen |= new
     return kept
 
 
@@ -375,14 +377,14 @@ def _main() -> None:
     parser.add_argument(
         "--briefly",
         action="store_true",
-        help=f"for {TARGETS[max(TARGETS)]} one kernel of each operator alone, and of each kernel's "
-        "costs one configuration",
+        help="fewer for targets other than Hopper and in other dtypes than bfloat16, and of each "
+        "kernel's costs one configuration",
     )
     given = parser.parse_args()
     if given.part:
         first, step = given.part
         jobs = collect(committed_launches(given.briefly))
-        jobs = one_of_each_on_the_newest(jobs) if given.briefly else jobs
+        jobs = fewer(jobs) if given.briefly else jobs
         print(json.dumps([compiled(job) for job in jobs[first::step]]))
     else:
         for row in compile_all(given.briefly):
