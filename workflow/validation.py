@@ -11,7 +11,7 @@ import yaml
 
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import Call, Operator, Problem
-from tnp.gates import GATES, gates_of, generic_gates
+from tnp.gates import GATES, gates_of, gates_of_training, generic_gates
 from tnp.task_sources import MAX_POINTS
 from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
@@ -309,7 +309,10 @@ def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
             if key not in (operator.name, operator.family):
                 continue
             yield from _of_limits(use, operator, name)
-            missing = [gate for gate in gates_of(operator.name, name) if gate not in gates]
+            needed = gates_of(operator.name, name)
+            if use.trains:
+                needed += gates_of_training(operator.name, name)
+            missing = [gate for gate in needed if gate not in gates]
             if missing:
                 what = f"gates must name {listed(missing)}, which it waits for"
                 yield Fault(use.place, f"{operator.name} {name!r} cannot be used: {what}")

@@ -229,6 +229,17 @@ def test_what_is_ours_needs_a_gate_of_its_own(change, place):
             validate(fewer)
 
 
+def test_what_trains_in_8_bits_needs_the_gate_of_its_gradients():
+    config = copy.deepcopy(TINY) | {"gates": EVERY}
+    config["variants"]["eight"] = {"attention": "sdpa_flash", "mlp": "e4m3"}
+    config["steps"] = {"eight": config["steps"]["cpu"] | {"variants": ["eight"]}}
+    validate(config)
+    fewer = config | {"gates": [name for name in EVERY if name != "batch_noise"]}
+    sentence = "mlp 'e4m3' cannot be used: gates must name batch_noise"
+    with pytest.raises(ValueError, match=sentence):
+        validate(fewer)
+
+
 def written_at(path: Path, *others: Path, **overrides) -> dict[str, str]:
     return places(str(path), others, overrides)
 

@@ -83,6 +83,13 @@ def gates_of(op: str, name: str) -> list[str]:
     return gates + [COMPILED] * any(listed.own and listed.own.forward for listed in own)
 
 
+def gates_of_training(op: str, name: str) -> list[str]:
+    """What training waits for besides, where gradients are narrower than their problem."""
+    own = [catalog().listed(op, one).own for one in catalog().candidates(op, name)]
+    narrow = any(one and one.precision and one.differentiable for one in own)
+    return ["batch_noise"] * narrow
+
+
 def gates_for(
     implementations: Mapping[str, str],
     checkpoint: bool = False,
@@ -96,29 +103,16 @@ def gates_for(
     gates = ["baseline"]
     for family, name in implementations.items():
         for operator in catalog().family(family):
-            gates += gates_of(operator.name, name)
+            gates += gates_of(operator.name, name) + gates_of_training(operator.name, name)
     switches = {
         "skip_unread": skip_unread,
         "checkpointing": checkpoint or recompute,
         "cuda_graphs": cuda_graph,
         "ragged": ragged,
         "centred": centred_keys,
-        "batch_noise": any(_in_fewer_bits(*one) for one in implementations.items()),
     }
     gates += [gate for gate, on in switches.items() if on]
     return list(dict.fromkeys(gates))
-
-
-def _in_fewer_bits(family: str, name: str) -> bool:
-    """Whether gradients are computed in a narrower format than their problem's."""
-    return any(
-        listed.own and listed.own.precision and listed.own.differentiable
-        for operator in catalog().family(family)
-        for listed in (
-            catalog().listed(operator.name, one)
-            for one in catalog().candidates(operator.name, name)
-        )
-    )
 
 
 def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:

@@ -36,12 +36,12 @@ def checks(device: torch.device) -> Iterator[Check]:
         raise Unsupported("batches of the specification's size take an NVIDIA GPU")
     model = _trained(device)
     batches = [_task(device, N_STEPS + index) for index in range(N_BATCHES)]
-    for family, name in _in_8_bits(device):
+    for family, op, name in _in_8_bits(device):
         other = _like(model, replace(model.variant, **{family: name}))
         for parameter, ratio in ratios(model, other, batches).items():
-            what = f"gradient of {parameter}, {family} {name}"
+            what = f"gradient of {parameter}, {op} {name}"
             yield Check(f"{what}: difference over the deviation between batches", "ratio",
-                        ratio, BOUND, name, op=family)  # fmt: skip
+                        ratio, BOUND, name, op=op)  # fmt: skip
     coarse = _like(model, model.variant)
     round_mlp_to_2_bits(coarse)
     yield Check("control must fail: weights of the MLP in 2 bits", "ratio",
@@ -49,8 +49,8 @@ def checks(device: torch.device) -> Iterator[Check]:
                 larger_is_better=True)  # fmt: skip
 
 
-def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str]]:
-    """(family, implementation) of each that trains in fewer bits than its problem has, here."""
+def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str, str]]:
+    """(family, operator, implementation) that trains in fewer bits than its problem has."""
     config, (batch, n_context, n_target) = TNPConfig(), SIZES
     model = asdict(config) | {"d_ff_storage": storage_width(config.d_ff)}
     run = {"batch": batch, "n_context": n_context, "n_target": n_target, "dtype": "bfloat16"}
@@ -62,7 +62,7 @@ def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str]]:
                 problem = operator.within(model, run)
                 call = Call(problem, targets.of_device(device), operator.differentiated)
                 if own.refuses(call) is None:
-                    yield family, own.name
+                    yield family, operator.name, own.name
 
 
 def _trained(device: torch.device) -> TransformerNP:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The least exponent of a row's scale, that of zeros. Rows of a gradient may be tiny; two scales
-# times one another vanish only where both are of zeros.
+# The least exponent of a row's scale, that of zeros. Rows of a gradient may be tiny: those whose
+# largest element is below 448 · 2^−100 lose bits, and products of scales below 2^−149 vanish.
 LEAST = -100
 
 

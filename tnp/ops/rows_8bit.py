@@ -117,8 +117,7 @@ def rows_quantizer(
     """
     n_rows, n_columns = shape
     out_rows, out_columns = padded or shape
-    block_c = min(max(triton.next_power_of_2(out_columns), 16), WIDEST)
-    block_r = max(ELEMENTS // block_c, 1)
+    block_r, block_c = _block(out_columns)
     n_programs = triton.cdiv(out_rows, block_r)
     kernel = Bound(
         _quantize_rows_kernel, (n_programs,),
@@ -141,8 +140,14 @@ def rows_quantizer(
 
 def n_norms(shape: tuple[int, int]) -> int:
     """How many norms the quantizer of a matrix of this (padded) shape leaves."""
-    block_c = min(max(triton.next_power_of_2(shape[1]), 16), WIDEST)
-    return triton.cdiv(shape[0], max(ELEMENTS // block_c, 1))
+    block_r, _ = _block(shape[1])
+    return triton.cdiv(shape[0], block_r)
+
+
+def _block(n_columns: int) -> tuple[int, int]:
+    """Rows and columns that a program keeps."""
+    block_c = min(max(triton.next_power_of_2(n_columns), 16), WIDEST)
+    return max(ELEMENTS // block_c, 1), block_c
 
 
 def row_product(like: Tensor) -> Callable[[Tensor, Tensor, InRows], Tensor]:

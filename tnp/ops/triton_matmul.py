@@ -41,7 +41,7 @@ class MatmulConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; neither spills on any target.
+# By bytes per element; none spills on any target.
 CONFIGS = {
     1: MatmulConfig(128, 128, 64, 8, 3),
     2: MatmulConfig(128, 128, 64, 8, 3),

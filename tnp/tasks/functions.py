@@ -99,7 +99,7 @@ def functions_of_table(
         ValueError: there is no such column, it holds no numbers, or `by` is missing in a row.
     """
     for name, columns in (("x", x), ("y", y)):
-        if isinstance(columns, str) or not columns:
+        if isinstance(columns, str) or len(columns) == 0:
             raise ValueError(f"{name} is {columns!r}: it must be a list of names of columns")
     known = _columns(table)
     for name in (*x, *y, *([by] if by else [])):
@@ -110,7 +110,7 @@ def functions_of_table(
     )
     if by is None:
         return [(inputs, outputs)]
-    _, group = np.unique(_groups(table, by), return_inverse=True)
+    group = _groups(table, by)
     rows = [torch.from_numpy(np.flatnonzero(group == i)) for i in range(group.max() + 1)]
     return [(inputs[i], outputs[i]) for i in rows]
 
@@ -130,14 +130,18 @@ def _numbers(table: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _groups(table: Mapping[str, Any], by: str) -> np.ndarray:
-    """The column that tells functions apart, as values that can be sorted."""
+    """Of each row the number of its function: in order of value, or of appearance if none sorts."""
     values = np.asarray(table[by])
     for row, value in enumerate(values.tolist()):
-        if value is None or value != value:
+        if value is None or (value == value) is not True:  # NaN, or a missing value of pandas
             raise ValueError(
                 f"column {by!r}, row {row}, is {value}: every row must say which function it is of"
             )
-    return values.astype(str) if values.dtype == object else values
+    try:
+        return np.unique(values, return_inverse=True)[1]
+    except TypeError:
+        numbers: dict[Any, int] = {}
+        return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()])
 
 
 def _points(i: int, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,20 @@ backward (`composed_8bit`). Weights are float32 parameters, cast to x's dtype
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Budget, Case, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import (
+    Budget,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Work,
+    triton_from,
+)
 from tnp.inputs import require_floats, require_one_device
 from tnp.ops.declared import by_pytorch, by_triton
 from tnp.ops.mlp import eight_bit
@@ -121,6 +131,13 @@ def cases(target) -> list[Case]:
     ]
 
 
+def compiled(target) -> Iterator[Problem]:
+    """Of rows whose hidden layer is saved, and of more."""
+    for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
+        for rows in (44_000, 70_000):
+            yield OPERATOR.problem(dtype, rows=rows, d_model=512, d_ff=1408)
+
+
 def within(model, run):
     """The layer of every block: every row of context and targets."""
     rows = run["batch"] * (run["n_context"] + run["n_target"])
@@ -205,6 +222,7 @@ OPERATOR = Operator(
     work=work,
     cases=cases,
     within=within,
+    compiled=compiled,
     controls={
         "no activation": _no_activation,
         "half of the rows dropped": _half_the_rows,
