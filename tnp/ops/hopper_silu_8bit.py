@@ -131,19 +131,15 @@ def matmul_silu_hopper_8bit_kernel(
     scales = (x_scale_ptr, w_scale_ptr, h_scale_ptr)
     gl.warp_specialize(
         [
-            (
-                _silu,
-                (pipe, h8_desc, h_desc, slope_ptr, scales, n_rows, buffers8, buffers, 0, SAVES),
-            ),
-            (
-                _silu,
-                (pipe, h8_desc, h_desc, slope_ptr, scales, n_rows, buffers8, buffers, 1, SAVES),
-            ),
+            (_silu, (pipe, h8_desc, h_desc, slope_ptr, scales, n_rows,
+                     buffers8, buffers, 0, SAVES)),
+            (_silu, (pipe, h8_desc, h_desc, slope_ptr, scales, n_rows,
+                     buffers8, buffers, 1, SAVES)),
             (produce, (pipe, x_desc, w_desc)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_columns"])
@@ -159,43 +155,15 @@ def matmul_dsilu_hopper_8bit_kernel(
     scales = (dy_scale_ptr, w_scale_ptr, dz_scale_ptr)
     gl.warp_specialize(
         [
-            (
-                _dsilu,
-                (
-                    pipe,
-                    dz8_desc,
-                    dz_desc,
-                    slope_ptr,
-                    scales,
-                    n_rows,
-                    buffers8,
-                    buffers,
-                    0,
-                    IN_16,
-                    IN_8,
-                ),
-            ),
-            (
-                _dsilu,
-                (
-                    pipe,
-                    dz8_desc,
-                    dz_desc,
-                    slope_ptr,
-                    scales,
-                    n_rows,
-                    buffers8,
-                    buffers,
-                    1,
-                    IN_16,
-                    IN_8,
-                ),
-            ),
+            (_dsilu, (pipe, dz8_desc, dz_desc, slope_ptr, scales, n_rows,
+                      buffers8, buffers, 0, IN_16, IN_8)),
+            (_dsilu, (pipe, dz8_desc, dz_desc, slope_ptr, scales, n_rows,
+                      buffers8, buffers, 1, IN_16, IN_8)),
             (produce, (pipe, dy_desc, w_desc)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )
+    )  # fmt: skip
 
 
 _HALF, _COLUMN = tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 # Of `single`: a tile is at least 16 wide; 64 rows of 512 float32 sums fill the registers.
 MIN_D, MAX_D = 16, 512
+# Of more rows than this nothing is saved, and `fused` computes z again, in chunks: h and z of
+# 205,000 rows would take 1.1 GiB, and where rows are many, attention leaves the MLP little time.
+SAVED_ROWS = 65_536
+E4M3_MULTIPLE = 16  # of D: rows of 8 bits, for a library's product
 
 
 def reference(x, up, down):
@@ -153,6 +157,16 @@ def _single(call):
     return f"D is {d}: it takes a power of two from {MIN_D} to {MAX_D}"
 
 
+def _in_8_bits(call):
+    """GPUs with tensor cores for e4m3; rows whose hidden layer is saved."""
+    d, rows = call.problem["d_model"], call.problem["rows"]
+    if d % E4M3_MULTIPLE:
+        return f"D is {d}: it takes multiples of {E4M3_MULTIPLE}"
+    if call.wanted and rows > SAVED_ROWS:
+        return f"it gives gradients of up to {SAVED_ROWS:,} rows, not {rows:,}"
+    return triton_from(89)(call)
+
+
 def _no_activation(x, up, down):
     return x @ up.to(x.dtype).T @ down.to(x.dtype).T
 
@@ -209,7 +223,7 @@ OPERATOR = Operator(
             "tnp.ops.mlp.composed_8bit",
             forward=("FORWARD_SLOPE", "FORWARD_Z"),
             backward=("BACKWARD_SLOPE", "BACKWARD_Z"),
-            supported=eight_bit.supported,
+            supported=_in_8_bits,
             dtypes=("bfloat16",),
             precision="e4m3",
             budget=Budget(emulate=eight_bit.held, rounded=eight_bit.rounded),

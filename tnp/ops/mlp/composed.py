@@ -22,12 +22,10 @@ import torch.nn.functional as F
 
 from tnp.contract import Call, Kernel, Reason, Support, anywhere
 from tnp.ops import hopper_matmul, hopper_silu, triton_matmul
+from tnp.ops.mlp import SAVED_ROWS
 from tnp.ops.operands import Rows, hidden_width, of_down, of_up, rows_of, weights
 from tnp.ops.weight_gradient import add_product, product, transposed
 
-# Of more rows than this the backward pass computes z again, in chunks: h and z of 205,000 rows
-# would take 1.1 GiB, and where rows are many, attention leaves the MLP little of a step.
-SAVED_ROWS = 65_536
 CHUNK_ROWS = 32_768
 NAMES = ("x", "up", "down")
 
@@ -173,7 +171,7 @@ def prepare_backward(call: Call, config, inputs, *, products: ModuleType, again:
     return launch if len(chunks) == 1 else launch_chunks
 
 
-def _hopper(call: Call) -> Reason:
+def hopper_refuses(call: Call) -> Reason:
     problem = call.problem
     return hopper_matmul.refuses(call, problem["d_model"], hidden_width(problem["d_ff"]))
 
@@ -187,7 +185,7 @@ def _few_rows(call: Call) -> Reason:
 
 
 def _hopper_few_rows(call: Call) -> Reason:
-    return _hopper(call) or _few_rows(call)
+    return hopper_refuses(call) or _few_rows(call)
 
 
 def _forward(name: str, saves: str, products: ModuleType, supported: Support) -> Kernel:
@@ -207,9 +205,9 @@ def _backward(name: str, saves: str, products: ModuleType, supported: Support) -
 
 FORWARD_SLOPE = _forward("hopper", "slope", hopper_silu, _hopper_few_rows)
 FORWARD_Z = _forward("triton", "z", triton_matmul, _few_rows)
-FORWARD_HOPPER_AGAIN = _forward_again("hopper_again", hopper_silu, _hopper)
+FORWARD_HOPPER_AGAIN = _forward_again("hopper_again", hopper_silu, hopper_refuses)
 FORWARD_AGAIN = _forward_again("triton_again", triton_matmul, anywhere)
-BACKWARD_SLOPE = _backward("hopper", "slope", hopper_silu, _hopper)
+BACKWARD_SLOPE = _backward("hopper", "slope", hopper_silu, hopper_refuses)
 BACKWARD_Z = _backward("triton", "z", triton_matmul, anywhere)
-BACKWARD_HOPPER_AGAIN = _backward("hopper_again", "again", hopper_silu, _hopper)
+BACKWARD_HOPPER_AGAIN = _backward("hopper_again", "again", hopper_silu, hopper_refuses)
 BACKWARD_AGAIN = _backward("triton_again", "again", triton_matmul, anywhere)

@@ -16,9 +16,9 @@ in torchao's recipe `rowwise_with_gw_hp`.
 from functools import partial
 from types import ModuleType
 
-from tnp.contract import Call, Kernel, Reason, anywhere
-from tnp.ops import hopper_matmul, hopper_silu_8bit, triton_silu_8bit
-from tnp.ops.mlp.composed import NAMES, empty_backward
+from tnp.contract import Call, Kernel, anywhere
+from tnp.ops import hopper_silu_8bit, triton_silu_8bit
+from tnp.ops.mlp.composed import NAMES, empty_backward, hopper_refuses
 from tnp.ops.mlp.eight_bit import DZ_FACTOR, H_FACTOR
 from tnp.ops.operands import hidden_width, of_down, of_up, rows_of
 from tnp.ops.rows_8bit import n_norms, row_product, rows_quantizer
@@ -92,14 +92,9 @@ def prepare_backward(call: Call, config, inputs, *, products: ModuleType):
     return launch
 
 
-def _hopper(call: Call) -> Reason:
-    problem = call.problem
-    return hopper_matmul.refuses(call, problem["d_model"], hidden_width(problem["d_ff"]))
-
-
 FORWARD_SLOPE = Kernel(
     "hopper_8bit", partial(empty, products=hopper_silu_8bit),
-    partial(prepare, products=hopper_silu_8bit), _hopper, saves="slope",
+    partial(prepare, products=hopper_silu_8bit), hopper_refuses, saves="slope",
 )  # fmt: skip
 FORWARD_Z = Kernel(
     "triton_8bit", partial(empty, products=triton_silu_8bit),
@@ -107,7 +102,7 @@ FORWARD_Z = Kernel(
 )  # fmt: skip
 BACKWARD_SLOPE = Kernel(
     "hopper_8bit", empty_backward,
-    partial(prepare_backward, products=hopper_silu_8bit), _hopper, saves="slope",
+    partial(prepare_backward, products=hopper_silu_8bit), hopper_refuses, saves="slope",
 )  # fmt: skip
 BACKWARD_Z = Kernel(
     "triton_8bit", empty_backward,

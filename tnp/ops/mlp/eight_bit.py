@@ -1,4 +1,4 @@
-"""What the feed-forward layer in 8 bits (e4m3) takes, and what its number format makes of it.
+"""What its number format makes of the feed-forward layer in 8 bits (e4m3).
 
 `composed_8bit` says what is rounded. Here the same is computed once more in PyTorch, for the gate:
 `held` are the operands of the forward pass as float64 has them, `rounded` the results as float64
@@ -11,32 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tnp.contract import Call, Case, Reason, Work, triton_from
+from tnp.contract import Case, Work
 from tnp.ops import e4m3
 from tnp.ops.e4m3 import LEAST
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a library's product wants rows to be multiples of.
-MULTIPLE = 16
-# As many as `composed` saves anything of.
-MOST_ROWS = 65_536
 # |silu(z)| ≤ |z| and |silu'(z)| < 1.1. Rounding to e4m3 changes no number by more than a sixteenth:
 # a product of two is at most 1.13 times what it was.
 H_FACTOR = 1.15
 DZ_FACTOR = 1.1 * H_FACTOR
-_triton = triton_from(89)
-
-
-def supported(call: Call) -> Reason:
-    """GPUs with tensor cores for e4m3; rows whose hidden layer is saved."""
-    d, rows = call.problem["d_model"], call.problem["rows"]
-    if d % MULTIPLE:
-        return f"D is {d}: it takes multiples of {MULTIPLE}"
-    if call.wanted and rows > MOST_ROWS:
-        return f"it gives gradients of up to {MOST_ROWS:,} rows, not {rows:,}"
-    return _triton(call)
 
 
 def work(least: Work, pass_: str) -> Work:
