@@ -3,12 +3,11 @@
     forward     z = x wᵀ,  h = z·σ(z),  slope = σ(z)·(1 + z·(1 − σ(z)))
     backward    dz = (dy w)·slope
 
-The slope of SiLU goes to the backward pass rather than z: there it costs one multiplication. It
-lies in the order of the matmul's registers, which needs no shared memory.
+The slope of SiLU goes to the backward pass rather than z: there it costs one multiplication
+(`tnp.ops.hopper_slope`).
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -19,21 +18,21 @@ from tnp.ops.hopper_matmul import (
     REGISTERS,
     ROWS,
     TILE,
-    as_half,
-    load_in_order,
     multiply,
     pipeline,
     produce,
     quarters,
     sigmoid,
-    store_in_order,
     tiles,
 )
+from tnp.ops.hopper_primitives import opaque
+from tnp.ops.hopper_slope import load_slopes, new_slope, slope_of, slope_place, store_slope
 from tnp.ops.operands import Rows
 from tnp.ops.triton_matmul import DSilu, Silu
 from tnp.targets import Target
 
 STAGES = 4
+new_saved = new_slope  # what the backward pass reads of z
 
 
 @gluon.jit
@@ -44,33 +43,38 @@ def silu_and_slope(z):
 
 
 @gluon.jit
-def store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr, RESULTS: gl.constexpr):
-    """Start the copy of a half to device memory, through the warpgroup's two buffers in turn.
+def store_quarter(
+    desc, quarter, row, column, buffers, WARPGROUP: gl.constexpr, AT: gl.constexpr,
+    RESULTS: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a quarter [64, 64] to device memory, through one of the warpgroup's two
+    buffers, `AT`.
 
-    RESULTS are stored so, each through buffers of its own and one half after the other.
+    RESULTS are stored so, each through buffers of its own, quarter by quarter in turn.
     """
-    parts = quarters(half)
-    for i in gl.static_range(2):
-        buffer = buffers.index(2 * WARPGROUP + i)
-        # What was in the buffer has left it: the copy before the last of this result's.
-        tma.store_wait(2 * RESULTS - 1)
-        buffer.store(parts[i].to(desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [row, column + i * BLOCK_K], buffer)
+    buffer = buffers.index(2 * WARPGROUP + AT)
+    # What was in the buffer has left it: the copy before the last of this result's.
+    tma.store_wait(2 * RESULTS - 1)
+    buffer.store(quarter.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column + AT * BLOCK_K], buffer)
 
 
 @gluon.jit
 def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: gl.constexpr):
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
         halves = multiply(pipe, tile, WARPGROUP)
+        # Opaque, or addresses would be kept through the product, and spill.
+        place = opaque(tile)
         row = tile // pipe.n_columns * TILE
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
-            h, slope = silu_and_slope(halves[i])
-            if HAS_SLOPE:
-                at = slope_ptr + (2 * tile + i).to(gl.int64) * (ROWS * TILE)
-                store_in_order(at, slope.to(h_desc.dtype))
-            store_half(h_desc, h, row + i * ROWS, column, buffers, WARPGROUP, 1)
+            z = quarters(halves[i])
+            for j in gl.static_range(2):
+                h, slope = silu_and_slope(z[j])
+                if HAS_SLOPE:
+                    store_slope(slope_ptr + slope_place(place, i, j), slope)
+                store_quarter(h_desc, h, row + i * ROWS, column, buffers, WARPGROUP, j, 1)
     tma.store_wait(0)
 
 
@@ -78,14 +82,15 @@ def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: 
 def _dsilu(pipe, dz_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr):
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
         # Read before the product, beside which they arrive.
-        at = slope_ptr + tile.to(gl.int64) * (TILE * TILE)
-        slopes = (load_in_order(at), load_in_order(at + ROWS * TILE))
+        slopes = load_slopes(slope_ptr, tile)
         halves = multiply(pipe, tile, WARPGROUP)
         row = tile // pipe.n_columns * TILE
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
-            dz = halves[i] * as_half(slopes[i]).to(gl.float32)
-            store_half(dz_desc, dz, row + i * ROWS, column, buffers, WARPGROUP, 1)
+            dh = quarters(halves[i])
+            for j in gl.static_range(2):
+                dz = dh[j] * slope_of(slopes[2 * i + j])
+                store_quarter(dz_desc, dz, row + i * ROWS, column, buffers, WARPGROUP, j, 1)
     tma.store_wait(0)
 
 
@@ -127,17 +132,12 @@ def matmul_dsilu_hopper_kernel(
     )
 
 
-def saved_shape(n_rows: int, width: int) -> tuple[int, int]:
-    """Of the slope of [n_rows, width]: whole tiles."""
-    return triton.cdiv(n_rows, TILE.value) * TILE.value, width
-
-
 def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
     """What computes h [T, F] and, where `save`, the slope in the order of registers.
 
     It is called with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
     """
-    shape, slope_shape = (rows.n, width), saved_shape(rows.n, width)
+    shape = rows.n, width
     kernel = Bound(
         matmul_silu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,
         maps=(
@@ -149,7 +149,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
     def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         h = x.new_empty(shape)
-        slope = x.new_empty(slope_shape) if save else None
+        slope = new_saved(x, shape, dtype) if save else None
         kernel(x, w, h, h if slope is None else slope)
         return h, slope
 

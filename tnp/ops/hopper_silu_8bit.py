@@ -17,20 +17,19 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tnp.launch import Bound
 from tnp.ops.hopper_matmul import (
-    ACC,
     BLOCK_K,
+    QUARTER_ACC,
     REGISTERS,
     ROWS,
     TILE,
-    as_half,
-    load_in_order,
     multiply,
     pipeline,
     produce,
-    store_in_order,
+    quarters,
     tiles,
 )
-from tnp.ops.hopper_silu import STAGES, saved_shape, silu_and_slope, store_half
+from tnp.ops.hopper_silu import STAGES, new_saved, silu_and_slope, store_quarter
+from tnp.ops.hopper_slope import load_slopes, slope_of, slope_place, store_slope
 from tnp.ops.rows_8bit import E4M3, InRows
 from tnp.ops.triton_silu_8bit import DSilu, Silu
 from tnp.targets import Target
@@ -38,31 +37,31 @@ from tnp.targets import Target
 
 @gluon.jit
 def _of_rows(ptr, row, n_rows):
-    """Numbers of the 64 rows of a half; a power of two past the end."""
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    """Numbers of the 64 rows of a quarter; a power of two past the end."""
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, QUARTER_ACC))
     return gl.load(ptr + rows, mask=rows < n_rows, other=1.0)[:, None]
 
 
 @gluon.jit
-def _scaled(half, scales, row, column, n_rows):
-    """A half of the product, of the sums of products of 8 bits."""
-    columns = column + gl.arange(0, TILE, layout=gl.SliceLayout(0, ACC))
-    return half * _of_rows(scales[0], row, n_rows) * gl.load(scales[1] + columns)[None, :]
+def _scaled(quarter, scales, row, column, n_rows):
+    """A quarter of the product, of the sums of products of 8 bits."""
+    columns = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, QUARTER_ACC))
+    return quarter * _of_rows(scales[0], row, n_rows) * gl.load(scales[1] + columns)[None, :]
 
 
 @gluon.jit
 def _store(
-    half, scales, desc, desc8, row, column, n_rows, buffers, buffers8,
-    WARPGROUP: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
+    quarter, scales, desc, desc8, row, column, n_rows, buffers, buffers8,
+    WARPGROUP: gl.constexpr, AT: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a half in 16 bits and in 8, the latter in units of its rows."""
+    """Start the copies of a quarter in 16 bits and in 8, the latter in units of its rows."""
     if IN_16:
-        store_half(desc, half, row, column, buffers, WARPGROUP, IN_16 + IN_8)
+        store_quarter(desc, quarter, row, column, buffers, WARPGROUP, AT, IN_16 + IN_8)
     if IN_8:
         # Of a power of two, by its exponent: a division takes many instructions.
         bits = _of_rows(scales[2], row, n_rows).to(gl.int32, bitcast=True)
-        half = half * ((254 << 23) - bits).to(gl.float32, bitcast=True)
-        store_half(desc8, half, row, column, buffers8, WARPGROUP, IN_16 + IN_8)
+        quarter = quarter * ((254 << 23) - bits).to(gl.float32, bitcast=True)
+        store_quarter(desc8, quarter, row, column, buffers8, WARPGROUP, AT, IN_16 + IN_8)
 
 
 @gluon.jit
@@ -76,15 +75,16 @@ def _silu(
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
             begin = row + i * ROWS
-            z = _scaled(halves[i], scales, begin, column, n_rows)
-            h, slope = silu_and_slope(z)
-            if SAVES:
-                at = slope_ptr + (2 * tile + i).to(gl.int64) * (ROWS * TILE)
-                store_in_order(at, slope.to(h_desc.dtype))
-            _store(
-                h, scales, h_desc, h8_desc, begin, column, n_rows, buffers, buffers8,
-                WARPGROUP, SAVES, True,
-            )  # fmt: skip
+            products = quarters(halves[i])
+            for j in gl.static_range(2):
+                z = _scaled(products[j], scales, begin, column + j * BLOCK_K, n_rows)
+                h, slope = silu_and_slope(z)
+                if SAVES:
+                    store_slope(slope_ptr + slope_place(tile, i, j), slope)
+                _store(
+                    h, scales, h_desc, h8_desc, begin, column, n_rows, buffers, buffers8,
+                    WARPGROUP, j, SAVES, True,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -94,22 +94,21 @@ def _dsilu(
     WARPGROUP: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # The first half's is read before the product, beside which it arrives, and the second's
-        # beside the first half: registers are full of accumulators.
-        at = slope_ptr + tile.to(gl.int64) * (TILE * TILE)
-        slope = load_in_order(at)
+        # Read before the product, beside which they arrive.
+        slopes = load_slopes(slope_ptr, tile)
         halves = multiply(pipe, tile, WARPGROUP)
-        slopes = (slope, load_in_order(at + ROWS * TILE))
         row = tile // pipe.n_columns * TILE
         column = tile % pipe.n_columns * TILE
         for i in gl.static_range(2):
             begin = row + i * ROWS
-            dz = halves[i] * as_half(slopes[i]).to(gl.float32)
-            dz = _scaled(dz, scales, begin, column, n_rows)
-            _store(
-                dz, scales, dz_desc, dz8_desc, begin, column, n_rows, buffers, buffers8,
-                WARPGROUP, IN_16, IN_8,
-            )  # fmt: skip
+            products = quarters(halves[i])
+            for j in gl.static_range(2):
+                dz = products[j] * slope_of(slopes[2 * i + j])
+                dz = _scaled(dz, scales, begin, column + j * BLOCK_K, n_rows)
+                _store(
+                    dz, scales, dz_desc, dz8_desc, begin, column, n_rows, buffers, buffers8,
+                    WARPGROUP, j, IN_16, IN_8,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -175,7 +174,6 @@ def matmul_silu(
 ) -> Silu:
     """As `tnp.ops.triton_silu_8bit.matmul_silu`; the slope is saved, in the order of registers."""
     n_rows, width = shape
-    slope_shape = saved_shape(*shape)
     kernel = Bound(
         matmul_silu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,
         maps=_MAPS, K_BLOCKS=inner // BLOCK_K.value, STAGES=STAGES, SAVES=save, num_warps=4,
@@ -184,7 +182,7 @@ def matmul_silu(
     def run(x: InRows, w: InRows) -> tuple[Tensor, Tensor | None, Tensor | None]:
         h8 = x.x.new_empty(shape)
         h = x.x.new_empty(shape, dtype=dtype) if save else None
-        slope = x.x.new_empty(slope_shape, dtype=dtype) if save else None
+        slope = new_saved(x.x, shape, dtype) if save else None
         of_h = (h, slope) if save else (h8, h8)
         kernel(x.x, w.x, h8, *of_h, x.scale, w.scale, x.bound)
         return h8, h, slope

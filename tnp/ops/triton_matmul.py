@@ -176,7 +176,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
     def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         h = x.new_empty(shape)
-        z = x.new_empty(shape) if save else None
+        z = new_saved(x, shape, dtype) if save else None
         kernel(x, w, h if z is None else z, h)
         return h, z
 
@@ -199,6 +199,6 @@ def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> 
     return run
 
 
-def saved_shape(n_rows: int, width: int) -> tuple[int, int]:
-    """Of z."""
-    return n_rows, width
+def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialized z, where x lies."""
+    return x.new_empty(shape, dtype=dtype)

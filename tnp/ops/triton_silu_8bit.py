@@ -21,7 +21,7 @@ from tnp.ops.triton_matmul import (
     load_tile,
     offsets,
     product_tile,
-    saved_shape,
+    new_saved,
     silu,
     silu_derivative,
     store_tile,
@@ -91,7 +91,7 @@ def matmul_silu(
     def run(x: InRows, w: InRows) -> tuple[Tensor, Tensor | None, Tensor | None]:
         h8 = x.x.new_empty(shape)
         h = x.x.new_empty(shape, dtype=dtype) if save else None
-        z = x.x.new_empty(saved_shape(*shape), dtype=dtype) if save else None
+        z = new_saved(x.x, shape, dtype) if save else None
         of_h = (z, h) if save else (h8, h8)
         kernel(x.x, w.x, *of_h, h8, x.scale, w.scale, x.bound)
         return h8, h, z

@@ -40,9 +40,8 @@ def _chunks(rows: Rows) -> list[tuple[int, int]]:
 
 def empty(wanted, inputs, *, products: ModuleType):
     x, up, _down = inputs
-    n_rows, width = x.numel() // x.shape[-1], hidden_width(up.shape[0])
-    saved = x.new_empty(n_rows, width), x.new_empty(products.saved_shape(n_rows, width))
-    return (x.new_empty(x.shape),), saved
+    shape = x.numel() // x.shape[-1], hidden_width(up.shape[0])
+    return (x.new_empty(x.shape),), (x.new_empty(shape), products.new_saved(x, shape, x.dtype))
 
 
 def prepare(call: Call, config, inputs, *, products: ModuleType):

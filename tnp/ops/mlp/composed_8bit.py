@@ -27,9 +27,9 @@ from tnp.ops.weight_gradient import product, transposed
 
 def empty(wanted, inputs, *, products: ModuleType):
     x, up, _down = inputs
-    n_rows, width = x.numel() // x.shape[-1], hidden_width(up.shape[0])
-    shapes = ((n_rows, width), products.saved_shape(n_rows, width)) if wanted else ()
-    return (x.new_empty(x.shape),), tuple(map(x.new_empty, shapes))
+    shape = x.numel() // x.shape[-1], hidden_width(up.shape[0])
+    saved = (x.new_empty(shape), products.new_saved(x, shape, x.dtype)) if wanted else ()
+    return (x.new_empty(x.shape),), saved
 
 
 def prepare(call: Call, config, inputs, *, products: ModuleType):
