@@ -96,6 +96,7 @@ class Call:
     target: Target
     wanted: tuple[str, ...] = ()  # inputs whose gradients are asked for
     aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes
+    apart: bool = False  # results share no memory, as PyTorch asks of custom operators
 
     @property
     def mode(self) -> str:
@@ -153,8 +154,9 @@ class Kernel:
 
     `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
     only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
-    `empty(wanted, inputs)` returns the same, uninitialized: it is all that a compiler sees. Of a
-    forward operation it is also passed, by name, what a call passed of `Operator.numbered`.
+    `empty(wanted, inputs)` returns the same, uninitialized, as where `Call.apart`: it is all that a
+    compiler sees. Of a forward operation it is also passed, by name, what a call passed of
+    `Operator.numbered`.
 
     Of a backward operation `inputs` are (gradients, kept, saved): gradients of the outputs, the
     tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns

@@ -7,7 +7,8 @@ operators, and nothing of a kernel that is launched behind their backs. There an
 
 defined from the operator's own names the first time it is asked for. It gives the outputs and what
 is saved for the backward pass, which is a second such operator. `call` is JSON of what decides the
-launch. Insides run the plans that eager calls run; a compiler sees `Kernel.empty` alone.
+launch. Insides run plans as eager calls do, but results share no memory (`Call.apart`); a compiler
+sees `Kernel.empty` alone.
 
 PyTorch's own forms are called as they are.
 """
@@ -179,7 +180,7 @@ class _Spec:
                     key,
                     build(
                         self.operator, self.implementation, inputs, self.options, self.wanted,
-                        saves=self.saves,
+                        saves=self.saves, apart=True,
                     ),
                 )  # fmt: skip
         return plan
@@ -240,8 +241,9 @@ def _define(operator: Operator) -> Any:
         given = {one: True for one, x in pairs if one in operator.optional and x is not None}
         named = dict(zip(operator.sizes, map(int, sizes), strict=True))
         problem = operator.problem(known.dtype, **given | dict(known.options) | named)
+        rows_aligned = aligned((*gradients, *kept))
         what = Call(
-            problem, targets.of_device(first.device), known.wanted, aligned((*gradients, *kept))
+            problem, targets.of_device(first.device), known.wanted, rows_aligned, apart=True
         )
         kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
         with torch.cuda.device_of(first):  # where Triton launches

@@ -75,6 +75,7 @@ def build(
     target: Target | None = None,
     forced: Forced | None = None,
     saves: str | None = None,
+    apart: bool = False,
 ) -> PlainPlan | KernelPlan:
     """The plan of a call.
 
@@ -84,8 +85,9 @@ def build(
         target: what it is for; the inputs' device where None.
         forced: kernel and configuration by operation, for gates and tuning.
         saves: the form of what is saved that the forward kernel must have.
+        apart: whether results may share no memory.
     """
-    what = describe(operator, inputs, options, wanted, target)
+    what = replace(describe(operator, inputs, options, wanted, target), apart=apart)
     if 0 in dict(what.problem.sizes).values():  # nothing to compute
         return _empty_plan(operator, implementation, what, inputs)
     chosen, found = choose_implementation(operator, implementation, what)

@@ -187,8 +187,28 @@ def test_padding_changes_nothing(kernels, n_k, n_keys):
 
 
 def test_gradients_are_laid_out_as_the_projections_read_them(kernels):
-    for out in kernels.run(*draw(BATCH)):
-        assert out.transpose(1, 2).is_contiguous()
+    o, dq, dk, dv = kernels.run(*draw(BATCH))
+    assert o.transpose(1, 2).is_contiguous() and dq.transpose(1, 2).is_contiguous()
+    batch, n_heads, n_k, head_dim = dk.shape
+    width = n_heads * head_dim
+    halves = n_k * 2 * width, head_dim, 2 * width, 1
+    assert dk.stride() == dv.stride() == halves
+    assert dv.data_ptr() == dk.data_ptr() + width * dk.element_size()
+
+
+def test_gradients_that_are_to_lie_apart_are_the_same(kernels):
+    """As custom operators give them, in memory of their own."""
+    q, k, v, do = draw(BATCH)
+    plan, inputs = kernels.plan(q, k, v, counts(*COUNTS))
+    (o,), saved = plan.forward(inputs, (SCALE,))
+    arguments = (do,), tuple(plan.kept(inputs, (o,))), saved, (SCALE,)
+    halves = plan.backward(*arguments)
+    plan.what = replace(plan.what, apart=True)
+    plan.backwards.clear()
+    apart = plan.backward(*arguments)
+    for one, other in zip(apart[1:], halves[1:], strict=True):
+        assert torch.equal(one, other) and one.transpose(1, 2).is_contiguous()
+    assert apart[1].untyped_storage().data_ptr() != apart[2].untyped_storage().data_ptr()
 
 
 @pytest.mark.blas
@@ -292,9 +312,9 @@ def test_split_reduction_is_the_single_pass(monkeypatch):
     whole = KERNELS["separate"].run(*inputs, n_keys)
     segments, partials = [], triton_backward.Partials
 
-    def counted(k, n):
+    def counted(k, n, whole):
         segments.append(n)
-        return partials(k, n)
+        return partials(k, n, whole)
 
     monkeypatch.setattr(triton_backward, "MIN_SEGMENT_TILES", 1)
     monkeypatch.setattr(triton_backward, "Partials", counted)

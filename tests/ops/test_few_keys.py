@@ -88,9 +88,9 @@ def segments(monkeypatch) -> list[int]:
     """Of every backward pass with more than one."""
     found, partials = [], few_keys.Partials
 
-    def counted(k, n):
+    def counted(k, n, whole):
         found.append(n)
-        return partials(k, n)
+        return partials(k, n, whole)
 
     monkeypatch.setattr(few_keys, "Partials", counted)
     return found

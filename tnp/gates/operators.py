@@ -135,7 +135,9 @@ def _pairs(setting: Setting) -> list[Pair]:
 class Forced:
     """The implementation with a pair of kernels, for some gradients: called as its reference is."""
 
-    def __init__(self, setting: Setting, pair: Pair, wanted: tuple[str, ...]) -> None:
+    def __init__(
+        self, setting: Setting, pair: Pair, wanted: tuple[str, ...], apart: bool = False
+    ) -> None:
         found = setting.found
         forced = {}
         if pair.forward:
@@ -146,7 +148,7 @@ class Forced:
         self.moving = pair.moving | set(found.moving)
         self.plan = plans.build(
             setting.operator, found.name, tuple(setting.inputs.values()),
-            tuple(setting.options.items()), wanted, setting.target, forced,
+            tuple(setting.options.items()), wanted, setting.target, forced, apart=apart,
         )  # fmt: skip
 
     def __call__(self, *arguments: Any) -> Any:
@@ -216,15 +218,16 @@ def _of_memory(run: Forced, first: Results) -> Iterator[Check]:
 
 def _of_layout(run: Forced, thorough: bool) -> Iterator[Check]:
     """For all gradients that are wanted, and for each alone."""
-    runs = [run]
+    of_runs = [run.wanted]
     backward = run.pair.backward.kernel if run.pair.backward else None
     if thorough and len(run.wanted) > 1:
-        runs += map(run.alone, run.wanted)
-    for one in runs:
-        faults = layout.faults(one.plan, backward, run.setting)
+        of_runs += [(name,) for name in run.wanted]
+    for wanted in of_runs:
+        plan = Forced(run.setting, run.pair, wanted, apart=True).plan
+        faults = layout.faults(plan, backward, run.setting)
         what = "laid out as `Kernel.empty` says"
-        if one is not run:
-            what += f", d{one.wanted[0]} alone"
+        if wanted is not run.wanted:
+            what += f", d{wanted[0]} alone"
         for fault in faults:
             yield run.check(f"{what}: {fault}", "results", 1, 0)
         if not faults:

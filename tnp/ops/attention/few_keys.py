@@ -28,6 +28,7 @@ from tnp.launch import Bound
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    KeyGradients,
     LaunchConfig,
     Partials,
     backward,
@@ -283,19 +284,19 @@ def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
     batch, n_heads, n_q, head_dim = q.shape
     n_segments, tiles = _segments(call, config)
     chunk = tiles * config.block_m
-    of_q, of_k = rows_layout(q), rows_layout(k)
-    partials = Partials(k, n_segments) if n_segments > 1 else None
+    of_q, of_keys = rows_layout(q), KeyGradients(k, call.apart)
+    partials = Partials(k, n_segments, of_keys) if n_segments > 1 else None
     kernel = Bound(
         _few_keys_bwd_kernel, (batch * n_heads * n_segments,),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
-        *of_q[1][:3], *of_k[1][:3], partials.stride if partials else 0,
+        *of_q[1][:3], *(partials or of_keys).strides, partials.segment if partials else 0,
         n_heads, n_q, k.shape[2], chunk,
         HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
 
     def launch(do, q, k, v, n_keys, o, lse, scale):
         dq = q.new_empty_strided(*of_q)
-        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         kernel(
             q, k, v, do, lse, dq, dk_part, dv_part, q if n_keys is None else n_keys,

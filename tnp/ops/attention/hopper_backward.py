@@ -26,6 +26,7 @@ from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
 from tnp.ops.attention.hopper_primitives import supported, without_reference
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    KeyGradients,
     backward,
     empty_backward,
     flat,
@@ -184,18 +185,19 @@ def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
 def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     """Statistics, dk and dv, and dq."""
     counted, rows = n_keys is not None, _n_tiles(call) * TILE_ROWS
-    of_q, of_k, of_statistics = rows_layout(q), rows_layout(k), flat(2 * rows)
+    of_q, of_keys, of_statistics = rows_layout(q), KeyGradients(k, call.apart), flat(2 * rows)
     statistics_kernel = _bound_statistics(call, o, do, fused=False)
     dkdv_kernel = bound_dkdv(
-        q, k, counted, rows, config.dkdv, call.target.multiprocessors, fused=False
-    )
+        q, k, counted, rows, config.dkdv, call.target.multiprocessors, fused=False,
+        apart=call.apart,
+    )  # fmt: skip
     dq_kernel = bound_dq(q, k, counted, config.dq, call.target.multiprocessors)
 
     def launch(do, q, k, v, n_keys, o, lse, scale):
         statistics = lse.new_empty_strided(*of_statistics)
         delta = statistics.narrow(0, rows, rows)
         statistics_kernel(o, do, lse, statistics, statistics, do)
-        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk, dv = of_keys.allocate(k)
         n_keys = lse if n_keys is None else n_keys
         scales = scale, scale * LOG2_E
         dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, lse, *scales)
@@ -213,13 +215,13 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     n_tiles, base2 = _n_tiles(call), without_reference(call)
     rows = n_tiles * TILE_ROWS
     padded = batch, n_heads, rows // (batch * n_heads), head_dim
-    of_q, of_k = rows_layout(q), rows_layout(k)
+    of_q, of_keys = rows_layout(q), KeyGradients(k, call.apart)
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
     statistics_kernel = _bound_statistics(call, o, do, fused=True, base2=base2)
     kernel = bound_dkdv(
         q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True,
-        base2=base2,
+        base2=base2, apart=call.apart,
     )  # fmt: skip
     finish_kernel = Bound(
         _finish_dq_kernel, (n_tiles,), *of_q[1][:3], n_heads, n_q,
@@ -233,7 +235,7 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
         left = tiles.narrow(0, n_of_tiles + 2 * rows, batch * n_heads)
         weighted = do.new_empty(padded) if base2 else do
         statistics_kernel(o, do, lse, statistics, tiles, weighted)
-        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk, dv = of_keys.allocate(k)
         n_keys = lse if n_keys is None else n_keys
         kernel(
             q, weighted, k, v, statistics, delta, tiles, dk, dv, n_keys, left, scale,

@@ -97,12 +97,13 @@ class Pipeline:
     FUSED: gl.constexpr
     PERSISTENT: gl.constexpr
     BASE2: gl.constexpr
+    APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
 
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
         n_heads, n_q, n_k, n_items, n_keys_ptr, left_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2,
+        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, APART,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
@@ -115,6 +116,7 @@ class Pipeline:
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
         self.FUSED = gl.constexpr(FUSED)
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
+        self.APART = gl.constexpr(APART)
 
     @gluon.jit
     def place(self, item):
@@ -202,7 +204,7 @@ def _producer(pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
 
 @gluon.jit
 def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
-    """Write a consumer's 64 rows of dk or dv, [B, n_k, H, D]; 0 past the sample's keys.
+    """Write a consumer's 64 rows of dk or dv; 0 past the sample's keys.
 
     Straight from registers: once an item, and a bulk store's descriptors cost registers of loops.
     """
@@ -213,7 +215,8 @@ def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
     if pipe.HAS_N_KEYS:
         keys, _n_stages = pipe.extent(item)
         x = gl.where((row < keys)[:, None], x, 0.0)
-    first = ((b.to(gl.int64) * pipe.n_k + row) * pipe.n_heads + h) * HEAD_DIM
+    heads = pipe.n_heads if pipe.APART else 2 * pipe.n_heads  # of a row
+    first = ((b.to(gl.int64) * pipe.n_k + row) * heads + h) * HEAD_DIM
     ptrs = ptr + first[:, None] + column[None, :]
     gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(row < pipe.n_k)[:, None])
 
@@ -306,6 +309,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     n_keys_ptr, left_ptr, n_heads, n_q, n_k, n_items, scale, scale_log2,
     STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(FUSED or not BASE2, "do of the separate form is as it was")
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
@@ -324,7 +328,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
         n_heads, n_q, n_k, n_items, n_keys_ptr, left_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2,
+        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, APART,
     )  # fmt: skip
     if FUSED:
         gl.warp_specialize(
@@ -359,11 +363,10 @@ def bound_dkdv(
     *,
     fused: bool,
     base2: bool = False,
+    apart: bool = False,
 ) -> Bound:
     """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, n_keys or any tensor, of each head whether do
     of some query tile is as it was or any tensor, scale, scale·log2(e).
-
-    dk and dv are laid out [B, n_k, H, D].
 
     Args:
         q, k: [B, H, n, D], whose sizes count.
@@ -374,6 +377,7 @@ def bound_dkdv(
         fused: dq is added to its tiles, float32 [rows, D], each 64 rows a tile of unscaled dq in
             the order of registers. Where not, they are never read.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
+        apart: dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D].
     """
     batch, n_heads, n_q, head_dim = q.shape
     n_k, size = k.shape[2], ROWS.value
@@ -389,5 +393,6 @@ def bound_dkdv(
         n_heads, n_q, n_k, n_items,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
         STAGES=config.num_stages, TILES=config.tiles, REGISTERS=config.registers,
-        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, num_warps=4,
+        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, APART=apart,
+        num_warps=4,
     )  # fmt: skip

@@ -110,6 +110,30 @@ def rows_layout(like: Tensor) -> Layout:
     return tuple(like.shape), (n_rows * row, head_dim, row, 1)
 
 
+class KeyGradients:
+    """dk and dv [B, H, n_k, D]: halves of rows [B, n_k, 2, H, D], which the projections multiply
+    as one matrix, or where they are to lie apart [B, n_k, H, D] each.
+
+    Args:
+        k: what they are like.
+        apart: whether they may share no memory.
+    """
+
+    def __init__(self, k: Tensor, apart: bool) -> None:
+        shape, (of_b, of_h, width, _) = rows_layout(k)
+        self.width, self.apart = width, apart
+        # Of dk and of dv: batch, head and row.
+        self.strides = (of_b, of_h, width) if apart else (2 * of_b, of_h, 2 * width)
+        self.one = shape, (*self.strides, 1)
+        self.both = (2, *shape), (width, *self.strides, 1)
+
+    def allocate(self, k: Tensor) -> tuple[Tensor, ...]:
+        """dk and dv."""
+        if self.apart:
+            return k.new_empty_strided(*self.one), k.new_empty_strided(*self.one)
+        return k.new_empty_strided(*self.both).unbind()
+
+
 def lse_layout(q: Tensor) -> Layout:
     """[B, H, n_q], contiguous."""
     batch, n_heads, n_q, _head_dim = q.shape
@@ -129,7 +153,7 @@ def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
 
 
 def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D]."""
+    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D] each."""
     named = zip(("q", "k", "v"), inputs[1], strict=False)
     return tuple(x.new_empty_strided(*rows_layout(x)) if n in wanted else None for n, x in named)
 
@@ -203,7 +227,10 @@ def _unreadable(x: Tensor) -> bool:
 
 
 @triton.jit
-def _sum_partials_kernel(partials_ptr, dk_ptr, dv_ptr, n, n_segments, BLOCK: tl.constexpr):
+def _sum_partials_kernel(
+    partials_ptr, dk_ptr, dv_ptr, n, n_segments, stride_row, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dk = tl.zeros([BLOCK], tl.float32)
     dv = tl.zeros([BLOCK], tl.float32)
@@ -212,8 +239,9 @@ def _sum_partials_kernel(partials_ptr, dk_ptr, dv_ptr, n, n_segments, BLOCK: tl.
         partials_ptr += n
         dv += tl.load(partials_ptr + offs, mask=offs < n, other=0.0)
         partials_ptr += n
-    tl.store(dk_ptr + offs, cast(dk, dk_ptr.dtype.element_ty), mask=offs < n)
-    tl.store(dv_ptr + offs, cast(dv, dv_ptr.dtype.element_ty), mask=offs < n)
+    places = offs // WIDTH * stride_row + offs % WIDTH
+    tl.store(dk_ptr + places, cast(dk, dk_ptr.dtype.element_ty), mask=offs < n)
+    tl.store(dv_ptr + places, cast(dv, dv_ptr.dtype.element_ty), mask=offs < n)
 
 
 class Partials:
@@ -222,15 +250,17 @@ class Partials:
     Args:
         k: [B, H, n_k, D], like dk and dv.
         segments: how many parts there are.
+        whole: how dk and dv lie.
     """
 
-    def __init__(self, k: Tensor, segments: int) -> None:
+    def __init__(self, k: Tensor, segments: int, whole: KeyGradients) -> None:
         self.n = k.numel()
-        self.stride = 2 * self.n  # of a segment: dk and dv, each laid out [B, L, H, D]
-        self.layout = flat(segments * self.stride)
+        self.segment = 2 * self.n  # dk and dv of one
+        self.strides = rows_layout(k)[1][:3]
+        self.layout = flat(segments * self.segment)
         self.add = Bound(
             _sum_partials_kernel, (triton.cdiv(self.n, SUM_BLOCK),), self.n, segments,
-            BLOCK=SUM_BLOCK,
+            whole.strides[2], WIDTH=whole.width, BLOCK=SUM_BLOCK,
         )  # fmt: skip
 
     def allocate(self, like: Tensor) -> tuple[Tensor, Tensor]:

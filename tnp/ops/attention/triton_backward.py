@@ -25,6 +25,7 @@ from tnp.launch import Bound
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    KeyGradients,
     LaunchConfig,
     Partials,
     backward,
@@ -156,15 +157,16 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     """delta, dk and dv, perhaps in parts and their sum, and dq."""
     batch, n_heads, n_q, head_dim = q.shape
     n_k, counted = k.shape[2], n_keys is not None
-    of_q, of_k, of_delta = rows_layout(q), rows_layout(k), lse_layout(q)
+    of_q, of_keys, of_delta = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
     n_segments, tiles = _segments(call, config.dkdv)
     segment = tiles * config.dkdv.block_m
-    partials = Partials(k, n_segments) if n_segments > 1 else None
+    partials = Partials(k, n_segments, of_keys) if n_segments > 1 else None
     strides = *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do)
     fill_delta = _bound_delta(o, do)
     dkdv_kernel = Bound(
         attention_bwd_dkdv_kernel, (n_key_tiles(call, config.dkdv.block_n), n_segments),
-        *strides, *of_k[1][:3], partials.stride if partials else 0, n_heads, n_q, n_k, segment,
+        *strides, *(partials or of_keys).strides, partials.segment if partials else 0,
+        n_heads, n_q, n_k, segment,
         HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dkdv.kernel_arguments(),
     )  # fmt: skip
     dq_kernel = Bound(
@@ -176,7 +178,7 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     def launch(do, q, k, v, n_keys, o, lse, scale):
         delta = lse.new_empty_strided(*of_delta)
         fill_delta(o, do, delta)
-        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         n_keys = q if n_keys is None else n_keys
         scales = scale, scale * LOG2_E
@@ -195,14 +197,14 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     """delta, and one launch for dk, dv and dq."""
     batch, n_heads, n_q, head_dim = q.shape
     n_k = k.shape[2]
-    of_q, of_k, of_delta = rows_layout(q), rows_layout(k), lse_layout(q)
+    of_q, of_keys, of_delta = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
     n_dkdv = n_key_tiles(call, config.dkdv_block_n)
     n_dq = n_query_tiles(call, config.dq_block_m)
     fill_delta = _bound_delta(o, do)
     kernel = Bound(
         attention_bwd_fused_kernel, (n_dkdv + n_dq,),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
-        *of_q[1][:3], *of_k[1][:3], n_heads, n_q, n_k, n_dkdv,
+        *of_q[1][:3], *of_keys.strides, n_heads, n_q, n_k, n_dkdv,
         HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
     )  # fmt: skip
 
@@ -210,7 +212,7 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
         delta = lse.new_empty_strided(*of_delta)
         fill_delta(o, do, delta)
         dq = q.new_empty_strided(*of_q)
-        dk, dv = k.new_empty_strided(*of_k), k.new_empty_strided(*of_k)
+        dk, dv = of_keys.allocate(k)
         n_keys = q if n_keys is None else n_keys
         kernel(q, k, v, do, lse, delta, dq, dk, dv, n_keys, scale, scale * LOG2_E)
         return dq, dk, dv

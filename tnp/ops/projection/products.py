@@ -96,8 +96,7 @@ def empty_qkv(wanted, inputs, n_heads, n_q=None, n_k=None):
 
 
 def prepare_qkv(call: Call, config, inputs):
-    times = _times(call.problem["n_k"], inputs[0])
-    return launch_of(call, inputs[0], lambda rows, w_k, n_keys: times(rows, w_k))
+    return launch_of(call, inputs[0])
 
 
 def _factor(call: Call) -> float:
@@ -106,33 +105,55 @@ def _factor(call: Call) -> float:
     return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
 
 
-def launch_of(call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Tensor]) -> Callable:
-    """The launch of a forward pass on x; (rows [B, n_k, D], w_k, n_keys) → keys is to be given."""
+def launch_of(
+    call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Tensor] | None = None
+) -> Callable:
+    """The launch of a forward pass on x.
+
+    Keys and values are one product, k and v halves of its rows [B, n_k, 2 · D]: not where results
+    are to lie apart, nor where `project_keys` is given, (rows [B, n_k, D], w_k, n_keys) → keys.
+    """
     dtype, (batch, n_rows, d_model), n_heads = x.dtype, x.shape, call.problem["n_heads"]
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, head_dim = n_rows - n_q, d_model // n_heads
-    # [B, rows, d_model] as [B, n_heads, rows, D].
-    of_q, of_k = (
-        ((batch, n_heads, n, head_dim), (n * d_model, head_dim, d_model, 1)) for n in (n_q, n_k)
-    )
 
-    times_q, times_v = _times(n_q, x, _factor(call)), _times(n_k, x)
+    def of_heads(n: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """[B, n, width] as [B, n_heads, n, D]."""
+        return (batch, n_heads, n, head_dim), (n * width, head_dim, width, 1)
+
+    of_q, of_one, of_half = (
+        of_heads(n_q, d_model),
+        of_heads(n_k, d_model),
+        of_heads(n_k, 2 * d_model),
+    )
+    times_q, times_v = _times(n_q, d_model, x, _factor(call)), _times(n_k, d_model, x)
+    times_both, widths = _times(n_k, 2 * d_model, x), (d_model, 2 * d_model)
+
+    def as_one(keys, w_keys, n_keys):
+        both = times_both(keys, w_keys)
+        return both.as_strided(*of_half), both.as_strided(*of_half, d_model)
+
+    def as_two(keys, w_keys, n_keys):
+        w_k, w_v = w_keys.chunk(2)
+        k = project_keys(keys, w_k, n_keys) if project_keys else times_v(keys, w_k)
+        return k.as_strided(*of_one), times_v(keys, w_v).as_strided(*of_one)
+
+    project = as_two if project_keys or call.apart else as_one
 
     def launch(inputs, scalars):
         x, weight, n_keys = inputs
-        w_q, w_k, w_v = cast_weight(weight, dtype).contiguous().chunk(3)
+        w_q, w_keys = cast_weight(weight, dtype).contiguous().split_with_sizes(widths)
         rows = x.narrow(1, first, n_q) if first else x
         keys = x if n_k == n_rows else x.narrow(1, 0, n_k)
-        q, k, v = times_q(rows, w_q), project_keys(keys, w_k, n_keys), times_v(keys, w_v)
-        return (q.as_strided(*of_q), k.as_strided(*of_k), v.as_strided(*of_k)), ()
+        return (times_q(rows, w_q).as_strided(*of_q), *project(keys, w_keys, n_keys)), ()
 
     return launch
 
 
 def _times(
-    n: int, x: torch.Tensor, factor: float = 1.0
+    n: int, width: int, x: torch.Tensor, factor: float = 1.0
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What multiplies `n` rows of every sample of x [B, L, D], the transpose of w [D, D] and
+    """What multiplies `n` rows of every sample of x [B, L, D], the transpose of w [width, D] and
     `factor`, and rounds once.
 
     Of all rows PyTorch makes one matrix. Of some it finds out that it cannot, at twice the cost of
@@ -142,19 +163,19 @@ def _times(
     if n == n_rows and factor == 1.0:
         return F.linear
     if n == n_rows:
-        matrix, shape = (batch * n, d_model), x.shape
+        matrix, of_out, shape = (batch * n, d_model), (batch * n, width), (batch, n, width)
 
         def all_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            out = rows.new_empty(matrix)
+            out = rows.new_empty(of_out)
             return _multiply(rows.reshape(matrix), w.t(), out, factor).view(shape)
 
         return all_rows
-    size, strides = (batch, d_model, d_model), (0, 1, d_model)
+    size, strides = (batch, d_model, width), (0, 1, d_model)
     if factor == 1.0:
         return lambda rows, w: torch.bmm(rows, w.as_strided(size, strides))
-    of_out = batch, n, d_model
+    of_rows = batch, n, width
     return lambda rows, w: _multiply(
-        rows, w.as_strided(size, strides), rows.new_empty(of_out), factor
+        rows, w.as_strided(size, strides), rows.new_empty(of_rows), factor
     )
 
 
@@ -165,52 +186,100 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, factor: float
 
 
 def prepare_qkv_backward(call: Call, config, inputs):
-    """Each of the three gradients may be missing."""
-    gradients, (x, weight), _saved = inputs
-    lie_right = [dy is None or _lies_as_rows(dy) for dy in gradients]
-    all_right = all(lie_right)
-    given = [dy is not None for dy in gradients]
-    gradient_of_x = _of_x(call, x, given) if "x" in call.wanted else None
-    gradient_of_weight = _of_weight(call, x, weight, given) if "weight" in call.wanted else None
+    """Each of the three gradients may be missing.
+
+    Where dk and dv are halves of rows [B, n_k, 2 · D], as our attention writes them, these are
+    multiplied as one. Strides say whether they can be, addresses at every call whether they are.
+    """
+    (dq, dk, dv), kept, _saved = inputs
+    d_model = call.problem["d_model"]
+    of_three = _gradients(call, kept, (dq, dk, dv), (d_model, d_model, d_model))
+    if dk is None or dv is None or not _can_be_halves(dk, dv):
+        return lambda inputs, scalars: of_three(inputs[0], inputs[1])
+    of_two = _gradients(call, kept, (dq, dk), (d_model, 2 * d_model))
+    half = d_model * dk.element_size()
 
     def launch(inputs, scalars):
-        gradients, (x, weight), _saved = inputs
+        (dq, dk, dv), kept, _saved = inputs
+        if dv.data_ptr() - dk.data_ptr() == half:
+            return of_two((dq, dk), kept)
+        return of_three((dq, dk, dv), kept)
+
+    return launch
+
+
+def _can_be_halves(dk: torch.Tensor, dv: torch.Tensor) -> bool:
+    """Not of one row: what lies behind it can be another tensor's memory."""
+    batch, n_heads, n_k, head_dim = dk.shape
+    width = 2 * n_heads * head_dim
+    return batch * n_k > 1 and _lies_as_rows(dk, width) and _lies_as_rows(dv, width)
+
+
+def _lies_as_rows(dy: torch.Tensor, width: int) -> bool:
+    """Whether [B, n_heads, rows, D] lies as columns of contiguous [B, rows, width]."""
+    _, _, n, head_dim = dy.shape
+    steps = zip(dy.stride(), (n * width, head_dim, width, 1), dy.shape, strict=True)
+    return all(step == right for step, right, size in steps if size > 1)
+
+
+def _gradients(
+    call: Call, kept: tuple, gradients: tuple, widths: tuple[int, ...]
+) -> Callable[[tuple, tuple], tuple]:
+    """What makes dx and dweight of such gradients, of so many rows of the weight each."""
+    x, weight = kept
+    lie_right = [
+        dy is None or _lies_as_rows(dy, width) for dy, width in zip(gradients, widths, strict=True)
+    ]
+    all_right = all(lie_right)
+    given = [dy is not None for dy in gradients]
+    gradient_of_x = _of_x(call, x, given, widths) if "x" in call.wanted else None
+    gradient_of_weight = None
+    if "weight" in call.wanted:
+        gradient_of_weight = _of_weight(call, x, weight, given, widths)
+
+    def run(gradients, kept):
+        x, weight = kept
         if not all_right:
             pairs = zip(gradients, lie_right, strict=True)
             gradients = [dy if right else dy.transpose(1, 2).contiguous() for dy, right in pairs]
         dx = dweight = None
         if gradient_of_x:
-            dx = gradient_of_x(*gradients, x, weight)
+            dx = gradient_of_x(gradients, x, weight)
         if gradient_of_weight:
             dweight = gradient_of_weight(gradients, x)
         return dx, dweight
 
-    return launch
+    return run
 
 
-def _lies_as_rows(dy: torch.Tensor) -> bool:
-    """Whether [B, n_heads, rows, D] lies as [B, rows, n_heads · D]."""
-    return dy.transpose(1, 2).is_contiguous()
-
-
-def _of_x(call: Call, x: torch.Tensor, given: list[bool]) -> Callable[..., torch.Tensor]:
+def _of_x(
+    call: Call, x: torch.Tensor, given: list[bool], widths: tuple[int, ...]
+) -> Callable[..., torch.Tensor]:
     """dx = dq w_q of the rows from `first` on, plus dk w_k + dv w_v of the first n_k."""
     shape, dtype, (batch, n_rows, d_model) = x.shape, x.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
-    first, each = n_rows - n_q, (batch, d_model, d_model)
-    of_q, of_k = (((batch, n, d_model), (n * d_model, d_model, 1)) for n in (n_q, n_k))
-    has_q, has_keys, factor = given[0], given[1] or given[2], _factor(call)
+    first, factor, has_q, has_keys = n_rows - n_q, _factor(call), given[0], any(given[1:])
+    of_q = (batch, n_q, d_model), (n_q * d_model, d_model, 1)
     matrix, of_rows = (batch * n_q, d_model), (d_model, 1)
+    each = [(batch, width, d_model) for width in widths]
+    of_keys = [((batch, n_k, width), (n_k * width, width, 1)) for width in widths[1:]]
 
-    def of_all_queries(dq, dk, dv, x, weight):
-        w_q, w_k, w_v = cast_weight(weight, dtype).chunk(3)
+    def add_keys(head, gradients, weights, begun):
+        """Their part to the rows of dx that are keys, or in place of what is there."""
+        for dy, w, as_rows, size in zip(gradients, weights, of_keys, each[1:], strict=True):
+            if dy is not None and begun:
+                head.baddbmm_(dy.as_strided(*as_rows), w.expand(size))
+            elif dy is not None:
+                torch.bmm(dy.as_strided(*as_rows), w.expand(size), out=head)
+                begun = True
+
+    def of_all_queries(gradients, x, weight):
+        dq, *rest = gradients
+        w_q, *weights = cast_weight(weight, dtype).split_with_sizes(widths)
         dx = x.new_empty(shape)
         _multiply(dq.as_strided(matrix, of_rows), w_q, dx.view(matrix), factor)
         if has_keys:
-            head = dx if n_k == n_rows else dx.narrow(1, 0, n_k)
-            for dy, w in ((dk, w_k), (dv, w_v)):
-                if dy is not None:
-                    head.baddbmm_(dy.as_strided(*of_k), w.expand(each))
+            add_keys(dx if n_k == n_rows else dx.narrow(1, 0, n_k), rest, weights, True)
         return dx
 
     if has_q and first == 0:
@@ -222,53 +291,47 @@ def _of_x(call: Call, x: torch.Tensor, given: list[bool]) -> Callable[..., torch
     zeros_from = n_k if keys_begin else 0
     n_zeros = start - zeros_from
 
-    def of_parts(dq, dk, dv, x, weight):
-        w = cast_weight(weight, dtype)
-        row, column = w.stride()
-        strides = d_model * row, 0, row, column
-        w_q, w_k, w_v = w.as_strided((3, *each), strides).unbind()
+    def of_parts(gradients, x, weight):
+        dq, *rest = gradients
+        w_q, *weights = cast_weight(weight, dtype).split_with_sizes(widths)
         dx = x.new_empty(shape)
         if n_zeros:
             dx.narrow(1, zeros_from, n_zeros).zero_()
         if has_q:
-            _multiply(dq.as_strided(*of_q), w_q, dx.narrow(1, first, n_q), factor)
+            out = dx.narrow(1, first, n_q)
+            _multiply(dq.as_strided(*of_q), w_q.expand(each[0]), out, factor)
         if has_keys:
-            head, begin = dx.narrow(1, 0, n_k), keys_begin
-            for dy, w in ((dk, w_k), (dv, w_v)):
-                if dy is not None and begin:
-                    torch.bmm(dy.as_strided(*of_k), w, out=head)
-                    begin = False
-                elif dy is not None:
-                    head.baddbmm_(dy.as_strided(*of_k), w)
+            add_keys(dx.narrow(1, 0, n_k), rest, weights, not keys_begin)
         return dx
 
     return of_parts
 
 
 def _of_weight(
-    call: Call, x: torch.Tensor, weight: torch.Tensor, given: list[bool]
+    call: Call, x: torch.Tensor, weight: torch.Tensor, given: list[bool], widths: tuple[int, ...]
 ) -> Callable[..., torch.Tensor]:
     shape, dtype, (batch, n_rows, d_model) = weight.shape, weight.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     queries, keys = _rows(x, n_rows - n_q, n_q), _rows(x, 0, n_k)
     times, times_q = product(x), product(x, _factor(call))
-    has_q, has_keys = given[0], given[1] or given[2]
-    of_q, of_k = (transposed(batch * n, d_model) for n in (n_q, n_k))
+    has_q, has_keys = given[0], any(given[1:])
+    of_q = transposed(batch * n_q, d_model)
+    of_keys = [(times, transposed(batch * n_k, width)) for width in widths[1:]]
     same = n_q == n_k == n_rows
 
     def gradient(gradients, x):
         dweight = x.new_empty(shape, dtype=torch.float32)
         of_queries = queries(x) if has_q else None
-        of_keys = None
+        rows = None
         if has_keys:
-            of_keys = of_queries if same and has_q else keys(x)
-        reads = (times_q, of_q, of_queries), (times, of_k, of_keys), (times, of_k, of_keys)
-        for out, dy, read in zip(dweight.chunk(3), gradients, reads, strict=True):
+            rows = of_queries if same and has_q else keys(x)
+        reads = (times_q, of_q, of_queries), *((*one, rows) for one in of_keys)
+        parts = zip(dweight.split_with_sizes(widths), gradients, reads, strict=True)
+        for out, dy, (multiply, dy_t, read) in parts:
             if dy is None:
                 out.zero_()
             else:
-                multiply, dy_t, rows = read
-                multiply(dy_t(dy), rows, out=out)
+                multiply(dy_t(dy), read, out=out)
         return dweight if dtype == torch.float32 else dweight.to(dtype)
 
     return gradient

@@ -103,7 +103,8 @@ def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base
 
 
 def draw(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in; where keys are centred, rows that share a vector.
+    """Normal x, weights scaled by their fan-in, gradients that lie as our attention leaves them;
+    where keys are centred, rows that share a vector.
 
     As in a trained model it is a few times as long as what tells rows apart.
     """
@@ -115,7 +116,10 @@ def draw(case, random) -> dict:
     if problem["n_keys"]:
         n_keys = random.integers(1, problem["n_k"], problem["batch"])
     weight = random.weight(3 * problem["d_model"], problem["d_model"])
-    return {"x": x, "weight": weight, "n_keys": n_keys}
+    batch, _rows, d_model, n_heads, n_q, n_k = (size for _, size in problem.sizes)
+    dq = random(batch, n_q, n_heads, d_model // n_heads).transpose(1, 2)
+    dk, dv = random(batch, n_k, 2, n_heads, d_model // n_heads).permute(2, 0, 3, 1, 4)
+    return {"x": x, "weight": weight, "n_keys": n_keys, "dq": dq, "dk": dk, "dv": dv}
 
 
 def condition(operator, case, inputs) -> dict[str, float]:
