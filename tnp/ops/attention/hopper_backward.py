@@ -43,6 +43,11 @@ TILE_ROWS = 64
 # Queries from which on programs of `fused` are not persistent. They are level at 11,000, and
 # persistent ones take 2 % more time at 205,000, or 5 % where q carries the scale (H200).
 LONG_WALK = 16_384
+# What a piece of a split item costs beside its query tiles, in tiles (5.5 µs on an H200), and how
+# many tiles of the busiest multiprocessor splitting must save: pieces are added up by a launch.
+PIECE_TILES, MIN_TILES_SAVED = 6, 16
+MAX_PIECES = 16
+PIECE_ROWS = 32  # that a program adds up
 AT_ONCE = tl.constexpr(1024)  # lse that a program reads of its head
 FAR = tl.constexpr(64.0)  # |lse| to base 2 from which on a tile is left as it was
 
@@ -124,6 +129,27 @@ def _finish_dq_kernel(
     store_rows(dq_ptr, dq, offs_m, n_q, stride_dqm, HEAD_DIM)
 
 
+@triton.jit(do_not_specialize=["n_k", "n_whole", "n_pieces"])
+def _add_pieces_kernel(
+    piece_ptr, dk_ptr, dv_ptr, stride_b, stride_h, stride_n, n_heads, n_k, n_whole, n_pieces,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows of dv and dk of a split item, from its pieces in turn."""
+    split, at = tl.program_id(0), tl.program_id(2)
+    offs_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    offs = offs_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for piece in tl.range(split * n_pieces, (split + 1) * n_pieces):
+        acc += tl.load(piece_ptr + (2 * piece + at) * (BLOCK_N * HEAD_DIM) + offs)
+    n_blocks = tl.cdiv(n_k, BLOCK_N)
+    item = n_whole + split
+    if at == 0:
+        out_ptr = head_ptr(dv_ptr, stride_b, stride_h, item // n_blocks, n_heads)
+    else:
+        out_ptr = head_ptr(dk_ptr, stride_b, stride_h, item // n_blocks, n_heads)
+    store_rows(out_ptr, acc, item % n_blocks * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
+
+
 def _n_tiles(call: Call) -> int:
     """Query tiles of all heads, each head's padded to PADDED_ROWS."""
     rows = PADDED_ROWS.value
@@ -165,20 +191,53 @@ def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in forms)
 
 
-def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
-    """A launch, items of the busiest multiprocessor, query tiles that it walks for them, and tiles
-    of the statistics on average.
-    """
+def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
+    """How many items are whole, and in how many pieces each other one is; None where all are."""
+    if config.persistent or call.problem["n_keys"]:
+        return None
+    programs = call.target.multiprocessors
+    n_whole, n_last = divmod(n_key_tiles(call, BLOCK_N.value), programs)
+    walked = triton.cdiv(call.problem["n_q"], TILE_ROWS)
+
+    def tiles(n_pieces: int) -> int:
+        """Of the busiest multiprocessor in the last rounds."""
+        each = triton.cdiv(walked, n_pieces) + PIECE_TILES
+        return triton.cdiv(n_last * n_pieces, programs) * each
+
+    n_pieces = min(range(1, min(MAX_PIECES, walked) + 1), key=tiles)
+    if tiles(1) - tiles(n_pieces) < MIN_TILES_SAVED:
+        return None
+    return n_whole * programs, n_pieces
+
+
+def _items(call: Call, config: DkdvConfig) -> tuple[int, int]:
+    """Items of the busiest multiprocessor, and query tiles that it walks for them."""
     items = triton.cdiv(n_key_tiles(call, BLOCK_N.value), call.target.multiprocessors)
     walked = triton.cdiv(call.problem["n_q"], config.tiles * TILE_ROWS) * config.tiles
-    return 1, items, items * walked, _n_tiles(call) / call.target.multiprocessors
+    return items, items * walked
+
+
+def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
+    """A launch, items and pieces of the busiest multiprocessor, query tiles that it walks for them,
+    and tiles of the statistics on average.
+    """
+    items, walked = _items(call, config)
+    found = split(call, config)
+    if found:
+        n_whole, n_pieces = found
+        programs, of_one = call.target.multiprocessors, walked // items
+        pieces = triton.cdiv((n_key_tiles(call, BLOCK_N.value) - n_whole) * n_pieces, programs)
+        items = n_whole // programs + pieces
+        walked = n_whole // programs * of_one + pieces * triton.cdiv(of_one, n_pieces)
+    return 1, items, walked, _n_tiles(call) / call.target.multiprocessors
 
 
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """As of `fused`; and for dq query tiles of the busiest multiprocessor, and their key blocks."""
     tiles = triton.cdiv(n_query_tiles(call, DQ_ROWS.value), call.target.multiprocessors)
     blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
-    return *fused_counts(call, config.dkdv), tiles, tiles * blocks
+    of_statistics = _n_tiles(call) / call.target.multiprocessors
+    return 1, *_items(call, config.dkdv), of_statistics, tiles, tiles * blocks
 
 
 @backward
@@ -200,7 +259,7 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
         dk, dv = of_keys.allocate(k)
         n_keys = lse if n_keys is None else n_keys
         scales = scale, scale * LOG2_E
-        dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, lse, *scales)
+        dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, lse, lse, *scales)
         dq = q.new_empty_strided(*of_q)
         dq_kernel(q, do, k, v, dq, statistics, n_keys, *scales)
         return dq, dk, dv
@@ -219,10 +278,20 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
     statistics_kernel = _bound_statistics(call, o, do, fused=True, base2=base2)
+    pieces = split(call, config)
     kernel = bound_dkdv(
         q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True,
-        base2=base2, apart=call.apart,
+        base2=base2, apart=call.apart, split=pieces,
     )  # fmt: skip
+    if pieces:
+        n_whole, n_pieces = pieces
+        n_split = n_key_tiles(call, BLOCK_N.value) - n_whole
+        of_pieces = flat(n_split * n_pieces * 2 * BLOCK_N.value * head_dim)
+        add_pieces = Bound(
+            _add_pieces_kernel, (n_split, BLOCK_N.value // PIECE_ROWS, 2),
+            *of_keys.strides, n_heads, k.shape[2], n_whole, n_pieces,
+            HEAD_DIM=head_dim, BLOCK_N=BLOCK_N.value, ROWS=PIECE_ROWS,
+        )  # fmt: skip
     finish_kernel = Bound(
         _finish_dq_kernel, (n_tiles,), *of_q[1][:3], n_heads, n_q,
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
@@ -237,10 +306,13 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
         statistics_kernel(o, do, lse, statistics, tiles, weighted)
         dk, dv = of_keys.allocate(k)
         n_keys = lse if n_keys is None else n_keys
+        of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
         kernel(
-            q, weighted, k, v, statistics, delta, tiles, dk, dv, n_keys, left, scale,
+            q, weighted, k, v, statistics, delta, tiles, dk, dv, n_keys, left, of_split, scale,
             scale * LOG2_E,
         )  # fmt: skip
+        if pieces:
+            add_pieces(of_split, dk, dv)
         dq = q.new_empty_strided(*of_q)
         finish_kernel(tiles, dq, scale)
         return dq, dk, dv

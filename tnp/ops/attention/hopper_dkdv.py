@@ -4,6 +4,10 @@ An item is 128 keys of a head. A program works on one, or, if it is persistent, 
 another: the next keys then arrive in a second slot while it works, and a slot is free when both
 consumers, and the third that makes dQ, have said so (`key_empty`).
 
+Items that would fill only a part of a last round of programs are SPLIT along the queries: each
+program works on a piece of one, and leaves its share of dk and dv in float32 for another kernel to
+add up. A program then has one item or one piece, and is not persistent.
+
 Two consumer warpgroups own 64 keys each and walk the queries, which a producer warp streams through
 shared memory. Scores and their gradients are computed transposed, so that both feed their matmuls
 from registers. With pᵀ = 2^(scale·log2(e)·k qᵀ − lse) and delta = Σ_d do·o:
@@ -89,6 +93,8 @@ class Pipeline:
     n_q: gl.tensor
     n_k: gl.tensor
     n_items: gl.tensor
+    n_whole: gl.tensor  # items that are not split
+    n_pieces: gl.tensor  # of each of the others
     n_keys_ptr: gl.tensor
     left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
     STAGES: gl.constexpr
@@ -97,13 +103,14 @@ class Pipeline:
     FUSED: gl.constexpr
     PERSISTENT: gl.constexpr
     BASE2: gl.constexpr
+    SPLIT: gl.constexpr
     APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
 
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        n_heads, n_q, n_k, n_items, n_keys_ptr, left_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, APART,
+        n_heads, n_q, n_k, n_items, n_whole, n_pieces, n_keys_ptr, left_ptr,
+        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, SPLIT, APART,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
@@ -111,12 +118,24 @@ class Pipeline:
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
-        self.n_items, self.n_keys_ptr, self.left_ptr = n_items, n_keys_ptr, left_ptr
+        self.n_items, self.n_whole, self.n_pieces = n_items, n_whole, n_pieces
+        self.n_keys_ptr, self.left_ptr = n_keys_ptr, left_ptr
         self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
         self.FUSED = gl.constexpr(FUSED)
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
-        self.APART = gl.constexpr(APART)
+        self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)
+
+    @gluon.jit
+    def item(self):
+        """Of a program that has one, or a piece of one."""
+        program = gl.program_id(0)
+        if self.SPLIT:
+            # Rounded towards zero: never less than the program where that has a whole item.
+            of_piece = self.n_whole + (program - self.n_whole) // self.n_pieces
+            return gl.minimum(program, of_piece)
+        else:
+            return program
 
     @gluon.jit
     def place(self, item):
@@ -141,7 +160,7 @@ class Pipeline:
 
     @gluon.jit
     def extent(self, item):
-        """Keys of an item's sample, and how many stages it walks through.
+        """Keys of an item's sample, the stage that its walk begins with, and how many it has.
 
         Opaque where there is a loop over items, out of which they would be hoisted and spill.
         """
@@ -151,7 +170,14 @@ class Pipeline:
             b, _h, first_key = self.place(item)
             keys = gl.maximum(gl.minimum(gl.load(self.n_keys_ptr + b), keys), 1)
             n_stages = gl.where(first_key < keys, n_stages, 0)
-        return keys, n_stages
+        if self.SPLIT:
+            at = gl.program_id(0) - opaque(self.n_whole)
+            n_pieces = gl.where(at < 0, 1, self.n_pieces)
+            at = gl.maximum(at, 0) % n_pieces
+            first = at * n_stages // n_pieces
+            return keys, first, (at + 1) * n_stages // n_pieces - first
+        else:
+            return keys, 0, n_stages
 
     @gluon.jit
     def first_row(self, item):
@@ -171,7 +197,7 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
     b, h, first_key = pipe.place(item)
     first_row = pipe.first_row(item)
     slot, phase, step = pipe.turn(item)
-    _keys, n_stages = pipe.extent(item)
+    _keys, first_stage, n_stages = pipe.extent(item)
     if pipe.PERSISTENT:
         mbarrier.wait(pipe.key_empty.index(slot), phase ^ 1)
     for c in gl.static_range(2):
@@ -184,7 +210,7 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
         full = pipe.full.index(stage)
         mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-        row = i * pipe.TILES * ROWS
+        row = (first_stage + i) * pipe.TILES * ROWS
         load_tile(q_desc, b, h, row, full, pipe.q, stage)
         load_tile(do_desc, b, h, row, full, pipe.do, stage)
         row += first_row
@@ -198,7 +224,7 @@ def _producer(pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         for item in range(gl.program_id(0), pipe.n_items, gl.num_programs(0)):
             _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     else:
-        item = gl.program_id(0)
+        item = pipe.item()
         _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
 
 
@@ -213,7 +239,7 @@ def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
     row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, S))
     if pipe.HAS_N_KEYS:
-        keys, _n_stages = pipe.extent(item)
+        keys, _first, _n_stages = pipe.extent(item)
         x = gl.where((row < keys)[:, None], x, 0.0)
     heads = pipe.n_heads if pipe.APART else 2 * pipe.n_heads  # of a row
     first = ((b.to(gl.int64) * pipe.n_k + row) * heads + h) * HEAD_DIM
@@ -222,11 +248,21 @@ def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _consume(pipe, item, dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
+def _store_piece(pipe, ptr, x, AT: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Leave a consumer's share of dv (AT = 0) or dk (1): float32 [pieces, 2, 128, D]."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    row = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, S))
+    first = (2 * (gl.program_id(0) - pipe.n_whole) + AT) * (BLOCK_N * HEAD_DIM)
+    gl.store(ptr + first + row[:, None] * HEAD_DIM + column[None, :], x)
+
+
+@gluon.jit
+def _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     slot, phase, step = pipe.turn(item)
-    keys, n_stages = pipe.extent(item)
+    keys, _first, n_stages = pipe.extent(item)
     mbarrier.wait(pipe.key_full.index(2 * slot + WARPGROUP), phase)
     k = tile(pipe.k, 2 * slot + WARPGROUP).load(A)
     v = tile(pipe.v, 2 * slot + WARPGROUP)
@@ -253,17 +289,21 @@ def _consume(pipe, item, dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP: gl.conste
     if pipe.PERSISTENT:
         slot, _phase, _step = pipe.turn(item)
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
-    _store_rows(pipe, item, dv_ptr, dv, WARPGROUP)
-    _store_rows(pipe, item, dk_ptr, dk * scale, WARPGROUP)
+    if pipe.SPLIT and gl.program_id(0) >= pipe.n_whole:
+        _store_piece(pipe, piece_ptr, dv, 0, WARPGROUP)
+        _store_piece(pipe, piece_ptr, dk * scale, 1, WARPGROUP)
+    else:
+        _store_rows(pipe, item, dv_ptr, dv, WARPGROUP)
+        _store_rows(pipe, item, dk_ptr, dk * scale, WARPGROUP)
 
 
 @gluon.jit
-def _consumer(pipe, dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
+def _consumer(pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
     if pipe.PERSISTENT:
         for item in range(gl.program_id(0), pipe.n_items, gl.num_programs(0)):
-            _consume(pipe, item, dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP)
+            _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP)
     else:
-        _consume(pipe, gl.program_id(0), dk_ptr, dv_ptr, scale, scale_log2, WARPGROUP)
+        _consume(pipe, pipe.item(), dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP)
 
 
 @gluon.jit
@@ -272,7 +312,7 @@ def _add_dq(pipe, item, dq_desc):
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
     first_row = pipe.first_row(item)
     slot, phase, step = pipe.turn(item)
-    _keys, n_stages = pipe.extent(item)
+    _keys, first_stage, n_stages = pipe.extent(item)
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
     for i in range(n_stages):
@@ -288,7 +328,7 @@ def _add_dq(pipe, item, dq_desc):
         in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
         pipe.dq.index(buffer).store(gl.reshape(in_order, [ROWS, HEAD_DIM]))
         fence_async_shared()
-        reduce_add(dq_desc, [first_row + i * ROWS, 0], pipe.dq.index(buffer))
+        reduce_add(dq_desc, [first_row + (first_stage + i) * ROWS, 0], pipe.dq.index(buffer))
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
 
@@ -299,20 +339,22 @@ def _dq_consumer(pipe, dq_desc):
         for item in range(gl.program_id(0), pipe.n_items, gl.num_programs(0)):
             _add_dq(pipe, item, dq_desc)
     else:
-        _add_dq(pipe, gl.program_id(0), dq_desc)
+        _add_dq(pipe, pipe.item(), dq_desc)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_q", "n_k", "n_items"])
+@gluon.jit(do_not_specialize=["n_heads", "n_q", "n_k", "n_items", "n_whole", "n_pieces"])
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
-    n_keys_ptr, left_ptr, n_heads, n_q, n_k, n_items, scale, scale_log2,
+    n_keys_ptr, left_ptr, piece_ptr, n_heads, n_q, n_k, n_items, n_whole, n_pieces,
+    scale, scale_log2,
     STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
-    APART: gl.constexpr,
+    SPLIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(FUSED or not BASE2, "do of the separate form is as it was")
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
+    gl.static_assert(not SPLIT or (FUSED and not PERSISTENT and not HAS_N_KEYS))
     slots: gl.constexpr = 2 if PERSISTENT else 1
     pipe = Pipeline(
         allocate_tiles(q_desc, STAGES),
@@ -327,14 +369,14 @@ def _attention_bwd_dkdv_hopper_kernel(
         ),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
-        n_heads, n_q, n_k, n_items, n_keys_ptr, left_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, APART,
+        n_heads, n_q, n_k, n_items, n_whole, n_pieces, n_keys_ptr, left_ptr,
+        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, SPLIT, APART,
     )  # fmt: skip
     if FUSED:
         gl.warp_specialize(
             [
-                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 1)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
                 (_dq_consumer, (pipe, dq_desc)),
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
             ],
@@ -344,8 +386,8 @@ def _attention_bwd_dkdv_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_ptr, dv_ptr, scale, scale_log2, 1)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
             ],
             [4, 1],
@@ -364,9 +406,10 @@ def bound_dkdv(
     fused: bool,
     base2: bool = False,
     apart: bool = False,
+    split: tuple[int, int] | None = None,
 ) -> Bound:
     """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, n_keys or any tensor, of each head whether do
-    of some query tile is as it was or any tensor, scale, scale·log2(e).
+    of some query tile is as it was or any tensor, pieces or any tensor, scale, scale·log2(e).
 
     Args:
         q, k: [B, H, n, D], whose sizes count.
@@ -378,6 +421,7 @@ def bound_dkdv(
             the order of registers. Where not, they are never read.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         apart: dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D].
+        split: how many items are whole, and of how many pieces each other one is.
     """
     batch, n_heads, n_q, head_dim = q.shape
     n_k, size = k.shape[2], ROWS.value
@@ -388,11 +432,14 @@ def bound_dkdv(
     of_tiles = flat_map([rows if fused else 1, head_dim], [size, size], tile_layout)
     n_items = triton.cdiv(n_k, BLOCK_N.value) * batch * n_heads
     n_programs = min(n_items, multiprocessors) if config.persistent else n_items
+    n_whole, n_pieces = split or (n_items, 1)
+    if split:
+        n_programs = n_whole + (n_items - n_whole) * n_pieces
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),
-        n_heads, n_q, n_k, n_items,
+        n_heads, n_q, n_k, n_items, n_whole, n_pieces,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
         STAGES=config.num_stages, TILES=config.tiles, REGISTERS=config.registers,
-        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, APART=apart,
-        num_warps=4,
+        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, BASE2=base2,
+        SPLIT=split is not None, APART=apart, num_warps=4,
     )  # fmt: skip

@@ -85,7 +85,7 @@ def walk(
     DTYPE: gl.constexpr = pipe.q.dtype
     if pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
-        keys, _n_stages = pipe.extent(item)
+        keys, _first, _n_stages = pipe.extent(item)
         row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         limit = gl.where(row < keys, float("inf"), float("-inf"))[:, None]
     else:
