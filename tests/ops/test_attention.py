@@ -118,7 +118,9 @@ def test_compiles_in_one_graph(shape):
     eager = results(of, call)
     compiled = results(of, torch.compile(call, fullgraph=True, backend="aot_eager"))
     for name, x in eager.items():
-        assert compiled[name].stride() == x.stride()
+        # Of halves of one tensor, as eager calls leave dk and dv, a compiler knows nothing.
+        alone = x.clone() if name in ("dk", "dv") else x
+        assert compiled[name].stride() == alone.stride()
         assert max_abs_error(compiled[name], x) <= 1e-2 * x.abs().max()
 
 
