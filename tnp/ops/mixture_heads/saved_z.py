@@ -51,8 +51,8 @@ def _mixture_heads_dz_kernel(
     z_ptr, dout_ptr, down_ptr, dz_ptr, ddown_ptr, n_rows, n_heads, n_hidden,
     ROWS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """ddown is [row groups, K, 3, F]; `n_hidden` is a multiple of BLOCK_F. Tiles of hidden units vary
-    fastest: programs that run together read whole rows.
+    """ddown is [row groups, K, 3, F]; `n_hidden` is a multiple of BLOCK_F. Tiles of hidden units
+    vary fastest: programs that run together read whole rows.
     """
     dtype: tl.constexpr = z_ptr.dtype.element_ty
     n_tiles = n_hidden // BLOCK_F
@@ -67,9 +67,11 @@ def _mixture_heads_dz_kernel(
     dz_ptr += first.to(tl.int64) * width + head * n_hidden
     dout_ptr += (first.to(tl.int64) * n_heads + head) * 3
     down_ptr += head * 3 * n_hidden
-    w0 = tl.load(down_ptr + offs_f).to(tl.float32)[None, :]
-    w1 = tl.load(down_ptr + n_hidden + offs_f).to(tl.float32)[None, :]
-    w2 = tl.load(down_ptr + 2 * n_hidden + offs_f).to(tl.float32)[None, :]
+    # As whole tiles, each row the same: so they lie in registers as z does, at no more of them.
+    of_tile = down_ptr + offs_m[:, None] * 0 + offs_f[None, :]
+    w0 = tl.load(of_tile).to(tl.float32)
+    w1 = tl.load(of_tile + n_hidden).to(tl.float32)
+    w2 = tl.load(of_tile + 2 * n_hidden).to(tl.float32)
 
     sum0 = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
     sum1 = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
