@@ -1,4 +1,5 @@
-"""The mixture heads: PyTorch's forms, chunks, views, padding, which kernel serves, refusals.
+"""The mixture heads: PyTorch's forms, chunks, views, padding, a saved z, which kernel serves,
+refusals.
 
 The gate compares what is ours with float64 (`tests.gates.test_operators`).
 """
@@ -12,8 +13,8 @@ from tnp.contract import Call
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops import mixture_heads as operator
-from tnp.ops.mixture_heads import OPERATOR, mixture_heads, triton_heads
-from tnp.selection import choose_kernel
+from tnp.ops.mixture_heads import OPERATOR, mixture_heads, saved_z, triton_heads
+from tnp.selection import choose_kernel, kernels_of
 
 
 def heads(
@@ -67,6 +68,61 @@ def test_chunks_are_whole_tiles():
             assert triton_heads.CHUNK_ROWS % config.block_m == 0
 
 
+def of_saved_z(
+    problem: Setting,
+    wanted: tuple[str, ...] = ("x", "up", "down"),
+    dout: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor | None]:
+    """Gradients by the kernel that reads z, which only Hopper's forward kernel saves.
+
+    It is plain Triton and runs where any of it does; here z is PyTorch's.
+    """
+    x, up, down = problem.inputs.values()
+    call = Call(problem.case.problem, problem.target, wanted)
+    z = (x.view(-1, x.shape[-1]) @ up.to(x.dtype).flatten(0, 1).T).contiguous()
+    like = torch.empty(*x.shape[:-1], *down.shape[:2], device=x.device)
+    inputs = (problem.upstream("out", like) if dout is None else dout,), (x, up, down), (z,)
+    launch = saved_z.prepare_backward(call, None, inputs)
+    gradients = launch(inputs, ())
+    return dict(zip(("dx", "dup", "ddown"), gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rows", [1, 70, 300])
+def test_gradients_of_a_saved_z(rows, dtype):
+    """Two tiles of hidden units a head; ragged rows, and more than one program walks."""
+    problem = heads(rows=rows, d_ff=256, real=200, dtype=dtype)
+    found = of_saved_z(problem)
+    judged = list(problem.judged(found))
+    assert {name for name, _, _ in judged} == {"dx", "dup", "ddown"}
+    for name, ratio, bound in judged:
+        assert ratio <= bound, name
+    assert (found["dup"][:, 200:] == 0).all() and (found["ddown"][..., 200:] == 0).all()
+
+
+def test_chunks_of_a_saved_z_add_up(monkeypatch):
+    """Three chunks, the last one short, share one buffer; what is saved is left alone."""
+    problem = heads(rows=150, d_ff=128, real=100)
+    whole = of_saved_z(problem)
+    monkeypatch.setattr(saved_z, "CHUNK_ROWS", 64)
+    chunked, again = of_saved_z(problem), of_saved_z(problem)
+    assert_equal(again, chunked)
+    for name, x in whole.items():
+        assert max_abs_error(chunked[name], x) <= 1e-5 * x.abs().max(), name
+
+
+def test_gradients_of_a_saved_z_alone_and_of_an_expanded_gradient():
+    problem = heads(d_ff=128, real=100)
+    every = of_saved_z(problem)
+    for name in ("x", "up", "down"):
+        alone = of_saved_z(problem, wanted=(name,))
+        assert_equal({f"d{name}": alone[f"d{name}"]}, {f"d{name}": every[f"d{name}"]})
+        assert all(x is None for result, x in alone.items() if result != f"d{name}")
+    ones = torch.ones(70, 3, 3, device=DEVICE)
+    expanded = torch.ones((), device=DEVICE).expand(70, 3, 3)
+    assert_equal(of_saved_z(problem, dout=expanded), of_saved_z(problem, dout=ones))
+
+
 def test_padding_is_exact_and_has_no_gradient():
     """What a hidden unit of weight 0 gets through SiLU is 0, and so is what it sends back."""
     found = by(heads(), "fused")
@@ -94,19 +150,38 @@ def test_no_rows(implementation):
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-def test_which_kernel_serves():
-    def served(gpu: str, dtype: str = "bfloat16", **changes: int) -> set[str]:
-        sizes = {"rows": 777, "d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": 3}
-        problem = OPERATOR.problem(dtype, **sizes | changes)
-        call = Call(problem, targets.named(gpu), ("x", "up", "down"))
-        fused = OPERATOR.implementations[-1]
-        both = (fused.forward, fused.backward)
-        return {choose_kernel(operation, OPERATOR, call)[0].name for operation in both}
+def hopper_call(gpu="H100", dtype="bfloat16", wanted=("x", "up", "down"), **changes: int) -> Call:
+    sizes = {"rows": 777, "d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": 3}
+    return Call(OPERATOR.problem(dtype, **sizes | changes), targets.named(gpu), wanted)
 
-    assert served("H100") == served("H200", "float16", d_ff=1400) == {"hopper"}
+
+def test_which_kernel_serves():
+    def served(*about, **changes) -> tuple[str, str]:
+        call, fused = hopper_call(*about, **changes), OPERATOR.implementations[-1]
+        forward, _ = choose_kernel(fused.forward, OPERATOR, call)
+        backward, _ = choose_kernel(fused.backward, OPERATOR, call, forward.saves)
+        return forward.name, backward.name
+
+    assert served("H100") == served("H200", "float16", d_ff=1400) == ("hopper", "hopper")
+    assert served("H100", rows=40_000) == ("hopper", "hopper")
+    assert served("H100", rows=40_001) == ("hopper_again", "hopper_again")
+    assert served("H100", wanted=()) == ("hopper_again", "hopper_again")
     for changes in ({"d_model": 256}, {"d_ff": 1365}, {"n_outputs": 5}):
-        assert served("H100", **changes) == {"triton"}
-    assert served("H100", "float32") == served("A100") == served("B200") == {"triton"}
+        assert served("H100", **changes) == ("triton", "triton")
+    for about in (("H100", "float32"), ("A100",), ("B200",)):
+        assert served(*about) == ("triton", "triton")
+
+
+def test_why_z_is_not_saved():
+    forward = next(iter(kernels_of(OPERATOR.implementations[-1].forward).values()))
+    assert forward.saves == "z"
+    assert forward.refuses(hopper_call()) is None
+    assert "not wanted" in forward.refuses(hopper_call(wanted=()))
+    assert "more than 40,000 rows" in forward.refuses(hopper_call(rows=40_001))
+    assert "9.0" in forward.refuses(hopper_call("A100"))
+    shapes = (2, 35, 512), (3, 1400, 512), (3, 3, 1400)
+    (out,), (z,) = forward.empty((), [torch.empty(shape, device="meta") for shape in shapes])
+    assert out.shape == (2, 35, 3, 3) and z.shape == (70, 3 * 1408)  # 1400 is padded
 
 
 @pytest.mark.parametrize("implementation", ["torch", "fused"])

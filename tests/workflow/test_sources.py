@@ -76,6 +76,7 @@ KERNELS = {
         "hopper_matmul",
         "hopper_silu",
         "mixture_heads/hopper",
+        "mixture_heads/saved_z",
         "mixture_heads/triton_heads",
         "mixture_nll/triton_mixture_nll",
         "mlp/composed",

@@ -4,18 +4,30 @@
 
 `torch` multiplies with all heads' up at once, `loop` head by head, `bmm` as a batch, `grouped_mm`
 through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours (`hopper`,
-`triton_heads`): the hidden rows, K · F wide, stay on the chip, and its result is float32, as it was
+`triton_heads`): the hidden rows, K · F wide, stay on the chip, but that on Hopper z = x up_kᵀ, of
+not too many rows, is written for the backward pass (`saved_z`). Its result is float32, as it was
 summed. Weights are float32 parameters, cast to x's dtype (`tnp.ops.casting`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operator, Work, on_cuda, triton_from
+from tnp.contract import (
+    ALL_FLOATS,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Work,
+    on_cuda,
+    triton_from,
+)
 from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_pytorch, by_triton
+from tnp.ops.declared import by_pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +35,9 @@ if TYPE_CHECKING:
 # Elements of the 16 bytes that grouped_mm wants rows to be multiples of.
 GROUPED_MULTIPLE = 8
 MAX_OUTPUTS = 16  # of a head, for `fused`
+# Of more rows than this `fused` saves nothing, and computes z again: z of 40,000 rows takes 1.1 GB
+# at 10 heads and F = 1408, and where rows are more, memory is short and attention most of a step.
+SAVED_ROWS = 40_000
 N_OUTPUTS = 3  # of the model's heads: logit of the weight, mean, log sigma of one dimension
 
 
@@ -129,6 +144,7 @@ def cases(target) -> list[Case]:
         ]
     model, padded = (512, 1408, 10, N_OUTPUTS), {"d_ff_real": 1365}
     return [
+        # Of more than 40,000 rows nothing is saved on Hopper, either.
         *(case("bfloat16", n, *model, **padded) for n in (1, 63, 65, 564, 777, 11_000, 44_000)),
         *(case("bfloat16", n, 512, 1408, 3, N_OUTPUTS, **padded) for n in (777, 11_000)),
         case("bfloat16", 777, 512, 128, 10, N_OUTPUTS, d_ff_real=100),  # one tile wide
@@ -139,6 +155,13 @@ def cases(target) -> list[Case]:
         case("bfloat16", 300, 512, 1365, 10, N_OUTPUTS),  # what a kernel multiplies is padded
         case("bfloat16", 4097, 64, 96, 3, 16),
     ]
+
+
+def compiled(target) -> Iterator[Problem]:
+    """Of rows whose z is saved: those kernels that save nothing serve them too."""
+    sizes = {"d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": N_OUTPUTS}
+    for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
+        yield OPERATOR.problem(dtype, rows=32_000, **sizes)
 
 
 def within(model, run):
@@ -176,6 +199,13 @@ def _no_activation(x, up, down):
 
 
 _TRITON, _HOPPER = "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"
+
+
+def _operation(pass_):
+    names = (f"{_HOPPER}:{pass_}_Z", f"{_HOPPER}:{pass_}_AGAIN", f"{_TRITON}:{pass_}")
+    return Operation(f"mixture_heads.{pass_.lower()}", names)
+
+
 OPERATOR = Operator(
     "mixture_heads",
     inputs=("x", "up", "down"),
@@ -191,7 +221,10 @@ OPERATOR = Operator(
             "grouped_mm", run=_grouped_mm, provider="torch", dtypes=("bfloat16",),
             supported=_grouped, selectable=False,
         ),
-        by_triton("fused", "mixture_heads", _HOPPER, _TRITON, supported=_fused),
+        Implementation(
+            "fused", forward=_operation("FORWARD"), backward=_operation("BACKWARD"),
+            supported=_fused,
+        ),
     ),
     describe=describe,
     draw=draw,
@@ -199,6 +232,7 @@ OPERATOR = Operator(
     work=work,
     cases=cases,
     within=within,
+    compiled=compiled,
     controls={
         "no activation": _no_activation,
         "heads exchanged": lambda x, up, down: reference(x, up, down.flip(0)),

@@ -1,16 +1,23 @@
-"""The mixture heads' kernels for Hopper: the hidden layer stays in registers.
+"""The mixture heads' kernels for Hopper: no activation of the hidden layer reaches memory.
 
 Forward, a warpgroup takes all tiles of a head for its 128 rows, and adds up
 
     out_o = Σ_f silu(z_f) · down_of,  z = x upᵀ
 
-by multiply-adds in float32: three outputs are too few for a matmul. Backward, for a chunk of rows,
-z is computed again, and
+by multiply-adds in float32: three outputs are too few for a matmul.
+
+There are two forms of what is saved. "z": where a backward pass is wanted, of at most `SAVED_ROWS`
+rows, the kernel also writes z, rounded to x's dtype, while it multiplies; `saved_z` then goes
+through z without a product. "again": nothing is saved. Backward, for a chunk of rows, z is computed
+again, and
 
     dz_f = silu'(z_f) · Σ_o dout_o · down_of        ddown_of = Σ_rows dout_o · silu(z_f)
 
 ddown as one partial sum per 128 rows.
 """
+
+from functools import partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +51,8 @@ from tnp.ops.hopper_matmul import (
     tiles,
 )
 from tnp.ops.hopper_primitives import barriers, opaque
+from tnp.ops.hopper_silu import store_half
+from tnp.ops.mixture_heads import SAVED_ROWS, saved_z
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 from tnp.ops.mixture_heads.triton_heads import empty
@@ -74,7 +83,10 @@ def _add_outputs(out, z, w0, w1, w2):
 
 
 @gluon.jit
-def _heads(pipe, down_ptr, out_ptr, n_rows, n_heads, WARPGROUP: gl.constexpr):
+def _heads(
+    pipe, z_desc, down_ptr, out_ptr, buffers, n_rows, n_heads,
+    WARPGROUP: gl.constexpr, HAS_Z: gl.constexpr,
+):  # fmt: skip
     COLUMNS: gl.constexpr = pipe.PAIRS_OF  # tiles of a head
     WIDTH: gl.constexpr = COLUMNS * TILE
     pairs = pipe.n_columns // (2 * COLUMNS)
@@ -83,18 +95,24 @@ def _heads(pipe, down_ptr, out_ptr, n_rows, n_heads, WARPGROUP: gl.constexpr):
     for unit in range(pipe.first // (2 * COLUMNS), pipe.last // (2 * COLUMNS)):
         head = unit % pairs * 2 + WARPGROUP
         exists = head < n_heads
+        first_row = unit // pairs * TILE
         zero = _lane_sums(gl.zeros([ROWS, TILE], gl.float32, ACC))
         upper_out = (zero, zero, zero)
         lower_out = (zero, zero, zero)
         for i in range(COLUMNS):
             upper, lower = multiply(pipe, (unit * COLUMNS + i) * 2 + WARPGROUP, WARPGROUP)
+            if HAS_Z:
+                # A head that does not exist lies past the columns of z, where TMA writes nothing.
+                column = head * WIDTH + i * TILE
+                store_half(z_desc, upper, first_row, column, buffers, WARPGROUP, 1)
+                store_half(z_desc, lower, first_row + ROWS, column, buffers, WARPGROUP, 1)
             w_ptrs = down_ptr + head * (N_OUT * WIDTH) + i * TILE + columns
             w0 = gl.load(w_ptrs, mask=exists, other=0.0).to(gl.float32)[None, :]
             w1 = gl.load(w_ptrs + WIDTH, mask=exists, other=0.0).to(gl.float32)[None, :]
             w2 = gl.load(w_ptrs + 2 * WIDTH, mask=exists, other=0.0).to(gl.float32)[None, :]
             upper_out = _add_outputs(upper_out, upper, w0, w1, w2)
             lower_out = _add_outputs(lower_out, lower, w0, w1, w2)
-        row = unit // pairs * TILE + rows
+        row = first_row + rows
         for o in gl.static_range(N_OUT):
             for half in gl.static_range(2):
                 out = lower_out[o] if half else upper_out[o]
@@ -102,6 +120,8 @@ def _heads(pipe, down_ptr, out_ptr, n_rows, n_heads, WARPGROUP: gl.constexpr):
                 inside = (row + half * ROWS < n_rows) & exists
                 at = ((row + half * ROWS).to(gl.int64) * n_heads + head) * N_OUT + o
                 gl.store(out_ptr + at, out, mask=inside)
+    if HAS_Z:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -184,17 +204,23 @@ def _heads_backward(
 
 @gluon.jit(do_not_specialize=["n_rows", "n_heads"])
 def mixture_heads_hopper_kernel(
-    x_desc, up_desc, down_ptr, out_ptr, n_rows, n_heads,
-    COLUMNS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, up_desc, z_desc, down_ptr, out_ptr, n_rows, n_heads,
+    COLUMNS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
+    """z is written where HAS_Z; else nothing is done with z_desc."""
     n_columns = gl.cdiv(n_heads, 2) * 2 * COLUMNS
     pipe = pipeline(
         x_desc, up_desc, n_rows, n_columns, 2 * COLUMNS, K_BLOCKS, STAGES, False, COLUMNS
     )
+    buffers = pipe.w  # none of its own
+    if HAS_Z:
+        buffers = gl.allocate_shared_memory(
+            z_desc.dtype, [4] + z_desc.block_type.shape, z_desc.layout
+        )
     gl.warp_specialize(
         [
-            (_heads, (pipe, down_ptr, out_ptr, n_rows, n_heads, 0)),
-            (_heads, (pipe, down_ptr, out_ptr, n_rows, n_heads, 1)),
+            (_heads, (pipe, z_desc, down_ptr, out_ptr, buffers, n_rows, n_heads, 0, HAS_Z)),
+            (_heads, (pipe, z_desc, down_ptr, out_ptr, buffers, n_rows, n_heads, 1, HAS_Z)),
             (produce, (pipe, x_desc, up_desc)),
         ],
         [4, 1],
@@ -239,23 +265,45 @@ def refuses(call: Call) -> Reason:
     return hopper_matmul.refuses(call, problem["d_model"], hidden_width(problem["d_ff"]))
 
 
-def prepare(call: Call, config, inputs):
+def _few_rows(call: Call) -> Reason:
+    if not call.wanted:
+        return "it saves for a backward pass that is not wanted"
+    if call.problem["rows"] > SAVED_ROWS:
+        return f"of more than {SAVED_ROWS:,} rows nothing is saved"
+    return refuses(call)
+
+
+def empty_z(wanted, inputs):
+    """Of the forward operation, with z [T, n_heads·F]."""
+    x, up, _down = inputs
+    outputs, _nothing = empty(wanted, inputs)
+    return outputs, (x.new_empty(prod(x.shape[:-1]), up.shape[0] * hidden_width(up.shape[1])),)
+
+
+def prepare(call: Call, config, inputs, *, save: bool):
     x, up, down = inputs
     n_heads, width, d_model = up.shape[0], hidden_width(up.shape[1]), x.shape[-1]
     rows, cast = rows_of(x, tma=True), weights(up, down, x.dtype, tma=True)
     kernel = Bound(
         mixture_heads_hopper_kernel, (call.target.multiprocessors,), rows.n, n_heads,
-        maps=(tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value)),
-        COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=STAGES, num_warps=4,
+        maps=(
+            tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value),
+            tiles(ROWS.value, BLOCK_K.value),
+        ),
+        COLUMNS=width // TILE.value, K_BLOCKS=d_model // BLOCK_K.value, STAGES=STAGES, HAS_Z=save,
+        num_warps=4,
     )  # fmt: skip
     shape, read = (*x.shape[:-1], n_heads, N_OUT.value), rows.pointed
+    z_shape = rows.n, n_heads * width
 
     def launch(inputs, scalars):
         x, up, down = inputs
         up, down = cast(up, down)
         out = x.new_empty(shape, dtype=torch.float32)
-        kernel(read(x), up, down, out)
-        return (out,), ()
+        z = x.new_empty(z_shape) if save else None
+        x = read(x)
+        kernel(x, up, x if z is None else z, down, out)
+        return (out,), () if z is None else (z,)
 
     return launch
 
@@ -310,5 +358,7 @@ def prepare_backward(call: Call, config, inputs):
     return launch
 
 
-FORWARD = Kernel("hopper", empty, prepare, supported=refuses)
-BACKWARD = Kernel("hopper", empty_backward, prepare_backward, supported=refuses)
+FORWARD_Z = Kernel("hopper", empty_z, partial(prepare, save=True), _few_rows, saves="z")
+FORWARD_AGAIN = Kernel("hopper_again", empty, partial(prepare, save=False), refuses, saves="again")
+BACKWARD_Z = Kernel("hopper", empty_backward, saved_z.prepare_backward, refuses, saves="z")
+BACKWARD_AGAIN = Kernel("hopper_again", empty_backward, prepare_backward, refuses, saves="again")

@@ -192,5 +192,7 @@ def prepare_backward(call: Call, config: HeadsConfig, inputs):
     return launch
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs)
-BACKWARD = Kernel("triton", empty_backward, prepare_backward, configs=configs_backward)
+FORWARD = Kernel("triton", empty, prepare, configs=configs, saves="again")
+BACKWARD = Kernel(
+    "triton", empty_backward, prepare_backward, configs=configs_backward, saves="again"
+)
