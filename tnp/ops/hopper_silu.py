@@ -61,6 +61,14 @@ def store_quarter(
 
 
 @gluon.jit
+def store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
+    """Start the copies of a half [64, 128] as it is, the only result that is stored so."""
+    parts = quarters(half)
+    for j in gl.static_range(2):
+        store_quarter(desc, parts[j], row, column, buffers, WARPGROUP, j, 1)
+
+
+@gluon.jit
 def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: gl.constexpr):
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
         halves = multiply(pipe, tile, WARPGROUP)

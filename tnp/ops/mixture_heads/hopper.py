@@ -104,8 +104,8 @@ def _heads(
             if HAS_Z:
                 # A head that does not exist lies past the columns of z, where TMA writes nothing.
                 column = head * WIDTH + i * TILE
-                store_half(z_desc, upper, first_row, column, buffers, WARPGROUP, 1)
-                store_half(z_desc, lower, first_row + ROWS, column, buffers, WARPGROUP, 1)
+                store_half(z_desc, upper, first_row, column, buffers, WARPGROUP)
+                store_half(z_desc, lower, first_row + ROWS, column, buffers, WARPGROUP)
             w_ptrs = down_ptr + head * (N_OUT * WIDTH) + i * TILE + columns
             w0 = gl.load(w_ptrs, mask=exists, other=0.0).to(gl.float32)[None, :]
             w1 = gl.load(w_ptrs + WIDTH, mask=exists, other=0.0).to(gl.float32)[None, :]
