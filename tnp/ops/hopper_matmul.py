@@ -48,8 +48,6 @@ ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 # Of 8-bit operands, of which an instruction takes twice as many; its sums lie as those of ACC.
 ACC_8BIT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-# A thread's 64 values of a half, 8 at a time.
-IN_ORDER = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
 
 
 @aggregate
@@ -201,34 +199,6 @@ def sigmoid(x):
         "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=gl.float32, is_pure=True, pack=1
     )
     return tanh * 0.5 + 0.5
-
-
-@gluon.jit
-def store_in_order(ptr, half):
-    """Write a half [64, 128] in the order of its registers, 16 bytes a thread at a time."""
-    half = gl.permute(gl.reshape(half, [4, 2, 8, 4, 4, 4, 2]), (3, 1, 0, 2, 5, 4, 6))
-    half = gl.convert_layout(gl.reshape(half, [1024, 8]), IN_ORDER, assert_trivial=True)
-    gl.store(ptr + _order(), half)
-
-
-@gluon.jit
-def load_in_order(ptr):
-    """What `store_in_order` wrote, as it lies in registers."""
-    return gl.load(ptr + _order())
-
-
-@gluon.jit
-def as_half(ordered):
-    """[64, 128] of what `load_in_order` gave."""
-    half = gl.permute(gl.reshape(ordered, [4, 2, 4, 8, 4, 4, 2]), (2, 1, 3, 0, 5, 4, 6))
-    return gl.convert_layout(gl.reshape(half, [ROWS, TILE]), ACC, assert_trivial=True)
-
-
-@gluon.jit
-def _order():
-    rows = gl.arange(0, 1024, layout=gl.SliceLayout(1, IN_ORDER))
-    columns = gl.arange(0, 8, layout=gl.SliceLayout(0, IN_ORDER))
-    return rows[:, None] * 8 + columns[None, :]
 
 
 def refuses(call: Call, d_model: int, width: int) -> str | None:
