@@ -9,8 +9,10 @@ carry what attention multiplies scores by, 1/√D and log2(e), for exponentials 
 `torch` multiplies through PyTorch's own linear layer, all three projections as one matmul where all
 rows need all of them. `fused` projects only what is asked for, hands q, k and v over in the layout
 attention reads, takes their gradients in the layout attention writes, and accumulates the gradients
-of weights in float32 and never rounds them. The matmuls are cuBLAS's in both, but for centred keys
-of few rows, which `fused` computes by a kernel of its own.
+of weights in float32 and never rounds them. Keys that are not centred are one product with values,
+and where their gradients are halves of the same rows, as our attention writes them, so are these.
+The matmuls are cuBLAS's in both, but for centred keys of few rows, which `fused` computes by a
+kernel of its own.
 """
 
 from __future__ import annotations
@@ -214,7 +216,8 @@ def project_qkv(
         implementation: as for `linear`.
 
     Returns:
-        q [B, n_heads, L − first, D], k and v [B, n_heads, n_k, D], views of [B, rows, d_model].
+        q [B, n_heads, L − first, D], k and v [B, n_heads, n_k, D], views of [B, rows, d_model], or
+        k and v of one [B, rows, 2·d_model].
 
     Raises:
         ValueError, RuntimeError: as `linear`.
