@@ -1,4 +1,4 @@
-"""The mixture heads' kernels for Hopper: no activation of the hidden layer reaches memory.
+"""The mixture heads' kernels for Hopper: the activations of the hidden layer stay in registers.
 
 Forward, a warpgroup takes all tiles of a head for its 128 rows, and adds up
 
@@ -6,10 +6,10 @@ Forward, a warpgroup takes all tiles of a head for its 128 rows, and adds up
 
 by multiply-adds in float32: three outputs are too few for a matmul.
 
-There are two forms of what is saved. "z": where a backward pass is wanted, of at most `SAVED_ROWS`
-rows, the kernel also writes z, rounded to x's dtype, while it multiplies; `saved_z` then goes
-through z without a product. "again": nothing is saved. Backward, for a chunk of rows, z is computed
-again, and
+There are two forms of what is saved. In form "z", for at most `SAVED_ROWS` rows and where a
+backward pass is wanted, the kernel also writes z, rounded to x's dtype, through TMA beside its
+products; the backward pass is that of `saved_z`. In form "again" nothing is saved. Its backward
+kernel computes z again, for a chunk of rows at a time, and
 
     dz_f = silu'(z_f) · Σ_o dout_o · down_of        ddown_of = Σ_rows dout_o · silu(z_f)
 

@@ -140,19 +140,18 @@ def _mixture_heads_dz_kernel(
     tl.store(ddown_ptr + 2 * N_HIDDEN + offs_f, tl.sum(sums[2], 0))
 
 
-def prepare_backward(call: Call, config: DzConfig | None, inputs):
+def prepare_backward(call: Call, config, inputs):
     """z is taken in chunks of rows, and one buffer of dz serves all of them."""
     (dout,), (x, up, down), _saved = inputs
-    config = config or CONFIG
     n_heads, n_hidden = up.shape[0], hidden_width(up.shape[1])
-    width, n_tiles = n_heads * n_hidden, n_heads * (n_hidden // config.block_f)
+    width, n_tiles = n_heads * n_hidden, n_heads * (n_hidden // CONFIG.block_f)
     rows, cast, summed = rows_of(x), weights(up, down, x.dtype), summing(call, inputs[1])
     parts = chunks(rows.n, CHUNK_ROWS)
-    groups = [triton.cdiv(n, config.rows) for _, n in parts]
+    groups = [triton.cdiv(n, CONFIG.rows) for _, n in parts]
     kernels = [
         Bound(
             _mixture_heads_dz_kernel, (n_tiles, n_groups), n, N_HEADS=n_heads, N_HIDDEN=n_hidden,
-            **config.kernel_arguments(),
+            **CONFIG.kernel_arguments(),
         )
         for (_, n), n_groups in zip(parts, groups, strict=True)
     ]  # fmt: skip
