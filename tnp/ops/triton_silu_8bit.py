@@ -19,9 +19,9 @@ from tnp.ops.rows_8bit import E4M3, InRows
 from tnp.ops.triton_matmul import (
     CONFIGS,
     load_tile,
+    new_saved,
     offsets,
     product_tile,
-    new_saved,
     silu,
     silu_derivative,
     store_tile,
