@@ -4,9 +4,9 @@
 
 It lies in memory in the order of a matmul's registers, which needs no shared memory, a thread
 writing 16 bytes at a time. Beside bfloat16 it is kept in 8 bits: a slope lies between −0.0998 and
-1.0998, so that 255 even steps are 0.0047 wide. It is then off by 0.0014 in the root mean square,
-where bfloat16's own rounding of numbers between a half and one comes to 0.0011. float16 is finer,
-and keeps slopes as they are.
+1.0998, and is code 22 + 212·slope. Zero and one, which most slopes are near, have codes of their
+own. It is off by 0.0014 in the root mean square, where bfloat16's own rounding of numbers between a
+half and one comes to 0.0011. float16 is finer, and keeps slopes as they are.
 """
 
 import torch
@@ -16,9 +16,8 @@ from triton.experimental.gluon import language as gl
 
 from tnp.ops.hopper_matmul import BLOCK_K, QUARTER_ACC, ROWS, TILE
 
-FIRST = gl.constexpr(-0.1)  # that code 0 stands for
-STEP = gl.constexpr(1.2 / 255)
-# 2²³: a float32 that large has whole numbers in its lowest bits.
+ZERO, ONE = gl.constexpr(22), gl.constexpr(234)  # codes of these slopes
+# A float32 from 2²³ on has a whole number in its lowest bits: here, with ZERO, a code.
 WHOLE = gl.constexpr(8388608.0)
 # A thread's 32 values of a quarter [64, 64] of a tile, so many at a time that they are 16 bytes.
 BY_8 = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
@@ -38,7 +37,7 @@ def store_slope(ptr, slope):
     slope = gl.reshape(slope, [4, 2, 8, 2, 4, 4, 2])
     if ptr.dtype.element_ty == gl.uint8:
         # The code is the lowest byte of each; four of them make a word.
-        code = slope * (1.0 / STEP) + (WHOLE - FIRST / STEP)
+        code = slope * (ONE - ZERO) + (WHOLE + ZERO)
         code = gl.reshape(gl.permute(code, (3, 0, 2, 5, 1, 4, 6)), [256, 16])
         code = gl.inline_asm_elementwise(
             "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
@@ -82,7 +81,7 @@ def slope_of(loaded):
             " prmt.b32 $2, $4, 0x3f800000, 0x7624; prmt.b32 $3, $4, 0x3f800000, 0x7634;",
             "=&r,=&r,=&r,=&r,r", [loaded], dtype=gl.float32, is_pure=True, pack=4,
         )  # fmt: skip
-        slope = slope * (STEP * 32768) + (FIRST - STEP * 32768)
+        slope = slope * (32768.0 / (ONE - ZERO)) - (32768.0 + ZERO) / (ONE - ZERO)
         slope = gl.permute(gl.reshape(slope, [2, 4, 8, 4, 2, 4, 2]), (1, 4, 2, 0, 5, 3, 6))
     else:
         slope = gl.reshape(loaded.to(gl.float32), [2, 2, 4, 8, 4, 4, 2])

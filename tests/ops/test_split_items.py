@@ -1,0 +1,93 @@
+"""Items of Hopper's fused backward pass that are split along the queries: which, and their sum.
+
+The kernel that works on pieces runs on a GPU alone (gate `op--attention--fused` has such problems);
+the one that adds them up is interpreted here.
+"""
+
+import pytest
+import torch
+
+from tests.ops.problems import DEVICE
+from tnp import targets
+from tnp.contract import Call
+from tnp.gates.checks import relative_error
+from tnp.launch import Bound
+from tnp.ops.attention import OPERATOR
+from tnp.ops.attention import hopper_backward as backward
+from tnp.ops.attention.primitives import KeyGradients, n_key_tiles
+
+BLOCK_N = backward.BLOCK_N.value
+ONE = backward.DkdvConfig(4, 1, 208, persistent=False)
+
+
+def call(batch: int, n_q: int, n_k: int, **options) -> Call:
+    sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": 64}
+    return Call(OPERATOR.problem("bfloat16", **sizes, **options), targets.named("nvidia-h200"))
+
+
+def rounds(what: Call, found: tuple[int, int] | None) -> float:
+    """Whole items' worth of queries that the busiest of 132 multiprocessors walks."""
+    n_items = n_key_tiles(what, BLOCK_N)
+    n_whole, n_pieces = found or (n_items, 1)
+    last = -(-(n_items - n_whole) * n_pieces // 132)
+    return -(-n_whole // 132) + last / n_pieces
+
+
+@pytest.mark.parametrize(("batch", "n_q", "n_k"), [(4, 11_000, 10_000), (3, 21_500, 20_000)])
+def test_a_last_round_that_is_nearly_empty_is_split(batch, n_q, n_k):
+    what = call(batch, n_q, n_k)
+    found = backward.split(what, ONE)
+    assert found is not None
+    n_items = n_key_tiles(what, BLOCK_N)
+    assert found[0] % 132 == 0 and 0 < n_items - found[0] < 132
+    assert rounds(what, found) < rounds(what, None) - 0.3
+    assert rounds(what, found) >= n_items / 132
+
+
+def test_nothing_is_split_where_it_does_not_pay_or_samples_have_keys_of_their_own():
+    for what in (
+        call(4, 11_000, 10_000, n_keys=True),
+        call(1, 11_000, 10_000),  # 104 of the last 132 programs have an item
+        call(64, 564, 700),  # short walks
+    ):
+        assert backward.split(what, ONE) is None
+    persistent = backward.DkdvConfig(4, 1, 208, persistent=True)
+    assert backward.split(call(4, 11_000, 10_000), persistent) is None
+
+
+def test_what_is_counted_of_a_launch_knows_the_split():
+    what = call(4, 11_000, 10_000)
+    _, items, walked, _ = backward.fused_counts(what, ONE)
+    tiles = -(-11_000 // backward.TILE_ROWS)
+    assert items == 20 and walked == pytest.approx(
+        rounds(what, backward.split(what, ONE)) * tiles, 1
+    )
+    _, items, walked, _ = backward.fused_counts(call(1, 11_000, 10_000), ONE)
+    assert (items, walked) == (5, 5 * tiles)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_pieces_are_added_up_where_their_item_lies(apart):
+    """Two heads of three blocks of keys, the last ragged; the last two are in three pieces."""
+    batch, n_heads, n_k, head_dim, n_pieces = 1, 2, 2 * BLOCK_N + 37, 64, 3
+    n_whole, n_split = 4, 2
+    k = torch.zeros(batch, n_heads, n_k, head_dim, device=DEVICE)
+    pieces = torch.randn(n_split, n_pieces, 2, BLOCK_N, head_dim, device=DEVICE)
+    of_keys = KeyGradients(k, apart)
+    dk, dv = of_keys.allocate(k)
+    dk.fill_(7.0)
+    dv.fill_(8.0)
+    rows = backward.PIECE_ROWS
+    add = Bound(
+        backward._add_pieces_kernel, (n_split, BLOCK_N // rows, 2),
+        *of_keys.strides, n_heads, n_k, n_whole, n_pieces,
+        HEAD_DIM=head_dim, BLOCK_N=BLOCK_N, ROWS=rows,
+    )  # fmt: skip
+    add(pieces, dk, dv)
+    for found, at, untouched in ((dv, 0, 8.0), (dk, 1, 7.0)):
+        expected = torch.full((batch, n_heads, n_k, head_dim), untouched, dtype=torch.float64)
+        sums = pieces[:, :, at].double().sum(1).cpu()
+        # Items 4 and 5 are blocks 1 and 2 of the second head.
+        expected[0, 1, BLOCK_N : 2 * BLOCK_N] = sums[0]
+        expected[0, 1, 2 * BLOCK_N :] = sums[1, :37]
+        assert relative_error(found.cpu(), expected) < 1e-6
