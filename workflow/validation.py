@@ -2,24 +2,22 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jsonschema
 import yaml
 
-from tnp.catalog import AUTO, catalog, is_automatic
-from tnp.contract import Call, Operator, Problem
-from tnp.gates import GATES, gates_of, gates_of_training, generic_gates
+from tnp.catalog import AUTO, catalog
+from tnp.gates import GATES, generic_gates
 from tnp.task_sources import MAX_POINTS
 from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown
 from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, TUNING, gates, variants
+from workflow.uses import ENDS, of_use, operators, refusals, uses
 
-ENDS = ("base", "full")  # of the ablation
 ROOT = Path(__file__).parents[1]
 SCHEMA = ROOT / "workflow" / "schemas" / "config.schema.yaml"
 MAX_COUNT = 2**31 - 1  # columns of the store are int32
@@ -134,7 +132,7 @@ def _faults(config: dict) -> Iterator[Fault]:
     for place in [(section, name) for section in ("steps", "ops") for name in config[section]]:
         if place[1] in taken:
             yield Fault(place, f"{place[1]!r} is a section or a target already: rename the study")
-    for place, op, study in _operators(config):
+    for place, op, study in operators(config):
         yield from _of_operator(place, op, study, config)
     for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
         yield from _of_host((HOST, "problems", name), spec, config)
@@ -145,8 +143,8 @@ def _faults(config: dict) -> Iterator[Fault]:
     for name, run in config["training"].items():
         yield from _of_training(("training", name), run, config)
     named = gates(config)
-    for use in _uses(config):
-        yield from _of_use(use, named)
+    for use in uses(config):
+        yield from of_use(use, named)
 
 
 def _rules() -> list[str]:
@@ -255,100 +253,13 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
 
 def _of_tuning(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
     yield from not_among((*place, "shapes"), "shape", spec["shapes"], config["shapes"])
-    operators = (*place, "operators")
-    yield from not_among(operators, "operator", spec["operators"], catalog().operators)
+    where = (*place, "operators")
+    yield from not_among(where, "operator", spec["operators"], catalog().operators)
     for index, op in enumerate(spec["operators"]):
         try:
             list(problems.of_operator(config, op, spec, config["compute_dtype"]["cuda"]))
         except ValueError as error:
-            yield Fault((*operators, index), str(error))
-
-
-class _Use(NamedTuple):
-    """Implementations that something runs at the sizes of a model."""
-
-    place: Place
-    implementations: Mapping[str, str]  # operator, or family → name
-    model: Mapping[str, int]
-    model_place: Place
-    run: Mapping[str, object]  # a step's sizes and dtype, as `Operator.within` takes them
-    trains: bool = True
-
-
-def _uses(config: dict) -> Iterator[_Use]:
-    sizes = next(iter(config["shapes"].values()))
-    step = sizes | {"dtype": config["compute_dtype"]["cuda"]}
-
-    def of_variant(place: Place, name: str) -> _Use:
-        variant = Variant.from_spec(name, variants(config)[name])
-        model = config["model"] | {"d_ff_storage": variant.d_ff_storage}
-        return _Use(place, variant.implementations(), model, ("model",), step)
-
-    for study, spec in config["steps"].items():
-        for index, name in enumerate(spec["variants"]):
-            yield of_variant(("steps", study, "variants", index), name)
-    for end in ENDS if "ablation" in config else ():
-        yield of_variant(("ablation", end), config["ablation"][end])
-    for place, op, spec in _operators(config):
-        for index, name in enumerate(spec["implementations"]):
-            if is_automatic(name) or name in catalog().names(op):
-                model = config["model"] | {"d_ff_storage": problems.storage(config, op, spec)}
-                where = (*place, "implementations", index)
-                yield _Use(where, {op: name}, model, ("model",), step, trains=False)
-    for run, spec in config["training"].items():
-        use = of_variant(("training", run, "variant"), spec["variant"])
-        if "model" in spec:
-            use = use._replace(model=spec["model"], model_place=("training", run, "model"))
-        yield use
-
-
-def _of_use(use: _Use, gates: Collection[str]) -> Iterator[Fault]:
-    """Sizes that an implementation does not take, and gates of ours that config.yaml leaves out."""
-    for key, name in use.implementations.items():
-        for operator in catalog().operators.values():
-            if key not in (operator.name, operator.family):
-                continue
-            yield from _of_limits(use, operator, name)
-            needed = gates_of(operator.name, name)
-            if use.trains:
-                needed += gates_of_training(operator.name, name)
-            missing = [gate for gate in needed if gate not in gates]
-            if missing:
-                what = f"gates must name {listed(missing)}, which it waits for"
-                yield Fault(use.place, f"{operator.name} {name!r} cannot be used: {what}")
-
-
-def _of_limits(use: _Use, operator: Operator, name: str) -> Iterator[Fault]:
-    """What an implementation says of the model's sizes."""
-    problem = operator.within(use.model, use.run)
-    reason = None if problem is None else _refusal(operator, name, problem, use.trains)
-    if reason is not None:
-        yield Fault(use.model_place, f"{operator.name} {reason}")
-
-
-def _refusal(operator: Operator, name: str, problem: Problem, trains: bool) -> str | None:
-    """That one of ours or PyTorch's does not run a problem on a GPU, if it says so.
-
-    One that is forward only is refused where it `trains`, and may be timed.
-    """
-    own = None if is_automatic(name) else catalog().listed(operator.name, name).own
-    if own is None or own.compile:
-        return None
-    wanted = own.gradients or operator.differentiated if trains or own.differentiable else ()
-    reason = own.refuses(Call(problem, problems.target("cuda"), wanted))
-    return reason and f"{name!r} cannot run it: {reason}"
-
-
-def _refusals(op: str, names: list[str], problem: Problem, device: str) -> Iterator[str]:
-    """Why a problem cannot be timed: no gate is like it, or one that is named does not run it."""
-    without = problems.without_case(problem, device)
-    if without is not None:
-        yield without
-    for name in names if device == "cuda" else ():
-        if name in catalog().names(op):
-            reason = _refusal(catalog().operator(op), name, problem, trains=False)
-            if reason is not None:
-                yield reason
+            yield Fault((*where, index), str(error))
 
 
 def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[Fault]:
@@ -375,17 +286,8 @@ def _of_operator(place: Place, op: str, study: dict, config: dict) -> Iterator[F
         for name in sorted({name for name in called if called.count(name) > 1}):
             yield Fault(place, f"two of its problems are called {name!r}: rename one")
         for named in of_op:
-            for reason in _refusals(op, names, named.problem, device):
+            for reason in refusals(op, names, named.problem, device):
                 yield Fault(place, f"{named.shape}: {reason}")
-
-
-def _operators(config: dict) -> Iterator[tuple[Place, str, dict]]:
-    """(place, operator, study) of every operator that is benchmarked, against others or itself."""
-    for name, study in config["ops"].items():
-        if name != "ceilings":
-            yield ("ops", name), problems.operator_of(name, study), study
-    for op, study in config.get(NOISE, {"ops": {}})["ops"].items():
-        yield (NOISE, "ops", op), op, study
 
 
 def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
@@ -401,7 +303,7 @@ def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
     except ValueError as error:
         yield Fault(place, str(error), ("sizes",))
         return
-    for reason in _refusals(spec["op"], names, problem, "cuda"):
+    for reason in refusals(spec["op"], names, problem, "cuda"):
         yield Fault(place, reason)
 
 
