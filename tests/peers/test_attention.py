@@ -15,18 +15,31 @@ from tnp.targets import CPU, named
 from tnp_peers import attention as peers
 
 SCALE = 0.3
-PEERS = {peer.name: peer for peer in (peers.FLEX, peers.FA3, peers.FA4)}
+IN_16_BITS = {peer.name: peer for peer in (peers.FLEX, peers.FA3, peers.FA4)}
+PEERS = IN_16_BITS | {"fa3_e4m3": peers.FA3_E4M3}
 
 
 def exact(q, k, v):
     return torch.softmax(SCALE * q @ k.mT, -1) @ v
 
 
-def rows_first(q, k, v, softmax_scale):
+def rows_first(q, k, v, softmax_scale, **descales):
     """Attention on [B, L, H, D], as both FlashAttentions take and return it."""
     assert all(x.dim() == 4 and x.stride(-1) == 1 for x in (q, k, v))
+    if descales:
+        q, k, v = (
+            in_16_bits(x, descales[f"{name}_descale"])
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        )
     assert math.isclose(softmax_scale, SCALE)
     return exact(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).contiguous()
+
+
+def in_16_bits(x, descale):
+    """What FlashAttention-3 makes of 8 bits: a scale for each head of a sample."""
+    assert x.dtype == torch.float8_e4m3fn and descale.dtype == torch.float32
+    assert descale.shape == (x.shape[0], x.shape[2])
+    return x.float() * descale[:, None, :, None]
 
 
 def install(monkeypatch, name: str, function) -> None:
@@ -43,9 +56,12 @@ def packages(monkeypatch):
     install(monkeypatch, "flash_attn.cute", with_lse)
     # Uncompiled on the CPU, where compiling takes ten seconds and is not what is tested.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    peers._compiled_flex_attention.cache_clear()
+    compiled = peers._compiled_flex_attention, peers._compiled_in_8_bits
+    for function in compiled:
+        function.cache_clear()
     yield
-    peers._compiled_flex_attention.cache_clear()
+    for function in compiled:
+        function.cache_clear()
 
 
 def qkv(n_q: int = 7, n_k: int = 5) -> list[torch.Tensor]:
@@ -56,12 +72,31 @@ def qkv(n_q: int = 7, n_k: int = 5) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", IN_16_BITS)
 def test_layout_and_scale_are_the_packages(packages, name):
     inputs = qkv()
     o = PEERS[name].run(*inputs, None, SCALE)
     assert o.shape == inputs[0].shape
     torch.testing.assert_close(o, exact(*inputs))
+
+
+@pytest.mark.parametrize("magnitude", [1e-20, 1e-3, 1.0, 1e4])
+def test_heads_are_scaled_to_what_8_bits_hold(packages, magnitude):
+    q, k, v = qkv()
+    v = v * magnitude
+    v[0, 1] *= 1e3  # other heads lose nothing by it
+    found, wanted = PEERS["fa3_e4m3"].run(q, k, v, None, SCALE), exact(q, k, v)
+    error = (found - wanted).norm(dim=(2, 3)) / wanted.norm(dim=(2, 3))
+    assert error.max() < 0.08
+
+
+def test_zeros_stay_zeros_in_8_bits(packages):
+    q, k, v = qkv()
+    assert (PEERS["fa3_e4m3"].run(q * 0, k, v * 0, None, SCALE) == 0).all()
+
+
+def test_8_bits_of_another_are_chosen_by_name_alone():
+    assert not peers.FA3_E4M3.chosen_from and not peers.FA3_E4M3.selectable
 
 
 def test_gradients_come_back_through_fa4(packages):
@@ -88,6 +123,11 @@ def call(dtype="bfloat16", head_dim=64, gpu="H200", options=(), wanted=()) -> Ca
         ("fa3", {"wanted": ("k",)}, "it is forward only"),
         ("fa3", {"dtype": "float16"}, "it takes bfloat16, not float16"),
         ("fa3", {"gpu": "B200"}, "older than 10.0"),
+        ("fa3_e4m3", {"wanted": ("k",)}, "it is forward only"),
+        ("fa3_e4m3", {"gpu": "A100"}, "compute capability 9.0 or newer"),
+        ("fa3_e4m3", {"gpu": "B200"}, "older than 10.0"),
+        ("fa3_e4m3", {"head_dim": 32}, "it takes head_dim 64, 128, not 32"),
+        ("fa3_e4m3", {"options": (("n_keys", True),)}, "it does not take n_keys=True"),
         ("fa4", {"dtype": "float32"}, "it takes bfloat16, float16, not float32"),
         ("fa4", {"gpu": "A100"}, "compute capability 9.0 or newer"),
         ("fa4", {"options": (("n_keys", True),)}, "it does not take n_keys=True"),

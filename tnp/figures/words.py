@@ -26,6 +26,7 @@ WORDS = {
     "loop": "PyTorch, a loop",
     "flex": "PyTorch FlexAttention",
     "fa3": "FlashAttention 3",
+    "fa3_e4m3": "FlashAttention 3, in 8 bits",
     "fa4": "FlashAttention 4",
     "e4m3": "ours, in 8 bits",
     "single": "ours, in one kernel",
@@ -33,6 +34,7 @@ WORDS = {
     "liger": "Liger",
     "quack": "QuACK",
     "cce": "cut cross-entropy",
+    "torchao": "torchao, in 8 bits",
     "addmm_activation": "cuBLAS with GELU",
     # Operators and components.
     "rms_norm": "RMSNorm",
