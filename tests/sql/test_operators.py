@@ -57,6 +57,22 @@ def test_operators_are_compared_with_the_best_peer(store: Callable[..., Query]) 
     assert rows["fa3"]["speedup_best"] is None
 
 
+def test_what_has_fewer_bits_is_no_peer_of_what_has_more(store: Callable[..., Query]) -> None:
+    narrow = {"precision": "e4m3"}
+    query = store(
+        operator("torch", "mlp", time_ms_p50=4.0),
+        operator("compiled", "mlp", time_ms_p50=3.0, role="peer", precision=""),
+        operator("torchao", "mlp", time_ms_p50=2.5, role="peer", **narrow),
+        operator("fused", "mlp", time_ms_p50=2.0),
+        operator("e4m3", "mlp", time_ms_p50=1.0, role="own", **narrow),
+    )
+    rows = {row["implementation"]: row for row in query("from operator_speedup")}
+    best = {name: row["best_peer_implementation"] for name, row in rows.items()}
+    assert (best["fused"], best["e4m3"], best["torchao"]) == ("compiled", "torchao", "torchao")
+    assert rows["e4m3"]["speedup_best"] == pytest.approx(2.5)
+    assert rows["torchao"]["speedup"] == pytest.approx(1.6)
+
+
 def test_a_later_run_without_the_peers_is_for_auto_alone(store: Callable[..., Query]) -> None:
     later = {"recorded_at": NOW + timedelta(hours=1)}
     chosen = {"launch_config": json.dumps({"implementation": "fused", "source": "nearest"})}

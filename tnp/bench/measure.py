@@ -199,6 +199,8 @@ def _measure_pass(
             | timings
             | rates(workload.work(name), timings["time_ms_p50"], gpu)
             | {"launch_config": workload.launch_config(name)}
+            # Who plans does not import another package's implementation, which alone says it.
+            | {"precision": workload.precision(name)}
             | {"max_abs_error": checked_error(workload.check(name, output()), bound)}
             | {"compile_s": contenders[name].compile_s}
             | {"peak_memory_bytes": contenders[name].peak_memory_bytes}

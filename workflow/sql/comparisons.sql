@@ -4,7 +4,8 @@
 -- PyTorch and other packages under the same versions of torch and triton, by all its runs. A slower
 -- one never stands in for it because only the slower was timed beside `own` or has evidence, but
 -- one within 1 % of the fastest does. What is known not to count is never compared: where it is
--- the fastest, `own` has no ratio to the fastest.
+-- the fastest, `own` has no ratio to the fastest. Who computes in a narrower format than the
+-- problem's dtype is a peer of those alone that do so too.
 --
 -- `ablation` compares steps with and without one component: of the whole variant that generation
 -- which was timed beside the component's step. `noise` compares equal things. `regressions`
@@ -20,7 +21,12 @@ with candidates as (
         own.generation as own,
         base.generation as base,
         base.role = 'baseline' and base.switches = '' and base.may_count as against_baseline,
-        own.is_current and base.is_current and own.shown and base.shown and base.role != 'own'
+        own.is_current
+        and base.is_current
+        and own.shown
+        and base.shown
+        and base.role != 'own'
+        and base.precision in ('', own.precision)
             as for_speedup,
         case
             when own.switches != base.switches

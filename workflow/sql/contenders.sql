@@ -20,7 +20,7 @@ of_runs as (
         may_count,
         any_value(columns([
             'kind', 'family', 'question', 'name', 'switches', 'role', 'versions', 'ablation_part',
-            'is_current'
+            'is_current', 'precision'
         ])),
         max(flops) as flops, -- rows of one commit left out what `skip_unread` does
         bool_or(shown) as shown,

@@ -79,6 +79,7 @@ select
     generation,
     is_current,
     role,
+    coalesce(precision, '') as precision,
     counts,
     concat_ws(' ', torch, triton) as versions,
     sitting,
