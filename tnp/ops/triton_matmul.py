@@ -41,8 +41,8 @@ class MatmulConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; none spills on any target. In 8 bits a tile of 128 columns does: the backward
-# epilogue that writes both results, with Triton 3.6 for sm_100a.
+# By bytes per element; none spills on any target. In 8 bits a tile of 128 columns does (sm_100a,
+# triton 3.6), where the backward epilogue writes both results.
 CONFIGS = {
     1: MatmulConfig(128, 64, 64, 8, 3),
     2: MatmulConfig(128, 128, 64, 8, 3),
