@@ -85,7 +85,7 @@ def build(
         target: what it is for; the inputs' device where None.
         forced: kernel and configuration by operation, for gates and tuning.
         saves: the form of what is saved that the forward kernel must have.
-        apart: whether results may share no memory.
+        apart: whether results must share no memory.
     """
     what = replace(describe(operator, inputs, options, wanted, target), apart=apart)
     if 0 in dict(what.problem.sizes).values():  # nothing to compute

@@ -1,4 +1,8 @@
-"""The slope of SiLU in 8 bits: what its steps make of it. The kernels themselves run on a GPU."""
+"""The slope of SiLU in 8 bits: what its steps make of it.
+
+The arithmetic is repeated here with the kernels' constants. The kernels themselves run on a GPU,
+where gate `op--mlp--fused` compares their gradients with float64.
+"""
 
 import torch
 

@@ -6,7 +6,8 @@ It lies in memory in the order of a matmul's registers, which needs no shared me
 writing 16 bytes at a time. Beside bfloat16 it is kept in 8 bits: a slope lies between −0.0998 and
 1.0998, and is code 22 + 212·slope. Zero and one, which most slopes are near, have codes of their
 own. It is off by 0.0014 in the root mean square, where bfloat16's own rounding of numbers between a
-half and one comes to 0.0011. float16 is finer, and keeps slopes as they are.
+half and one comes to 0.0011. float16 is finer, and keeps slopes as they are. A
+slope that is no number gets some code: h, which is written beside it, shows what was wrong.
 """
 
 import torch

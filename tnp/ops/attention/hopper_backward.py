@@ -46,6 +46,8 @@ LONG_WALK = 16_384
 # What a piece of a split item costs beside its query tiles, in tiles (5.5 µs on an H200), and how
 # many tiles of the busiest multiprocessor splitting must save: pieces are added up by a launch.
 PIECE_TILES, MIN_TILES_SAVED = 6, 16
+# And what share of them: of long walks pieces are many, and their sums take memory.
+MIN_SHARE_SAVED = 0.01
 MAX_PIECES = 16
 PIECE_ROWS = 32  # that a program adds up
 AT_ONCE = tl.constexpr(1024)  # lse that a program reads of its head
@@ -197,7 +199,7 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
         return None
     programs = call.target.multiprocessors
     n_whole, n_last = divmod(n_key_tiles(call, BLOCK_N.value), programs)
-    walked = triton.cdiv(call.problem["n_q"], TILE_ROWS)
+    walked = triton.cdiv(call.problem["n_q"], config.tiles * TILE_ROWS) * config.tiles
 
     def tiles(n_pieces: int) -> int:
         """Of the busiest multiprocessor in the last rounds."""
@@ -205,7 +207,8 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
         return triton.cdiv(n_last * n_pieces, programs) * each
 
     n_pieces = min(range(1, min(MAX_PIECES, walked) + 1), key=tiles)
-    if tiles(1) - tiles(n_pieces) < MIN_TILES_SAVED:
+    saved = tiles(1) - tiles(n_pieces)
+    if saved < max(MIN_TILES_SAVED, MIN_SHARE_SAVED * _items(call, config)[1]):
         return None
     return n_whole * programs, n_pieces
 

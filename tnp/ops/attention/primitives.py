@@ -115,8 +115,8 @@ class KeyGradients:
     as one matrix, or where they are to lie apart [B, n_k, H, D] each.
 
     Args:
-        k: what they are like.
-        apart: whether they may share no memory.
+        k: their shape, dtype and device.
+        apart: whether they must share no memory. Otherwise either of them keeps that of both.
     """
 
     def __init__(self, k: Tensor, apart: bool) -> None:

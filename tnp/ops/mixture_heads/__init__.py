@@ -4,8 +4,8 @@
 
 `torch` multiplies with all heads' up at once, `loop` head by head, `bmm` as a batch, `grouped_mm`
 through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours (`hopper`,
-`triton_heads`): the hidden rows, K · F wide, stay on the chip, but that on Hopper z = x up_kᵀ, of
-not too many rows, is written for the backward pass (`saved_z`). Its result is float32, as it was
+`triton_heads`): the hidden rows, K · F wide, stay on the chip. On Hopper, up to `SAVED_ROWS` rows,
+z = x up_kᵀ is written too, for the backward pass (`saved_z`). Its result is float32, as it was
 summed. Weights are float32 parameters, cast to x's dtype (`tnp.ops.casting`).
 """
 
@@ -144,7 +144,7 @@ def cases(target) -> list[Case]:
         ]
     model, padded = (512, 1408, 10, N_OUTPUTS), {"d_ff_real": 1365}
     return [
-        # Of more than 40,000 rows nothing is saved on Hopper, either.
+        # Of more than 40,000 rows nothing is saved on Hopper.
         *(case("bfloat16", n, *model, **padded) for n in (1, 63, 65, 564, 777, 11_000, 44_000)),
         *(case("bfloat16", n, 512, 1408, 3, N_OUTPUTS, **padded) for n in (777, 11_000)),
         case("bfloat16", 777, 512, 128, 10, N_OUTPUTS, d_ff_real=100),  # one tile wide
