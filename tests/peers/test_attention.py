@@ -26,6 +26,7 @@ def exact(q, k, v):
 def rows_first(q, k, v, softmax_scale, **descales):
     """Attention on [B, L, H, D], as both FlashAttentions take and return it."""
     assert all(x.dim() == 4 and x.stride(-1) == 1 for x in (q, k, v))
+    assert bool(descales) == (q.dtype == torch.float8_e4m3fn)
     if descales:
         q, k, v = (
             in_16_bits(x, descales[f"{name}_descale"])
