@@ -155,8 +155,8 @@ class Kernel:
     `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
     only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
     `empty(wanted, inputs)` returns the same, uninitialized, laid out as where `Call.apart`; a
-    compiler sees nothing else. Of a forward operation it is also passed, by name, what a call passed
-    of `Operator.numbered`.
+    compiler sees nothing else. Of a forward operation it is also passed, by name, what a call
+    passed of `Operator.numbered`.
 
     Of a backward operation `inputs` are (gradients, kept, saved): gradients of the outputs, the
     tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns
