@@ -58,7 +58,7 @@ def steps(name: str, log_ms: np.ndarray, counts: bool | None = True) -> pa.Table
         "switches": "",
         "versions": "",
     }
-    constant |= {"pass": "step", "shown": True, "twin": False, "is_current": True}
+    constant |= {"pass": "step", "precision": "", "shown": True, "twin": False, "is_current": True}
     columns = {column: [value] * log_ms.size for column, value in constant.items()} | {
         "device": devices,
         "config_id": contenders,

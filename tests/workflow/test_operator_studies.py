@@ -10,7 +10,8 @@ import yaml
 from tnp import choice
 from tnp.catalog import catalog
 from workflow import plan, problems
-from workflow.validation import _refusal, validate
+from workflow.uses import _refusal
+from workflow.validation import validate
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
