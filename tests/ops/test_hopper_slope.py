@@ -56,5 +56,5 @@ def test_zero_and_one_are_exact():
 def test_slopes_beside_float16_stay_as_they_are():
     for dtype, expected in ((torch.bfloat16, torch.uint8), (torch.float16, torch.float16)):
         x = torch.empty(1, dtype=dtype)
-        assert hopper_slope.new_slope(x, (130, 256), dtype).dtype == expected
-        assert hopper_slope.new_slope(x, (130, 256), dtype).shape == (256, 256)
+        assert hopper_slope.new_saved(x, (130, 256), dtype).dtype == expected
+        assert hopper_slope.new_saved(x, (130, 256), dtype).shape == (256, 256)

@@ -26,13 +26,12 @@ from tnp.ops.hopper_matmul import (
     tiles,
 )
 from tnp.ops.hopper_primitives import opaque
-from tnp.ops.hopper_slope import load_slopes, new_slope, slope_of, slope_place, store_slope
+from tnp.ops.hopper_slope import load_slopes, new_saved, slope_of, slope_place, store_slope
 from tnp.ops.operands import Rows
 from tnp.ops.triton_matmul import DSilu, Silu
 from tnp.targets import Target
 
 STAGES = 4
-new_saved = new_slope  # what the backward pass reads of z
 
 
 @gluon.jit

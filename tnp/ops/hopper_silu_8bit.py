@@ -28,8 +28,8 @@ from tnp.ops.hopper_matmul import (
     quarters,
     tiles,
 )
-from tnp.ops.hopper_silu import STAGES, new_saved, silu_and_slope, store_quarter
-from tnp.ops.hopper_slope import load_slopes, slope_of, slope_place, store_slope
+from tnp.ops.hopper_silu import STAGES, silu_and_slope, store_quarter
+from tnp.ops.hopper_slope import load_slopes, new_saved, slope_of, slope_place, store_slope
 from tnp.ops.rows_8bit import E4M3, InRows
 from tnp.ops.triton_silu_8bit import DSilu, Silu
 from tnp.targets import Target

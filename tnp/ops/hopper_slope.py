@@ -6,8 +6,9 @@ It lies in memory in the order of a matmul's registers, which needs no shared me
 writing 16 bytes at a time. Beside bfloat16 it is kept in 8 bits: a slope lies between −0.0998 and
 1.0998, and is code 22 + 212·slope. Zero and one, which most slopes are near, have codes of their
 own. It is off by 0.0014 in the root mean square, where bfloat16's own rounding of numbers between a
-half and one comes to 0.0011. float16 is finer, and keeps slopes as they are. A
-slope that is no number gets some code: h, which is written beside it, shows what was wrong.
+half and one comes to 0.0011. float16 is finer, and keeps slopes as they are.
+
+A slope that is no number gets some code: h, which is written beside it, shows what was wrong.
 """
 
 import torch
@@ -97,7 +98,7 @@ def _places(N: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     return rows[:, None] * WIDTH + columns[None, :]
 
 
-def new_slope(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized, where x lies, of the whole tiles of `shape`, beside results in `dtype`."""
     n_rows, width = shape
     dtype = torch.uint8 if dtype == torch.bfloat16 else dtype

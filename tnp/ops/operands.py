@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from tnp.contract import Call, Reason
 from tnp.ops.casting import cast_weight
 
 # Hidden widths are padded to multiples of this many units: what Triton knows to be a multiple of 16
@@ -24,6 +25,15 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 def hidden_width(d_ff: int) -> int:
     """d_ff rounded up to what the kernels multiply."""
     return -(-d_ff // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+
+
+def saves_rows(call: Call, most: int) -> Reason:
+    """Why a forward kernel that saves its hidden rows, of `most` at most, does not serve a call."""
+    if not call.wanted:
+        return "it saves for a backward pass that is not wanted"
+    if call.problem["rows"] > most:
+        return f"of more than {most:,} rows nothing is saved"
+    return None
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,8 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
         return None
     programs = call.target.multiprocessors
     n_whole, n_last = divmod(n_key_tiles(call, BLOCK_N.value), programs)
-    walked = triton.cdiv(call.problem["n_q"], config.tiles * TILE_ROWS) * config.tiles
+    items, busiest = _items(call, config)
+    walked = busiest // items
 
     def tiles(n_pieces: int) -> int:
         """Of the busiest multiprocessor in the last rounds."""
@@ -208,7 +209,7 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
 
     n_pieces = min(range(1, min(MAX_PIECES, walked) + 1), key=tiles)
     saved = tiles(1) - tiles(n_pieces)
-    if saved < max(MIN_TILES_SAVED, MIN_SHARE_SAVED * _items(call, config)[1]):
+    if saved < max(MIN_TILES_SAVED, MIN_SHARE_SAVED * busiest):
         return None
     return n_whole * programs, n_pieces
 

@@ -56,7 +56,7 @@ from tnp.ops.mixture_heads import SAVED_ROWS, saved_z
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 from tnp.ops.mixture_heads.triton_heads import empty
-from tnp.ops.operands import hidden_width, rows_of, weights
+from tnp.ops.operands import hidden_width, rows_of, saves_rows, weights
 
 # Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
 CHUNK_ROWS = 8192
@@ -266,11 +266,7 @@ def refuses(call: Call) -> Reason:
 
 
 def _few_rows(call: Call) -> Reason:
-    if not call.wanted:
-        return "it saves for a backward pass that is not wanted"
-    if call.problem["rows"] > SAVED_ROWS:
-        return f"of more than {SAVED_ROWS:,} rows nothing is saved"
-    return refuses(call)
+    return saves_rows(call, SAVED_ROWS) or refuses(call)
 
 
 def empty_z(wanted, inputs):

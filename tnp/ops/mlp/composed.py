@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from tnp.contract import Call, Kernel, Reason, Support, anywhere
 from tnp.ops import hopper_matmul, hopper_silu, triton_matmul
 from tnp.ops.mlp import SAVED_ROWS
-from tnp.ops.operands import Rows, hidden_width, of_down, of_up, rows_of, weights
+from tnp.ops.operands import Rows, hidden_width, of_down, of_up, rows_of, saves_rows, weights
 from tnp.ops.weight_gradient import add_product, product, transposed
 
 CHUNK_ROWS = 32_768
@@ -176,11 +176,7 @@ def hopper_refuses(call: Call) -> Reason:
 
 
 def _few_rows(call: Call) -> Reason:
-    if not call.wanted:
-        return "it saves for a backward pass that is not wanted"
-    if call.problem["rows"] > SAVED_ROWS:
-        return f"of more than {SAVED_ROWS:,} rows nothing is saved"
-    return None
+    return saves_rows(call, SAVED_ROWS)
 
 
 def _hopper_few_rows(call: Call) -> Reason:
