@@ -20,7 +20,8 @@ from torch import Tensor
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.attention.definition import OPTIONS
-from tnp.ops.attention.hopper_dkdv import BLOCK_N, PADDED_ROWS, DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
 from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
 from tnp.ops.attention.hopper_primitives import supported, without_reference

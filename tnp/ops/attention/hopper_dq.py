@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv import PADDED_ROWS
+from tnp.ops.attention.hopper_dkdv_pipeline import PADDED_ROWS
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
     head_map,
