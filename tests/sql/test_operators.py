@@ -135,6 +135,22 @@ def test_other_operators_are_compared_with_pytorchs_plain_form(
     assert (norm["bound"], norm["share_of_roofline"], norm["tflops"]) == ("memory", 0.8, None)
 
 
+def test_rows_that_name_their_problem_take_the_place_of_those_that_do_not(
+    store: Callable[..., Query],
+) -> None:
+    sizes = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
+    named = {"recorded_at": NOW + timedelta(hours=1), "timing_hash": "new"}
+    named |= {"problem": json.dumps({"op": "mlp"}), "draw": json.dumps({"d_ff_real": 1365})}
+    query = store(
+        operator("torch", "mlp", time_ms_p50=5.0, **sizes),
+        operator("fused", "mlp", time_ms_p50=4.0, **sizes),
+        operator("torch", "mlp", time_ms_p50=3.0, **sizes, **named),
+        operator("fused", "mlp", time_ms_p50=1.0, **sizes, **named),
+    )
+    (row,) = query("from own_operators")
+    assert (row["time_ms"], row["others"], row["speedup"]) == (1.0, "torch 3", pytest.approx(3))
+
+
 def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> None:
     at = [{"recorded_at": NOW + timedelta(hours=i)} for i in range(3)]
     query = store(

@@ -6,9 +6,8 @@
 -- in its epilogue, which has no backward pass. `quack` and `liger` are packages. Embedding and
 -- projections have gates and no benchmark of their own; the ablation times them.
 -- Where a row has evidence and no ratio, the fastest of the others was not timed beside it.
--- What was measured both before and after rows named their problem has a line for each.
 -- `torch.compile` does not choose alike on every machine: DESIGN.md, "Known limits", has a case.
-select distinct
+select
     device,
     op as operator,
     pass,
@@ -22,6 +21,4 @@ select distinct
     evidence_cell(counts, why_not) as evidence
 from own_operators
 where op != 'attention'
-order by
-    device asc, operator asc, pass desc, shape asc, ours asc, ms asc, against_their_best asc,
-    "the_others,_ms" asc;
+order by device asc, op asc, pass desc, shape asc, implementation asc;

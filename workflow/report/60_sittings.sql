@@ -1,7 +1,8 @@
 -- # When, and on what
 -- A sitting is a series of runs on one GPU without a gap of more than half an hour. Sittings
 -- without the GPU's own number were recorded before evidence was kept. The commit is that of the
--- code that was run. Packages are the others that implementations came from.
+-- code that was run. Packages are the others that implementations came from. A sitting in which
+-- nothing was timed is not listed.
 with machines_of_runs as (
     select distinct
         device,
@@ -36,4 +37,5 @@ left join machines_of_runs using (device, run)
 left join environments using (device, environment_id)
 left join packages using (environment_id)
 group by device, sitting
+having count(environment_id) > 0
 order by min(started_at) desc;

@@ -75,7 +75,8 @@ operators_as_measured as (
             'd_ff_storage=' || d_ff_storage,
             'n_components=' || n_components,
             case when n_q is null then in_words(problem) end,
-            nullif(draw, '{}'),
+            -- Beside `d_ff` it says again how many hidden units are real, in later rows alone.
+            case when d_ff is null then nullif(draw, '{}') end,
             forced
         ) as question,
         time_ms_p50 as median_ms,
