@@ -8,8 +8,8 @@
 --
 -- `leads`: of ours at these sizes the one that is surest to be fast. Those are in question that
 -- stand best (macro `standing`) and whose ratio to PyTorch's fastest is within 1 % of the highest,
--- or within 2 % where it has an interval: the highest may be a ratio of two medians, and GPUs of one
--- model differ by as much. Of these it is the one whose interval begins highest.
+-- or within 2 % where it has an interval: the highest may be a ratio of two medians, and GPUs of
+-- one model differ by as much. Of these it is the one whose interval begins highest.
 create or replace view speedup as
 with compared as (
     select * from contrasts
