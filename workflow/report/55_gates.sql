@@ -1,6 +1,7 @@
 -- # Gates
 -- A gate is a set of checks that a kernel must pass before its times count. The worst check is
--- shown as a share of its bound: 1 is just allowed.
+-- shown as a share of its bound: 1 is just allowed. `batch_noise` asks whether a step may train in
+-- 8 bits. It is red, and no variant does so.
 select
     device,
     gate,
