@@ -6,6 +6,7 @@ from typing import Any
 
 import duckdb
 import pytest
+import vl_convert
 
 Row = dict[str, Any]
 Build = Callable[..., Path]
@@ -72,6 +73,7 @@ VIEWS = {
 
 GPU, CPU = "nvidia-h200", "cpu"
 SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
+THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
 
 
 @pytest.fixture
@@ -386,3 +388,10 @@ def environments(*devices: tuple[str, str, str]) -> dict[str, list[Row]]:
 
 def title(chart: Any) -> str:
     return " ".join(chart.to_dict()["title"]["text"])
+
+
+H200 = environments((GPU, "NVIDIA H200", "recorded"))
+
+
+def as_svg(chart: Any) -> str:
+    return vl_convert.vegalite_to_svg(chart.to_dict())

@@ -4,23 +4,15 @@ import json
 import re
 from typing import Any
 
-import duckdb
 import pytest
 import vl_convert
 
 from tests.figures import conftest as sample
-from tests.figures.conftest import Build, title
+from tests.figures.conftest import H200, Build, as_svg, title
 from tnp.figures import draw
-from tnp.figures.headline import draw as draw_headline
-
-H200 = sample.environments((sample.GPU, "NVIDIA H200", "recorded"))
 
 
-def _svg(chart: Any) -> str:
-    return vl_convert.vegalite_to_svg(chart.to_dict())
-
-
-def _unwrapped(chart: Any) -> str:
+def unwrapped(chart: Any) -> str:
     """All that a chart says, titles of several lines as one."""
     return json.dumps(chart.to_dict(), ensure_ascii=False).replace('", "', " ")
 
@@ -80,7 +72,7 @@ def test_steps_without_evidence_are_hollow_and_claim_nothing(build: Build) -> No
         assert ("2.00× as fast as" in title(chart)) is faster
         assert ("medians alone" in title(chart)) is not faster
         filled = {
-            "fill=" in mark for mark in re.findall(r'<path [^>]*="point"[^>]*/>', _svg(chart))
+            "fill=" in mark for mark in re.findall(r'<path [^>]*="point"[^>]*/>', as_svg(chart))
         }
         assert filled == {faster}
 
@@ -89,7 +81,7 @@ def test_steps_without_evidence_are_hollow_and_claim_nothing(build: Build) -> No
 def test_memory_without_evidence_is_hollow(build: Build, counts: bool | None) -> None:
     """Times that do not count say nothing against the memory that was measured beside them."""
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "separate"): 100.0}
-    svg = _svg(draw("memory", build(**sample.merged(H200, sample.steps(times, counts=counts)))))
+    svg = as_svg(draw("memory", build(**sample.merged(H200, sample.steps(times, counts=counts)))))
     filled = {"fill=" in mark for mark in re.findall(r'<path [^>]*="point"[^>]*/>', svg)}
     assert filled == {counts is not None}
 
@@ -97,7 +89,7 @@ def test_memory_without_evidence_is_hollow(build: Build, counts: bool | None) ->
 @pytest.mark.parametrize("counts", [True, None])
 def test_stages_without_evidence_are_pale(build: Build, counts: bool | None) -> None:
     rows = sample.stage_rows({"embed": 1.0, "backward": 3.0}, counts=counts)
-    svg = _svg(draw("stages", build(**sample.merged(H200, rows))))
+    svg = as_svg(draw("stages", build(**sample.merged(H200, rows))))
     assert ('opacity="0.4"' in svg) is (counts is None)
 
 
@@ -110,7 +102,7 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(build: Build, figure:
         sample.ablation_rows({("mlp", "mid"): 1.0}, counts=False),
     )
     chart = draw(figure, build(**tables))
-    assert "timed, but does not count" in _svg(chart)
+    assert "timed, but does not count" in as_svg(chart)
     assert title(chart) in (
         "No configuration could be timed yet",
         "No component could be timed yet",
@@ -118,12 +110,12 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(build: Build, figure:
 
 
 def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: Build) -> None:
-    tables = sample.merged(H200, sample.steps(THREE))
+    tables = sample.merged(H200, sample.steps(sample.THREE))
     plain, *others = tables["speedup"]
     plain |= {"counts": False, "why_not": "the samples had not settled", "speedup_best": None}
     for row in (plain, *others):
         row |= {"speedup": None, "speedup_low": None, "speedup_high": None, "verdict": None}
-    svg = _svg(draw("speedup", build(**tables)))
+    svg = as_svg(draw("speedup", build(**tables)))
     assert "plain PyTorch cannot be compared: the samples had not settled" in svg
     assert "reason: the samples had not settled" in svg  # in the tooltip of its empty line
     assert "speedup over PyTorch's fastest" in svg
@@ -131,9 +123,9 @@ def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: 
 
 
 def test_speedup_of_a_step_without_a_plain_one_in_its_sittings_is_said(build: Build) -> None:
-    tables = sample.merged(H200, sample.steps(THREE))
+    tables = sample.merged(H200, sample.steps(sample.THREE))
     tables["speedup"][-1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
-    svg = _svg(draw("speedup", build(**tables)))
+    svg = as_svg(draw("speedup", build(**tables)))
     assert "100 ms; no plain step to compare with" in svg
 
 
@@ -228,7 +220,7 @@ def test_training_claims_learning_only_above_the_shuffled_control(build: Build) 
 
     chart = draw("training", build(**sample.merged(H200, sample.training_rows(0.5, 0.45))))
     assert "is not shown to use its context" in title(chart)
-    assert "not shown to use its context: shuffling it costs less than" in _svg(chart)
+    assert "not shown to use its context: shuffling it costs less than" in as_svg(chart)
 
     worse_than_prior = sample.training_rows(-1.2, -2.0)
     found = title(draw("training", build(**sample.merged(H200, worse_than_prior))))
@@ -258,54 +250,12 @@ def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: boo
         f"The loss of our attention, deterministic {verb} equivalent to that of plain PyTorch, "
         "within 0.010 nats; gp_small learns"
     )
-    said = _unwrapped(chart)
+    said = unwrapped(chart)
     assert "gp_small_separate (our attention, deterministic): −0.0020" in said
     assert "(90% interval −0.0040 to +0.0010)" in said
     assert ("not equivalent within ±0.0100" in said) is not equivalent
     tables["training_equivalence"][0] |= {"margin": None, "equivalent": None}
-    assert "not comparable" in _unwrapped(draw("training", build(**tables)))
-
-
-def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
-    shares = {
-        ("separate", "mid"): 0.6,
-        ("sdpa_cudnn", "mid"): 0.7,
-        ("fa4", "mid"): 0.8,
-        ("sdpa_cudnn", "small"): 0.9,
-        ("separate", "small"): 0.1,
-    }
-    found = title(draw("roofline", build(**sample.merged(H200, sample.roofline_rows(shares)))))
-    assert found == (
-        "Attention forward of our attention, deterministic reaches 60% of the NVIDIA H200 roofline "
-        "at mid; FlashAttention 4 reaches 80%"
-    )
-
-
-def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(build: Build) -> None:
-    tables = sample.roofline_rows({("fused", "small"): 0.9, ("torch", "small"): 0.4})
-    for row in tables["roofline"]:
-        row |= {"op": "rms_norm", "tflops": None, "intensity": 0.0, "gb_per_s": 3780.0}
-    chart = draw("roofline", build(**sample.merged(H200, tables)))
-    assert title(chart) == (
-        "RMSNorm forward of ours reaches 90% of the NVIDIA H200 roofline at small; "
-        "PyTorch reaches 40%"
-    )
-    assert "90%, 3,780 GB/s" in vl_convert.vegalite_to_svg(chart.to_dict())
-
-
-def test_roofline_names_what_failed_and_draws_no_line_where_nothing_was_timed(
-    build: Build,
-) -> None:
-    shares = {("fa4", "mid"): "timeout", ("separate", "mid"): 0.6, ("separate", "small"): "oom"}
-    tables = sample.roofline_rows(shares)
-    tables["roofline"][0]["reason"] = "\x1b[91merror\x1b[0m"  # which no SVG may hold
-    svg = _svg(draw("roofline", build(**sample.merged(H200, tables))))
-    assert "FlashAttention 4 (timed out) at mid" in svg
-    assert "our attention, deterministic (out of memory) at small" in svg
-    assert len(re.findall(r">small</text>", svg)) == 0
-
-    failed = sample.roofline_rows({("separate", "mid"): "oom"})
-    assert "nothing was timed" in _svg(draw("roofline", build(**sample.merged(H200, failed))))
+    assert "not comparable" in unwrapped(draw("training", build(**tables)))
 
 
 def test_ablation_names_what_our_step_needs_most(build: Build) -> None:
@@ -374,7 +324,7 @@ def test_matrix_prefers_a_step_with_evidence_to_a_shorter_one_without(build: Bui
 def test_a_panel_has_no_line_for_what_was_not_run_at_its_shape(build: Build) -> None:
     times = {("small", "sdpa_flash"): 9.0, ("mid", "sdpa_flash"): 9.0, ("mid", "separate"): 8.0}
     for figure in ("speedup", "memory", "matrix"):
-        svg = _svg(draw(figure, build(**sample.merged(H200, sample.steps(times)))))
+        svg = as_svg(draw(figure, build(**sample.merged(H200, sample.steps(times)))))
         assert "not run" not in svg
         assert len(re.findall(r">our attention, deterministic</text>", svg)) == 1
         assert len(re.findall(r">plain PyTorch</text>", svg)) == 2
@@ -387,87 +337,12 @@ def test_noise_counts_the_equal_things_that_were_called_different(build: Build) 
         "Equal things compared: of 3 comparisons 33.3% called faster or slower, and 66.7% of the "
         "95% intervals contain 1"
     )
-    assert "3; 0.50% apart" in _svg(chart)
+    assert "3; 0.50% apart" in as_svg(chart)
 
 
 def test_noise_of_many_comparisons_is_no_taller_than_of_some(build: Build) -> None:
     def height(n: int) -> float:
         tables = sample.merged(H200, sample.equal_rows([1 + i / 10000 for i in range(n)]))
-        return float(re.search(r'height="([\d.]+)"', _svg(draw("noise", build(**tables))))[1])
+        return float(re.search(r'height="([\d.]+)"', as_svg(draw("noise", build(**tables))))[1])
 
     assert height(1) == height(100)
-
-
-def headline(path: Any) -> Any:
-    with duckdb.connect(str(path), read_only=True) as connection:
-        return draw_headline(connection)
-
-
-THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
-
-
-def test_headline_has_three_bars_and_says_how_much_faster_ours_is(build: Build) -> None:
-    chart = headline(build(**sample.merged(H200, sample.steps(THREE))))
-    assert chart.to_dict()["title"]["text"] == (
-        "Training is 1.50 times as fast as PyTorch's best on an NVIDIA H200"
-    )
-    svg = _svg(chart)
-    for text in ("1.00×  (200 ms)", "1.33×  (150 ms)", "2.00×  (100 ms)"):
-        assert text in svg or text.replace("  ", " ") in svg
-    assert "white" not in str(chart.to_dict()["background"])
-
-
-def test_headline_without_evidence_is_hollow_and_claims_nothing(build: Build) -> None:
-    chart = headline(build(**sample.merged(H200, sample.steps(THREE, counts=None))))
-    assert chart.to_dict()["title"]["text"] == "Training speed on an NVIDIA H200"
-    assert "recorded before evidence was kept" in _svg(chart)
-
-
-def test_headline_leaves_out_a_shape_whose_baseline_does_not_count(build: Build) -> None:
-    other = {(shape.replace("mid", "small"), name): time for (shape, name), time in THREE.items()}
-    tables = sample.merged(H200, sample.steps(THREE), sample.steps(other, counts=False))
-    svg = _svg(headline(build(**tables)))
-    assert ">mid<" in svg and ">small<" not in svg and "Not drawn" not in svg
-
-    for row in tables["speedup"][3:]:
-        row |= {"why_not": "the samples had not settled", "counts": row["role"] != "baseline"}
-    svg = _svg(headline(build(**tables)))
-    assert "Not drawn: small, because its plain step cannot be compared" in svg
-    assert "(the samples had not settled)" in svg
-
-
-def test_headline_dates_the_rows_it_draws(build: Build) -> None:
-    tables = sample.merged(H200, sample.steps(THREE))
-    day = {"device": sample.GPU, "view_name": "speedup", "origin": "recorded"}
-    for row, question in zip(tables["speedup"], ("a", "b", "c"), strict=True):
-        row["question"] = question
-    tables["recording_days"] = [
-        day | {"question": question, "first_day": date, "last_day": date}
-        for question, date in (("a", "2026-02-01"), ("c", "2026-02-03"), ("other", "2026-05-01"))
-    ]
-    assert "recorded 2026-02-01 to 2026-02-03." in _svg(headline(build(**tables)))
-
-
-def test_the_step_of_ours_that_leads_is_drawn_and_spoken_of(build: Build) -> None:
-    """It need not be the fastest: that one may have been timed on a faster GPU."""
-    tables = sample.merged(H200, sample.steps({**THREE, ("mid", "separate"): 98.0}))
-    for row in tables["speedup"]:
-        row["leads"] = row["variant"] == "fused"
-        if row["variant"] == "separate":
-            row |= {"speedup_best_low": None, "speedup_best_high": None, "verdict_best": None}
-    path = build(**tables)
-    svg = _svg(headline(path))
-    assert "(100 ms)" in svg and "(98.0 ms)" not in svg
-    assert title(draw("speedup", path)).startswith("Ours trains 2.00×")
-
-
-def test_headline_says_which_bars_have_no_interval(build: Build) -> None:
-    tables = sample.merged(H200, sample.steps(THREE))
-    apart = "Without: timed on another occasion than plain PyTorch."
-    for row in tables["speedup"]:
-        if row["role"] == "baseline":
-            row |= {"speedup_low": None, "speedup_high": None}  # compared with itself
-    assert apart not in _svg(headline(build(**tables)))
-    for row in tables["speedup"]:
-        row |= {"speedup_low": None, "speedup_high": None}
-    assert apart in _svg(headline(build(**tables)))

@@ -1,10 +1,8 @@
 """Figure `operators` says how many of our timings are faster and slower, one of ours a size."""
 
 from tests.figures import conftest as sample
-from tests.figures.conftest import Build, title
+from tests.figures.conftest import H200, Build, title
 from tnp.figures import draw
-
-H200 = sample.environments((sample.GPU, "NVIDIA H200", "recorded"))
 
 
 def drawn(build: Build, ratios: dict) -> object:

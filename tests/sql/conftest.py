@@ -19,6 +19,7 @@ VIEWS = sorted(
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}
 SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": "bfloat16"}
+SIZES_OF_MLP = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
 
 Row = dict[str, object]
 Tables = dict[str, list[Row]]
@@ -96,6 +97,17 @@ def operator(implementation: str, op: str = "attention", status: str = "ok", **c
     sample = {name: row[name] for name in (*PROVENANCE, "config_id", "replicate", "pass")}
     sample |= {"sample": 0, "time_ms": columns.get("time_ms_p50")}
     return {"ops": [row], "samples": [sample]}
+
+
+def both_passes(implementation: str, op: str, forward: float, backward: float, **columns) -> Tables:
+    """Of a backward without a time, the failure."""
+    parts = [
+        operator(implementation, op, **columns | {"pass": pass_}, time_ms_p50=time)
+        if time
+        else operator(implementation, op, "oom", **columns | {"pass": pass_})
+        for pass_, time in (("forward", forward), ("backward", backward))
+    ]
+    return {table: [row for part in parts for row in part[table]] for table in parts[0]}
 
 
 def check(gate: str, name: str, value: float | None, bound: float | None, **columns) -> Tables:

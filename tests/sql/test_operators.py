@@ -1,4 +1,4 @@
-"""Views of operators: roofline, speedup, choice and regret; by values computed by hand."""
+"""Views of operators: roofline and speedup; by values computed by hand."""
 
 import json
 import math
@@ -7,8 +7,18 @@ from datetime import timedelta
 
 import pytest
 
-from tests.sql.conftest import CODE, NOW, Query, Tables, gate, operator, run, step
-from tnp.catalog import AUTO, catalog
+from tests.sql.conftest import (
+    CODE,
+    NOW,
+    SIZES_OF_MLP,
+    Query,
+    Tables,
+    both_passes,
+    gate,
+    operator,
+    run,
+    step,
+)
 
 
 def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
@@ -73,31 +83,6 @@ def test_what_has_fewer_bits_is_no_peer_of_what_has_more(store: Callable[..., Qu
     assert rows["torchao"]["speedup"] == pytest.approx(1.6)
 
 
-def test_a_later_run_without_the_peers_is_for_auto_alone(store: Callable[..., Query]) -> None:
-    later = {"recorded_at": NOW + timedelta(hours=1)}
-    chosen = {"launch_config": json.dumps({"implementation": "fused", "source": "nearest"})}
-    query = store(
-        both_passes("sdpa_flash", "attention", 4.0, 4.0),
-        both_passes("fa4", "attention", 1.5, 1.5),
-        both_passes("fused", "attention", 1.0, 1.0),
-        both_passes("sdpa_flash", "attention", 5.0, 5.0, **later),
-        operator("fa4", status="unsupported", **later),
-        both_passes("fused", "attention", 2.0, 2.0, **later),
-        both_passes("auto", "attention", 2.0, 2.2, **later, **chosen),
-    )
-    (row,) = query("from auto_regret")
-    assert (row["best_time_ms"], row["regret"]) == (4.0, pytest.approx(0.05))
-
-    last = {"recorded_at": NOW + timedelta(hours=2)}
-    query = store(
-        both_passes("fused", "attention", 2.0, 2.0, **later),
-        both_passes("auto", "attention", 2.0, 2.2, **later, **chosen),
-        both_passes("fused", "attention", 9.0, 9.0, **last),
-    )
-    (row,) = query("from auto_regret")
-    assert (row["best_time_ms"], row["regret"]) == (4.0, pytest.approx(0.05))
-
-
 def test_a_generation_that_failed_takes_the_place_of_an_earlier_one(
     store: Callable[..., Query],
 ) -> None:
@@ -138,14 +123,13 @@ def test_other_operators_are_compared_with_pytorchs_plain_form(
 def test_rows_that_name_their_problem_take_the_place_of_those_that_do_not(
     store: Callable[..., Query],
 ) -> None:
-    sizes = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
     named = {"recorded_at": NOW + timedelta(hours=1), "timing_hash": "new"}
     named |= {"problem": json.dumps({"op": "mlp"}), "draw": json.dumps({"d_ff_real": 1365})}
     query = store(
-        operator("torch", "mlp", time_ms_p50=5.0, **sizes),
-        operator("fused", "mlp", time_ms_p50=4.0, **sizes),
-        operator("torch", "mlp", time_ms_p50=3.0, **sizes, **named),
-        operator("fused", "mlp", time_ms_p50=1.0, **sizes, **named),
+        operator("torch", "mlp", time_ms_p50=5.0, **SIZES_OF_MLP),
+        operator("fused", "mlp", time_ms_p50=4.0, **SIZES_OF_MLP),
+        operator("torch", "mlp", time_ms_p50=3.0, **SIZES_OF_MLP, **named),
+        operator("fused", "mlp", time_ms_p50=1.0, **SIZES_OF_MLP, **named),
     )
     (row,) = query("from own_operators")
     assert (row["time_ms"], row["others"], row["speedup"]) == (1.0, "torch 3", pytest.approx(3))
@@ -256,33 +240,6 @@ def test_pairs_of_runs_on_two_versions_of_torch_are_two_generations(
     assert (row["n_runs"], row["n_pairs"], row["speedup"]) == (1, 1, pytest.approx(4))
 
 
-def test_the_candidates_of_auto_are_the_catalogs(store: Callable[..., Query]) -> None:
-    rows = store()(
-        "select op, implementation, rank from implementations where chosen_from order by op, rank"
-    )
-    expected = [
-        {"op": op, "implementation": name, "rank": catalog().listed(op, name).rank}
-        for op in sorted(catalog().operators)
-        for name in catalog().candidates(op, AUTO)
-        if catalog().listed(op, name).own is not None
-    ]
-    assert rows == expected
-
-
-def both_passes(implementation: str, op: str, forward: float, backward: float, **columns) -> Tables:
-    """Of a backward without a time, the failure."""
-    parts = [
-        operator(implementation, op, **columns | {"pass": pass_}, time_ms_p50=time)
-        if time
-        else operator(implementation, op, "oom", **columns | {"pass": pass_})
-        for pass_, time in (("forward", forward), ("backward", backward))
-    ]
-    return {table: [row for part in parts for row in part[table]] for table in parts[0]}
-
-
-SIZES_OF_MLP = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_storage": 1408}
-
-
 def test_forward_and_backward_together(store: Callable[..., Query]) -> None:
     query = store(
         both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
@@ -299,24 +256,6 @@ def test_forward_and_backward_together(store: Callable[..., Query]) -> None:
     }
 
 
-def test_what_was_timed_alone_since_takes_no_candidate_from_auto(
-    store: Callable[..., Query],
-) -> None:
-    """As a study of noise does: eight copies of one implementation and nothing else."""
-    chose = {"launch_config": json.dumps({"implementation": "fused", "source": "tuned"})}
-    alone = {"recorded_at": NOW + timedelta(hours=1), "kernels_hash": "new", "config_id": "alone"}
-    query = store(
-        both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
-        both_passes("single", "mlp", 3.0, 9.0, **SIZES_OF_MLP),
-        both_passes("fused", "mlp", 1.0, 2.0, **SIZES_OF_MLP),
-        both_passes("auto", "mlp", 1.0, 2.0, **SIZES_OF_MLP | chose),
-        both_passes("fused", "mlp", 1.5, 3.0, **SIZES_OF_MLP | alone),
-    )
-    (regret,) = query("from auto_regret")
-    assert (regret["best_implementation"], regret["regret_of_choice"]) == ("fused", 0)
-    assert regret["has_evidence"] is False
-
-
 def test_the_others_of_an_operator_without_keys_are_listed(store: Callable[..., Query]) -> None:
     query = store(
         both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
@@ -327,35 +266,6 @@ def test_the_others_of_an_operator_without_keys_are_listed(store: Callable[..., 
         {"pass": "backward", "others": "torch 4"},
         {"pass": "forward", "others": "torch 2"},
     ]
-
-
-def test_regret_is_against_the_best_that_auto_could_choose(store: Callable[..., Query]) -> None:
-    def chose(name: str, source: str) -> dict:
-        return {"launch_config": json.dumps({"implementation": name, "source": source})}
-
-    odd = {"shape": "odd"}
-    query = store(
-        both_passes("sdpa_flash", "attention", 2.0, 6.0),
-        both_passes("fused", "attention", 1.0, 3.0),
-        both_passes("fa4", "attention", 0.5, 1.0),  # a peer: no candidate
-        both_passes("auto", "attention", 1.0, 3.2, **chose("fused", "tuned")),
-        both_passes("sdpa_flash", "attention", 1.0, 3.0, **odd | {"config_id": "odd-flash"}),
-        both_passes("fused", "attention", 1.5, 3.5, **odd | {"config_id": "odd-fused"}),
-        both_passes(
-            "auto", "attention", 1.5, 3.7, **odd | {"config_id": "o"} | chose("fused", "nearest")
-        ),
-        both_passes("auto", "mlp", 1.0, 0.0, **chose("fused", "nearest")),
-    )
-    rows = {(row["op"], row["shape"]): row for row in query("from auto_regret")}
-    mid, odd = rows["attention", "mid"], rows["attention", "odd"]
-    assert (mid["chosen"], mid["source"], mid["tuned_on"]) == ("fused", "tuned", True)
-    assert (mid["best_implementation"], mid["best_time_ms"]) == ("fused", 4.0)
-    assert mid["regret"] == pytest.approx(0.05) and mid["regret_of_choice"] == 0
-    assert (odd["best_implementation"], odd["tuned_on"]) == ("sdpa_flash", False)
-    assert odd["regret"] == pytest.approx(0.3) and odd["regret_of_choice"] == 0.25
-    assert rows["mlp", "mid"]["regret"] is None
-    # It is one of the others, so it is compared with none of them elsewhere.
-    assert query("from operator_speedup where implementation = 'auto'") == []
 
 
 def test_other_host_code_is_another_generation_of_ours_and_of_nobody_else(

@@ -7,9 +7,9 @@
 -- itself. Times of `baseline` and `best_pytorch` are of all their runs.
 --
 -- `leads`: of ours at these sizes the one that is surest to be fast. Those are in question that
--- stand best (macro `standing`) and whose ratio to PyTorch's fastest is within 1 % of the highest,
--- or within 2 % where it has an interval: the highest may be a ratio of two medians, and GPUs of
--- one model differ by as much. Of these it is the one whose interval begins highest.
+-- stand best (macro `standing`) and whose ratio to PyTorch's fastest is within 1 % of the highest;
+-- of these it is the one whose interval begins highest. A ratio without an interval counts 1 % less
+-- (`sure`): its two medians may be of two GPUs, and those of one model differ by as much.
 create or replace view speedup as
 with compared as (
     select * from contrasts
@@ -53,7 +53,8 @@ ranked as (
     select
         *,
         standing(status, counts) as stands,
-        max(speedup_best)
+        speedup_best * case when speedup_best_low is null then exp(-margin()) else 1 end as sure,
+        max(sure)
             over (
                 partition by
                     device, batch, n_context, n_target, dtype, role, standing(status, counts)
@@ -62,15 +63,14 @@ ranked as (
 )
 
 select
-    * exclude (stands, highest),
+    * exclude (stands, sure, highest),
     role = 'own'
     and row_number()
         over (
             partition by device, batch, n_context, n_target, dtype, role
             order by
                 stands desc nulls last,
-                speedup_best * exp(case when speedup_best_low is null then 1 else 2 end * margin())
-                >= highest desc nulls last,
+                sure * exp(margin()) >= highest desc nulls last,
                 speedup_best_low desc nulls last,
                 step_ms asc nulls last
         )
