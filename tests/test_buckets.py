@@ -21,13 +21,13 @@ class Replayed(StepGraphs):
 
     captured = 0
 
-    def _apart(self, tasks):
-        return self._run(tasks)
+    def _apart(self, tasks, capacity):
+        return self._run(tasks, capacity)
 
-    def _capture(self, tasks):
+    def _capture(self, tasks, capacity):
         self.captured += 1
         loss = torch.zeros(())
-        return lambda: loss.copy_(self._run(tasks)), loss
+        return lambda: loss.copy_(self._run(tasks, capacity)), loss
 
 
 def replaying(buckets: Buckets | None) -> tuple[TrainingStep, Replayed]:

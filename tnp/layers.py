@@ -18,6 +18,7 @@ from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mlp import mlp
 from tnp.ops.projection import linear, project_qkv
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
+from tnp.packing import Packing
 from tnp.variants import Variant
 
 if TYPE_CHECKING:
@@ -120,13 +121,24 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_keys: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        n_keys: torch.Tensor | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
-        """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all."""
-        o = attention(
-            q, k, v, base2=self.base2, n_keys=n_keys, implementation=self.variant.attention
-        )
-        o = o.transpose(1, 2).flatten(-2)
+        """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all.
+
+        With a packing rows are packed, and so is their update.
+        """
+
+        def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            implementation = self.variant.attention
+            o = attention(q, k, v, base2=self.base2, n_keys=n_keys, implementation=implementation)
+            return o.transpose(1, 2).flatten(-2)
+
+        o = heads(q, k, v) if packing is None else packing.around(heads, q, k, v)
         return linear(o, self.output, implementation=self.variant.projection)
 
     def forward(
@@ -136,6 +148,7 @@ class Attention(nn.Module):
         n_context: int,
         n_keys: torch.Tensor | None,
         first: int,
+        packing: Packing | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h + update of the rows from `first` on, and what attention adds to them."""
         h, x = self.norm(h, update)
@@ -145,7 +158,7 @@ class Attention(nn.Module):
             q, k, v = self.project(x)
             k, v = k[:, :, :n_context], v[:, :, :n_context]
         # The gradient of a slice is a copy of the whole, even where nothing is cut off.
-        return h[:, first:] if first else h, self.attend(q, k, v, n_keys)
+        return h[:, first:] if first else h, self.attend(q, k, v, n_keys, packing)
 
 
 class MLP(nn.Module):
@@ -175,7 +188,7 @@ class MixtureHeads(nn.Module):
         n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
         self.norm = RMSNorm(config, variant)
         up = _parameter(n, d_ff, d_model, fan_in=d_model)
-        down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff)
+        down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff, gain=config.heads_gain)
         self.up = _pad(up, 1, variant.d_ff_storage or d_ff)
         self.down = _pad(down, 2, variant.d_ff_storage or d_ff)
         self.implementation = variant.mixture_heads
@@ -199,9 +212,10 @@ class Block(nn.Module):
         n_context: int,
         n_keys: torch.Tensor | None,
         first: int,
+        packing: Packing | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream of the rows from `first` on, and what is still to be added to it.
 
         Each layer leaves its addition to the next norm, which reads the stream anyway.
         """
-        return self.mlp(*self.attention(h, update, n_context, n_keys, first))
+        return self.mlp(*self.attention(h, update, n_context, n_keys, first, packing))

@@ -32,6 +32,7 @@ from tnp.normalization import Normalization
 from tnp.opaque import custom_op
 from tnp.ops.attention import OPERATOR as attention_operator
 from tnp.ops.mixture_nll import mixture_nll
+from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context, Task
 from tnp.tasks.task import check_lengths, without_padding
@@ -43,6 +44,10 @@ class TNPConfig:
     """Sizes of the model; the defaults are the specification's.
 
     `sigma_min` is in units of y, of its deviation where the model has a normalization.
+
+    `heads_gain` scales the first weights of the heads' last layer. At 0.1 all components start near
+    N(0, 1). At 1, as other layers are drawn, some start with deviations of 0.08, gradients are many
+    times what Adam has seen, and the loss leaps (DESIGN.md, "Training").
     """
 
     d_x: int = 1
@@ -53,10 +58,11 @@ class TNPConfig:
     d_ff: int = 1365
     n_components: int = 10
     sigma_min: float = 0.0
+    heads_gain: float = 0.1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "sigma_min":
+            if name not in ("sigma_min", "heads_gain"):
                 require_count(name, value, at_least=1)
         if self.d_model % self.n_heads:
             raise ValueError(
@@ -65,6 +71,8 @@ class TNPConfig:
             )
         if not 0 <= self.sigma_min < math.inf:
             raise ValueError(f"sigma_min is {self.sigma_min}: it must be finite and not negative")
+        if not 0 < self.heads_gain < math.inf:
+            raise ValueError(f"heads_gain is {self.heads_gain}: it must be positive and finite")
 
 
 @cache
@@ -134,6 +142,7 @@ class TransformerNP(nn.Module):
         x_target: torch.Tensor,
         context_lengths: torch.Tensor | None = None,
         target_lengths: torch.Tensor | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Mixture parameters at every target, [B, N, K, 1 + 2·d_y], as the heads give them.
 
@@ -145,9 +154,15 @@ class TransformerNP(nn.Module):
             x_target: [B, N, d_x].
             context_lengths, target_lengths: int32 [B], the points that each sample has; what stands
                 past them is padding, and so is what is predicted there. None: all.
+            packing: computes padding nowhere but in attention; results are then packed too,
+                [1, targets, K, 1 + 2·d_y].
         """
         x_context, y_context = self.prepared_context(x_context, y_context, context_lengths)
-        x_target, n_context = self.prepared_x(x_target, target_lengths), x_context.shape[1]
+        x_target = self.prepared_x(x_target, target_lengths)
+        if packing is not None:
+            x_context, y_context = (packing.pack(x, "context") for x in (x_context, y_context))
+            x_target = packing.pack(x_target, "target")
+        n_context = x_context.shape[1]
         h, update = self.embed(x_context, y_context, x_target, self.compute_dtype), None
         run = self._recomputing(h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
@@ -155,9 +170,9 @@ class TransformerNP(nn.Module):
             last = index == len(self.blocks) - 1
             first = n_context if last and self.variant.skip_unread else 0
             if run is None:
-                h, update = block(h, update, n_context, context_lengths, first)
+                h, update = block(h, update, n_context, context_lengths, first, packing)
             else:  # what a block is given is kept: one tensor, not two
-                h, update = run(block, h, update, n_context, context_lengths, first)
+                h, update = run(block, h, update, n_context, context_lengths, first, packing)
                 h, update = h + update, None
         if not self.variant.skip_unread:
             h = h[:, n_context:]
@@ -230,14 +245,27 @@ class TransformerNP(nn.Module):
         y_target: torch.Tensor,
         context_lengths: torch.Tensor | None = None,
         target_lengths: torch.Tensor | None = None,
+        capacity: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """The loss of the tensors of a task: what `torch.compile` is given."""
-        parameters = self(x_context, y_context, x_target, context_lengths, target_lengths)
+        """The loss of the tensors of a task: what `torch.compile` is given.
+
+        With a `capacity` samples of sizes of their own are packed into so many context and target
+        rows, each more than there are points (`tnp.packing`). Both lengths must be given then.
+        """
+        packing, n_targets = None, target_lengths
+        if capacity is not None:
+            padded = x_context.shape[1], x_target.shape[1]
+            packing = Packing(context_lengths, target_lengths, padded, capacity)
+            n_targets = packing.n_targets
+        parameters = self(x_context, y_context, x_target, context_lengths, target_lengths, packing)
+        y_target = self._in_units("y", y_target)
+        if packing is not None:
+            y_target = packing.pack(without_padding(y_target, target_lengths), "target")
         loss = mixture_nll(
             parameters,
-            self._in_units("y", y_target),
+            y_target,
             self.config.sigma_min,
-            n_targets=target_lengths,
+            n_targets=n_targets,
             implementation=self.variant.mixture_nll,
         )
         # A density per unit of the user's.

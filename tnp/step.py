@@ -10,9 +10,12 @@ import torch
 from tnp.buckets import Buckets
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
+from tnp.packing import Capacity, capacity_for
 from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
 from tnp.variants import COMPILE_MODES
+
+Sizes = tuple[int, int]  # context and target points
 
 log = logging.getLogger("tnp.step")
 
@@ -119,18 +122,38 @@ class TrainingStep:
         """
         if not tasks:
             raise ValueError("there is no task to train on: give at least one")
-        if self.buckets is not None:
-            # All of one size, so that as many graphs serve as there are buckets.
-            n_context = max(task.n_context for task in tasks)
-            n_target = max(task.n_target for task in tasks)
-            sizes = self.buckets.sizes(n_context, n_target)
-            if sizes is None:
-                self._say_once(n_context, n_target)
-                return self._run(tasks)
-            tasks = tuple(task.padded(*sizes) for task in tasks)
-        return self._run(tasks) if self._graphs is None else self._graphs(tasks)
+        sizes = self._sizes(tasks)
+        if sizes is None:
+            self._say_once(tasks)
+            return self._run(tasks)
+        tasks, capacity = self._sized(tasks, sizes)
+        if self._graphs is None:
+            return self._run(tasks, capacity)
+        return self._graphs(tasks, capacity)
 
-    def _run(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+    def n_rows(self, task: Task) -> int:
+        """Rows that a step computes of a task outside attention, padding included."""
+        (task,), capacity = self._sized((task,), self._sizes((task,)) or _largest((task,)))
+        return sum(capacity or (task.batch * task.n_context, task.batch * task.n_target))
+
+    def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:
+        """The size that all tasks get, so that few graphs serve; None: no bucket holds them."""
+        largest = _largest(tasks)
+        return largest if self.buckets is None else self.buckets.sizes(*largest)
+
+    def _sized(
+        self, tasks: tuple[Task, ...], sizes: Sizes
+    ) -> tuple[tuple[Task, ...], Capacity | None]:
+        """The tasks as they are computed, and how many packed rows serve each of them."""
+        pack = self.model.variant.pack
+        if pack or self.buckets is not None:
+            tasks = tuple(task.padded(*sizes) for task in tasks)
+        if not pack:
+            return tasks, None
+        each = [capacity_for(task.count(), task.batch, sizes) for task in tasks]
+        return tasks, tuple(map(max, zip(*each, strict=True)))
+
+    def _run(self, tasks: tuple[Task, ...], capacity: Capacity | None = None) -> torch.Tensor:
         if self._graphs is not None:
             _put_rates_on(self._device, self.optimizer)
         # Gradients of a captured step must be allocated in the graph's own memory.
@@ -140,7 +163,8 @@ class TrainingStep:
         # small without a graph took 19.4 ms in place of 24.8 (one H200, torch 2.11, f477ec3).
         with self.casts.step(), torch.autograd.set_multithreading_enabled(False):
             for task, share in zip(tasks, shares, strict=True):
-                loss = self.nll(*task) if share is None else share * self.nll(*task)
+                loss = self.nll(*task, capacity)
+                loss = loss if share is None else share * loss
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
         if self.max_grad_norm is not None:
@@ -165,14 +189,19 @@ class TrainingStep:
         for group, own in zip(self.optimizer.param_groups, how, strict=True):
             group.update(own)
 
-    def _say_once(self, n_context: int, n_target: int) -> None:
+    def _say_once(self, tasks: tuple[Task, ...]) -> None:
         if not self._has_met_larger:
             log.warning(
                 "a task of %d context and %d target points is larger than any bucket (%d and %d): "
                 "such tasks run without padding and without a graph",
-                *(n_context, n_target, self.buckets.max_context, self.buckets.max_target),
+                *(*_largest(tasks), self.buckets.max_context, self.buckets.max_target),
             )
         self._has_met_larger = True
+
+
+def _largest(tasks: tuple[Task, ...]) -> Sizes:
+    """Context and target points of the largest, of each by itself."""
+    return max(task.n_context for task in tasks), max(task.n_target for task in tasks)
 
 
 def _shares(tasks: tuple[Task, ...]) -> list[float | torch.Tensor | None]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tnp.ops.casting import WeightCasts
+from tnp.packing import Capacity
 from tnp.tasks import Task
 
 # Steps that are run eagerly before any is captured: cuBLAS, Triton and the optimizer create their
@@ -18,7 +19,7 @@ N_EAGER_BEFORE_CAPTURE = 3
 # Graphs kept at most. Their memory is shared, but each node of one takes some hundred bytes.
 MOST_GRAPHS = 256
 
-Step = Callable[[tuple[Task, ...]], torch.Tensor]
+Step = Callable[[tuple[Task, ...], Capacity | None], torch.Tensor]
 log = logging.getLogger("tnp.step")
 
 
@@ -77,11 +78,11 @@ class StepGraphs:
         self._n_eager, self._full = 0, False
         self._stream = self._pool = None
 
-    def __call__(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+    def __call__(self, tasks: tuple[Task, ...], capacity: Capacity | None = None) -> torch.Tensor:
         """The loss, a tensor of its own."""
-        one = self._of_size(tasks)
+        one = self._of_size(tasks, capacity)
         if one is None:
-            return self._apart(tasks)
+            return self._apart(tasks, capacity)
         # Eager calls read the static tasks too: torch.compile guards on strides, and a task that is
         # a view of another layout would make it compile again in the middle of the capture.
         for static, task in zip(one.tasks, tasks, strict=True):
@@ -89,15 +90,15 @@ class StepGraphs:
         if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
             self._n_eager += 1
             one.has_run = True
-            return self._apart(one.tasks)
+            return self._apart(one.tasks, capacity)
         if one.replay is None:
-            one.replay, one.loss = self._capture(one.tasks)
+            one.replay, one.loss = self._capture(one.tasks, capacity)
             one.watched = self._watch()
         one.watched.check()
         one.replay()
         return one.loss.clone()
 
-    def _of_size(self, tasks: tuple[Task, ...]) -> _OfOneSize | None:
+    def _of_size(self, tasks: tuple[Task, ...], capacity: Capacity | None) -> _OfOneSize | None:
         if not self._vary and self._by_size:
             (one,) = self._by_size.values()
             if len(one.tasks) != len(tasks):
@@ -106,7 +107,8 @@ class StepGraphs:
                     "many each time"
                 )
             return one
-        size = tuple(x if x is None else (x.shape, x.dtype) for task in tasks for x in task)
+        shapes = (x if x is None else (x.shape, x.dtype) for task in tasks for x in task)
+        size = (*shapes, capacity)
         if size not in self._by_size:
             if len(self._by_size) == MOST_GRAPHS:
                 if not self._full:
@@ -119,25 +121,27 @@ class StepGraphs:
             self._by_size[size] = _OfOneSize(tuple(task.clone() for task in tasks))
         return self._by_size[size]
 
-    def _apart(self, tasks: tuple[Task, ...]) -> torch.Tensor:
+    def _apart(self, tasks: tuple[Task, ...], capacity: Capacity | None) -> torch.Tensor:
         """The step on a stream of its own, as captures are."""
         with torch.cuda.device(self._device):  # streams are the current device's
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                loss = self._run(tasks)
+                loss = self._run(tasks, capacity)
             torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
-    def _capture(self, tasks: tuple[Task, ...]) -> tuple[Callable[[], None], torch.Tensor]:
+    def _capture(
+        self, tasks: tuple[Task, ...], capacity: Capacity | None
+    ) -> tuple[Callable[[], None], torch.Tensor]:
         """A replay of the step, and the loss that it writes."""
         with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()
             # One pool for all: graphs follow one another on one stream, and none reads what
             # another left in its memory, since each step computes its gradients anew.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                loss = self._run(tasks)
+                loss = self._run(tasks, capacity)
             self._pool = graph.pool()
 
         def replay() -> None:

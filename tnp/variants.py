@@ -38,7 +38,8 @@ class Variant:
     attention, and computes the rest again in the backward pass (None: never). `centred_keys` takes
     off the keys of a sample what they share (see `project_qkv`): gradients of queries are then
     accurate in 16 bits, where they are not otherwise. It needs `skip_unread`, without which rows
-    that are no keys are projected with them.
+    that are no keys are projected with them. `pack`: a training step computes padding nowhere but
+    in attention (`tnp.packing`), for batches whose samples differ in size.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Variant:
     mixture_nll: str = "torch"
     skip_unread: bool = False
     centred_keys: bool = False
+    pack: bool = False
     d_ff_storage: int | None = None
     compile: bool | str = False
     recompute_above: int | None = None
@@ -61,6 +63,11 @@ class Variant:
                 require_count(f"{name} of variant {self.name!r}", getattr(self, name), at_least=1)
         if self.centred_keys and not self.skip_unread:
             raise ValueError(f"variant {self.name!r}: centred_keys needs skip_unread")
+        if self.centred_keys and self.pack:
+            raise ValueError(
+                f"variant {self.name!r}: centred_keys takes a mean of each sample's rows, which "
+                "pack puts behind one another: choose one of the two"
+            )
         for family, name in self.implementations().items():
             reason = not_in_models(family, name)
             if reason is not None:

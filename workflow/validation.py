@@ -174,7 +174,8 @@ def _of_points(place: Place, sizes: dict, most: int) -> Iterator[Fault]:
 
 def _of_ranges(place: Place, sizes: dict) -> Iterator[Fault]:
     """Of a shape whose sizes vary: it stands in rows by its means."""
-    for name, (least, most) in sizes.get("vary", {}).items():
+    ranges = {name: at for name, at in sizes.get("vary", {}).items() if name != "each"}
+    for name, (least, most) in ranges.items():
         middle = (least + most + 1) // 2
         if least > most:
             what = f"[{least}, {most}] must go from the smallest to the largest"

@@ -38,6 +38,9 @@ def test_a_step_fills_its_row(tables):
     assert row["setup_s"] > 0 and row["compile_s"] > 0
 
 
+SIZES = [(7, 5), (7, 5)]  # of the samples of `step_parameters`
+
+
 def test_a_step_records_what_auto_chose(tables, monkeypatch):
     assert tables["steps"][0]["choices"] is None
     monkeypatch.setattr(selection, "_told", {})  # of this process's other tests
@@ -77,7 +80,7 @@ def test_checkpointing_does_not_count_the_forward_twice():
     starts = []
     model.blocks[0].attention.register_forward_pre_hook(lambda *_: starts.append(1))
     step = TrainingStep(model, learning_rate=1e-3, update=False)
-    spans = _one_pass(step, random_task(step_parameters(), config, CPU, 7, 5), CPU)
+    spans = _one_pass(step, random_task(step_parameters(), config, CPU, SIZES), CPU)
     assert len(starts) == 2  # forward, and recomputed in the backward
     assert len(spans["attention"]) == len(spans["mlp"]) == MODEL["n_layers"]
     assert len(spans["embed"]) == 1  # outside what is recomputed
@@ -88,7 +91,7 @@ def test_checkpointing_does_not_count_the_forward_twice():
 
 def test_inputs_are_random_and_a_function_of_the_replicate():
     config = TNPConfig(**MODEL)
-    tasks = [random_task(step_parameters(replicate=r), config, CPU, 7, 5) for r in (0, 0, 1)]
+    tasks = [random_task(step_parameters(replicate=r), config, CPU, SIZES) for r in (0, 0, 1)]
     assert torch.equal(tasks[0].y_context, tasks[1].y_context)
     assert not torch.equal(tasks[0].y_context, tasks[2].y_context)
     assert tasks[0].x_context.std() > 0.5
@@ -135,3 +138,25 @@ def test_a_shape_whose_sizes_vary_is_timed_over_a_stream_of_tasks(monkeypatch):
     rows = 2 * sum(m + n for m, n in stream) / 8
     assert row["tokens_per_s"] == pytest.approx(rows / row["step_ms_p50"] * 1e3)
     assert {sample["n_launches"] for sample in tables["samples"]} == {8} and "stages" not in tables
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_samples_of_sizes_of_their_own_are_counted_without_padding(monkeypatch, pack):
+    monkeypatch.setattr("tnp.bench.steps.N_VARYING", 3)
+    met = []
+
+    class Counting(TrainingStep):
+        def __call__(self, task):
+            met.append(task)
+            return super().__call__(task)
+
+    monkeypatch.setattr("tnp.bench.steps.TrainingStep", Counting)
+    vary = {"each": "sample", "n_context": [3, 40], "n_target": [2, 80]}
+    spec = {"attention": "sdpa_flash", "pack": pack}
+    parameters = step_parameters(vary=vary, batch=8, variant_spec=spec)
+    (row,) = measure_step(parameters, time.perf_counter())["steps"]
+    points = [int(task.context_lengths.sum() + task.target_lengths.sum()) for task in met[:3]]
+    assert row["tokens_per_s"] == pytest.approx(sum(points) / 3 / row["step_ms_p50"] * 1e3)
+    padded = 1 - sum(points) / sum(8 * (task.n_context + task.n_target) for task in met[:3])
+    assert padded > 0.3
+    assert row["padded_share"] < 0.15 if pack else row["padded_share"] == pytest.approx(padded)

@@ -3,8 +3,8 @@
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import replace
-from statistics import mean
 
 import torch
 
@@ -27,10 +27,12 @@ from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
 from tnp.tasks import Task, draw_sizes
+from tnp.tasks.task import TENSORS
 from tnp.variants import Variant
 
 STAGE_PASSES = 10
 N_VARYING = 64  # tasks of a stream whose sizes vary
+Sizes = tuple[int, int]  # context and target points of a sample
 LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degenerate density
 
 
@@ -40,8 +42,8 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     The peak memory is that of the steps after the first; for a captured step, of capture and
     replays, since a replay allocates nothing and lives in what the capture took.
 
-    Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, and a
-    captured step has a graph for each bucket of sizes.
+    Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, drawn
+    for each task or for each sample of it. A captured step has a graph for each bucket of sizes.
 
     Args:
         parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
@@ -63,7 +65,8 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     with torch.device(device):
         config = TNPConfig(**parameters["model"])
         model = TransformerNP(config, variant, dtype, parameters["checkpoint"])
-        tasks = [random_task(parameters, config, device, *n) for n in _sizes(parameters)]
+        stream = _stream(parameters)
+        tasks = [random_task(parameters, config, device, sizes) for sizes in stream]
         step = TrainingStep(
             model,
             learning_rate=LEARNING_RATE,
@@ -103,7 +106,8 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     row = (
         key("step", parameters)
         | {"status": "ok", "reason": measurement.note, "peak_memory_bytes": peak_memory_bytes}
-        | _rates(parameters, variant, measurement)
+        | _rates(parameters, variant, stream, measurement)
+        | {"padded_share": _padded_share(step, tasks)}
         | measured_columns(measurement, conditions)
         | {"setup_s": setup_s, "compile_s": compile_s, "energy_j": _energy(measurement, conditions)}
         | {"choices": _choices(variant), "launch_config": _launch_config()}
@@ -120,12 +124,25 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     return tables
 
 
-def _sizes(parameters: dict) -> list[tuple[int, int]]:
-    """Context and target points of each task: of one, or of a stream."""
+def _stream(parameters: dict) -> list[list[Sizes]]:
+    """Context and target points of each sample of each task: of one task, or of a stream."""
+    batch = parameters["batch"]
     if "vary" not in parameters:
-        return [(parameters["n_context"], parameters["n_target"])]
-    ranges = [parameters["vary"][name] for name in ("n_context", "n_target")]
-    return [tuple(draw_sizes(parameters["replicate"], i, *ranges)) for i in range(N_VARYING)]
+        return [[(parameters["n_context"], parameters["n_target"])] * batch]
+    vary, seed = parameters["vary"], parameters["replicate"]
+    ranges = [vary[name] for name in ("n_context", "n_target")]
+    if vary.get("each", "batch") == "batch":
+        return [[tuple(draw_sizes(seed, i, *ranges))] * batch for i in range(N_VARYING)]
+    return [
+        [tuple(draw_sizes(seed, i * batch + b, *ranges)) for b in range(batch)]
+        for i in range(N_VARYING)
+    ]
+
+
+def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:
+    """Of the rows that are computed outside attention, those that are no point of a sample."""
+    points = sum(sum(task.count()) for task in tasks)
+    return 1.0 - points / sum(step.n_rows(task) for task in tasks)
 
 
 def _buckets(tasks: list[Task]) -> Buckets:
@@ -139,20 +156,25 @@ def _per_task(measurement: Measurement, n_tasks: int) -> Measurement:
 
 
 def random_task(
-    parameters: dict, config: TNPConfig, device: torch.device, n_context: int, n_target: int
+    parameters: dict, config: TNPConfig, device: torch.device, sizes: list[Sizes]
 ) -> Task:
-    """Normal inputs drawn on the device, a function of the replicate; never zeros."""
-    generator = torch.Generator(device).manual_seed(parameters["replicate"])
+    """Normal inputs, a function of the replicate, never zeros, of samples of these sizes."""
+    generator = torch.Generator().manual_seed(parameters["replicate"])
+    n_context, n_target = (max(numbers) for numbers in zip(*sizes, strict=True))
 
     def normal(n_rows: int, dim: int) -> torch.Tensor:
-        return torch.randn(parameters["batch"], n_rows, dim, device=device, generator=generator)
+        return torch.randn(len(sizes), n_rows, dim, device="cpu", generator=generator)
 
-    return Task(
+    lengths = (torch.tensor(n, dtype=torch.int32, device="cpu") for n in zip(*sizes, strict=True))
+    task = Task(
         x_context=normal(n_context, config.d_x),
         y_context=normal(n_context, config.d_y),
         x_target=normal(n_target, config.d_x),
         y_target=normal(n_target, config.d_y),
     )
+    if len(set(sizes)) > 1:
+        task = replace(task, **dict(zip(TENSORS[4:], lengths, strict=True)))
+    return task.to(device)
 
 
 def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
@@ -191,21 +213,26 @@ def _launch_config() -> str | None:
     return json.dumps(found) if found else None
 
 
-def _rates(parameters: dict, variant: Variant, measurement: Measurement) -> dict[str, float | None]:
+def _rates(
+    parameters: dict, variant: Variant, stream: list[list[Sizes]], measurement: Measurement
+) -> dict[str, float | None]:
     """Statistics of the step and what follows from the median; `mfu` is left to the store."""
-    batch, model, sizes = parameters["batch"], parameters["model"], _sizes(parameters)
+    model, n_tasks = parameters["model"], len(stream)
+    counted = Counter(size for sizes in stream for size in sizes)
     flops, computed = (
-        mean(
-            step_matmul_flops(model, batch, *size, skip_unread)
-            + step_attention_flops(model, batch, *size, skip_unread)
-            for size in sizes
+        sum(
+            step_matmul_flops(model, n, *size, skip_unread)
+            + step_attention_flops(model, n, *size, skip_unread)
+            for size, n in counted.items()
         )
+        / n_tasks
         for skip_unread in (False, variant.skip_unread)
     )
+    points = sum(n * sum(size) for size, n in counted.items()) / n_tasks  # without padding
     statistics = summarize(measurement.samples_ms, "step_ms")
     median_s = statistics["step_ms_p50"] / 1e3
     return statistics | {
-        "tokens_per_s": batch * mean(map(sum, sizes)) / median_s,  # padding does not count
+        "tokens_per_s": points / median_s,
         "flops": flops,
         "tflops": computed / median_s / 1e12,
     }

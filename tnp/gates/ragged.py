@@ -1,15 +1,16 @@
 """Phase 10: samples of sizes of their own are computed as if each stood alone.
 
-In float64 loss and gradients of a padded batch are those of its samples one by one, to the rounding
-of sums in another order, with NaN for padding. In the model's dtype every implementation of
-attention, and all operators of ours, come as near to that as PyTorch's own form of the unpadded
-samples does. A model that takes padding for points must fail. Captured, one graph a bucket of
-sizes, the steps are the eager ones.
+In float64 loss and gradients of a padded batch, and of a packed one, are those of its samples one
+by one, to the rounding of sums in another order, with NaN for padding. In the model's dtype every
+implementation of attention, and all operators of ours, come as near to that as PyTorch's own form
+of the unpadded samples does. A model that takes padding for points must fail. Captured, one graph a
+bucket of sizes, the steps are the eager ones.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
 from tnp.gates.cuda_graphs import MARGIN, N_NULL
 from tnp.model import TransformerNP
+from tnp.packing import Capacity, capacity_for
 from tnp.step import TrainingStep
 from tnp.tasks import Task
 from tnp.variants import Variant
@@ -27,39 +29,56 @@ from tnp.variants import Variant
 FLOAT64_BOUND = 1e-12
 LOSS_BOUND = 1e-3  # nats
 N_STEPS = 12
+SPARE = (3, 5)  # places of padding that even the largest sample has, context and target
 
 
 def checks(device: torch.device) -> Iterator[Check]:
     whole = models.task(device, 0)
     batch = _ragged(whole, math.nan)
+    in_float64 = batch.to(dtype=torch.float64)
     plain = models.build_model(device, Variant("plain", attention="reference"))
     exact = models.exact(plain)
-    loss, gradients = _one_by_one(exact, batch.to(dtype=torch.float64))
-    together = models.gradients_by_tensor(exact, batch.to(dtype=torch.float64))
-    yield Check("float64 loss, padded with NaN against one by one", "max_abs_error",
-                max_abs_error(together[0], loss), FLOAT64_BOUND)  # fmt: skip
-    for name, reference in gradients.items():
-        yield Check(f"float64 gradient of {name}, padded with NaN against one by one",
-                    "relative_error", relative_error(together[1][name], reference),
-                    FLOAT64_BOUND)  # fmt: skip
+    loss, gradients = _one_by_one(exact, in_float64)
+    for how, capacity in _ways(batch):
+        together = _gradients(exact, in_float64, capacity)
+        yield Check(f"float64 loss, {how} against one by one", "max_abs_error",
+                    max_abs_error(together[0], loss), FLOAT64_BOUND)  # fmt: skip
+        for name, reference in gradients.items():
+            yield Check(f"float64 gradient of {name}, {how} against one by one",
+                        "relative_error", relative_error(together[1][name], reference),
+                        FLOAT64_BOUND)  # fmt: skip
     ignoring = models.gradients_by_tensor(exact, _without_lengths(batch).to(dtype=torch.float64))
     yield Check("control must fail: padding taken for points", "abs_error_nats",
                 max_abs_error(ignoring[0], loss), LOSS_BOUND, larger_is_better=True)  # fmt: skip
     own = _one_by_one(plain, batch)[1]
     for name, variant in (*models.variants(device), *_ours(device)):
         model = models.build_model(device, variant)
-        found, padded = models.gradients_by_tensor(model, batch)
         attention = variant.attention
-        yield Check(f"{name}: loss, padded with NaN against float64", "abs_error_nats",
-                    max_abs_error(found, loss), LOSS_BOUND, attention)  # fmt: skip
-        for what, reference in gradients.items():
-            gradient = padded[what][tuple(map(slice, reference.shape))]
-            yield Check(f"{name}: gradient of {what}, padded with NaN against float64",
-                        "error_ratio", error_ratio(gradient, own[what], reference),
-                        Budget.gradients, attention)  # fmt: skip
+        for how, capacity in _ways(batch):
+            found, by_tensor = _gradients(model, batch, capacity)
+            yield Check(f"{name}: loss, {how} against float64", "abs_error_nats",
+                        max_abs_error(found, loss), LOSS_BOUND, attention)  # fmt: skip
+            for what, reference in gradients.items():
+                gradient = by_tensor[what][tuple(map(slice, reference.shape))]
+                yield Check(f"{name}: gradient of {what}, {how} against float64",
+                            "error_ratio", error_ratio(gradient, own[what], reference),
+                            Budget.gradients, attention)  # fmt: skip
     if device.type == "cuda":
         for name, variant in (*models.variants(device), *_ours(device)):
-            yield from _captured(device, name, variant)
+            for pack in (False, True):
+                yield from _captured(device, name, replace(variant, pack=pack))
+
+
+def _ways(batch: Task) -> list[tuple[str, Capacity | None]]:
+    """How samples of other sizes are computed together, and the packed rows of it."""
+    capacity = capacity_for(batch.count(), batch.batch, (batch.n_context, batch.n_target))
+    return [("padded with NaN", None), ("packed, NaN behind each sample", capacity)]
+
+
+def _gradients(
+    model: TransformerNP, batch: Task, capacity: Capacity | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return models.gradients_by_tensor(model, batch, partial(model.nll, capacity=capacity))
 
 
 def _ours(device: torch.device) -> Iterator[tuple[str, Variant]]:
@@ -75,7 +94,7 @@ def _lengths(n_samples: int, most: int, device: torch.device) -> torch.Tensor:
 
 
 def _ragged(task: Task, fill: float) -> Task:
-    padded = task.padded(task.n_context + 3, task.n_target + 5).clone()
+    padded = task.padded(task.n_context + SPARE[0], task.n_target + SPARE[1]).clone()
     lengths = [
         _lengths(task.batch, most, task.x_context.device)
         for most in (task.n_context, task.n_target)
@@ -111,9 +130,11 @@ def _one_by_one(model: TransformerNP, task: Task) -> tuple[torch.Tensor, dict[st
 
 
 def _captured(device: torch.device, name: str, variant: Variant) -> Iterator[Check]:
-    whole = models.task(device, 0)
+    whole, pack = models.task(device, 0), variant.pack
+    name = f"{name}, packed" if pack else name
     sizes = [(whole.n_context, whole.n_target), (17, 30), (100, whole.n_target), (5, 100)]
-    buckets = Buckets(max_context=whole.n_context, max_target=whole.n_target)
+    spare = SPARE if pack else (0, 0)
+    buckets = Buckets(whole.n_context + spare[0], whole.n_target + spare[1])
 
     def run(cuda_graph: bool) -> tuple[torch.Tensor, torch.Tensor]:
         model = models.build_model(device, variant)
@@ -123,7 +144,8 @@ def _captured(device: torch.device, name: str, variant: Variant) -> Iterator[Che
         for index in range(N_STEPS):
             (m, n), task = sizes[index % len(sizes)], models.task(device, index)
             cut = (task.x_context[:, :m], task.y_context[:, :m])
-            losses.append(step(Task(*cut, task.x_target[:, :n], task.y_target[:, :n])))
+            one = Task(*cut, task.x_target[:, :n], task.y_target[:, :n])
+            losses.append(step(_ragged(one, 0.0) if pack else one))
         return torch.stack(losses), models.weights(model)
 
     losses, weights = run(cuda_graph=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,10 @@ import torch
 from torch.nn.functional import pad
 
 from tnp.inputs import require_count, require_floats
+
+TENSORS = (
+    "x_context", "y_context", "x_target", "y_target", "context_lengths", "target_lengths",
+)  # fmt: skip
 
 
 def check_sizes(seed: int, step: int, batch: int, n_context: int, n_target: int) -> None:
@@ -50,7 +54,7 @@ class Task:
     `context_lengths` and `target_lengths`, int32 [B], say how many points each sample has, None is
     M or N for all. What stands past a sample's length is padding: whatever it holds, NaN too,
     reaches no result and no gradient. Lengths on a GPU are not read here, because that would wait
-    for it: make a task on the CPU, where they are checked, and move it by `to`.
+    for it: make a task on the CPU, where they are checked and counted, and move it by `to`.
 
     Raises TypeError for what is no tensor, ValueError where shapes or devices do not go together,
     there is no context point, or a length on the CPU is out of range.
@@ -62,10 +66,11 @@ class Task:
     y_target: torch.Tensor
     context_lengths: torch.Tensor | None = None
     target_lengths: torch.Tensor | None = None
+    _counts: tuple[int, int] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field, tensor in zip(fields(self), self, strict=True):
-            self._check_tensor(field.name, tensor)
+        for name, tensor in zip(TENSORS, self, strict=True):
+            self._check_tensor(name, tensor)
         for x, y in (("x_context", "y_context"), ("x_target", "y_target")):
             a, b = getattr(self, x).shape, getattr(self, y).shape
             if a[:2] != b[:2]:
@@ -83,6 +88,24 @@ class Task:
             raise ValueError("n_context is 0: a task needs at least one context point")
         check_lengths("context_lengths", self.context_lengths, self.batch, self.n_context)
         check_lengths("target_lengths", self.target_lengths, self.batch, self.n_target)
+        sizes = (self.context_lengths, self.n_context), (self.target_lengths, self.n_target)
+        if all(lengths is None or lengths.device.type == "cpu" for lengths, _ in sizes):
+            self.count()
+
+    def count(self) -> tuple[int, int]:
+        """Context and target points of all samples, without padding.
+
+        Waits for the device where lengths were never on the CPU.
+        """
+        if self._counts is None:
+            sizes = (self.context_lengths, self.n_context), (self.target_lengths, self.n_target)
+            counted = (self.batch * n if x is None else int(x.sum()) for x, n in sizes)
+            self._counted(tuple(counted))
+        return self._counts
+
+    def _counted(self, counts: tuple[int, int] | None) -> Task:
+        object.__setattr__(self, "_counts", counts)  # of a frozen class
+        return self
 
     def _check_tensor(self, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is None and name.endswith("_lengths"):
@@ -106,8 +129,8 @@ class Task:
             )
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
-        """The six fields, as `TransformerNP.nll` takes them."""
-        return (getattr(self, field.name) for field in fields(self))
+        """The six tensors, as `TransformerNP.nll` takes them."""
+        return (getattr(self, name) for name in TENSORS)
 
     @property
     def context(self) -> Context:
@@ -141,10 +164,10 @@ class Task:
             wanted = dtype if x.is_floating_point() else None
             return x.to(device, wanted, non_blocking=non_blocking)
 
-        return Task(*map(moved, self))
+        return Task(*map(moved, self))._counted(self._counts)
 
     def clone(self) -> Task:
-        return Task(*(None if x is None else x.clone() for x in self))
+        return Task(*(None if x is None else x.clone() for x in self))._counted(self._counts)
 
     def copy_(self, other: Task) -> None:
         """Overwrite this task's tensors in place, as a captured CUDA graph needs its inputs."""
@@ -183,7 +206,7 @@ class Task:
                 (self.x_target, self.target_lengths),
             )
         )
-        return Task(*widened, *lengths)
+        return Task(*widened, *lengths)._counted(self._counts)
 
     def check_finite(self) -> None:
         """Raises ValueError where a point that is no padding holds NaN or infinity.
