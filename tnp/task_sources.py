@@ -3,4 +3,8 @@
 IMAGE_SIDES = (25, 128, 512)  # of the pictures that tasks are drawn from, in pixels
 
 # The most points that a task of each source may have; None where nothing limits them.
-MAX_POINTS = {"gaussian_process": None, "images": IMAGE_SIDES[-1] ** 2}
+MAX_POINTS = {
+    "gaussian_process": None,
+    "published_gaussian_process": None,
+    "images": IMAGE_SIDES[-1] ** 2,
+}

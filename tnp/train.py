@@ -16,17 +16,22 @@ import torch
 from tqdm import tqdm
 
 from tnp import archive
+from tnp.buckets import Buckets
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.schemas import check_fits
 from tnp.step import TrainingStep
 from tnp.task_sources import MAX_POINTS
 from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
+from tnp.tasks.gaussian_process import PUBLISHED, SMOOTH
+from tnp.tasks.sizes import varying_sizes
 from tnp.training import LATEST, WATCHED, Report, cosine, fit, load_state
 from tnp.variants import Variant
 
 HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
+N_HELD_OUT_VARYING = 128  # of sizes that vary, each batch has but one
+PROCESSES = {"gaussian_process": SMOOTH, "published_gaussian_process": PUBLISHED}
 # Columns of table `training` that do not change during a run.
 RUN_COLUMNS = (
     "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
@@ -48,7 +53,8 @@ def run(
 
     Args:
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
-            steps, learning_rate, warmup_steps, eval_every, seed.
+            steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
+            `vary` (sizes of training tasks) and `held_out_vary` (of those that are held out).
         device: where to train.
         checkpoint_dir: where the run's checkpoints are, and none of another.
         on_row: receives every row of table `training`, those before a resume included.
@@ -69,9 +75,10 @@ def run(
     step = TrainingStep(
         model,
         learning_rate=parameters["learning_rate"],
+        max_grad_norm=parameters.get("max_grad_norm"),
         cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
+        buckets=_buckets(parameters.get("vary")),
     )
-    sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
     is_finished = False
     if not latest.exists() and final.exists():
@@ -84,7 +91,10 @@ def run(
 
         def tasks(index: int) -> Task:
             bar.update(index + 1 - bar.n)
-            return training.sample(parameters["seed"], index, *sizes)
+            seed = parameters["seed"]
+            return training.sample(
+                seed, index, *_sizes(parameters, parameters.get("vary"), seed, index)
+            )
 
         def log(report: Report) -> None:
             bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
@@ -115,8 +125,9 @@ def sources(
     parameters: dict, device: torch.device
 ) -> tuple[GaussianProcessTasks | ImageTasks, GaussianProcessTasks | ImageTasks]:
     """Where training and held-out tasks come from."""
-    if parameters["source"] == "gaussian_process":
-        tasks = GaussianProcessTasks(device)
+    process = PROCESSES.get(parameters["source"])
+    if process is not None:
+        tasks = GaussianProcessTasks(device, process)
         return tasks, tasks
     if parameters["source"] == "images":
         n_points = parameters["n_context"] + parameters["n_target"]
@@ -126,13 +137,26 @@ def sources(
     )
 
 
+def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[int, int, int]:
+    """Tasks, context and target points of a batch."""
+    if vary is None:
+        return tuple(parameters[name] for name in ("batch", "n_context", "n_target"))
+    return parameters["batch"], *varying_sizes(vary, seed, index)
+
+
+def _buckets(vary: dict | None) -> Buckets | None:
+    return None if vary is None else Buckets(vary["n_context"][1], vary["n_target"][1])
+
+
 class Evaluation:
     """Held-out log-likelihoods in nats per target value, over the same tasks every time."""
 
     def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
-        sizes = [parameters[name] for name in ("batch", "n_context", "n_target")]
+        vary = parameters.get("held_out_vary")
+        n_batches = N_HELD_OUT_BATCHES if vary is None else N_HELD_OUT_VARYING
         self._tasks = [
-            tasks.sample(HELD_OUT_SEED, index, *sizes) for index in range(N_HELD_OUT_BATCHES)
+            tasks.sample(HELD_OUT_SEED, index, *_sizes(parameters, vary, HELD_OUT_SEED, index))
+            for index in range(n_batches)
         ]
         self._prior = torch.cat([tasks.prior_log_likelihood(task) for task in self._tasks])
         self._exact = None

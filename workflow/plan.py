@@ -291,6 +291,8 @@ def training(config: dict, device: str, slug: str) -> dict[str, dict]:
             "device": device,
             "device_slug": slug,
         }
+        if "vary" in config["shapes"][spec["shape"]]:
+            parameters["held_out_vary"] = config["shapes"][spec["shape"]]["vary"]
         variant = (parameters["variant"], parameters["variant_spec"])
         # On a GPU steps of a training run are captured.
         uses = _of_variant(*variant, parameters, checkpoint=False, cuda_graph=device == "cuda")

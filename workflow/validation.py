@@ -174,8 +174,18 @@ def _of_points(place: Place, sizes: dict, most: int) -> Iterator[Fault]:
 
 def _of_ranges(place: Place, sizes: dict) -> Iterator[Fault]:
     """Of a shape whose sizes vary: it stands in rows by its means."""
-    ranges = {name: at for name, at in sizes.get("vary", {}).items() if name != "each"}
-    for name, (least, most) in ranges.items():
+    vary = sizes.get("vary", {})
+    together = vary.get("together", MAX_COUNT)
+    if vary and together < vary["n_context"][1] + vary["n_target"][0]:
+        needed = vary["n_context"][1] + vary["n_target"][0]
+        what = f"{together} must be at least {needed}, the largest context and the fewest targets"
+        yield Fault((*place, "vary", "together"), what)
+    if vary.get("log"):
+        yield Fault((*place, "vary", "log"), "log is for training runs: a shape has even sizes")
+    for name in ("n_context", "n_target") if vary else ():
+        least, most = vary[name]
+        if name == "n_target":
+            most = min(most, together - sizes["n_context"])
         middle = (least + most + 1) // 2
         if least > most:
             what = f"[{least}, {most}] must go from the smallest to the largest"

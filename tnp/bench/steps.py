@@ -26,7 +26,8 @@ from tnp.contract import Call
 from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
-from tnp.tasks import Task, draw_sizes
+from tnp.tasks import Task
+from tnp.tasks.sizes import varying_sizes
 from tnp.tasks.task import TENSORS
 from tnp.variants import Variant
 
@@ -129,14 +130,13 @@ def _stream(parameters: dict) -> list[list[Sizes]]:
     batch = parameters["batch"]
     if "vary" not in parameters:
         return [[(parameters["n_context"], parameters["n_target"])] * batch]
-    vary, seed = parameters["vary"], parameters["replicate"]
-    ranges = [vary[name] for name in ("n_context", "n_target")]
-    if vary.get("each", "batch") == "batch":
-        return [[tuple(draw_sizes(seed, i, *ranges))] * batch for i in range(N_VARYING)]
-    return [
-        [tuple(draw_sizes(seed, i * batch + b, *ranges)) for b in range(batch)]
-        for i in range(N_VARYING)
-    ]
+    seed, vary = parameters["replicate"], dict(parameters["vary"])
+    each = vary.pop("each", "batch")
+    if each == "batch":
+        return [[varying_sizes(vary, seed, i)] * batch for i in range(N_VARYING)]
+    numbers = range(N_VARYING * batch)
+    sizes = [varying_sizes(vary, seed, i) for i in numbers]
+    return [sizes[i : i + batch] for i in numbers[::batch]]
 
 
 def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:

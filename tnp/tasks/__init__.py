@@ -5,9 +5,10 @@ unbroken one would have seen.
 """
 
 from tnp.tasks.collate import collate
-from tnp.tasks.functions import FunctionTasks, draw_sizes, functions_of_table
+from tnp.tasks.functions import FunctionTasks, functions_of_table
 from tnp.tasks.gaussian_process import GaussianProcessTasks
 from tnp.tasks.images import ImageTasks
+from tnp.tasks.sizes import draw_sizes
 from tnp.tasks.task import Context, Task
 
 __all__ = [

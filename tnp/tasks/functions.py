@@ -11,18 +11,8 @@ import torch
 from tnp.inputs import require_count
 from tnp.normalization import Normalization
 from tnp.tasks.collate import collate
+from tnp.tasks.sizes import Range, draw_sizes
 from tnp.tasks.task import Task
-
-Range = tuple[int, int]  # from, to, both included
-
-
-def draw_sizes(seed: int, step: int, *ranges: Range) -> list[int]:
-    """A size of each range, uniform: the same for the same (seed, step)."""
-    for low, high in ranges:
-        require_count("a size", low, at_least=1)
-        require_count("the largest size", high, at_least=low)
-    chance = np.random.default_rng((seed, step))
-    return [int(chance.integers(low, high, endpoint=True)) for low, high in ranges]
 
 
 class FunctionTasks:

@@ -4,10 +4,12 @@ x is a pixel's (row, column) in [−1, 1]; y its brightness, standardized by mea
 training pictures. Which pictures depends on how many pixels a task wants:
 
     up to     625   scikit-image's lfw_subset, faces of 25 × 25 (the last 20 of 200 held out)
-    up to  16,384   128 × 128 crops of its bundled photographs, flipped and contrast-inverted
-    up to 262,144   their 512 × 512 crops
+    up to  16,384   128 × 128 crops of its bundled photographs, flipped, contrast-inverted and up to
+                    four times reduced; every other picture is drawn instead, of `dead_leaves`
+    up to 262,144   their 512 × 512 crops, likewise
 
-astronaut and camera are never trained on. 8-bit brightness gets uniform noise of ±½/255: without
+astronaut and camera are never trained on. Pictures that are drawn have no end, so that no model
+gets by with remembering them. 8-bit brightness gets uniform noise of ±½/255: without
 it, and without a floor under sigma, a mixture collapses onto the 256 values.
 """
 
@@ -18,11 +20,15 @@ from torch.distributions import Normal
 from tnp.extras import require
 from tnp.inputs import require_count
 from tnp.task_sources import IMAGE_SIDES, MAX_POINTS
+from tnp.tasks.dead_leaves import dead_leaves
 from tnp.tasks.task import Task, check_sizes, random_generator
 
 TRAINING = (
-    "retina", "hubble_deep_field", "cell", "rocket", "coffee", "brick", "grass", "gravel",
+    "retina", "hubble_deep_field", "cell", "rocket", "coffee", "brick", "grass", "gravel", "page",
+    "moon", "chelsea", "immunohistochemistry", "coins", "clock", "text", "logo",
 )  # fmt: skip
+LARGEST_REDUCTION = 4
+SHARE_DRAWN = 0.5
 HELD_OUT = ("astronaut", "camera")
 N_HELD_OUT_FACES = 20
 LEVELS = 255.0
@@ -74,7 +80,12 @@ class ImageTasks:
             )
         rng = np.random.default_rng((seed, step))
         generator = random_generator(self.device, seed, step)
-        crops = torch.stack([self._crop(rng) for _ in range(batch)]).flatten(1)
+        crops = torch.stack([self._crop(rng) for _ in range(batch)])
+        if self._augment:
+            drawn = self._mean + self._deviation * dead_leaves(generator, batch, self.side)
+            is_drawn = torch.from_numpy(rng.random(batch) < SHARE_DRAWN).to(self.device)
+            crops = torch.where(is_drawn[:, None, None], drawn.clamp(0.0, 1.0), crops)
+        crops = crops.flatten(1)
         order = torch.rand(crops.shape, device=self.device, generator=generator).argsort(1)
         chosen = order[:, :n_points]
         noise = torch.rand(chosen.shape, device=self.device, generator=generator) - 0.5
@@ -90,8 +101,13 @@ class ImageTasks:
 
     def _crop(self, rng: np.random.Generator) -> torch.Tensor:
         picture = self._pictures[rng.integers(len(self._pictures))]
-        top, left = (rng.integers(size - self.side + 1) for size in picture.shape)
-        crop = picture[top : top + self.side, left : left + self.side]
+        most = min(LARGEST_REDUCTION, min(picture.shape) // self.side) if self._augment else 1
+        reduction = int(rng.integers(1, most, endpoint=True))
+        extent = self.side * reduction
+        top, left = (rng.integers(size - extent + 1) for size in picture.shape)
+        crop = picture[top : top + extent, left : left + extent]
+        if reduction > 1:
+            crop = crop.unflatten(1, (-1, reduction)).unflatten(0, (-1, reduction)).mean((1, 3))
         if self._augment:
             flips = [dim for dim in (0, 1) if rng.integers(2)]
             crop = crop.flip(flips)
@@ -107,7 +123,7 @@ def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     color, data = (require(f"skimage.{x}", "image tasks", "images") for x in ("color", "data"))
 
     def brightness(picture: np.ndarray) -> np.ndarray:
-        return color.rgb2gray(picture) if picture.ndim == 3 else picture / LEVELS
+        return color.rgb2gray(picture[..., :3]) if picture.ndim == 3 else picture / LEVELS
 
     if side == IMAGE_SIDES[0]:
         faces = data.lfw_subset().astype(np.float32)
