@@ -235,6 +235,7 @@ TABLES: dict[str, pa.Schema] = {
             ("exact_log_likelihood", pa.float64()),  # Gaussian-process posterior; null for images
             ("prior_log_likelihood", pa.float64()),  # knowing nothing
             *RUN,
+            ("study", pa.string()),  # that compares the run with others; "" or null where none does
         ],
         "kernels": [
             ("kernel", pa.string()),

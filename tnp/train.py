@@ -54,7 +54,8 @@ def run(
     Args:
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
-            `vary` (sizes of training tasks) and `held_out_vary` (of those that are held out).
+            `vary` (sizes of training tasks), `held_out_vary` (of those that are held out) and
+            `study`.
         device: where to train.
         checkpoint_dir: where the run's checkpoints are, and none of another.
         on_row: receives every row of table `training`, those before a resume included.
@@ -98,7 +99,8 @@ def run(
 
         def log(report: Report) -> None:
             bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
-            on_row({name: parameters[name] for name in RUN_COLUMNS} | report)
+            study = {"study": parameters.get("study", "")}
+            on_row({name: parameters[name] for name in RUN_COLUMNS} | report | study)
 
         fit(
             step,

@@ -36,7 +36,7 @@ VIEWS = {
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
-    " prior_log_likelihood double, gap_closed double, nats_from_context double",
+    " prior_log_likelihood double, gap_closed double, nats_from_context double, study varchar",
     "training_differences": "device text, run text, variant text, step integer, difference double",
     "training_equivalence": "device text, run text, variant text, baseline_run text,"
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
@@ -201,13 +201,18 @@ STDERR = 0.05  # of a held-out likelihood
 
 
 def training_rows(
-    heldout: float, shuffled: float, exact: float | None = 1.0, device: str = GPU
+    heldout: float,
+    shuffled: float,
+    exact: float | None = 1.0,
+    device: str = GPU,
+    run: str = "gp_small",
+    study: str = "",
 ) -> dict[str, list[Row]]:
     """A run of two evaluations that ends at `heldout` and `shuffled`; the prior is at −1."""
     gap_closed = None if exact is None else (heldout + 1) / (exact + 1)
     key = {
         "device": device,
-        "run": "gp_small",
+        "run": run,
         "variant": "sdpa_flash",
         "source": "gaussian_process",
         "dtype": "bfloat16",
@@ -224,6 +229,7 @@ def training_rows(
             "heldout_log_likelihood_stderr": STDERR,
             "exact_log_likelihood": exact,
             "prior_log_likelihood": -1.0,
+            "study": study,
             "gap_closed": gap_closed,
             "nats_from_context": value - shuffled if value - shuffled > 2 * STDERR else None,
         }

@@ -17,6 +17,9 @@ PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
+STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
+LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#56B4E9"]  # of a study
+FLOOR = 3.0  # nats below the best that a study's panel shows
 
 # Column of the view → name, colour and dash.
 SERIES = {
@@ -66,11 +69,13 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             compared += pairs
             panels = _paired_panels(connection, slug, pairs, layout)
             blocks.append(layout.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
-        runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
-        panels = [
-            _panel([row for row in rows if row["device"] == slug and row["run"] == run], layout)
-            for run in runs
-        ]
+        of_device = [row for row in rows if row["device"] == slug]
+        for study in dict.fromkeys(row["study"] for row in of_device if row["study"]):
+            of_study = [row for row in of_device if row["study"] == study]
+            title = f"{STUDIED}: study {study}, on {device['name']}"
+            blocks.append(layout.block([_study_panel(of_study, layout)], title, when, 1))
+        runs = dict.fromkeys(row["run"] for row in of_device if not row["study"])
+        panels = [_panel([row for row in of_device if row["run"] == run], layout) for run in runs]
         if panels:
             blocks.append(layout.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
     subtitle = [
@@ -92,7 +97,9 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
     last: dict[str, Row] = {}
     for row in sorted((r for r in rows if r["device"] == slug), key=lambda row: row["step"]):
         last[row["run"]] = row
-    runs = dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
+    runs = dict.fromkeys(
+        row["run"] for row in rows if row["device"] == slug and not row["study"]
+    ) or dict.fromkeys(row["run"] for row in rows if row["device"] == slug)
     first, *others = (last[run] for run in runs)
     unused = [row["run"] for row in others if row["nats_from_context"] is None]
     said = _learned(first, f"on {devices[slug]['name']} after {first['step']:,} steps")
@@ -181,6 +188,40 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
         width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(rows[0]["run"], _said(rows[-1])),
+    )
+
+
+def _study_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
+    """Held-out log-likelihood of every run; what is far below the best is cut off."""
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    exact = {row["exact_log_likelihood"] for row in rows} - {None}
+    top = max([*(row["heldout_log_likelihood"] for row in rows), *exact])
+    scale = alt.Scale(domain=[top - FLOOR, top + 0.1], nice=False)
+    dashes = [DASHES[i % len(DASHES)] for i in range(len(runs))]
+    legend = alt.Legend(symbolSize=500, symbolStrokeWidth=2.5, columns=1, labelLimit=400)
+    lines = data.drawing(rows).encode(
+        x=alt.X("step:Q", title="training step").axis(format=",d", tickCount=5, grid=False),
+        y=alt.Y("heldout_log_likelihood:Q", title="log-likelihood, nats per target value")
+        .scale(scale)
+        .axis(orient=layout.side),
+        color=alt.Color("run:N", title=None, legend=legend).scale(domain=runs, range=LINES),
+        strokeDash=alt.StrokeDash("run:N", title=None).scale(domain=runs, range=dashes),
+        tooltip=["run:N", "step:Q", alt.Tooltip("heldout_log_likelihood:Q", format=".4f")],
+    )
+    ends = ", ".join(
+        f"{run} {last:.2f}"
+        for run, last in sorted(
+            {row["run"]: row["heldout_log_likelihood"] for row in rows}.items(),
+            key=lambda end: -end[1],
+        )
+    )
+    said = [f"at the end, best first: {ends}"]
+    if exact:
+        said.append(f"the exact posterior has {max(exact):.2f}")
+    return lines.mark_line(strokeWidth=2, clip=True).properties(
+        width=layout.plot_width(2 * PANEL_WIDTH),
+        height=PANEL_HEIGHT,
+        title=layout.title(rows[0]["source"].replace("_", " "), said, 100),
     )
 
 

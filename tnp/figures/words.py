@@ -16,6 +16,8 @@ WORDS = {
     "fused_attention": "our attention, fused",
     "fused": "ours",
     "fused_centred": "ours, keys centred",
+    "fused_packed": "ours, packed",
+    "pytorch_best_packed": "PyTorch's best, packed",
     "fused_compiled": "ours, compiled",
     "auto": "ours, chosen by size",
     # Implementations of one operator.

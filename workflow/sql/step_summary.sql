@@ -52,6 +52,7 @@ select
     median(tokens_per_s) filter (where is_used) as tokens_per_s,
     max(peak_memory_bytes) filter (where timed) as peak_memory_bytes,
     median(energy_j) filter (where is_used) as energy_j,
+    median(padded_share) filter (where is_used) as padded_share,
     arg_max(work, recorded_at) filter (where is_used)
     / median(step_ms_p50) filter (where is_used) as tflops,
     tflops / any_value(ceiling_tflops) as mfu,

@@ -1,0 +1,45 @@
+-- # Sizes that vary
+-- Training steps over a stream of 64 tasks, whose sizes are drawn at random for each task, or, at
+-- `varying_samples`, for each sample of one. A step is the stream's mean. Rows are context and
+-- target points; padding is none, and has a column: its share of the rows that are computed outside
+-- attention. With a graph, sizes are rounded up to buckets, each with a graph of its own; without
+-- one, PyTorch's best is compiled with dynamic sizes. Variants that end in `_packed` put the
+-- samples of a batch one behind the other. `small` and `mid` are the fixed shapes that are the
+-- largest of a stream.
+with streams as (
+    select distinct device
+    from step_summary
+    where starts_with(shape, 'varying')
+),
+
+rates as (
+    select
+        device,
+        question,
+        tokens_per_s,
+        padded_share as padding,
+        peak_memory_bytes
+    from step_summary
+)
+
+select
+    device,
+    shape,
+    variant,
+    cuda_graph as graph,
+    step_ms as "step,_ms",
+    tokens_per_s / 1e6 as million_rows_a_second,
+    format('{:.0f} %', 100 * padding) as padding,
+    peak_memory_bytes / pow(2, 30) as "memory,_GiB",
+    ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_best,
+    verdict_best,
+    n_runs as runs,
+    evidence_cell(counts, why_not) as evidence
+from speedup
+inner join rates using (device, question)
+inner join streams using (device)
+where
+    variant in ('fused', 'fused_packed', 'pytorch_best', 'pytorch_best_packed')
+    and not checkpoint
+    and (starts_with(shape, 'varying') or (shape in ('small', 'mid') and cuda_graph))
+order by device asc, n_target < 1000 desc, shape desc, cuda_graph desc, step_ms desc;
