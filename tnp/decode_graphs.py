@@ -66,6 +66,10 @@ class DecodeGraphs:
         one.replay()
         return one.parameters.clone()
 
+    def replay(self, size: torch.Size) -> Callable[[], None]:
+        """What replays the graph of targets of `size`, which must have been captured: no copies."""
+        return self._by_size[size].replay
+
     def capture(
         self, decode: Decode, x_target: torch.Tensor
     ) -> tuple[Callable[[], None], torch.Tensor]:
