@@ -126,14 +126,11 @@ def _studies(config: dict) -> list[tuple[str, dict]]:
     return studies
 
 
-def _of_variant(
-    name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph: bool, trains: bool = True
-) -> dict:
+def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph: bool) -> dict:
     """The implementations that a variant uses, as JSON, and the gates it waits for, with "|"."""
     variant = Variant.from_spec(name, spec)
     rows = sizes["batch"] * (sizes["n_context"] + sizes["n_target"])
-    above = variant.recompute_above if trains else None
-    recompute = above is not None and rows > above
+    recompute = variant.recompute_above is not None and rows > variant.recompute_above
     operators = variant.implementations()
     # A captured step pads sizes that vary to those of a bucket.
     ragged = cuda_graph and "vary" in sizes
@@ -291,8 +288,8 @@ def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
             "device": device,
             "device_slug": slug,
             **_of_study(PREDICTIONS, section),
-            # On a GPU some of the forms are captured; nothing is computed again.
-            **_of_variant(variant, variant_spec, sizes, False, device == "cuda", trains=False),
+            # On a GPU some of the forms are captured.
+            **_of_variant(variant, variant_spec, sizes, False, device == "cuda"),
         }
     return configurations
 

@@ -70,7 +70,7 @@ def of_step(parameters: dict) -> Found:
 
 
 def of_predictions(parameters: dict) -> Found:
-    """Of all forms: what training them takes is left in, since implementations count whole."""
+    """Of all forms alike."""
     used = _of_variant(parameters)
     start = "tnp.bench.predictions:measure_predictions"
     return _using(start, used, parameters["device_slug"])
@@ -120,7 +120,8 @@ def of_job(kind: str, parameters: dict) -> Found:
 def with_definitions(kind: str, parameters: dict) -> dict:
     """A job's parameters with `definitions`: the hashes of what it runs, by name.
 
-    Of a job of kind "step", "prediction" or "op". Of an operator's benchmark they are those of each implementation, by its name, house included.
+    It is a "step", a "prediction" or an "op". Of an operator's benchmark they are those of each
+    implementation, by its name, house included.
     """
     if kind != "op":
         return parameters | {"definitions": code(of_job(kind, parameters))}
