@@ -1,12 +1,14 @@
 """Rows of predictions over one context. No test asserts a time."""
 
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 import torch
 
 from tests.bench.configurations import step_parameters
+from tests.test_prediction import Replayed
 from tnp.bench import predictions
 from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import FORMS, Unsupported
@@ -74,6 +76,20 @@ def test_a_call_is_many_predictions_of_its_form(monkeypatch):
     monkeypatch.setattr(predictions, "measure_interleaved", counted)
     with pytest.raises(StopIteration):
         measure_predictions(parameters(), time.perf_counter())
+
+
+@torch.no_grad()
+def test_the_bare_form_is_the_graph_of_the_replayed_one(monkeypatch):
+    """Also of so many targets that `predict` would have them follow one another in chunks."""
+    monkeypatch.setattr("tnp.prediction.bytes_per_target", lambda model: 1 << 29)
+    variant, cpu = predictions.Variant("sdpa_flash"), torch.device("cpu")
+    model, task = predictions._model_and_task(parameters(), variant, cpu, "float32")
+    encoding = replace(model.encode(task.context), graphs=Replayed(model.parameters()))
+    monkeypatch.setattr(model, "encode", lambda context, cuda_graph: encoding)
+    runs = predictions._replayed(model, task, cpu)
+    assert list(runs) == ["replayed", "bare"] and encoding.graphs.captured == 1
+    assert runs["bare"][0] is encoding.graphs.replay(task.x_target.shape)
+    assert all(seconds > 0 for _, seconds in runs.values())
 
 
 def test_predictions_that_differ_are_not_timed(monkeypatch):
