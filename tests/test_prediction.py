@@ -1,12 +1,14 @@
 """Predictions: against closed forms and integrals, in chunks, from a kept encoding, joint draws."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributions import Normal
 
 from tests.test_model import build, make_task
+from tnp.decode_graphs import DecodeGraphs
 from tnp.model import TransformerNP
 from tnp.normalization import Normalization
 from tnp.ops.mixture_nll import mixture_nll
@@ -93,6 +95,97 @@ def test_predictions_over_a_kept_encoding_are_the_models():
         kept = model.predict(encoding, x)
         torch.testing.assert_close(kept.mean, expected.mean)
         torch.testing.assert_close(kept.variance, expected.variance)
+
+
+@pytest.mark.parametrize("projection", ["torch", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kept_encoding_predicts_the_same_to_the_last_bit(projection, dtype):
+    model, task = build(dtype=dtype, projection=projection), make_task()
+    encoding = model.encode(task.context)
+    anew, kept = (model.predict(of, task.x_target) for of in (task.context, encoding))
+    assert torch.equal(anew.mean, kept.mean) and torch.equal(anew.variance, kept.variance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_carry_a_factor_are_those_of_the_model(dtype):
+    """`fused` multiplies their weight ahead of a prediction, and the product in a step."""
+    model, task = build(dtype=dtype, projection="fused", skip_unread=True), make_task()
+    assert model.blocks[0].attention.base2
+    whole = Prediction(model(task.x_context, task.y_context, task.x_target).detach())
+    kept = model.predict(model.encode(task.context), task.x_target)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(kept.mean, whole.mean, rtol=tolerance, atol=tolerance)
+
+
+def test_no_keys_are_made_of_targets(monkeypatch):
+    model, task = build(projection="fused"), make_task()
+    encoding = model.encode(task.context)
+    monkeypatch.setattr("tnp.layers.project_qkv", None)
+    model.predict(encoding, task.x_target)
+
+
+class Replayed(DecodeGraphs):
+    """A "graph" that decodes again: what a graph would do, on any device."""
+
+    captured = 0
+
+    def capture(self, decode, x_target):
+        self.captured += 1
+        parameters = decode(x_target)
+        return lambda: parameters.copy_(decode(x_target)), parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replayed_predictions_are_the_launched_ones_at_every_size(dtype):
+    model, task = build(dtype=dtype, projection="fused"), make_task(n_target=9)
+    encoding = model.encode(task.context)
+    replayed = replace(encoding, graphs=Replayed(model.parameters()))
+    found, expected = [], []
+    for i in (0, 3, 1, 2, 4):  # the first of a size is launched, the second captured
+        for n in (5, 2):
+            x = task.x_target[:, i : i + n]
+            found.append(model.predict(replayed, x))
+            expected.append(model.predict(encoding, x))
+    for one, other in zip(found, expected, strict=True):  # none is another one's memory
+        assert torch.equal(one.mean, other.mean) and torch.equal(one.variance, other.variance)
+    assert replayed.graphs.captured == 2
+    x, budget = task.x_target[:, :4], 2 * task.batch * bytes_per_target(model)
+    in_chunks = (model.predict(of, x, max_bytes=budget).mean for of in (replayed, encoding))
+    assert torch.equal(*in_chunks)
+
+
+def test_past_the_most_graphs_targets_are_launched(monkeypatch):
+    monkeypatch.setattr("tnp.decode_graphs.MOST_GRAPHS", 1)
+    model, task = build(), make_task()
+    encoding = replace(model.encode(task.context), graphs=Replayed(model.parameters()))
+    for n in (5, 5, 3, 3, 3):
+        model.predict(encoding, task.x_target[:, :n])
+    assert encoding.graphs.captured == 1
+
+
+def test_graphs_made_in_inference_mode_serve_outside_of_it():
+    model, task = build(), make_task()
+    with torch.inference_mode():
+        encoding = replace(model.encode(task.context), graphs=Replayed(model.parameters()))
+        first = model.predict(encoding, task.x_target).mean
+    for _ in range(2):
+        assert torch.equal(model.predict(encoding, task.x_target).mean, first)
+
+
+def test_a_graph_needs_a_gpu():
+    with pytest.raises(RuntimeError, match="a CUDA graph needs a CUDA device: .* is on cpu"):
+        build().encode(make_task().context, cuda_graph=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_predictions_are_the_launched_ones():
+    model, task = build().cuda(), make_task(n_target=9).to("cuda")
+    launched, replayed = (model.encode(task.context, cuda_graph=on) for on in (False, True))
+    for i in (0, 3, 1, 2):
+        for n in (5, 2):
+            x = task.x_target[:, i : i + n]
+            found, expected = (model.predict(of, x).mean for of in (replayed, launched))
+            assert torch.equal(found, expected)
 
 
 def test_a_joint_draw_is_made_of_predictions_that_know_the_draws_before():

@@ -17,6 +17,7 @@ from tnp.ops.embedding import embed_rows
 from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mlp import mlp
 from tnp.ops.projection import linear, project_qkv
+from tnp.ops.projection.qkv import query_factor
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
 from tnp.packing import Packing
 from tnp.variants import Variant
@@ -119,6 +120,18 @@ class Attention(nn.Module):
             centred=centred, n_keys=n_keys if centred else None,
             implementation=self.variant.projection,
         )  # fmt: skip
+
+    def query_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """What `project_queries` takes, [d_model, d_model]: in `dtype`, times what q carries."""
+        weight, _, _ = self.qkv.chunk(3)
+        if self.base2:
+            weight = weight * query_factor(len(weight), self.n_heads, self.base2)
+        return weight.to(dtype)
+
+    def project_queries(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """q alone of all rows, [B, n_heads, rows, D]; `weight` is what `query_weight` gives."""
+        q = linear(x, weight, implementation=self.variant.projection)
+        return q.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
 
     def attend(
         self,

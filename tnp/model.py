@@ -303,12 +303,22 @@ class TransformerNP(nn.Module):
         return saved_model.load(cls, folder, variant, device, compute_dtype)
 
     @torch.no_grad()
-    def encode(self, context: Context) -> Encoding:
+    def encode(self, context: Context, cuda_graph: bool = False) -> Encoding:
         """Keys and values of every block, which `predict` takes in the context's place.
 
-        Predictions from it are those from the context, to the last bit.
+        Predictions from it are those from the context, to the last bit. It is of the weights as
+        they are now: encode anew where they have changed.
+
+        Args:
+            context: points to predict from, as in `task.context`.
+            cuda_graph: for many predictions on a GPU, which launched one by one wait for the host.
+                The second prediction of a number of targets records their way through the model,
+                and those behind it replay it. Keeps a copy of the weights in `compute_dtype`.
+
+        Raises:
+            RuntimeError: a CUDA graph is asked for where there is no CUDA device.
         """
-        return prediction.encode(self, context)
+        return prediction.encode(self, context, cuda_graph)
 
     @torch.no_grad()
     def predict(
@@ -326,15 +336,15 @@ class TransformerNP(nn.Module):
         if isinstance(context, Task):
             raise TypeError("context is a Task: give its context, task.context")
         encoding = context if isinstance(context, Encoding) else self.encode(context)
-        self.prepared_x(x_target)
+        x_target = self.prepared_x(x_target)
         if x_target.shape[0] != encoding.batch:
             raise ValueError(
                 f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
                 "must have as many"
             )
         chunk = max_bytes // (encoding.batch * prediction.bytes_per_target(self))
-        parts = x_target.split(max(1, chunk), dim=1)
-        parameters = torch.cat([prediction.decode(self, encoding, x) for x in parts], dim=1)
+        parts = [encoding.decode(self, x) for x in x_target.split(max(1, chunk), dim=1)]
+        parameters = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return Prediction(parameters, self.config.sigma_min, self.normalization)
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
+from tnp.decode_graphs import DecodeGraphs
 from tnp.inputs import require_count
 from tnp.ops.mixture_nll import split_parameters
 from tnp.tasks import Context
@@ -62,35 +63,53 @@ class Prediction(MixtureSameFamily):
 
 @dataclass(frozen=True)
 class Encoding:
-    """What targets read of a context: keys and values of every block, [B, n_heads, M, D] each."""
+    """What targets read of a context: keys and values of every block, [B, n_heads, M, D] each.
+
+    Beside them lie the weights that make queries, as `Attention.query_weight` gives them. All of it
+    is of the model's weights as they were: where these have changed, encode anew.
+    """
 
     blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    queries: tuple[torch.Tensor, ...]
     lengths: torch.Tensor | None  # of the context's samples
+    graphs: DecodeGraphs | None = None  # where predictions are to be replayed
 
     @property
     def batch(self) -> int:
         return len(self.blocks[0][0])
 
+    def decode(self, model: TransformerNP, x_target: torch.Tensor) -> torch.Tensor:
+        """Mixture parameters [B, N, K, 1 + 2·d_y] at x_target [B, N, d_x] in the model's units."""
+        if self.graphs is None:
+            return decode(model, self, x_target)
+        return self.graphs(lambda x: decode(model, self, x), x_target)
 
-def encode(model: TransformerNP, context: Context) -> Encoding:
+
+def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> Encoding:
     """The context's way through the blocks, in which no target has a part."""
     x, y = model.prepared_context(*context)
-    h, update, blocks = model.embed(x, y, None, model.compute_dtype), None, []
+    if cuda_graph and x.device.type != "cuda":
+        raise RuntimeError(f"a CUDA graph needs a CUDA device: the context is on {x.device}")
+    dtype = model.compute_dtype
+    h, update, blocks, queries = model.embed(x, y, None, dtype), None, [], []
     for block in model.blocks:
         h, x = block.attention.norm(h, update)
         q, k, v = block.attention.project(x, n_keys=context.lengths)
         blocks.append((k, v))
+        queries.append(block.attention.query_weight(dtype))
         if block is not model.blocks[-1]:  # of the last, targets read keys and values alone
             h, update = block.mlp(h, block.attention.attend(q, k, v, context.lengths))
-    return Encoding(tuple(blocks), context.lengths)
+    graphs = DecodeGraphs(model.parameters()) if cuda_graph else None
+    return Encoding(tuple(blocks), tuple(queries), context.lengths, graphs)
 
 
 def decode(model: TransformerNP, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
-    """Mixture parameters [B, N, K, 1 + 2·d_y] at targets x_target [B, N, d_x]."""
-    h, update = model.embed(None, None, model.prepared_x(x_target), model.compute_dtype), None
-    for block, (k, v) in zip(model.blocks, encoding.blocks, strict=True):
+    """The targets' way through the blocks; no key or value is made of them."""
+    h, update = model.embed(None, None, x_target, model.compute_dtype), None
+    of_blocks = zip(model.blocks, encoding.blocks, encoding.queries, strict=True)
+    for block, (k, v), weight in of_blocks:
         h, x = block.attention.norm(h, update)
-        q, _, _ = block.attention.project(x, n_k=1)
+        q = block.attention.project_queries(x, weight)
         h, update = block.mlp(h, block.attention.attend(q, k, v, encoding.lengths))
     return model.heads(h, update)
 

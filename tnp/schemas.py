@@ -59,6 +59,19 @@ STEP_KEY = [
     ("replicate", pa.int32()),
 ]
 
+PREDICTION_KEY = [
+    ("config_id", pa.string()),  # with the form, without the replicate
+    ("study", pa.string()),
+    ("shape", pa.string()),
+    ("variant", pa.string()),
+    ("batch", pa.int32()),
+    ("n_context", pa.int32()),
+    ("n_target", pa.int32()),  # of one prediction
+    ("dtype", pa.string()),
+    ("form", pa.string()),  # "anew" | "encode" | "kept" | "replayed" | "bare"
+    ("replicate", pa.int32()),
+]
+
 OP_KEY = [
     ("config_id", pa.string()),
     ("op", pa.string()),
@@ -198,10 +211,22 @@ TABLES: dict[str, pa.Schema] = {
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
             *CONTRACT,
         ],
+        "predictions": [  # many in a row over one context, and what encodes it
+            *PREDICTION_KEY,
+            *OUTCOME,
+            *_statistics("time_ms"),  # of one
+            # To a prediction made anew, in float32 with the same weights, of the largest mixture
+            # parameter; null of forms without an encoding, and where kernels take no float32.
+            ("max_relative_error", pa.float64()),
+            *CONDITIONS,
+            *VARIANT,
+            *RUN,
+            *EVIDENCE,
+        ],
         "samples": [
             ("config_id", pa.string()),
             ("replicate", pa.int32()),
-            ("pass", pa.string()),  # "step" | "forward" | "backward"
+            ("pass", pa.string()),  # "step" | "forward" | "backward" | "prediction"
             ("sample", pa.int32()),
             ("time_ms", pa.float64()),
             *RUN,

@@ -20,7 +20,9 @@ from workflow import problems
 ABLATION = "ablation"
 NOISE = "noise"
 HOST = "host"
+PREDICTIONS = "predictions"
 TUNING = "tuning"
+_SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS)
 EVERY_OPERATOR = "operators"  # in section `gates`
 # Of each component: base with it alone, and full without it.
 ABLATION_ENDS = ("only", "without")
@@ -32,6 +34,7 @@ TABLES = {
     "op": ("ops", "samples", "code", "environments"),
     "train": ("training", "environments"),
     "host": ("host_calls", "environments"),
+    "prediction": ("predictions", "samples", "code", "environments"),
 }
 
 
@@ -265,6 +268,33 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
     return configurations
 
 
+def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
+    """Predictions over one context, a shape and a variant a job; its forms take turns in it."""
+    section = config.get(PREDICTIONS, {"devices": []})
+    configurations = {}
+    if device not in section["devices"]:
+        return configurations
+    for shape, variant in product(section["shapes"], section["variants"]):
+        config_id = f"{PREDICTIONS}--{shape}--{variant}"
+        sizes, variant_spec = config["shapes"][shape], variants(config)[variant]
+        configurations[config_id] = {
+            "config_id": config_id,
+            "shape": shape,
+            **sizes,
+            "variant": variant,
+            "variant_spec": variant_spec,
+            "model": config["model"],
+            "dtype": config["compute_dtype"][device],
+            "timing": config["timing"],
+            "device": device,
+            "device_slug": slug,
+            **_of_study(PREDICTIONS, section),
+            # On a GPU some of the forms are captured.
+            **_of_variant(variant, variant_spec, sizes, False, device == "cuda"),
+        }
+    return configurations
+
+
 def _of_study(name: str, spec: dict) -> dict:
     return {"study": name, "replicates": spec["replicates"], "priority": spec["priority"]}
 
@@ -319,7 +349,7 @@ def running_order(configurations: dict[str, dict]) -> list[tuple[str, int]]:
 def elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:
     """{study or training run: a sentence that says so} of those that are for other devices."""
     studies = config["steps"] | config["ops"]
-    studies |= {name: config[name] for name in (ABLATION, NOISE, HOST) if name in config}
+    studies |= {name: config[name] for name in _SECTIONS if name in config}
     here = ", ".join([*_on(device, studies), "gates"])
     found = f"the device is {slug!r}"
     if device == "cpu" and config["device"] == "auto":
@@ -338,6 +368,7 @@ def names(config: dict, device: str, slug: str) -> dict[str, tuple[str, str]]:
     for job, parameters in ops(config, device, slug).items():
         jobs |= dict.fromkeys((job, *parameters["implementations"].values()), ("op", job))
     jobs |= {name: ("host", name) for name in host(config, device, slug)}
+    jobs |= {name: ("prediction", name) for name in predictions(config, device, slug)}
     jobs |= {name: ("train", name) for name in training(config, device, slug)}
     return jobs | {f"gates--{name}": ("gate", name) for name in gates(config)}
 

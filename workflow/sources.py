@@ -69,6 +69,13 @@ def of_step(parameters: dict) -> Found:
     return _using("tnp.bench.steps:measure_step", used, parameters["device_slug"])
 
 
+def of_predictions(parameters: dict) -> Found:
+    """Of all forms alike."""
+    used = _of_variant(parameters)
+    start = "tnp.bench.predictions:measure_predictions"
+    return _using(start, used, parameters["device_slug"])
+
+
 def of_op(parameters: dict, without: Iterable[str] = HOUSE) -> Found:
     """The other operators, which the benchmark can time as well, are left out.
 
@@ -97,7 +104,13 @@ def of_training(parameters: dict) -> Found:
 def of_job(kind: str, parameters: dict) -> Found:
     """Of a job of any kind but a gate."""
     if kind != "op":
-        return {"step": of_step, "host": of_host, "train": of_training}[kind](parameters)
+        of_kind = {
+            "step": of_step,
+            "prediction": of_predictions,
+            "host": of_host,
+            "train": of_training,
+        }
+        return of_kind[kind](parameters)
     found: Found = {}
     for name in dict.fromkeys(map(implementation_of, parameters["implementations"])):
         found |= of_op(parameters | {"implementation": name})
@@ -105,12 +118,13 @@ def of_job(kind: str, parameters: dict) -> Found:
 
 
 def with_definitions(kind: str, parameters: dict) -> dict:
-    """A job's parameters with `definitions`: the hashes of what a "step" or "op" runs, by name.
+    """A job's parameters with `definitions`: the hashes of what it runs, by name.
 
-    Of an operator's benchmark they are those of each implementation, by its name, house included.
+    It is a "step", a "prediction" or an "op". Of an operator's benchmark they are those of each
+    implementation, by its name, house included.
     """
-    if kind == "step":
-        return parameters | {"definitions": code(of_step(parameters))}
+    if kind != "op":
+        return parameters | {"definitions": code(of_job(kind, parameters))}
     names = dict.fromkeys(map(implementation_of, parameters["implementations"]))
     found = {name: code(of_op(parameters | {"implementation": name}, ())) for name in names}
     return parameters | {"definitions": found}

@@ -10,7 +10,7 @@ from tnp.variants import Variant
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed
-from workflow.plan import NOISE, variants
+from workflow.plan import NOISE, PREDICTIONS, variants
 
 ENDS = ("base", "full")  # of the ablation
 
@@ -39,6 +39,8 @@ def uses(config: dict) -> Iterator[Use]:
     for study, spec in config["steps"].items():
         for index, name in enumerate(spec["variants"]):
             yield of_variant(("steps", study, "variants", index), name)
+    for index, name in enumerate(config.get(PREDICTIONS, {"variants": []})["variants"]):
+        yield of_variant((PREDICTIONS, "variants", index), name)
     for end in ENDS if "ablation" in config else ():
         yield of_variant(("ablation", end), config["ablation"][end])
     for place, op, spec in operators(config):

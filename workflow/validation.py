@@ -15,7 +15,16 @@ from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown
-from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, NOISE, TUNING, gates, variants
+from workflow.plan import (
+    ABLATION,
+    EVERY_OPERATOR,
+    HOST,
+    NOISE,
+    PREDICTIONS,
+    TUNING,
+    gates,
+    variants,
+)
 from workflow.uses import ENDS, of_use, operators, refusals, uses
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +137,7 @@ def _faults(config: dict) -> Iterator[Fault]:
             yield from _of_storage((*place, "variants", index), known[variant], model)
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
-    taken = {ABLATION, NOISE, TUNING, HOST, *_rules()}
+    taken = {ABLATION, NOISE, TUNING, HOST, PREDICTIONS, *_rules()}
     for place in [(section, name) for section in ("steps", "ops") for name in config[section]]:
         if place[1] in taken:
             yield Fault(place, f"{place[1]!r} is a section or a target already: rename the study")
@@ -136,6 +145,8 @@ def _faults(config: dict) -> Iterator[Fault]:
         yield from _of_operator(place, op, study, config)
     for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
         yield from _of_host((HOST, "problems", name), spec, config)
+    if PREDICTIONS in config:
+        yield from _of_predictions((PREDICTIONS,), config[PREDICTIONS], config)
     if "ablation" in config:
         yield from _of_ablation(("ablation",), config["ablation"], shapes, known)
     if TUNING in config:
@@ -316,6 +327,22 @@ def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
         return
     for reason in refusals(spec["op"], names, problem, "cuda"):
         yield Fault(place, reason)
+
+
+def _of_predictions(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
+    shapes, known = config["shapes"], variants(config)
+    yield from not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
+    yield from not_among((*place, "variants"), "variant", spec["variants"], known)
+    for index, name in enumerate(spec["shapes"]):
+        if "vary" in shapes[name]:
+            what = f"the sizes of {name!r} vary: name a shape whose sizes do not"
+            yield Fault((*place, "shapes", index), what)
+    for index, name in enumerate(spec["variants"]):
+        here = (*place, "variants", index)
+        yield from _of_storage(here, known[name], config["model"])
+        if known[name].get("compile"):
+            what = f"{name!r} is compiled and predictions are not: name a variant that is not"
+            yield Fault(here, what)
 
 
 def _names(family: str) -> list[str]:

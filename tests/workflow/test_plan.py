@@ -198,6 +198,25 @@ def test_every_kind_of_job_can_be_measured_again():
     assert {kind for kind, _ in jobs.values()} == plan.TABLES.keys()
 
 
+def test_predictions_are_a_job_for_each_shape_and_variant():
+    jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
+    spec = CONFIG["predictions"]
+    expected = {f"predictions--{s}--{v}" for s in spec["shapes"] for v in spec["variants"]}
+    assert set(jobs) == expected and plan.predictions(CONFIG, "cpu", "cpu") == {}
+    job = jobs["predictions--mid_b1--fused"]
+    assert (job["batch"], job["n_context"], job["n_target"]) == (1, 10_000, 1000)
+    assert job["dtype"] == CONFIG["compute_dtype"]["cuda"] and job["study"] == "predictions"
+
+
+def test_predictions_wait_for_the_gates_of_what_they_use():
+    jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
+    assert jobs["predictions--mid_b1--sdpa_cudnn_padded"]["gates"] == "baseline|cuda_graphs"
+    gates = jobs["predictions--mid_b1--fused"]["gates"].split("|")
+    assert {"op--linear--fused", "op--attention--fused", "op--mlp--fused", "skip_unread"} <= {
+        *gates
+    }
+
+
 def test_section_gates_may_ask_for_one_of_each_implementation_of_ours():
     every = plan.gates({"gates": ["baseline", plan.EVERY_OPERATOR, "op--swiglu--triton"]})
     assert every[0] == "baseline" and len(set(every)) == len(every)

@@ -153,6 +153,8 @@ def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
 
     for step in plan.steps(CONFIG, "cuda", "nvidia-h200").values():
         assert not unproven(sources.of_step(step), step["gates"].split("|")), step["config_id"]
+    for job in plan.predictions(CONFIG, "cuda", "nvidia-h200").values():
+        assert not unproven(sources.of_predictions(job), job["gates"].split("|"))
     for config_id, job in plan.ops(CONFIG, "cuda", "nvidia-h200").items():
         ceiling = job["op"] in CEILINGS
         for name in () if ceiling else set(map(implementation_of, job["implementations"])):

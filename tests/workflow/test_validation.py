@@ -12,6 +12,7 @@ from workflow.configuration import places
 from workflow.validation import validate
 
 ROOT = Path(__file__).parents[2]
+CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 TINY = yaml.safe_load((Path(__file__).parent / "config.yaml").read_text())
 EVERY = [*GATES, *generic_gates()]
 TINY["gates"] = EVERY
@@ -165,6 +166,35 @@ def test_bad_value_is_named(path, value, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         validate(changed(path, value))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shapes": ["mild"]}, "predictions.shapes: unknown shape 'mild'"),
+        ({"variants": ["fuse"]}, "predictions.variants: unknown variant 'fuse'"),
+        (
+            {"variants": ["pytorch_best"]},
+            "predictions.variants[0]: 'pytorch_best' is compiled and predictions are not",
+        ),
+        ({"shapes": ["varying"]}, "predictions.shapes[0]: the sizes of 'varying' vary: name a"),
+    ],
+)
+def test_predictions_that_cannot_be_timed_are_named(changes, sentence):
+    config = copy.deepcopy(CONFIG)
+    config["predictions"] |= changes
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        validate(config)
+
+
+def test_what_predicts_needs_the_gates_of_ours():
+    config = copy.deepcopy(CONFIG)
+    config["gates"] = ["baseline"]
+    config["steps"], config["ops"], config["training"] = {}, {}, {}
+    for section in ("ablation", "noise"):
+        del config[section]
+    with pytest.raises(ValueError, match=r"predictions.variants\[1\]: .*gates must name"):
+        validate(config)
 
 
 def test_an_ablation_goes_from_pytorchs_to_ours():

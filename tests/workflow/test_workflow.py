@@ -145,6 +145,22 @@ def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
     assert not any("ckpt" in call for call in checkout.measured())
 
 
+def test_predictions_wait_for_their_gates_and_a_red_one_stops_them(checkout):
+    checkout.config["predictions"] = {
+        "devices": ["cpu"],
+        "priority": 1,
+        "shapes": ["tiny"],
+        "variants": ["sdpa_flash", "separate"],
+        "replicates": 1,
+    }
+    status, output = checkout.run("predictions", FAKE_RED="op--attention--separate")
+    assert status == 1 and "Gate op--attention--separate is red" in output
+    rows = checkout.rows("predictions")
+    found = {(row["variant"], row["status"]) for row in rows}
+    assert found == {("sdpa_flash", "ok"), ("separate", "gate_failed")} and len(rows) == 10
+    assert checkout.measured() == ["predictions--tiny--sdpa_flash 1"]
+
+
 def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
     checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
     checkout.config["ops"]["attention"]["implementations"] = ["sdpa_flash", "separate"]

@@ -27,6 +27,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.steps import measure_step
 
             note(tables=measure_step(parameters, started))
+        elif kind == "prediction":
+            from tnp.bench.predictions import measure_predictions
+
+            note(tables=measure_predictions(parameters, started))
         elif kind == "host":
             from tnp.bench.host import measure_host
 

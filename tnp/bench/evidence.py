@@ -20,6 +20,7 @@ STEP_SPEC = (
     *("model", "batch", "n_context", "n_target", "dtype", "variant_spec"),
     *("checkpoint", "cuda_graph", "optimizer"),
 )
+PREDICTION_SPEC = ("model", "batch", "n_context", "n_target", "dtype", "variant_spec")
 
 
 def of_step(parameters: dict) -> dict[str, str | None]:
@@ -28,6 +29,15 @@ def of_step(parameters: dict) -> dict[str, str | None]:
     return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash({name: parameters[name] for name in STEP_SPEC}),
         "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
+    }
+
+
+def of_prediction(parameters: dict) -> dict[str, str | None]:
+    """The same of predictions, of all forms alike."""
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
+    return _known(parameters, parameters.get("definitions")) | {
+        "spec_hash": _hash({name: parameters[name] for name in PREDICTION_SPEC}),
+        "role": variant.role(),
     }
 
 

@@ -19,8 +19,9 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
     are measured together without it; where it is not known which, each is measured alone.
 
     Args:
-        kind: "step" (`tnp.bench.steps.measure_step`), "op" (`tnp.bench.measure.measure_op`) or
-            "host" (`tnp.bench.host.measure_host`).
+        kind: "step" (`tnp.bench.steps.measure_step`), "op" (`tnp.bench.measure.measure_op`),
+            "prediction" (`tnp.bench.predictions.measure_predictions`) or "host"
+            (`tnp.bench.host.measure_host`).
         parameters: the configuration, as JSON can hold it.
         timeout_s: seconds until a child is killed.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tnp.bench import evidence
 from tnp.catalog import catalog
 from tnp.contract import Problem
-from tnp.schemas import CONTRACT, OP_KEY, OP_SIZES, STEP_KEY, VARIANT
+from tnp.schemas import CONTRACT, OP_KEY, OP_SIZES, PREDICTION_KEY, STEP_KEY, VARIANT
 
 Rows = dict[str, list[dict[str, object]]]  # by table
 
@@ -21,6 +21,9 @@ _KEYS = {
     "stage": [name for name, _ in STEP_KEY],
     "op": [*(name for name, _ in OP_KEY + OP_SIZES + CONTRACT), "twin"],
 }
+
+# Ways to a prediction, of which a row each is measured: see `tnp.bench.predictions`.
+FORMS = ("anew", "encode", "kept", "replayed", "bare")
 
 
 class Unsupported(RuntimeError):
@@ -90,6 +93,14 @@ def of_contender(parameters: dict, contender: str) -> dict:
     }
 
 
+def of_form(parameters: dict, form: str) -> dict[str, object]:
+    """The columns of a row of predictions that are known before it is measured."""
+    about = parameters | {"form": form}
+    about["config_id"] += f"{SEPARATOR}{form}"
+    known = {name: about[name] for name, _ in PREDICTION_KEY + VARIANT}
+    return known | evidence.of_prediction(parameters)
+
+
 def twins(implementation: str, n: int) -> list[str]:
     """Names of `n` further contenders of the same implementation: what they differ by is noise."""
     return [f"{implementation}{_TWIN}{i}" for i in range(1, n + 1)]
@@ -102,11 +113,13 @@ def implementation_of(contender: str) -> str:
 
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     """Rows saying what was not measured: one a step, one an implementation and pass of an operator,
-    one an implementation of a problem of the host's study.
+    one a form of predictions, one an implementation of a problem of the host's study.
     """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":
         return {"steps": [key(kind, parameters) | outcome]}
+    if kind == "prediction":
+        return {"predictions": [of_form(parameters, form) | outcome for form in FORMS]}
     if kind == "host":
         return {
             "host_calls": [

@@ -58,7 +58,9 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     device = torch.device(parameters["device"])
     dtype = getattr(torch, parameters["dtype"])
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    _require_step_supported(parameters, variant, device)
+    if parameters["cuda_graph"] and device.type != "cuda":
+        raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
+    require_supported(parameters, variant, device)
     memory = PeakMemory(device)
     policy = Policy.from_parameters(parameters["timing"])
 
@@ -185,9 +187,8 @@ def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
     return None if power_w is None else power_w * sampling_s / n_steps
 
 
-def _require_step_supported(parameters: dict, variant: Variant, device: torch.device) -> None:
-    if parameters["cuda_graph"] and device.type != "cuda":
-        raise Unsupported(f"a CUDA graph needs a CUDA device: this step runs on {device}")
+def require_supported(parameters: dict, variant: Variant, device: torch.device) -> None:
+    """Raises Unsupported where an implementation of the variant cannot train at these sizes."""
     model = parameters["model"] | {"d_ff_storage": variant.d_ff_storage}
     for family, name in variant.implementations().items():
         for operator in catalog().family(family):

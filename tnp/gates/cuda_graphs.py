@@ -1,4 +1,6 @@
-"""Phase 10: a captured training step gives the losses and weights of the eager one."""
+"""Phase 10: a captured training step gives the losses and weights of the eager one, and predictions
+that are replayed are those that are launched.
+"""
 
 from collections.abc import Iterator
 
@@ -59,3 +61,19 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
         f"{variant.name}: loss of the next step, captured against the model's own",
         "abs_error_nats", captured[2], SAME_WEIGHTS, name,
     )  # fmt: skip
+    yield Check(
+        f"{variant.name}: mixture parameters of two tasks, replayed against launched",
+        "max_abs_error", _replayed_error(device, variant), 0.0, name,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _replayed_error(device: torch.device, variant: Variant) -> float:
+    """Largest difference of what is replayed for other targets than those that were captured."""
+    model, batch = models.build_model(device, variant), models.task(device, 0)
+    launched = model.encode(batch.context)
+    replayed = model.encode(batch.context, cuda_graph=True)
+    for _ in range(2):
+        replayed.decode(model, batch.x_target)
+    others = (models.task(device, step).x_target for step in (1, 2))
+    return max(max_abs_error(replayed.decode(model, x), launched.decode(model, x)) for x in others)

@@ -36,6 +36,18 @@ use rule step as op with:
         kind="op",
 
 
+use rule step as prediction with:
+    input:
+        awaited("prediction", REPLICATE),
+    output:
+        **outputs("prediction", REPLICATE),
+    wildcard_constraints:
+        config_id=one_of(PREDICTIONS),
+    params:
+        **params_of("prediction"),
+        kind="prediction",
+
+
 rule host_calls:
     output:
         **outputs("host", REPLICATE),

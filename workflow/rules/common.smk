@@ -52,11 +52,15 @@ TUNING = plan.tuning(config, DEVICE, SLUG)  # on demand alone
 OF_OPERATORS = OPS | TUNING
 TRAINING = plan.training(config, DEVICE, SLUG)
 HOST = plan.host(config, DEVICE, SLUG)
-JOBS = {"step": STEPS, "op": OF_OPERATORS, "host": HOST, "train": TRAINING}
-SCRIPTS = {"step": "benchmark", "op": "benchmark", "host": "host", "train": "train"}
+PREDICTIONS = plan.predictions(config, DEVICE, SLUG)
+BENCHMARKS = {"step": STEPS, "op": OPS, "prediction": PREDICTIONS, "host": HOST}
+JOBS = BENCHMARKS | {"op": OF_OPERATORS, "train": TRAINING}
+SCRIPTS = dict.fromkeys(("step", "op", "prediction"), "benchmark")
+SCRIPTS |= {"host": "host", "train": "train"}
+OF_BENCHMARKS = STEPS | OPS | PREDICTIONS | HOST
 
 # Gates first, then the benchmarks round by round, training last.
-ORDER = plan.running_order(STEPS | OPS | HOST)
+ORDER = plan.running_order(OF_BENCHMARKS)
 PRIORITY = {job: len(ORDER) - rank for rank, job in enumerate(ORDER)}
 GATE_PRIORITY = len(ORDER) + 1
 
@@ -196,15 +200,13 @@ def planned_tables():
 
 
 def benchmark(config_id):
-    if config_id in HOST:
-        return "host"
-    return "step" if config_id in STEPS else "op"
+    return next(kind for kind, jobs in BENCHMARKS.items() if config_id in jobs)
 
 
 def further_replicates():
     """Jobs of replicates past the planned ones that were asked for once and did not come about."""
     jobs = []
-    for config_id, parameters in (STEPS | OPS | HOST).items():
+    for config_id, parameters in OF_BENCHMARKS.items():
         kind = benchmark(config_id)
         table = plan.TABLES[kind][0]
         stems = [f"{config_id}--r{r}" for r in ATTEMPTS.replicates(table, config_id)]
@@ -222,7 +224,7 @@ def again_tables():
     files = []
     for kind, name in sorted(AGAIN):
         stem = name
-        if kind in ("step", "op", "host"):
+        if kind in BENCHMARKS:
             table = plan.TABLES[kind][0]
             stem += f"--r{max(ATTEMPTS.replicates(table, name), default=0) + 1}"
         files += planned(kind, stem).values()

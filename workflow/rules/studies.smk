@@ -9,7 +9,7 @@ rule gates:
         gate_files(PLANNED_GATES),
 
 
-for study, jobs in plan.studies(STEPS | OPS | HOST).items():
+for study, jobs in plan.studies(OF_BENCHMARKS).items():
 
     rule:
         name:

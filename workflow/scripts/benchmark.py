@@ -20,7 +20,7 @@ name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 
 def measure() -> Rows:
-    if kind == "step":
+    if kind != "op":
         return measured(parameters, red(results(gates), json.loads(parameters["operators"])))
     reasons = {
         contender: red(results(names), {parameters["op"]: implementation_of(contender)})
@@ -50,7 +50,8 @@ def measured(part: dict, forbidden: str | None) -> Rows:
 
 
 def outcome(row: dict) -> str:
-    what = "" if kind == "step" else f"{row['pass']} {row['implementation']} "
+    of_kind = {"step": (), "prediction": ("form",), "op": ("pass", "implementation")}
+    what = "".join(f"{row[name]} " for name in of_kind[kind])
     if row["status"] != "ok":
         return f"{what}{row['status']}: {row['reason']}"
     return f"{what}{row['step_ms_p50' if kind == 'step' else 'time_ms_p50']:.4g} ms"

@@ -1,16 +1,17 @@
--- Grain: device × run × config_id × pass: every measurement of a step (pass "step") or an operator
--- that the store holds, failed ones included, with the question it answers and its generation.
+-- Grain: device × run × config_id × pass: every measurement of a step (pass "step"), of predictions
+-- (pass "prediction") or an operator that the store holds, failed ones included, with the question
+-- it answers and its generation.
 --
 -- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
 -- equal. They are of one generation where they also agree in the hashes of what was asked for, what
 -- was launched and how it was timed, and in the kernels and configurations that were chosen,
--- wherever the choice came from. For a step without a CUDA graph the source files count too,
--- because its host code takes part in the time. So do they for an operator of ours, because its
--- host code decides what its kernels work on: how operands are padded, for example. A failed row of
--- which no launch is known joins the newest generation that it agrees with in all the rest. The
--- current generation is that of the newest row with an outcome: what could not run here, was killed
--- or took too long takes nobody's place. `uses` lists "family/implementation" (view `families`), of
--- `auto` also what it chose.
+-- wherever the choice came from. For predictions and a step without a CUDA graph the source files
+-- count too, because their host code takes part in the time. So do they for an operator of ours,
+-- because its host code decides what its kernels work on: how operands are padded, for example. A
+-- failed row of which no launch is known joins the newest generation that it agrees with in all the
+-- rest. The current generation is that of the newest row with an outcome: what could not run here,
+-- was killed or took too long takes nobody's place. `uses` lists "family/implementation" (view
+-- `families`), of `auto` also what it chose.
 create or replace table measurements as
 with steps_as_measured as (
     select
@@ -52,6 +53,35 @@ with steps_as_measured as (
         ) as role_by_name,
         true as checked
     from steps
+),
+
+predictions_as_measured as (
+    select
+        *,
+        'prediction' as pass,
+        '' as code_of,
+        concat_ws(
+            ' ',
+            device,
+            'predictions',
+            form,
+            variant,
+            dtype,
+            'batch=' || batch,
+            'n_context=' || n_context,
+            'n_target=' || n_target
+        ) as question,
+        time_ms_p50 as median_ms,
+        time_ms_mean as mean_ms,
+        coalesce(source_hash, '-') as host_hash,
+        list_transform(
+            json_keys(operators),
+            lambda name: name || '/' || (operators ->> name)
+        ) as uses,
+        role as role_by_name,
+        null::varchar as launch_config,
+        true as checked
+    from predictions
 ),
 
 operators_as_measured as (
@@ -130,8 +160,10 @@ measured as (
         from (
             from steps_as_measured
             union all by name
+            from predictions_as_measured
+            union all by name
             from operators_as_measured
-        ) as of_both_kinds
+        ) as of_all_kinds
     ) as as_launched
     qualify row_number() over (partition by device, run, config_id, pass order by recorded_at) = 1
 ),

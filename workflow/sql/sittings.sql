@@ -10,6 +10,8 @@ with rows_of_runs as (
     union all by name
     from ops
     union all by name
+    from predictions
+    union all by name
     from training
     union all by name
     from trials
