@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -33,13 +32,6 @@ def shorten_inductor_messages() -> None:
 
 def _operator_name(target: object, args: object, kwargs: object) -> str:
     return f"  target: {target}"
-
-
-def compiled_nll(model: TransformerNP, dynamic: bool | None = None) -> Callable[..., torch.Tensor]:
-    """`model.nll` compiled as its variant says; `dynamic` as `torch.compile` has it."""
-    shorten_inductor_messages()
-    mode = COMPILE_MODES[model.variant.compile]
-    return torch.compile(model.nll, fullgraph=True, mode=mode, dynamic=dynamic)
 
 
 def _check_rate(learning_rate: float) -> None:
@@ -94,6 +86,8 @@ class TrainingStep:
         self._device = device
         self.nll = model.nll
         if model.variant.compile:
+            shorten_inductor_messages()
+            mode = COMPILE_MODES[model.variant.compile]
             dynamic = None
             if buckets is not None:
                 # Operators of ours are compiled anew for each size, PyTorch's once for all sizes,
@@ -101,7 +95,7 @@ class TrainingStep:
                 dynamic = not (model.checkpoint or model.variant.recompute_above)
                 limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
                 torch._dynamo.config.recompile_limit = limit
-            self.nll = compiled_nll(model, dynamic)
+            self.nll = torch.compile(model.nll, fullgraph=True, mode=mode, dynamic=dynamic)
         self.casts = WeightCasts(model.parameters())
         self._graphs = None
         if cuda_graph:

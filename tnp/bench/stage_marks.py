@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from tnp.model import TransformerNP
-from tnp.step import TrainingStep, compiled_nll
+from tnp.step import TrainingStep
 
 MARK = "tnp.stage"
 OTHER = "other"
@@ -40,17 +40,16 @@ def parsed(name: str) -> tuple[str, str] | None:
 @contextmanager
 def marking(step: TrainingStep) -> Iterator[None]:
     """Steps in here, run by `step._run`, set marks; a compiled one is compiled anew for them."""
-    marks, inner = _Marks(step.model), step.nll
+    marks = _Marks(step.model)
     with ExitStack() as stack:
         if step.model.variant.compile:
             stack.enter_context(_marks_in_generated_code())
-            inner = compiled_nll(step.model)
         else:
             stack.enter_context(marks.around_modules())
         handle = step.optimizer.register_step_pre_hook(lambda *_: _mark("optimizer", "optimizer"))
         stack.callback(handle.remove)
         stack.callback(setattr, step, "nll", step.nll)
-        step.nll = marks.around(inner)
+        step.nll = marks.around(step.nll)
         yield
 
 
@@ -133,7 +132,10 @@ def _nodes(loss: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
 
 @contextmanager
 def _marks_in_generated_code() -> Iterator[None]:
-    """What Inductor compiles in here, nothing of it cached, marks the stage of each kernel."""
+    """What Inductor compiles in here, nothing of it cached, marks the stage of each kernel.
+
+    All that was compiled before or in here is compiled anew when it runs next.
+    """
     from torch._functorch import config as functorch_config
     from torch._inductor import config, ir, scheduler
     from torch._inductor.codegen import cpp, triton
