@@ -1,8 +1,11 @@
 """Stages of a step, from profiles: made up, or a CPU's, whose operators stand for kernels."""
 
+from collections.abc import Callable, Container
+
 import pytest
 import torch
 from torch import fx
+from torch.profiler import ProfilerActivity
 
 from tests.bench.configurations import MODEL, step_parameters
 from tnp.bench import stages
@@ -172,24 +175,27 @@ def tiny(variant: Variant, **options: bool) -> tuple[TrainingStep, object]:
     return step, random_task(step_parameters(), config, CPU, 7, 5)
 
 
-def launched(variant: Variant, names: tuple[str, ...], **options: bool) -> list[Kernel]:
-    """Operators of these names in a marked step, as if each launched a kernel as it began."""
+def profiled(run: Callable[[], object], n_runs: int, names: Container[str]) -> list[dict]:
+    """A CPU's profile, as if operators of these names each launched a kernel as it began."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+        for _ in range(n_runs):
+            run()
+    ranges = [(event.name, event.time_range.start) for event in profile.events()]
+    events = [{"cat": "user_annotation", "name": name, "ts": ts, "dur": 0.0} for name, ts in ranges]
+    for i, (name, ts) in enumerate(each for each in ranges if each[0] in names):
+        events += [launch(ts, i), kernel(ts, name, correlation=i)]
+    return events
+
+
+def launched(variant: Variant, names: Container[str], **options: bool) -> list[Kernel]:
+    """Operators of these names in a marked step."""
     step, task = tiny(variant, **options)
     nll = step.nll
     with marking(step):
         step._run((task,))
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        with profile:
-            step._run((task,))
+        events = profiled(lambda: step._run((task,)), 1, names)
     assert step.nll == nll
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
-    events = [
-        {"cat": "user_annotation", "name": e.name, "ts": e.time_range.start, "dur": 0}
-        for e in profile.events()
-    ]
-    for i, event in enumerate(e for e in profile.events() if e.name in names):
-        start = event.time_range.start
-        events += [launch(start, i), kernel(start, event.name, correlation=i)]
     return placed(events)
 
 
@@ -216,6 +222,20 @@ def test_products_are_of_their_modules_in_both_passes(compiled: bool) -> None:
     variant = Variant("mine", attention="sdpa_flash", compile=compiled)
     found = counted(launched(variant, PRODUCTS))
     assert found == MATMULS
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernels_of_undisturbed_steps_have_the_places_of_marked_ones(
+    monkeypatch, compiled: bool
+) -> None:
+    """All of `stage_rows`, with a CPU's operators as kernels of 1 µs."""
+    monkeypatch.setattr(stages, "_profile", lambda run, n, _: profiled(run, n, PRODUCTS))
+    step, task = tiny(Variant("mine", compile=compiled))
+    loss = step(task)
+    found = stages.stage_rows(step, task, 3)
+    assert {(row["stage"], row["pass"]): row["n_kernels"] for row in found} == MATMULS
+    assert all(row["time_ms_p50"] == pytest.approx(row["n_kernels"] / 1e3) for row in found)
+    assert step(task) < loss  # it trains on, without a mark
 
 
 def test_operations_of_ours_have_the_places_of_their_modules() -> None:
