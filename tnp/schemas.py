@@ -236,9 +236,14 @@ TABLES: dict[str, pa.Schema] = {
         ],
         "stages": [
             *STEP_KEY,
-            ("stage", pa.string()),  # embed attention mlp heads loss backward optimizer
+            ("stage", pa.string()),  # embed attention mlp heads loss optimizer other
             *_statistics("time_ms"),
             *RUN,
+            ("pass", pa.string()),  # "forward" | "backward" | "optimizer"
+            ("n_kernels", pa.int32()),  # and copies, of one step
+            # "profiler": kernels' time on the device. Null, of earlier rows: from event to event of
+            # an eager step, which holds the host's time too; "backward" was a stage.
+            ("source", pa.string()),
         ],
         "training": [
             ("config_id", pa.string()),

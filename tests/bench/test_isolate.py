@@ -21,7 +21,7 @@ import sys, types
 steps = types.ModuleType("tnp.bench.steps")
 source = '''
 import os, signal, sys, time
-def measure_step(parameters, started):
+def measure_step(parameters, started, note):
 {body}
 '''
 exec(source, steps.__dict__)
@@ -61,7 +61,16 @@ def the_row(tables: dict) -> dict:
 def test_without_a_fault_it_is_measured():
     tables = run_isolated("step", step_parameters(), 60)
     assert the_row(tables)["status"] == "ok"
-    assert set(tables) == {"steps", "samples", "stages", "code", "environments"}
+    assert set(tables) == {"steps", "samples", "code", "environments"}
+
+
+def test_a_process_that_dies_while_it_looks_for_stages_has_measured_all_the_same(instead_of_a_step):
+    instead_of_a_step(
+        "step = {'config_id': parameters['config_id'], 'status': 'ok', 'reason': ''}",
+        "note({'steps': [step]})",
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+    )
+    assert the_row(run_isolated("step", step_parameters(), 60))["status"] == "ok"
 
 
 def test_running_out_of_device_memory_is_a_row(instead_of_a_step):

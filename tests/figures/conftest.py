@@ -30,8 +30,9 @@ VIEWS = {
     " speedup_best_high double, leads boolean",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
     " counts boolean, why_not text, peak_memory_gib double",
-    "stage_share": f"device text, config_id text, {SHAPE}, {SWITCHES}, role text, stage text,"
-    " counts boolean, time_ms double, share double",
+    "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"
+    " pass text, counts boolean, time_ms double, n_kernels bigint, step_ms double, share double,"
+    " fastest boolean",
     "training_curves": "device text, run text, variant text, source text, batch integer,"
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
@@ -176,18 +177,21 @@ def compared(name: str, verdict: str, ratio: float, counts: bool | None) -> Row:
 
 
 def stage_rows(
-    seconds: dict[str, float],
+    times: dict[tuple[str, str], float],
     device: str = GPU,
     variant: str = "sdpa_flash",
+    shape: str = "mid",
     counts: bool | None = True,
+    fastest: bool = True,
 ) -> dict:
-    total = sum(seconds.values())
-    key = {"device": device, "config_id": f"mid--{variant}", "variant": variant} | sized("mid")
+    """Of a step from {(stage, pass): milliseconds}; a tenth of the step is between its kernels."""
+    total = sum(times.values())
+    key = {"device": device, "variant": variant, "dtype": "bfloat16"} | sized(shape)
+    key |= {"checkpoint": False, "cuda_graph": True, "role": role(variant)}
+    key |= {"counts": counts, "fastest": fastest, "step_ms": total / 0.9, "n_kernels": 7}
     rows = [
-        key
-        | {"checkpoint": False, "cuda_graph": False, "role": role(variant)}
-        | {"stage": stage, "counts": counts, "time_ms": time, "share": time / total}
-        for stage, time in seconds.items()
+        key | {"stage": stage, "pass": pass_, "time_ms": time, "share": time / total}
+        for (stage, pass_), time in times.items()
     ]
     return {"stage_share": rows, **step_summary(device, variant)}
 

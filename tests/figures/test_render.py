@@ -16,7 +16,11 @@ from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
 from tnp.variants import named_specs
 
-STAGES = {"embed": 1.0, "attention": 20.0, "mlp": 9.0, "heads": 5.0, "loss": 1.0, "backward": 60.0}
+STAGES = {
+    (stage, pass_): factor * time
+    for stage, time in {"embed": 1, "attention": 20, "mlp": 9, "heads": 5, "loss": 0.1}.items()
+    for pass_, factor in (("forward", 1.0), ("backward", 2.2))
+} | {("optimizer", "optimizer"): 0.6, ("other", "forward"): 0.01}
 
 
 class Elements(HTMLParser):
@@ -38,6 +42,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.steps(times, device),
         sample.steps(times, device, checkpoint=True),
         sample.stage_rows(STAGES, device),
+        sample.stage_rows({place: 0.7 * ms for place, ms in STAGES.items()}, device, "separate"),
         sample.training_rows(0.5, -1.5, device=device),
         sample.paired_rows(device),
         sample.roofline_rows({(name, "mid"): 0.5 for name in variants}, device),

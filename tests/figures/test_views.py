@@ -46,8 +46,10 @@ def measured() -> dict[str, list[Row]]:
                 "optimizer": True,
             }
             tables["steps"].append(step | OK | {"step_ms_p50": time, "peak_memory_bytes": 8 << 30})
-            for stage, share in (("attention", 0.3), ("backward", 0.7)):
-                tables["stages"].append(step | {"stage": stage, "time_ms_p50": share * time})
+            for pass_, share in (("forward", 0.3), ("backward", 0.6)):
+                of_stage = {"stage": "attention", "pass": pass_, "source": "profiler"}
+                of_stage |= {"time_ms_p50": share * time, "n_kernels": 2}
+                tables["stages"].append(step | of_stage)
             tables["samples"] += samples(step["config_id"], replicate, "step", time)
             tables["ops"].append(
                 sizes

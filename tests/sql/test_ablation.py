@@ -107,7 +107,7 @@ def test_the_ablations_steps_are_in_no_other_comparison(store: Callable[..., Que
     part = ablated("only_mlp", [1.0])
     part["stages"] = [
         {name: value for name, value in part["steps"][0].items() if name in TABLES["stages"].names}
-        | {"stage": "mlp", "time_ms_p50": 1.0}
+        | {"stage": "mlp", "pass": "forward", "time_ms_p50": 1.0, "source": "profiler"}
     ]
     query = store(step("sdpa_flash", [2.0]), part)
     for view in ("speedup", "memory", "matrix"):

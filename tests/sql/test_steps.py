@@ -13,12 +13,14 @@ from tests.sql.conftest import (
     SQL,
     VIEWS,
     Query,
+    Tables,
     gate,
     operator,
     runs,
     step,
     steps,
 )
+from tnp.schemas import TABLES
 from tnp.store import build_database, write_table
 
 
@@ -252,29 +254,62 @@ def test_matrix_has_a_column_for_each_combination(store: Callable[..., Query]) -
     assert statuses == ("ok", "oom", None)
 
 
+STAGE = {"source": "profiler", "n_kernels": 3}
+
+
+def staged(part: Tables, times: dict[tuple[str, str], float], **columns: object) -> Tables:
+    """A step and the times of its stages, by stage and pass."""
+    identity = {name: part["steps"][0].get(name) for name in TABLES["stages"].names}
+    rows = [
+        identity | STAGE | {"stage": stage, "pass": pass_, "time_ms_p50": time} | columns
+        for (stage, pass_), time in times.items()
+    ]
+    return part | {"stages": rows}
+
+
+FORWARD, BACKWARD = ("attention", "forward"), ("attention", "backward")
+
+
 def test_stage_shares_are_of_medians_and_sum_to_one(store: Callable[..., Query]) -> None:
-    parts = []
-    for replicate, scale in ((1, 1.0), (2, 2.0), (3, 9.0)):
-        tables = step("sdpa_flash", [4 * scale], replicate=replicate)
-        row = {name: value for name, value in tables["steps"][0].items() if name != "status"}
-        row = {name: row[name] for name in row if name not in ("step_ms_p50", "peak_memory_bytes")}
-        tables["stages"] = [
-            row | {"stage": stage, "time_ms_p50": time * scale}
-            for stage, time in (("attention", 1.0), ("backward", 3.0))
-        ]
-        parts.append(tables)
+    parts = [
+        staged(
+            step("sdpa_flash", [5 * scale], replicate=replicate),
+            {FORWARD: 1.0 * scale, BACKWARD: 3.0 * scale},
+        )
+        for replicate, scale in ((1, 1.0), (2, 2.0), (3, 9.0))
+    ]
     # Of forward and backward alone it would be a second bar of the same name.
     feasibility = {"config_id": "memory_feasibility", "optimizer": False}
-    part = step("sdpa_flash", [4], replicate=3, **feasibility)
-    part["stages"] = [row | feasibility | {"stage": "attention", "time_ms_p50": 1.0}]
-    parts.append(part)
+    parts.append(staged(step("sdpa_flash", [4], replicate=3, **feasibility), {FORWARD: 1.0}))
     found = store(*parts)("from stage_share")
     assert {row["config_id"] for row in found} == {"mid--sdpa_flash"}
-    rows = {row["stage"]: row for row in found}
-    assert {stage: (row["time_ms"], row["share"]) for stage, row in rows.items()} == {
-        "attention": (2, 0.25),
-        "backward": (6, 0.75),
+    rows = {(row["stage"], row["pass"]): row for row in found}
+    assert {place: (row["time_ms"], row["share"]) for place, row in rows.items()} == {
+        FORWARD: (2, 0.25),
+        BACKWARD: (6, 0.75),
     }
+    assert {(row["step_ms"], row["n_kernels"]) for row in found} == {(10, 3)}
+
+
+def test_stages_that_hold_the_hosts_time_are_left_out(store: Callable[..., Query]) -> None:
+    old = staged(step("separate", [4]), {("backward", None): 3.0}, source=None)
+    query = store(old, staged(step("sdpa_flash", [4]), {FORWARD: 1.0}))
+    assert [row["variant"] for row in query("from stage_share")] == ["sdpa_flash"]
+    (day,) = query("from recording_days where view_name = 'stage_share'")
+    assert "sdpa_flash" in day["question"]
+    assert query("from stages where source is null")  # nothing that was recorded goes
+
+
+def test_the_fastest_of_each_side_has_its_stages_marked(store: Callable[..., Query]) -> None:
+    gpu = [gate("gate"), *runs("sdpa_cudnn", [8.0]), *runs("sdpa_flash", [9.0])]
+    gpu += [*runs("fused", [5.0]), *runs("separate", [4.0], code=NEWER)]
+    both = {FORWARD: 1.0, BACKWARD: 2.0}
+    query = store(*(staged(part, both) if "steps" in part else part for part in gpu))
+    found = query("select distinct variant, fastest, counts from stage_share")
+    fastest = {row["variant"] for row in found if row["fastest"]}
+    # `separate` takes less, of code that no gate has seen.
+    assert fastest == {"sdpa_cudnn", "fused"}
+    assert {row["variant"]: row["counts"] for row in found}["fused"] is True
 
 
 NEWER = {"kernel": {"_kernel": "2"}, "module": {"tnp.model": "2"}}

@@ -26,7 +26,7 @@ def main(kind: str, parent: str, report: str) -> None:
         if kind == "step":
             from tnp.bench.steps import measure_step
 
-            note(tables=measure_step(parameters, started))
+            note(tables=measure_step(parameters, started, lambda tables: note(tables=tables)))
         elif kind == "prediction":
             from tnp.bench.predictions import measure_predictions
 

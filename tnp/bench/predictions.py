@@ -95,8 +95,8 @@ def _model_and_task(
     with torch.device(device):
         config = TNPConfig(**parameters["model"])
         model = TransformerNP(config, variant, getattr(torch, dtype))
-    sizes = parameters["n_context"], parameters["n_target"]
-    return model, random_task(parameters, config, device, *sizes)
+    sizes = [(parameters["n_context"], parameters["n_target"])] * parameters["batch"]
+    return model, random_task(parameters, config, device, sizes)
 
 
 def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:

@@ -1,86 +1,167 @@
-"""Where the time of an eager step goes: marks set by forward hooks, in passes of their own."""
+"""Where a training step's device time goes: the profiler's times of its kernels, by stage and pass.
 
+A profile of undisturbed steps, replays of a CUDA graph among them, has each kernel's name and time,
+and nothing of who launched it. So the same step also runs once uncaptured, with marks
+(`tnp.bench.stage_marks`). It launches the same kernels in the same order, which says of each
+kernel of the undisturbed steps where it belongs; where the two sequences differ, nothing is said.
+"""
+
+import json
+import logging
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
+from torch.profiler import ProfilerActivity
 
+from tnp.bench.stage_marks import OTHER, marking, parsed
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import Mark, elapsed_ms, mark, synchronize
 from tnp.step import TrainingStep
 from tnp.tasks import Task
 
-Spans = dict[str, list[tuple[Mark, Mark]]]
+SOURCE = "profiler"  # of a row's times: earlier rows have those between events of an eager step
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+COPIES = ("gpu_memcpy", "gpu_memset")
+AROUND = (OTHER, "forward")  # of what is no part of any stage
+
+Event = dict  # of a profile in Chrome's trace format, times in microseconds
+Place = tuple[str, str]  # stage, pass
+
+log = logging.getLogger("tnp.bench.stages")
 
 
-def stage_rows(
-    step: TrainingStep, task: Task, device: torch.device, n_passes: int
-) -> list[dict[str, object]]:
-    """One row a stage, milliseconds per step over `n_passes` eager steps.
+class Mismatch(RuntimeError):
+    """Two profiles that are not of the same kernels in the same order."""
 
-    embed, attention, mlp and heads are forward time summed over their calls; loss is what follows
-    the heads; backward includes what a checkpoint recomputes. Weights that are cast ahead of the
-    forward pass are in none of them. The step must have run before.
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    place: Place
+
+
+def stage_rows(step: TrainingStep, task: Task, n_passes: int) -> list[dict[str, object]]:
+    """One row for each stage and pass: milliseconds a step over `n_passes` steps, and kernels.
+
+    None, with a logged sentence, where the profiler cannot tell. The step must have run before; one
+    that is compiled is compiled anew, and would be again if it ran once more without a graph.
     """
-    passes = [_one_pass(step, task, device) for _ in range(n_passes)]
-    synchronize(device)
-    return [
-        {"stage": stage}
-        | summarize(
-            [sum(elapsed_ms(*span) for span in spans[stage]) for spans in passes], "time_ms"
-        )
-        for stage in passes[0]
-    ]
-
-
-def _one_pass(step: TrainingStep, task: Task, device: torch.device) -> Spans:
-    """An eager step by hand, its marks not yet read."""
-    spans: Spans = defaultdict(list)
-    step.optimizer.zero_grad(set_to_none=True)
-    with step.casts.step():
-        with _marking(_stages(step), spans, device):
-            loss = step.nll(*task)
-        after_loss = mark(device)
-        loss.backward()
-    after_backward = mark(device)
-    spans["loss"].append((spans["heads"][-1][1], after_loss))
-    spans["backward"].append((after_loss, after_backward))
-    if step.update:
-        step.optimizer.step()
-        spans["optimizer"].append((after_backward, mark(device)))
-    return spans
-
-
-def _stages(step: TrainingStep) -> list[tuple[str, nn.Module]]:
-    model = step.model
-    blocks = [
-        part
-        for block in model.blocks
-        for part in (("attention", block.attention), ("mlp", block.mlp))
-    ]
-    return [("embed", model.embed), *blocks, ("heads", model.heads)]
-
-
-@contextmanager
-def _marking(
-    stages: list[tuple[str, nn.Module]], spans: Spans, device: torch.device
-) -> Iterator[None]:
-    """Mark both ends of every call of the modules; the hooks are gone before the backward pass."""
-    starts: dict[nn.Module, Mark] = {}
-    handles = []
-    for stage, module in stages:
-
-        def begin(module: nn.Module, _: object) -> None:
-            starts[module] = mark(device)
-
-        def end(module: nn.Module, _: object, __: object, stage: str = stage) -> None:
-            spans[stage].append((starts[module], mark(device)))
-
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        undisturbed = _profile(lambda: step(task), n_passes, [ProfilerActivity.CUDA])
+        with marking(step):
+            step._run((task,))  # compiles what is to be compiled
+            both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+            marked = _profile(lambda: step._run((task,)), 1, both)
+        return rows(undisturbed, placed(marked), n_passes)
+    except Exception as problem:  # whatever it is, the step has been measured
+        log.warning("stages are not recorded: %s: %s", type(problem).__name__, problem)
+        return []
+
+
+def rows(events: list[Event], kernels: list[Kernel], n_steps: int) -> list[dict[str, object]]:
+    """Rows of table "stages" without their key, from a profile of `n_steps` steps of `kernels`.
+
+    Raises:
+        Mismatch: the steps have other kernels, or these in another order.
+    """
+    steps = by_place(events, kernels, n_steps)
+    places = list(dict.fromkeys(place for step in steps for place in step))
+    return [
+        {"stage": place[0], "pass": place[1], "source": SOURCE}
+        | summarize([sum(step[place]) / 1e3 for step in steps], "time_ms")
+        | {"n_kernels": max(len(step[place]) for step in steps)}
+        for place in places
+    ]
+
+
+def placed(events: list[Event]) -> list[Kernel]:
+    """The kernels of a marked profile, in the order in which they ran, without copies.
+
+    A kernel is of the place that was marked last before its launch, and of "other" where the
+    profile does not have its launch.
+    """
+    marks = sorted(
+        (event["ts"], place)
+        for event in events
+        if event.get("cat") == "user_annotation" and (place := parsed(event["name"]))
+    )
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
+    }
+    times = [at for at, _ in marks]
+
+    def place_of(event: Event) -> Place:
+        at = launched.get(event["args"].get("correlation"))
+        n_before = 0 if at is None else bisect(times, at)
+        return marks[n_before - 1][1] if n_before else AROUND
+
+    return [
+        Kernel(event["name"], place_of(event))
+        for event in _on_device(events)
+        if event["cat"] not in COPIES
+    ]
+
+
+def by_place(
+    events: list[Event], kernels: list[Kernel], n_steps: int
+) -> list[dict[Place, list[float]]]:
+    """Of each step the microseconds of the kernels and copies of each place.
+
+    A copy or a memset is ahead of the kernel that it is made for, and of its place. What precedes a
+    step's first kernel, or follows the last of all, are the task and the loss.
+    """
+    found = _on_device(events)
+    names = [event["name"] for event in found if event["cat"] not in COPIES]
+    expected = [kernel.name for kernel in kernels] * n_steps
+    if not names:
+        raise Mismatch("the profiler saw no kernel")
+    if len(names) != len(expected):
+        raise Mismatch(
+            f"{n_steps} steps have {len(names)} kernels and the same step with marks {len(kernels)}"
+        )
+    for at, (name, wanted) in enumerate(zip(names, expected, strict=True)):
+        if name != wanted:
+            raise Mismatch(
+                f"kernel {at % len(kernels)} of a step is {name} and with marks {wanted}"
+            )
+    steps: list[dict[Place, list[float]]] = [defaultdict(list) for _ in range(n_steps)]
+    waiting: list[float] = []  # copies ahead of a kernel
+    n_met = 0
+    for event in found:
+        if event["cat"] in COPIES:
+            waiting.append(event["dur"])
+            continue
+        number, at = divmod(n_met, len(kernels))
+        place = kernels[at].place
+        for copy in waiting:
+            steps[number][place if at else AROUND].append(copy)
+        steps[number][place].append(event["dur"])
+        waiting, n_met = [], n_met + 1
+    for copy in waiting:
+        steps[-1][AROUND].append(copy)
+    return steps
+
+
+def _on_device(events: list[Event]) -> list[Event]:
+    """Kernels and copies in the order in which they began."""
+    found = [event for event in events if event.get("cat") in ("kernel", *COPIES)]
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def _profile(run: Callable[[], object], n_runs: int, activities: list) -> list[Event]:
+    """The events of so many runs."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(n_runs):
+            run()
+        torch.cuda.synchronize()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]

@@ -1,9 +1,10 @@
-"""Benchmark of one training step: time, tokens/s, peak memory, operations, time per stage."""
+"""Benchmark of one training step: time, tokens/s, peak memory, operations, stages."""
 
 import json
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from tnp import plans, selection, targets
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
 from tnp.bench.memory import PeakMemory
-from tnp.bench.outcome import Unsupported, key
+from tnp.bench.outcome import Rows, Unsupported, key
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.sampled import measured_columns, sample_rows
@@ -37,19 +38,23 @@ Sizes = tuple[int, int]  # context and target points of a sample
 LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degenerate density
 
 
-def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:
-    """Tables "steps", "samples", "code" and, for an eager step, "stages" of one configuration.
+def measure_step(
+    parameters: dict, started: float, note: Callable[[Rows], None] = lambda tables: None
+) -> Rows:
+    """Tables "steps", "samples", "code" and, on a GPU, "stages" of one configuration.
 
     The peak memory is that of the steps after the first; for a captured step, of capture and
     replays, since a replay allocates nothing and lives in what the capture took.
 
     Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, drawn
     for each task or for each sample of it. A captured step has a graph for each bucket of sizes.
+    A stream has no stages.
 
     Args:
         parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
             `definitions`, the hashes of what the step runs, by name; `vary` where sizes do.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
+        note: is given all tables but "stages" before the profiler starts, which may end a process.
 
     Raises:
         Unsupported: this device cannot run the variant.
@@ -118,12 +123,11 @@ def measure_step(parameters: dict, started: float) -> dict[str, list[dict[str, o
     )
     samples = sample_rows(parameters, "step", measurement, conditions)
     tables = {"steps": [row], "samples": samples, "code": code.rows()}
-    if not (parameters["cuda_graph"] or variant.compile or len(tasks) > 1):
+    if device.type == "cuda" and len(tasks) == 1:
+        note(tables)
         n_passes = 1 if row["step_ms_p50"] > policy.long_step_s * 1e3 else STAGE_PASSES
-        tables["stages"] = [
-            key("stage", parameters) | stage
-            for stage in stage_rows(step, tasks[0], device, n_passes)
-        ]
+        found = stage_rows(step, tasks[0], n_passes)
+        tables["stages"] = [key("stage", parameters) | stage for stage in found]
     return tables
 
 

@@ -1,7 +1,10 @@
-"""Where a training step's time goes.
+"""Where the device time of a training step goes: ours beside PyTorch's best, stage by stage.
 
-Reads the view `stage_share`. One panel per device and shape, one stacked bar per configuration.
+Reads the view `stage_share`. One panel per device and shape, one line per stage and pass, and on it
+a bar for the fastest step of ours and one for the fastest of the others.
 """
+
+from collections.abc import Iterable
 
 import altair as alt
 import duckdb
@@ -12,140 +15,148 @@ from tnp.figures.layout import Layout
 
 PANEL_WIDTH = 620  # px
 COLUMNS = 1  # panels abreast
-BAR_HEIGHT = 20  # px
-CHARACTER_WIDTH = 6  # px: a segment that is narrower than its label has none
+BAR_HEIGHT = 13  # px, of one of a line's two
 PALE = alt.value(0.4)
-SAME = ("shape", "stage")  # of steps that are compared
+SIZES = ("shape", "batch", "n_context", "n_target", "dtype")  # of steps that are compared
 
-# In the order of the step: forward stages in hues, then what follows them.
-STAGES = {
-    "embedding": "#CC79A7",
-    "attention": "#D55E00",
-    "MLP": "#E69F00",
-    "heads": "#009E73",
-    "loss": "#F0E442",
-    "backward": "#56B4E9",
-    "optimizer": "#B8BFC6",
-}
+STAGES = ["embedding", "attention", "MLP", "heads", "loss"]  # in the order of the forward pass
+PLACES = [
+    *((stage, "forward") for stage in STAGES),
+    *((stage, "backward") for stage in reversed(STAGES)),
+    ("optimizer", "optimizer"),
+    ("other", "forward"),
+    ("other", "backward"),
+]
 
 QUERY = """
-    select *
-    from stage_share
-    order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph, stage
+    select * from stage_share
+    where fastest
+    order by n_context, n_target, batch desc, shape, dtype, role = 'own'
 """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Stacked bars in ms, each segment with its share of the step."""
+    """Bars in ms of the device, two on each line."""
     rows = data.query(connection, QUERY)
     if not rows:
-        return theme.no_rows("no stage has been timed", "snakemake --cores 1 all", layout)
+        return theme.no_rows(
+            "no stage was timed on a GPU by the profiler", "snakemake --cores 1 all", layout
+        )
+    for row in rows:
+        row["line"] = line(row)
+        row["side"] = "ours" if row["role"] == "own" else "others"
+        row["label"] = f"{row['variant']} {theme.duration(row['time_ms'])}"
+    labels = [line({"stage": stage, "pass": pass_}) for stage, pass_ in PLACES]
+    colors = data.variant_colors(connection)
     devices = data.devices(connection, "stage_share")
-    variants = data.variants(connection)
-    by_variant = sorted(rows, key=lambda row: variants.index(row["variant"]))  # stable
-    lines = list(dict.fromkeys(switches.configuration(row) for row in by_variant))
     blocks = []
     for slug, device in devices.items():
         measured = data.steps_measured(connection, "stage_share", device)
         of_device = [row for row in rows if row["device"] == slug]
-        panels = [_panel(of_shape, lines, layout) for of_shape in switches.panels(of_device)]
+        panels = [_panel(of_sizes, labels, colors, layout) for of_sizes in alike(of_device)]
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        "Short steps launched without a CUDA graph, as all steps here were, wait for the host: "
-        "where a step takes a few tens of ms, read these as the host's times and not the device's, "
-        "and the figure speedup for how long the step takes with a graph.",
-        "Median time per stage, in ms: embedding to loss are forward, summed over layers; backward "
-        "includes what checkpointing recomputes. Numbers: share of the stages' sum. No error bars: "
-        "timed in passes of their own, stages are for proportions. "
+        "Device time of a step's kernels and copies, in ms: median over steps that the profiler "
+        "watched, in passes of their own. Of ours, and of PyTorch's, the fastest step at each "
+        "size. Stages are summed over layers; backward includes what checkpointing recomputes.",
+        "“Other” is what no stage can be told of: casts of weights ahead of the forward pass, "
+        "copies, sums of gradients, and kernels that the compiler made of two stages alike. "
         f"Pale: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
-def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """The largest stage in the longest plain baseline step, which waits least for the host, and how
-    the same stage of ours compares; or else the largest of the forward pass.
-    """
-    slug, device = next(iter(devices.items()))
-    of_device = [row for row in rows if row["device"] == slug]
-    unswitched = [row for row in of_device if not row["checkpoint"] and not row["cuda_graph"]]
-    baseline = [row for row in unswitched if row["role"] == "baseline"] or of_device
-    longest = max(baseline, key=lambda row: row["time_ms"] / row["share"])["config_id"]
-    step = sorted(
-        (row for row in baseline if row["config_id"] == longest), key=lambda row: -row["time_ms"]
-    )
-    first = step[0]
-    sentence = (
-        f"{theme.sentence(first['stage'])} takes {first['share']:.0%} of a training step of "
-        f"{switches.configuration(first)} at {first['shape']} on {device['name']}"
-    )
-    ours = [
-        row
-        for row in unswitched
-        if row["role"] == "own" and [row[k] for k in SAME] == [first[k] for k in SAME]
-    ]
-    if ours:
-        best = min(ours, key=lambda row: (not row["counts"], row["time_ms"]))
-        return (
-            f"{sentence}, {theme.duration(first['time_ms'])}; "
-            f"of {best['variant']} {best['share']:.0%}, {theme.duration(best['time_ms'])}"
-        )
-    forward = [row for row in step if row["stage"] not in ("backward", "optimizer")]
-    if not forward or forward[0] is first:
-        return sentence
-    share = forward[0]["time_ms"] / sum(row["time_ms"] for row in forward)
-    return f"{sentence}; {forward[0]['stage']} takes {share:.0%} of the forward pass"
+def line(row: Row) -> str:
+    """What the row's line is called."""
+    return row["stage"] if row["stage"] == row["pass"] else f"{row['stage']} {row['pass']}"
 
 
-def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMixin:
-    found = {switches.configuration(row) for row in rows}
-    lines = [label for label in labels if label in found]
-    stages = list(STAGES)
-    totals: dict[str, float] = {}
+def alike(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each shape and dtype."""
+    found: dict[tuple, list[Row]] = {}
     for row in rows:
-        totals[row["config_id"]] = totals.get(row["config_id"], 0.0) + row["time_ms"]
-    longest, width = max(totals.values()), layout.width(PANEL_WIDTH)
-    segments = [
-        row
-        | {
-            "line": switches.configuration(row),
-            "order": stages.index(row["stage"]),
-            "label": _label(row, row["time_ms"] / longest * width),
-        }
-        for row in rows
-    ]
-    y = layout.line("line:N", lines, labels, BAR_HEIGHT)
-    x = alt.X("time_ms:Q", title="ms", stack="zero", scale=alt.Scale(domain=[0, longest]))
-    base = data.drawing(segments).encode(
-        x=x.axis(tickCount=5),
+        found.setdefault(tuple(row[name] for name in SIZES), []).append(row)
+    return list(found.values())
+
+
+def finding(rows: list[Row], devices: dict[str, Row]) -> str:
+    """Where ours gains most, as a share of PyTorch's step, on the first device with both; or else
+    the largest stage of any step.
+    """
+    gains = []
+    for slug, device in devices.items():
+        for of_sizes in alike(row for row in rows if row["device"] == slug):
+            theirs = {r["line"]: r for r in of_sizes if r["side"] == "others"}
+            total = sum(row["time_ms"] for row in theirs.values())
+            gains += [
+                ((theirs[own["line"]]["time_ms"] - own["time_ms"]) / total, own, theirs, device)
+                for own in of_sizes
+                if own["side"] == "ours" and own["line"] in theirs
+            ]
+        if gains:
+            break
+    if not gains:
+        row = max(rows, key=lambda row: row["share"])
+        return (
+            f"{theme.sentence(row['line'])} takes {row['share']:.0%} of the device time of a "
+            f"training step of {switches.configuration(row)} at {row['shape']} on "
+            f"{devices[row['device']]['name']}"
+        )
+    gain, own, theirs, device = max(gains, key=lambda found: found[0])
+    other = theirs[own["line"]]
+    if gain <= 0:
+        return f"No stage of ours takes less device time than PyTorch's on {device['name']}"
+    return (
+        f"Beside {other['variant']} ours gains most in {own['line']}, at {own['shape']} on "
+        f"{device['name']}: {theme.duration(own['time_ms'])} of device time in place of "
+        f"{theme.duration(other['time_ms'])}, which saves {gain:.0%} of that step's"
+    )
+
+
+def _panel(
+    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
+) -> alt.TopLevelMixin:
+    found = {row["line"] for row in rows}
+    lines = [label for label in labels if label in found]
+    # Room right of the longest bar for its label.
+    room = (2.1 if layout.narrow else 1.5) * max(row["time_ms"] for row in rows)
+    y = layout.line("line:N", lines, labels, 2 * BAR_HEIGHT)
+    base = data.drawing(rows).encode(
+        x=alt.X("time_ms:Q", title="ms on the device", axis=alt.Axis(tickCount=5)).scale(
+            domain=[0, room]
+        ),
         y=y,
-        order="order:Q",
+        yOffset=alt.YOffset("side:N", scale=alt.Scale(domain=["ours", "others"])),
     )
-    color = alt.Color(
-        "stage:N", scale=alt.Scale(domain=stages, range=list(STAGES.values())), title=None
+    bars = base.mark_bar(height=BAR_HEIGHT - 2).encode(
+        color=alt.Color("variant:N", scale=colors, legend=None),
+        opacity=alt.condition("datum.counts", alt.value(1), PALE),
+        tooltip=[
+            alt.Tooltip("variant:N"),
+            alt.Tooltip("line:N", title="stage"),
+            alt.Tooltip("time_ms:Q", format=".4~r", title="ms"),
+            alt.Tooltip("share:Q", format=".1%", title="of all stages"),
+            alt.Tooltip("n_kernels:Q", title="kernels and copies"),
+        ],
     )
-    tooltip = [
-        alt.Tooltip("line:N", title="configuration"),
-        alt.Tooltip("stage:N"),
-        alt.Tooltip("time_ms:Q", format=".4~r", title="ms"),
-        alt.Tooltip("share:Q", format=".1%"),
-    ]
-    bars = base.mark_bar(stroke="white", strokeWidth=1).encode(
-        color=color, tooltip=tooltip, opacity=alt.condition("datum.counts", alt.value(1), PALE)
+    numbers = base.mark_text(align="left", dx=4, fontSize=11, color=theme.INK).encode(
+        text="label:N"
     )
-    numbers = base.mark_text(fontSize=11, color=theme.INK).encode(
-        x=x.bandPosition(0.5), text="label:N", detail="stage:N"
-    )
-    names = theme.names("line:N", lines, y, BAR_HEIGHT, layout)
+    names = theme.names("line:N", lines, y, 2 * BAR_HEIGHT, layout)
     return alt.layer(bars, numbers, *names).properties(
-        width=width,
-        height=layout.height(len(lines), BAR_HEIGHT),
-        title=switches.panel_title(rows[0], layout),
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(lines), 2 * BAR_HEIGHT),
+        title=switches.panel_title(rows[0], layout, _notes(rows)),
     )
 
 
-def _label(row: Row, width: float) -> str:
-    """The stage and its share, the share alone, or nothing: what `width` has room for."""
-    share = f"{row['share']:.0%}"
-    texts = (f"{row['stage']} {share}", share)
-    return next((text for text in texts if CHARACTER_WIDTH * len(text) + 6 <= width), "")
+def _notes(rows: list[Row]) -> list[str]:
+    """Of each step of a panel how much of its time kernels take; the rest are gaps between them."""
+    steps: dict[str, list[Row]] = {}
+    for row in rows:
+        steps.setdefault(switches.configuration(row), []).append(row)
+    return [
+        f"{theme.sentence(name)}: {theme.duration(sum(row['time_ms'] for row in step))} of kernels "
+        f"in a step of {theme.duration(step[0]['step_ms'])}."
+        for name, step in steps.items()
+    ]

@@ -113,6 +113,7 @@ measured as (
         and (used.device, used.question) in (select (device, question) from stage_share)
         and (used.device, used.run, used.config_id) in (
             select (device, run_of(run_id, device, recorded_at), config_id) from stages
+            where source = 'profiler'
         )
     union all
     select
