@@ -40,6 +40,8 @@ class Mismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Kernel:
+    """One that a step launches, and where it belongs."""
+
     name: str
     place: Place
 
