@@ -91,6 +91,7 @@ class TrainingStep:
         if model.variant.compile:
             shorten_inductor_messages()
             mode = COMPILE_MODES[model.variant.compile]
+            options = dict(torch._inductor.list_mode_options(mode)) if mode else {}
             dynamic = None
             if buckets is not None:
                 # Operators of ours are compiled anew for each size, PyTorch's once for all sizes,
@@ -98,7 +99,12 @@ class TrainingStep:
                 dynamic = not (model.checkpoint or model.variant.recompute_above)
                 limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
                 torch._dynamo.config.recompile_limit = limit
-            self.nll = torch.compile(model.nll, fullgraph=True, mode=mode, dynamic=dynamic)
+            if dynamic:
+                # An analysis that does not serve symbolic sizes, by its own notes, and ends in an
+                # assertion there (torch 2.11 on an H200; pytorch/pytorch issue 197077).
+                options["triton.coalesce_tiling_analysis"] = False
+            compiled = {"fullgraph": True, "options": options or None, "dynamic": dynamic}
+            self.nll = torch.compile(model.nll, **compiled)
         self.casts = WeightCasts(model.parameters())
         self._graphs = None
         if cuda_graph:

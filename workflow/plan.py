@@ -132,9 +132,7 @@ def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph
     rows = sizes["batch"] * (sizes["n_context"] + sizes["n_target"])
     recompute = variant.recompute_above is not None and rows > variant.recompute_above
     operators = variant.implementations()
-    # A captured step pads sizes that vary to those of a bucket, and a batch its samples.
-    each = sizes.get("vary", {}).get("each", "batch") if "vary" in sizes else None
-    ragged = each == "sample" or (cuda_graph and each == "batch") or variant.pack
+    ragged = "vary" in sizes or variant.pack
     gates = gates_for(
         operators, checkpoint, cuda_graph, variant.skip_unread, recompute, ragged,
         variant.centred_keys,

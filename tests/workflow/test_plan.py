@@ -147,12 +147,12 @@ def test_noise_is_one_implementation_with_its_copies():
     assert 2 * len(jobs) * math.comb(spec["copies"], 2) >= 1000
 
 
-def test_a_captured_step_whose_sizes_vary_waits_for_the_gate_of_padding():
+def test_steps_whose_sizes_vary_wait_for_the_gate_of_padding():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    for marks, expected in (("", False), ("--graph", True)):
-        step = steps[f"varying--varying--fused{marks}"]
-        assert ("ragged" in step["gates"].split("|")) == expected
-        assert step["vary"]["n_context"] == [3, 64]
+    for name in ("varying--varying--fused", "varying_samples--varying_samples--fused_packed--graph"):
+        assert "ragged" in steps[name]["gates"].split("|")
+        assert steps[name]["vary"]["n_context"] == [3, 64]
+    assert "ragged" not in steps["headline--small--fused--graph"]["gates"].split("|")
 
 
 def test_the_strongest_pytorch_has_every_saving_that_ours_has():

@@ -47,8 +47,7 @@ def measure_step(
     replays, since a replay allocates nothing and lives in what the capture took.
 
     Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, drawn
-    for each task or for each sample of it. A captured step has a graph for each bucket of sizes.
-    A stream has no stages.
+    for each task or for each sample of it, and padded to buckets. A stream has no stages.
 
     Args:
         parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
@@ -80,7 +79,7 @@ def measure_step(
             learning_rate=LEARNING_RATE,
             update=parameters["optimizer"],
             cuda_graph=parameters["cuda_graph"],
-            buckets=_buckets(tasks) if parameters["cuda_graph"] and len(tasks) > 1 else None,
+            buckets=_buckets(tasks) if len(tasks) > 1 else None,
         )
     setup_s = time.perf_counter() - started
 

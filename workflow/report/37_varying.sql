@@ -2,9 +2,9 @@
 -- Training steps over a stream of 64 tasks, whose sizes are drawn at random for each task, or, at
 -- `varying_samples`, for each sample of one. A step is the stream's mean. Rows are context and
 -- target points; padding is none, and has a column: its share of the rows that are computed outside
--- attention. With a graph, sizes are rounded up to buckets, each with a graph of its own; without
--- one, PyTorch's best is compiled with dynamic sizes. Variants that end in `_packed` put the
--- samples of a batch one behind the other. `small` and `mid` are the fixed shapes that are the
+-- attention. Sizes are rounded up to buckets, each with a graph of its own where there are graphs.
+-- PyTorch's best is compiled once for all sizes. Variants that end in `_packed` put the samples of
+-- a batch one behind the other. `small` and `mid` are the fixed shapes that are the
 -- largest of a stream.
 with streams as (
     select distinct device
