@@ -25,7 +25,7 @@ test: $(VENV)/installed
 lint: $(VENV)/installed-dev
 	ruff check .
 	ruff format --check .
-	snakefmt --check Snakefile workflow/rules
+	snakefmt --check Snakefile workflow/Snakefile workflow/rules
 	sqlfluff lint workflow
 	python -m workflow.lint
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from tnp import choice, costs, targets
-from tnp.bench import provenance
+from tnp.bench import child, process, provenance
 from tnp.bench.costs import measure_costs
 from tnp.contract import Call
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, definition
@@ -111,8 +111,8 @@ def reported(monkeypatch):
         asked.append((command, json.loads(json.dumps(parameters))))
         return report
 
-    monkeypatch.setattr(costs, "run_child", run_child)
-    monkeypatch.setattr(costs, "require_gpu", lambda: H200)
+    monkeypatch.setattr(process, "run_child", run_child)
+    monkeypatch.setattr(child, "require_gpu", lambda: H200)
     return report, asked
 
 

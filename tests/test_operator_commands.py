@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.bench.configurations import TIMING
 from tnp import catalog as catalogs
@@ -238,3 +239,11 @@ def test_an_unknown_gpu_is_one_sentence(capsys):
         device.main(["--gpu", "Voodoo 2"])
     assert end.value.code == 2
     assert "unknown GPU 'Voodoo 2': choose from H200" in sentence(capsys)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can use the GPU")
+def test_device_says_of_a_gpu_that_pytorch_cannot_use_it(monkeypatch, capsys):
+    monkeypatch.setattr(provenance, "device_slug", lambda: "nvidia-h200")
+    with pytest.raises(SystemExit):
+        device.main([])
+    assert "nvidia-h200 is here, but PyTorch" in capsys.readouterr().err

@@ -69,6 +69,10 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
     "change, message",
     [
         ({"h": ["5", "six"]}, "column 'h' holds <U3, not numbers: could not convert string"),
+        ({"h": [1j, 2.0]}, "column 'h' holds complex128, not real numbers"),
+        ({"h": [5.0]}, "equally many rows, at least one, not t 2, h 1, id 2"),
+        ({"id": ["a"]}, "equally many rows, at least one, not t 2, h 2, id 1"),
+        ({"t": [], "h": [], "id": []}, "at least one, not t 0, h 0, id 0"),
         ({"id": ["a", None]}, "column 'id', row 1, is None: every row must say which function"),
         ({"id": [float("nan"), 1.0]}, "column 'id', row 0, is nan: every row must say which"),
     ],
@@ -110,6 +114,8 @@ def test_collated_tasks_are_padded_to_the_largest():
     assert collate([small, small]).context_lengths is None
     with pytest.raises(ValueError, match="there is no task to collate"):
         collate([])
+    with pytest.raises(TypeError, match="tasks to collate: number 1 is a tuple: all must be a tnp"):
+        collate([small, tuple(small)])
     with pytest.raises(ValueError, match="tasks of d_x 1, d_y 1 and d_x 2, d_y 1 go into no batch"):
         collate([small, Task(*(torch.ones(1, 3, d) for d in (2, 1, 2, 1)))])
 
@@ -125,8 +131,16 @@ def test_collated_tasks_are_padded_to_the_largest():
             {"functions": [(np.zeros((3, 1)), np.array([[0], [np.nan], [1]]))]},
             "row 1, is .nan.: it",
         ),
-        ({"n_context": (0, 4)}, "a size is 0: it must be a whole number, at least 1"),
-        ({"n_target": (5, 4)}, "the largest size is 4: it must be a whole number, at least 5"),
+        (
+            {"functions": functions(5)[0]},
+            "function 0 is a ndarray: it must be a pair of its points",
+        ),
+        ({"functions": [(np.zeros((3, 1)), np.zeros((3, 0)))]}, "d_x 1 and d_y 0: each must be"),
+        ({"functions": [(np.array([["a"]]), np.zeros((1, 1)))]}, "x of function 0 holds <U1, not"),
+        ({"n_context": 4}, "n_context is 4: it must be the smallest and the largest number"),
+        ({"n_context": (0, 4)}, "the smallest n_context is 0: it must be a whole number, at least"),
+        ({"n_target": (5, 4)}, "the largest n_target is 4: it must be a whole number, at least 5"),
+        ({"seed": -1}, "seed is -1: it must be a whole number, at least 0"),
         ({"batch": 0}, "batch is 0"),
     ],
 )

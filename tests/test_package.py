@@ -119,3 +119,36 @@ def test_every_pin_lies_in_the_packages_ranges():
     assert pins.keys() <= wanted.keys()
     for name, version in pins.items():
         assert wanted[name].contains(version), name
+
+
+COMMAND = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+ROPE = ["--batch=1", "--heads=2", "--kv-heads=2", "--n-tokens=8", "--head-dim=64"]
+TUNE = ["--batch=2", "--n-context=20", "--n-target=10"]
+MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tune", *TUNE], ["tnp.costs"]]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    """What a command of the package prints with nothing but the core."""
+    call = [sys.executable, "-c", COMMAND, ",".join(BEYOND_THE_CORE), *arguments]
+    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", MEASURING, ids=lambda arguments: arguments[0])
+def test_a_command_that_measures_names_the_extra_in_one_sentence(arguments):
+    done = command(*arguments)
+    assert done.returncode == 1 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"which pip install '{PROJECT['name']}[workflow]' brings")
+    assert command(arguments[0], "--help").returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--capability", "75"]])
+def test_what_runs_on_a_gpu_is_said_without_an_extra(arguments):
+    done = command("tnp.device", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "attention" in done.stdout

@@ -240,6 +240,46 @@ def test_other_numbers_of_samples_and_budgets_are_named():
         model.predict(task.context, task.x_target[:1])
 
 
+def test_points_on_the_cpu_that_are_not_finite_are_named():
+    model, task = build(), make_task()
+    task.y_context[1, 3] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"y_context of sample 1, point 3, is \[nan\]: every value"
+    ):
+        model.predict(task.context, task.x_target)
+    lengths = torch.tensor([7, 3], dtype=torch.int32)  # it is padding now
+    assert (
+        model.predict(task.context._replace(lengths=lengths), task.x_target).mean.isfinite().all()
+    )
+    x_target = task.x_target.clone()
+    x_target[0, 2] = float("nan")  # spoils no other target
+    nan = model.predict(make_task().context, x_target).mean.isnan()
+    assert nan[0, 2].all() and nan.sum() == 1
+
+
+def test_what_is_no_context_is_named():
+    model, task = build(), make_task()
+    with pytest.raises(TypeError, match="context is a tuple: it must be a tnp.tasks.Context"):
+        model.predict((task.x_context, task.y_context), task.x_target)
+    with pytest.raises(TypeError, match="context is a Encoding: it must be a tnp.tasks.Context"):
+        model.sample_jointly(model.encode(task.context), task.x_target)
+    with pytest.raises(ValueError, match="x_target has 1 samples and the context 2: they must"):
+        model.sample_jointly(task.context, task.x_target[:1])
+    with pytest.raises(ValueError, match="y_context is on meta and x_context on cpu: they must"):
+        model.predict(task.context._replace(y=task.y_context.to("meta")), task.x_target)
+    with pytest.raises(ValueError, match="x_target is torch.int64: it must be a float dtype"):
+        model.predict(task.context, task.x_target.long())
+
+
+def test_names_are_no_variants_and_no_dtypes():
+    with pytest.raises(
+        TypeError, match="variant is a str: it must be a Variant; Variant.named giv"
+    ):
+        TransformerNP(build().config, "auto")
+    with pytest.raises(ValueError, match="compute_dtype is 'bfloat16': it must be a float dtype"):
+        TransformerNP(build().config, build().variant, "bfloat16")
+
+
 def test_arrays_are_no_tensors():
     model, task = build(), make_task()
     context = Context(task.x_context.numpy(), task.y_context.numpy())
@@ -277,6 +317,13 @@ def test_a_normalization_is_that_of_its_points():
     assert Normalization.of(constant, constant).numbers()["x_deviation"] == [1.0]
     with pytest.raises(ValueError, match=r"y_deviation is \[0.0\]: means must be finite"):
         Normalization([0.0], [1.0], [0.0], [0.0])
+    with pytest.raises(ValueError, match=r"x_mean is \[0.0, 0.0\] and x_deviation \[1.0\]: they m"):
+        Normalization([0.0, 0.0], [1.0], [0.0], [1.0])
+    for points in (torch.zeros(3), torch.zeros(0, 1)):
+        with pytest.raises(
+            ValueError, match=r"x is \(.*\): it must be \[points, d_x\], of at least"
+        ):
+            Normalization.of(points, x)
     with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
         plain = build()
         TransformerNP(plain.config, plain.variant, normalization=units)

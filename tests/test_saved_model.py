@@ -77,6 +77,26 @@ def test_a_damaged_model_is_one_sentence_and_what_replaces_it_is_whole(tmp_path)
         TransformerNP.load(tmp_path, Variant("plain"))
 
 
+@pytest.mark.parametrize("dtype", ["float7", "nn"])
+def test_a_model_of_another_version_is_one_sentence(tmp_path, dtype):
+    unlike_zero().save(tmp_path)
+    file = tmp_path / saved_model.FILE
+    state = archive.load(file, "cpu", saved_model.KEYS, "model", "")
+    archive.save(file, state | {"compute_dtype": dtype})
+    with pytest.raises(ValueError, match="was not written by this version|compute_dtype is <mod"):
+        TransformerNP.load(tmp_path, Variant("plain"))
+    archive.save(file, state | {"config": state["config"] | {"d_z": 1}})
+    with pytest.raises(ValueError, match="was not written by this version"):
+        TransformerNP.load(tmp_path, Variant("plain"))
+
+
+def test_a_dtype_that_no_model_computes_in_is_refused(tmp_path):
+    unlike_zero().save(tmp_path)
+    for dtype in ("float32", torch.int32):
+        with pytest.raises(ValueError, match="it must be a float dtype, such as torch.bfloat16"):
+            TransformerNP.load(tmp_path, Variant("plain"), compute_dtype=dtype)
+
+
 def test_weights_of_another_model_are_refused():
     weights = saved_model.unpadded_weights(build(TNPConfig(d_model=16, n_layers=1, n_heads=2)))
     with pytest.raises(ValueError, match="weights are not of a model with TNPConfig"):

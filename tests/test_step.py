@@ -122,11 +122,12 @@ def test_inductors_messages_leave_arguments_alone_before_torch_2_13(monkeypatch)
     assert "tnp.mlp" in OperatorIssue.operator_str("tnp.mlp", [Argument()], {})
 
 
-@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3])
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3, "0.1", None])
 def test_a_learning_rate_that_trains_nothing_is_refused(rate):
-    sentence = f"learning_rate is {rate}: it must be finite and not negative"
-    with pytest.raises(ValueError, match=sentence):
-        TrainingStep(build(), learning_rate=rate)
+    sentence = f"learning_rate is {rate!r}: it must be finite and not negative"
+    if rate is not None:
+        with pytest.raises(ValueError, match=sentence):
+            TrainingStep(build(), learning_rate=rate)
     step = TrainingStep(build(), learning_rate=1e-3)
     with pytest.raises(ValueError, match=sentence):
         step.set_learning_rate(rate)
@@ -204,6 +205,12 @@ def test_what_makes_no_step_is_one_sentence():
         TrainingStep(model, learning_rate=1.0, max_grad_norm=0.0)
     with pytest.raises(ValueError, match="there is no task to train on: give at least one"):
         TrainingStep(model, optimizer=optimizer)()
+    with pytest.raises(TypeError, match="tasks to train on: number 0 is a list: all must be a tn"):
+        TrainingStep(model, optimizer=optimizer)([make_task()])
+    with pytest.raises(TypeError, match="optimizer is a str: it must be a torch.optim.Optimizer"):
+        TrainingStep(model, optimizer="adam")
+    with pytest.raises(TypeError, match="buckets is a int: it must be a Buckets"):
+        TrainingStep(model, optimizer=optimizer, buckets=64)
     with pytest.raises(ValueError, match="SGD cannot be captured in a CUDA graph: make it"):
         _check_capturable(optimizer)
     with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):

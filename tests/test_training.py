@@ -2,12 +2,13 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.test_model import build, make_task
+from tests.test_model import CONFIG, build, make_task
 from tnp.step import TrainingStep
 from tnp.tasks import Task
 from tnp.training import WATCHED, HeldOut, fit
@@ -150,6 +151,25 @@ def test_a_source_that_changes_its_dimensions_is_refused_and_the_run_before_stay
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"tasks": None}, "tasks is a NoneType: it must be a function, a list or a DataLoader"),
+        ({"evaluate": [task_of(0)]}, "evaluate is a list: it must be a function or None"),
+        ({"evaluate": lambda model: None}, "evaluate gives a NoneType: it must give a report's"),
+        ({"schedule": 0.1}, "schedule is a float: it must be a function or None"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        train(3, **options)
+
+
+def test_held_out_tasks_are_tasks():
+    with pytest.raises(TypeError, match="held-out tasks: number 0 is a Tensor: all must be a"):
+        HeldOut(task_of(0))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
         ({"every": 0}, "every is 0: it must be a whole number"),
         ({"accumulate": 1.5}, "accumulate is 1.5: it must be a whole number"),
         ({"average": 1.0}, "average is 1.0: it must lie between 0 and 1"),
@@ -162,16 +182,23 @@ def test_arguments_out_of_range_are_named(options, message):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"model": build(d_ff_storage=32)}, {"average": 0.5}, {"accumulate": 2}],
-    ids=lambda options: next(iter(options)),
+    "options, message",
+    [
+        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, as a variant"),
+        # Weights of the same shapes, which would be another function in this model.
+        ({"model": build(replace(CONFIG, n_heads=4))}, "n_heads is 2 there and 4 here"),
+        ({"model": build(replace(CONFIG, sigma_min=0.1))}, "sigma_min is 0.0 there and 0.1 here"),
+        ({"model": build(dtype=torch.bfloat16)}, "is 'torch.float32' there and 'torch.bfl"),
+        ({"average": 0.5}, "average is None there and 0.5 here"),
+        ({"accumulate": 2}, "accumulate is 1 there and 2 here"),
+    ],
 )
-def test_a_state_of_another_model_is_refused_and_changes_no_weight(tmp_path, options):
+def test_a_state_of_another_model_is_refused_and_changes_no_weight(tmp_path, options, message):
     train(2, folder=tmp_path)
-    model = options.pop("model", None) or build()
+    model = options.get("model") or build()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match="is of another model, normalization, optimizer, averag"):
-        train(3, folder=tmp_path, model=model, **options)
+    with pytest.raises(ValueError, match=message):
+        train(3, folder=tmp_path, **{"model": model} | options)
     assert all(map(torch.equal, before, model.parameters()))
 
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from tnp.extras import MissingExtra
+
 
 class Parser(argparse.ArgumentParser):
     """Names options in full, and ends with one sentence and exit code 2 where they are wrong."""
@@ -31,10 +33,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with main's exit code; in silence where nobody reads its output any more."""
+    """Ends the process with main's exit code; in silence where nobody reads its output any more.
+
+    Where a package is missing that an extra brings, a sentence says so and the exit code is 1.
+    """
     try:
         code = main()
         sys.stdout.flush()
+    except MissingExtra as error:
+        sys.exit(str(error))
     except BrokenPipeError:  # of `| head`; what is left would raise again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

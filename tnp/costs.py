@@ -20,8 +20,6 @@ from itertools import product
 import numpy
 
 from tnp import choice
-from tnp.bench.child import require_gpu
-from tnp.bench.process import DeviceMissing, device_lock, run_child
 from tnp.catalog import catalog
 from tnp.commands import Parser, end_with, option, table
 from tnp.contract import FLOATS, Operator
@@ -39,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0], help="of all tensors")
     dtype = parser.parse_args(arguments).dtype
+    # Behind --help, which needs no package of an extra.
+    from tnp.bench.child import require_gpu
+    from tnp.bench.process import DeviceMissing, device_lock, run_child
+
     try:
         target = require_gpu()
     except DeviceMissing as error:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from tnp.catalog import Listed, catalog
 from tnp.commands import Parser, end_with, table
 from tnp.contract import Call, Case, Operator, Problem
+from tnp.extras import MissingExtra
 from tnp.targets import Target
 
 HEADER = ("operator", "implementation", "provider", "runs", "")
@@ -57,16 +59,18 @@ def capability(text: str) -> int:
 
 
 def _here() -> Target:
-    from tnp import targets
-    from tnp.bench.provenance import device_slug
-
-    if device_slug() == "cpu":
-        return targets.here_without_gpu()
     import torch
 
-    if not torch.cuda.is_available():
-        raise ValueError(f"{device_slug()} is here, but PyTorch {torch.__version__} cannot use it")
-    return targets.of_device(torch.device("cuda", torch.cuda.current_device()))
+    from tnp import targets
+
+    if torch.cuda.is_available():
+        return targets.of_device(torch.device("cuda", torch.cuda.current_device()))
+    with suppress(MissingExtra):  # only NVML knows of a GPU that PyTorch cannot use
+        from tnp.bench.provenance import device_slug
+
+        if (slug := device_slug()) != "cpu":
+            raise ValueError(f"{slug} is here, but PyTorch {torch.__version__} cannot use it")
+    return targets.here_without_gpu()
 
 
 def about(target: Target, name: str) -> Iterator[str]:

@@ -15,8 +15,12 @@ def triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+class MissingExtra(ImportError):
+    """A package of an extra is not installed; one sentence says which extra brings it."""
+
+
 def require(package: str, what: str, extra: str) -> ModuleType:
-    """The package; ImportError, one sentence, where it is not installed.
+    """The package; MissingExtra where it is not installed.
 
     Args:
         package: as it is imported, "altair".
@@ -26,6 +30,6 @@ def require(package: str, what: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ImportError(
+        raise MissingExtra(
             f"{what} need {package}, which pip install '{DISTRIBUTION}[{extra}]' brings"
         ) from None

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from tnp import prediction, saved_model
-from tnp.inputs import require_count
+from tnp.inputs import require_count, require_floats
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.normalization import Normalization
 from tnp.opaque import custom_op
@@ -114,6 +114,17 @@ class TransformerNP(nn.Module):
         normalization: Normalization | None = None,
     ) -> None:
         super().__init__()
+        for name, value, kind in (("config", config, TNPConfig), ("variant", variant, Variant)):
+            if not isinstance(value, kind):
+                hint = "; Variant.named gives one by its name" if kind is Variant else ""
+                raise TypeError(
+                    f"{name} is a {type(value).__name__}: it must be a {kind.__name__}{hint}"
+                )
+        if not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point:
+            raise ValueError(
+                f"compute_dtype is {compute_dtype!r}: it must be a float dtype, such as "
+                "torch.bfloat16"
+            )
         if variant.d_ff_storage is not None and variant.d_ff_storage < config.d_ff:
             raise ValueError(
                 f"variant {variant.name!r} stores d_ff_storage {variant.d_ff_storage}: it must be "
@@ -211,6 +222,7 @@ class TransformerNP(nn.Module):
                 f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
                 "torch.as_tensor(…, dtype=torch.float32) makes one"
             )
+        require_floats(**{name: x})
         if x.dim() != 3 or x.shape[-1] != width:
             raise ValueError(
                 f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"
@@ -328,13 +340,13 @@ class TransformerNP(nn.Module):
 
         Args:
             context: points to predict from, as in `task.context`, or what `encode` made of them.
-            x_target: where to predict. Targets never see one another.
+                Points on the CPU must be finite.
+            x_target: where to predict. Targets never see one another: at one that is NaN, such as
+                the padding of a batch, the prediction is NaN.
             max_bytes: of memory for the targets, which follow one another in as many chunks as that
                 takes. Keys and values of the context, and the results, are not counted.
         """
         require_count("max_bytes", max_bytes, at_least=1)
-        if isinstance(context, Task):
-            raise TypeError("context is a Task: give its context, task.context")
         encoding = context if isinstance(context, Encoding) else self.encode(context)
         x_target = self.prepared_x(x_target)
         if x_target.shape[0] != encoding.batch:

@@ -21,7 +21,8 @@ class Normalization(nn.Module):
         y_mean, y_deviation: d_y numbers, in units of y.
 
     Raises:
-        ValueError: a mean that is not finite, a deviation that is not positive and finite.
+        ValueError: unequal numbers of means and deviations, a mean that is not finite, a deviation
+            that is not positive and finite.
     """
 
     def __init__(
@@ -36,6 +37,12 @@ class Normalization(nn.Module):
             "x_mean": x_mean, "x_deviation": x_deviation,
             "y_mean": y_mean, "y_deviation": y_deviation,
         }  # fmt: skip
+        for of in ("x", "y"):
+            if len(named[f"{of}_mean"]) != len(named[f"{of}_deviation"]):
+                raise ValueError(
+                    f"{of}_mean is {list(named[f'{of}_mean'])} and {of}_deviation "
+                    f"{list(named[f'{of}_deviation'])}: they must have as many numbers"
+                )
         for name, values in named.items():
             for value in values:
                 if not math.isfinite(value) or (name.endswith("deviation") and value <= 0):
@@ -55,8 +62,14 @@ class Normalization(nn.Module):
         A dimension whose values are all equal keeps its unit.
         """
         numbers = []
-        for values in (x, y):
-            flat = torch.as_tensor(values, dtype=torch.float64).flatten(0, -2)
+        for name, values in (("x", x), ("y", y)):
+            values = torch.as_tensor(values, dtype=torch.float64)
+            if values.dim() < 2 or values.numel() == 0:
+                raise ValueError(
+                    f"{name} is {tuple(values.shape)}: it must be [points, d_{name}], of at least "
+                    "one point"
+                )
+            flat = values.flatten(0, -2)
             deviation = flat.std(0, correction=0)
             is_constant = deviation <= 1e-12 * flat.abs().amax(0)
             deviation = torch.where(is_constant, 1.0, deviation)

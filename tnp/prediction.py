@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
 from tnp.decode_graphs import DecodeGraphs
-from tnp.inputs import require_count
+from tnp.inputs import require_count, require_one_device
 from tnp.ops.mixture_nll import split_parameters
-from tnp.tasks import Context
+from tnp.tasks import Context, Task
+from tnp.tasks.task import require_finite
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
@@ -49,8 +51,8 @@ class Prediction(MixtureSameFamily):
 
     def quantile(self, probability: float) -> torch.Tensor:
         """The y [B, N, d_y] with marginal P(Y ≤ y) = `probability`, by bisection of the CDF."""
-        if not 0.0 < probability < 1.0:
-            raise ValueError(f"probability is {probability}: it must lie between 0 and 1")
+        if not isinstance(probability, Real) or not 0.0 < probability < 1.0:
+            raise ValueError(f"probability is {probability!r}: it must be a number between 0 and 1")
         # A mixture's quantile lies between the smallest and the largest of its components'.
         ends = self.normal.icdf(torch.full_like(self.normal.loc, probability))
         low, high = ends.amin(-2), ends.amax(-2)
@@ -85,9 +87,25 @@ class Encoding:
         return self.graphs(lambda x: decode(model, self, x), x_target)
 
 
+def require_context(context: Context) -> None:
+    """Raises TypeError for anything else."""
+    if isinstance(context, Task):
+        raise TypeError("context is a Task: give its context, task.context")
+    if not isinstance(context, Context):
+        raise TypeError(
+            f"context is a {type(context).__name__}: it must be a tnp.tasks.Context, such as "
+            "task.context"
+        )
+
+
 def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> Encoding:
     """The context's way through the blocks, in which no target has a part."""
+    require_context(context)
     x, y = model.prepared_context(*context)
+    require_one_device(x_context=x, y_context=y)
+    if x.device.type == "cpu":  # elsewhere it would wait for the device
+        require_finite("x_context", context.x, context.lengths)
+        require_finite("y_context", context.y, context.lengths)
     if cuda_graph and x.device.type != "cuda":
         raise RuntimeError(f"a CUDA graph needs a CUDA device: the context is on {x.device}")
     dtype = model.compute_dtype
@@ -130,8 +148,14 @@ def sample_jointly(
 ) -> torch.Tensor:
     """One target after another: each drawn point joins the context, which is encoded anew."""
     require_count("n_samples", n_samples, at_least=1)
+    require_context(context)
     model.prepared_context(*context)
     model.prepared_x(x_target)
+    if len(x_target) != len(context.x):
+        raise ValueError(
+            f"x_target has {len(x_target)} samples and the context {len(context.x)}: they must "
+            "have as many"
+        )
     m, n = context.x.shape[1], x_target.shape[1]
     x, y, x_target = (each.repeat(n_samples, 1, 1) for each in (context.x, context.y, x_target))
     lengths = None if context.lengths is None else context.lengths.repeat(n_samples)

@@ -56,14 +56,15 @@ def load(
     try:
         config = TNPConfig(**state["config"])
         normalization = state["normalization"] and Normalization(**state["normalization"])
-    except TypeError:
+        saved_dtype = getattr(torch, state["compute_dtype"])
+    except (AttributeError, TypeError):
         raise ValueError(
             f"model {path} was not written by this version of the code: {REMEDY}"
         ) from None
     model = kind(
         config,
         Variant.named(variant, config.d_ff) if isinstance(variant, str) else variant,
-        compute_dtype or getattr(torch, state["compute_dtype"]),
+        compute_dtype or saved_dtype,
         normalization=normalization,
     )
     set_weights(model, state["weights"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from numbers import Real
 
 import torch
 
@@ -13,6 +14,7 @@ from tnp.ops.casting import WeightCasts
 from tnp.packing import Capacity, capacity_for
 from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
+from tnp.tasks.task import require_tasks
 from tnp.variants import COMPILE_MODES
 
 Sizes = tuple[int, int]  # context and target points
@@ -38,8 +40,8 @@ def _operator_name(target: object, args: object, kwargs: object) -> str:
 
 
 def _check_rate(learning_rate: float) -> None:
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate is {learning_rate}: it must be finite and not negative")
+    if not isinstance(learning_rate, Real | torch.Tensor) or not 0 <= learning_rate < math.inf:
+        raise ValueError(f"learning_rate is {learning_rate!r}: it must be finite and not negative")
 
 
 class TrainingStep:
@@ -79,6 +81,8 @@ class TrainingStep:
         device = next(model.parameters()).device
         if cuda_graph and device.type != "cuda":
             raise RuntimeError(f"a CUDA graph needs a CUDA device: the model is on {device}")
+        if buckets is not None and not isinstance(buckets, Buckets):
+            raise TypeError(f"buckets is a {type(buckets).__name__}: it must be a Buckets")
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive and finite")
         if (learning_rate is None) == (optimizer is None):
@@ -128,6 +132,7 @@ class TrainingStep:
         """
         if not tasks:
             raise ValueError("there is no task to train on: give at least one")
+        require_tasks("tasks to train on", tasks)
         sizes = self._sizes(tasks)
         if sizes is None:
             self._say_once(tasks)
@@ -237,6 +242,10 @@ def _adamw(
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: TransformerNP) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates the loss several times a step: choose another optimizer")
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tnp.inputs import require_count
 from tnp.model import TransformerNP
 from tnp.step import TrainingStep
 from tnp.tasks import Task
+from tnp.tasks.task import require_tasks
 
 log = logging.getLogger("tnp.training")
 
@@ -27,6 +28,8 @@ KEYS = frozenset(
     {"step", "model", "optimizer", "average", "best", "reports", "elapsed_s", "about", "kind"}
 )
 WATCHED = "heldout_log_likelihood"  # what early stopping and divergence go by
+
+_SOURCES = "it must be a function, a list or a DataLoader, or a generator that does not end"
 
 Report = dict[str, float | int | None]
 Source = Callable[[int], Task] | Iterable[Task]
@@ -39,6 +42,7 @@ class HeldOut:
         self.tasks = list(tasks)
         if not self.tasks:
             raise ValueError("there is no held-out task: give at least one")
+        require_tasks("held-out tasks", self.tasks)
         for task in self.tasks:
             task.check_finite()
 
@@ -113,7 +117,7 @@ def fit(
 
     Raises:
         ValueError: an argument out of range, a state that is damaged or of another model.
-        TypeError: `tasks` gives something that is no `Task`.
+        TypeError: an argument of another type, or `tasks` gives something that is no `Task`.
         RuntimeError: the held-out log-likelihood is no number: training diverged.
     """
     for name, value in (("n_steps", n_steps), ("accumulate", accumulate), ("every", every)):
@@ -122,6 +126,11 @@ def fit(
         require_count("patience", patience, at_least=1)
         if evaluate is None:
             raise ValueError("patience needs `evaluate`: it stops by what that gives")
+    for name, given in (("schedule", schedule), ("evaluate", evaluate)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{name} is a {type(given).__name__}: it must be a function or None")
+    if not callable(tasks) and not isinstance(tasks, Iterable):
+        raise TypeError(f"tasks is a {type(tasks).__name__}: {_SOURCES}")
     if average is not None and not 0 < average < 1:
         raise ValueError(f"average is {average}: it must lie between 0 and 1")
     run = _Run(step, schedule, average, evaluate, patience, folder, on_report, dict(about or {}))
@@ -162,8 +171,7 @@ def _again_and_again(tasks: Iterable[Task]) -> Iterator[Task]:
             yield task
         if n == 0:
             raise ValueError(
-                "tasks has come to its end and gives nothing when it is begun again: it must be a "
-                "function, a list or a DataLoader, or a generator that does not end"
+                f"tasks has come to its end and gives nothing when it is begun again: {_SOURCES}"
             )
 
 
@@ -183,7 +191,8 @@ class _Run:
             self.average = AveragedModel(step.model, multi_avg_fn=get_ema_multi_avg_fn(average))
         self.best: dict | None = None  # since patience was asked for: weights, number of the report
         normalization = step.model.normalization
-        self.kind = {
+        self.kind = asdict(step.model.config) | {
+            "compute_dtype": str(step.model.compute_dtype),
             "optimizer": type(step.optimizer).__name__,
             "average": average,
             "normalization": normalization and normalization.numbers(),
@@ -236,6 +245,10 @@ class _Run:
 
     def _evaluated(self) -> Report:
         found = self.evaluate(self.model) if self.evaluate else {}
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"evaluate gives a {type(found).__name__}: it must give a report's numbers by name"
+            )
         if self.patience is not None and WATCHED not in found:
             raise ValueError(f"evaluate gives no {WATCHED!r}, which patience goes by")
         # Plain numbers: a checkpoint holds no others.
@@ -277,20 +290,14 @@ class _Run:
         if self.file is None or not self.file.exists():
             return
         state = load_state(self.file, next(self.step.model.parameters()).device)
+        for here, there in ((self.kind, state["kind"]), (self.about, state["about"])):
+            self._require_same(here, there)
         shapes = {name: x.shape for name, x in self.step.model.state_dict().items()}
-        if (self.kind, shapes) != (state["kind"], {n: x.shape for n, x in state["model"].items()}):
+        if shapes != {name: x.shape for name, x in state["model"].items()}:
             raise ValueError(
-                f"checkpoint {self.file} is of another model, normalization, optimizer, averaging "
-                "or accumulation: delete it to start the run again from step 0"
+                f"checkpoint {self.file} has weights of other names or shapes, as a variant of "
+                "another d_ff_storage has: delete it to start the run again from step 0"
             )
-        for name in sorted(self.about.keys() | state["about"].keys()):
-            mine, theirs = self.about.get(name), state["about"].get(name)
-            if mine != theirs:
-                raise ValueError(
-                    f"checkpoint {self.file} is of another run: {name} is {theirs!r} there and "
-                    f"{mine!r} here: delete the file to start again from step 0, or set the value "
-                    "back"
-                )
         self.step.model.load_state_dict(state["model"])
         self.step.load_optimizer(state["optimizer"])
         if self.average is not None:
@@ -305,6 +312,17 @@ class _Run:
             )
         for report in self.reports:
             self.on_report(report)
+
+    def _require_same(self, here: Mapping, there: Mapping) -> None:
+        """ValueError naming the first value that the checkpoint has another of."""
+        for name in sorted(here.keys() | there.keys()):
+            mine, theirs = here.get(name), there.get(name)
+            if mine != theirs:
+                raise ValueError(
+                    f"checkpoint {self.file} is of another run: {name} is {theirs!r} there and "
+                    f"{mine!r} here: delete the file to start again from step 0, or set the value "
+                    "back"
+                )
 
 
 def load_state(file: Path, device: torch.device | str) -> dict:

@@ -15,11 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tnp import choice, tuning
-from tnp.bench.child import require_gpu
-from tnp.bench.isolate import run_isolated
-from tnp.bench.outcome import op_job
 from tnp.bench.policy import Policy
-from tnp.bench.process import DeviceMissing, device_lock
 from tnp.bench.sizes import in_step
 from tnp.catalog import AUTO, catalog
 from tnp.commands import Parser, end_with, option, size, table
@@ -35,6 +31,11 @@ PASSES = ("forward", "backward")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 where an operator could not be timed at all; 2 without a GPU."""
     wanted = _parser().parse_args(arguments)
+    # Behind --help, which needs no package of an extra.
+    from tnp.bench.child import require_gpu
+    from tnp.bench.isolate import run_isolated
+    from tnp.bench.process import DeviceMissing, device_lock
+
     try:
         target = require_gpu()
     except DeviceMissing as error:
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, dict]]:
     """Benchmarks of the operators that a step has, with all that "auto" may choose."""
+    from tnp.bench.outcome import op_job
     from tnp.model import TNPConfig
 
     default = TNPConfig()

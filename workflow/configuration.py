@@ -178,7 +178,7 @@ def _shown(file: os.PathLike | str) -> str:
 def check_command_line(arguments: list[str]) -> None:
     """Ends the process with a sentence where a file of --configfile cannot be read.
 
-    Called from `profiles/default`: Snakemake reads these files ahead of the Snakefile, and ends in
+    Called from the profiles: Snakemake reads these files ahead of the Snakefile, and ends in
     a traceback.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

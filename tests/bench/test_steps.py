@@ -139,4 +139,5 @@ def test_samples_of_sizes_of_their_own_are_counted_without_padding(monkeypatch, 
     assert row["tokens_per_s"] == pytest.approx(sum(points) / 3 / row["step_ms_p50"] * 1e3)
     padded = 1 - sum(points) / sum(8 * (task.n_context + task.n_target) for task in met[:3])
     assert padded > 0.3
-    assert row["padded_share"] < 0.15 if pack else row["padded_share"] == pytest.approx(padded)
+    # Without packing a bucket's rows come on top.
+    assert row["padded_share"] < 0.15 if pack else padded <= row["padded_share"] < padded + 0.15

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tnp import choice, targets, tune
+from tnp.bench import child, isolate
 from tnp.bench.outcome import failure_rows
 from tnp.catalog import catalog
 
@@ -35,8 +36,8 @@ def asked(monkeypatch):
                     row |= {"status": "oom", "reason": "out of memory"}
         return {"ops": rows}
 
-    monkeypatch.setattr(tune, "run_isolated", run_isolated)
-    monkeypatch.setattr(tune, "require_gpu", lambda: H200)
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(child, "require_gpu", lambda: H200)
     return jobs
 
 
@@ -85,7 +86,7 @@ def test_an_operator_without_a_time_has_no_entry(asked, users_tables, monkeypatc
     def fail(kind, parameters, timeout_s):
         return failure_rows(kind, parameters, "timeout", "not finished after 900 s")
 
-    monkeypatch.setattr(tune, "run_isolated", fail)
+    monkeypatch.setattr(isolate, "run_isolated", fail)
     assert tune.main(SIZES) == 1
     assert not users_tables.exists()
     printed = capsys.readouterr()

@@ -149,7 +149,10 @@ def test_noise_is_one_implementation_with_its_copies():
 
 def test_steps_whose_sizes_vary_wait_for_the_gate_of_padding():
     steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    for name in ("varying--varying--fused", "varying_samples--varying_samples--fused_packed--graph"):
+    for name in (
+        "varying--varying--fused",
+        "varying_samples--varying_samples--fused_packed--graph",
+    ):
         assert "ragged" in steps[name]["gates"].split("|")
         assert steps[name]["vary"]["n_context"] == [3, 64]
     assert "ragged" not in steps["headline--small--fused--graph"]["gates"].split("|")

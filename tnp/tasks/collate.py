@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tnp.tasks.task import Task
+from tnp.tasks.task import Task, require_tasks
 
 
 def collate(tasks: Sequence[Task]) -> Task:
@@ -15,10 +15,12 @@ def collate(tasks: Sequence[Task]) -> Task:
     Lengths are left out where all samples have the same.
 
     Raises:
+        TypeError: something in `tasks` is no `Task`.
         ValueError: there is no task, or they differ in dimensions or devices.
     """
     if not tasks:
         raise ValueError("there is no task to collate: give at least one")
+    require_tasks("tasks to collate", tasks)
     n_context = max(task.n_context for task in tasks)
     n_target = max(task.n_target for task in tasks)
     dimensions = {(task.x_context.shape[-1], task.y_context.shape[-1]) for task in tasks}

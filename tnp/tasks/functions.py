@@ -43,10 +43,17 @@ class FunctionTasks:
         seed: int = 0,
     ) -> None:
         require_count("batch", batch, at_least=1)
-        draw_sizes(0, 0, n_context, n_target)
+        require_count("seed", seed, at_least=0)
+        for name, sizes in (("n_context", n_context), ("n_target", n_target)):
+            if not isinstance(sizes, Sequence) or len(sizes) != 2:
+                raise ValueError(
+                    f"{name} is {sizes!r}: it must be the smallest and the largest number, (3, 64)"
+                )
+            require_count(f"the smallest {name}", sizes[0], at_least=1)
+            require_count(f"the largest {name}", sizes[1], at_least=sizes[0])
         if not functions:
             raise ValueError("there is no function to draw tasks from: give at least one")
-        self.functions = [_points(i, *function) for i, function in enumerate(functions)]
+        self.functions = [_points(i, function) for i, function in enumerate(functions)]
         dimensions = {(x.shape[1], y.shape[1]) for x, y in self.functions}
         if len(dimensions) > 1:
             found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
@@ -56,6 +63,7 @@ class FunctionTasks:
 
     def __call__(self, step: int) -> Task:
         """The task of a step, on the CPU, float64."""
+        require_count("step", step, at_least=0)
         n_context, n_target = draw_sizes(self.seed, step, self.n_context, self.n_target)
         chance = np.random.default_rng((self.seed, step, 1))
         tasks = []
@@ -86,7 +94,8 @@ def functions_of_table(
         by: the column whose values tell functions apart, such as a station; None: one function.
 
     Raises:
-        ValueError: there is no such column, it holds no numbers, or `by` is missing in a row.
+        ValueError: there is no such column, it holds no numbers, columns have different lengths or
+            no row, or `by` is missing in a row.
     """
     for name, columns in (("x", x), ("y", y)):
         if isinstance(columns, str) or len(columns) == 0:
@@ -95,6 +104,10 @@ def functions_of_table(
     for name in (*x, *y, *([by] if by else [])):
         if name not in known:
             raise ValueError(f"the table has no column {name!r}: it has {', '.join(known)}")
+    lengths = {name: len(table[name]) for name in (*x, *y, *([by] if by else []))}
+    if len(set(lengths.values())) > 1 or 0 in lengths.values():
+        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"columns must have equally many rows, at least one, not {found}")
     inputs, outputs = (
         torch.from_numpy(np.stack([_numbers(table, name) for name in names], 1)) for names in (x, y)
     )
@@ -112,11 +125,18 @@ def _columns(table: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(table: Mapping[str, Any], name: str) -> np.ndarray:
-    values = np.asarray(table[name])
+    return _floats(f"column {name!r}", table[name])
+
+
+def _floats(what: str, values: Any) -> np.ndarray:
+    """float64; ValueError for what is no real number, whose imaginary part a cast would drop."""
+    values = np.asarray(values)
+    if np.iscomplexobj(values):
+        raise ValueError(f"{what} holds {values.dtype}, not real numbers")
     try:
         return values.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"column {name!r} holds {values.dtype}, not numbers: {error}") from None
+        raise ValueError(f"{what} holds {values.dtype}, not numbers: {error}") from None
 
 
 def _groups(table: Mapping[str, Any], by: str) -> np.ndarray:
@@ -134,12 +154,25 @@ def _groups(table: Mapping[str, Any], by: str) -> np.ndarray:
         return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()])
 
 
-def _points(i: int, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = (torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (x, y))
+def _points(i: int, function: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(function, tuple | list) or len(function) != 2:
+        raise ValueError(
+            f"function {i} is a {type(function).__name__}: it must be a pair of its points x and y"
+        )
+    x, y = (
+        values.detach().to("cpu", torch.float64)
+        if isinstance(values, torch.Tensor) and not values.is_complex()
+        else torch.from_numpy(_floats(f"{name} of function {i}", values))
+        for name, values in zip("xy", function, strict=True)
+    )
     if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
         raise ValueError(
             f"function {i} has x {tuple(x.shape)} and y {tuple(y.shape)}: they must be [n, d_x] "
             "and [n, d_y]"
+        )
+    if 0 in (x.shape[1], y.shape[1]):
+        raise ValueError(
+            f"function {i} has d_x {x.shape[1]} and d_y {y.shape[1]}: each must be at least 1"
         )
     if len(x) < 2:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -214,16 +214,7 @@ class Task:
         On a GPU this waits for the device.
         """
         for name in ("x_context", "y_context", "x_target", "y_target"):
-            x, lengths = getattr(self, name), getattr(self, f"{name[2:]}_lengths")
-            bad = ~x.isfinite().all(-1)
-            if lengths is not None:
-                bad &= ~is_padding(lengths, x.shape[1])
-            if bad.any():
-                sample, point = bad.nonzero()[0].tolist()
-                raise ValueError(
-                    f"{name} of sample {sample}, point {point}, is {x[sample, point].tolist()}: "
-                    "every value that is no padding must be finite"
-                )
+            require_finite(name, getattr(self, name), getattr(self, f"{name[2:]}_lengths"))
 
     def with_shuffled_context(self) -> Task:
         """The same points with the context's y values moved away from their x: the control.
@@ -240,6 +231,28 @@ class Task:
         order = torch.where(points < lengths, moved, points)
         shuffled = self.y_context.gather(1, order[..., None].expand_as(self.y_context))
         return replace(self, y_context=shuffled)
+
+
+def require_tasks(what: str, tasks: Iterable[Task]) -> None:
+    """Raises TypeError naming the first of `tasks` that is none."""
+    for i, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TypeError(
+                f"{what}: number {i} is a {type(task).__name__}: all must be a tnp.tasks.Task"
+            )
+
+
+def require_finite(name: str, x: torch.Tensor, lengths: torch.Tensor | None) -> None:
+    """Raises ValueError where a point of x [B, points, d] that is no padding is not finite."""
+    bad = ~x.isfinite().all(-1)
+    if lengths is not None:
+        bad &= ~is_padding(lengths, x.shape[1])
+    if bad.any():
+        sample, point = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} of sample {sample}, point {point}, is {x[sample, point].tolist()}: every "
+            "value that is no padding must be finite"
+        )
 
 
 def is_padding(lengths: torch.Tensor, n_points: int) -> torch.Tensor:

@@ -279,7 +279,7 @@ def check_device():
             require_visible(SLUG)
         except DeviceMissing as error:
             raise ValueError(
-                f"config.yaml: {error}; set it to 'auto', or use a cluster's profile, such as profiles/slurm"
+                f"config.yaml: {error}; set it to 'auto', or run it on a cluster with --workflow-profile profiles/slurm"
             ) from None
 
 
