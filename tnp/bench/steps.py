@@ -44,7 +44,8 @@ def measure_step(
     """Tables "steps", "samples", "code" and, on a GPU, "stages" of one configuration.
 
     The peak memory is that of the steps after the first; for a captured step, of capture and
-    replays, since a replay allocates nothing and lives in what the capture took.
+    replays, since a replay allocates nothing and lives in what the capture took. Of a stream, whose
+    sizes are captured when they come again, it is that of all steps.
 
     Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, drawn
     for each task or for each sample of it, and padded to buckets. A stream has no stages.
@@ -94,14 +95,11 @@ def measure_step(
     with launches() as code.kernels:
         compile_s = first_call(run, device)
     if parameters["cuda_graph"]:
-        if len(tasks) > 1:  # most sizes are captured when they come a second time
-            memory.reset()
         compile_s += sum(first_call(run, device) for _ in range(N_EAGER_BEFORE_CAPTURE - 1))
-        if len(tasks) == 1:
-            memory.reset()
-        compile_s += first_call(run, device)
-    else:
+    if len(tasks) == 1:
         memory.reset()
+    if parameters["cuda_graph"]:
+        compile_s += first_call(run, device)
     with Conditions(device.type) as conditions:
         measurement = _per_task(measure([run], device, policy), len(tasks))
     peak_memory_bytes = memory.read()

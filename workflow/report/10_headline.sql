@@ -10,7 +10,8 @@
 -- little from that of two times in the table. A ratio without one is of two medians alone.
 with ours as (
     from speedup
-    where leads and counts
+    -- Steps whose sizes vary have a table of their own.
+    where leads and counts and coalesce(padded_share, 0) = 0
 ),
 
 -- The largest GPU first, as in the figures.
