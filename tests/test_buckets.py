@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shutil
 
 import pytest
 import torch
@@ -135,3 +136,14 @@ def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
     step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     with pytest.raises(RuntimeError, match="the optimizer's learning rate was replaced"):
         step(make_task())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_a_compiled_step_is_the_uncompiled_one_at_every_size():
+    """By Inductor: what it keeps for the backward pass must not have strides of the first size."""
+    sizes, losses = ((7, 20), (30, 60), (7, 20)), []
+    for compile_ in (False, True):
+        model = build(skip_unread=True, compile=compile_, pack=True)
+        step = TrainingStep(model, learning_rate=1e-2, buckets=Buckets(40, 90))
+        losses.append([step(make_task(n_context=m, n_target=n)).item() for m, n in sizes])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

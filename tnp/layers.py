@@ -209,7 +209,10 @@ class MixtureHeads(nn.Module):
     def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """[B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
         _, x = self.norm(h, update)
-        return mixture_heads(x, self.up, self.down, implementation=self.implementation)
+        y = mixture_heads(x, self.up, self.down, implementation=self.implementation)
+        # PyTorch's einsum gives a view whose strides, compiled for sizes that vary, Inductor takes
+        # for those of the first size (torch 2.13). Ours are contiguous.
+        return y.contiguous()
 
 
 class Block(nn.Module):

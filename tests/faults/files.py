@@ -79,11 +79,14 @@ def instead(path: Path, make: Callable[[Path], None]) -> None:
 
 
 def other_content(path: Path) -> None:
-    """A second file with the same runs and another number in them."""
+    """A second file with the same runs and another number in them, or another text."""
     table = path.parent.name
     rows = pq.ParquetFile(path).read().to_pylist()
-    number = next(field.name for field in TABLES[table] if field.type == pa.float64())
-    rows[0][number] += 1.0
+    numbers = [field.name for field in TABLES[table] if field.type == pa.float64()]
+    if numbers:
+        rows[0][numbers[0]] += 1.0
+    else:  # table "code"
+        rows[0][TABLES[table].names[-1]] += "0"
     write_table(path.with_name("altered.parquet"), table, rows)
 
 

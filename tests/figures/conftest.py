@@ -27,9 +27,9 @@ VIEWS = {
     " counts boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, leads boolean",
+    " speedup_best_high double, leads boolean, varies boolean",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
-    " counts boolean, why_not text, peak_memory_gib double",
+    " counts boolean, why_not text, peak_memory_gib double, varies boolean",
     "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"
     " pass text, counts boolean, time_ms double, n_kernels bigint, step_ms double, share double,"
     " fastest boolean",

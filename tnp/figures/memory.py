@@ -25,7 +25,7 @@ TOOLTIP = [
 NO_OPTIMIZER = " (no optimizer)"
 QUERY = """
     select * from memory
-    order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
+    order by varies, n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
 

@@ -48,7 +48,7 @@ QUERY = """
     window
         of_shape as (partition by device, shape),
         of_variant as (partition by device, shape, variant)
-    order by n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
+    order by varies, n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
 

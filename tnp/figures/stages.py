@@ -109,7 +109,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     return (
         f"Beside {other['variant']} ours gains most in {own['line']}, at {own['shape']} on "
         f"{device['name']}: {theme.duration(own['time_ms'])} of device time in place of "
-        f"{theme.duration(other['time_ms'])}, which saves {gain:.0%} of that step's"
+        f"{theme.duration(other['time_ms'])}, {gain:.0%} of that step less"
     )
 
 

@@ -11,7 +11,7 @@
 with ours as (
     from speedup
     -- Steps whose sizes vary have a table of their own.
-    where leads and counts and coalesce(padded_share, 0) = 0
+    where leads and counts and not varies
 ),
 
 -- The largest GPU first, as in the figures.

@@ -9,7 +9,7 @@
 with streams as (
     select distinct device
     from step_summary
-    where starts_with(shape, 'varying')
+    where varies
 ),
 
 rates as (
@@ -39,7 +39,9 @@ from speedup
 inner join rates using (device, question)
 inner join streams using (device)
 where
-    variant in ('fused', 'fused_packed', 'pytorch_best', 'pytorch_best_packed')
-    and not checkpoint
-    and (starts_with(shape, 'varying') or (shape in ('small', 'mid') and cuda_graph))
+    not checkpoint
+    and (
+        varies
+        or (shape in ('small', 'mid') and cuda_graph and variant in ('fused', 'pytorch_best'))
+    )
 order by device asc, n_target < 1000 desc, shape desc, cuda_graph desc, step_ms desc;

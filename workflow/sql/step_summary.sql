@@ -4,7 +4,8 @@
 -- to count, over these. `counts` and `why_not` say which it was. `status` and `reason` are those of
 -- a failure where no run was timed; `n_failed` counts the others. `step_ms_low` and `_high` are the
 -- shortest and the longest run. `mfu` is of the matmul ceiling. It and `tflops` are null where
--- `skip_unread` left out work that the rows count nevertheless, as the first ones did.
+-- `skip_unread` left out work that the rows count nevertheless, as the first ones did. `varies` is
+-- true of streams of tasks whose sizes vary, and of what failed at such a shape.
 create or replace view step_summary as
 with runs as (
     select
@@ -17,6 +18,7 @@ with runs as (
                 < 0.999 * flops / 1e9
                 then tflops * step_ms_p50
         end as work,
+        coalesce(max(padded_share) over (partition by device, shape) > 0, false) as varies,
         coalesce(
             standing(status, counts)
             = max(standing(status, counts))
@@ -29,6 +31,7 @@ with runs as (
 select
     device,
     question,
+    bool_or(varies) as varies,
     any_value(columns([
         'generation', 'shape', 'variant', 'role', 'batch', 'n_context', 'n_target', 'dtype',
         'checkpoint', 'cuda_graph', 'optimizer'
