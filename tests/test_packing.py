@@ -1,11 +1,13 @@
 """Packed batches: rows of samples one behind the other, and what padding may not do to them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.test_model import build
+from tests.test_buckets import Replayed
+from tests.test_model import build, make_task
 from tests.test_ragged import CONTEXT, OURS, TARGETS, lengths, loss_and_gradients, ragged
 from tnp.buckets import Buckets
 from tnp.packing import Packing, Rows, capacity_for
@@ -85,3 +87,24 @@ def test_a_packed_step_trains_as_a_padded_one_and_computes_fewer_rows():
 def test_packing_needs_keys_that_are_not_centred():
     with pytest.raises(ValueError, match="'both': centred_keys takes a mean .* choose one"):
         Variant("both", skip_unread=True, centred_keys=True, pack=True)
+
+
+def test_a_captured_step_without_buckets_has_a_graph_for_each_number_of_rows():
+    """A replay of one with fewer rows would read past them."""
+    step = TrainingStep(build(pack=True), learning_rate=1e-2)
+    graphs = Replayed(step._run, step._watch, torch.device("cpu"), vary=False)
+    plain = TrainingStep(build(pack=True), learning_rate=1e-2)
+    step._graphs = graphs
+    whole = make_task(batch=3, n_context=60, n_target=70)
+    few, many = (
+        replace(whole, context_lengths=lengths([m] * 3), target_lengths=lengths([n] * 3))
+        for m, n in ((3, 2), (60, 70))
+    )
+    for task in (few, few, few, few, many, few, many, many):
+        torch.testing.assert_close(step(task), plain(task))
+    assert graphs.captured == 2
+
+
+def test_a_capacity_needs_lengths():
+    with pytest.raises(ValueError, match="a capacity is given and no lengths"):
+        build().nll(*make_task(), (40, 40))

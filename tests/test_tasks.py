@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tnp.tasks import GaussianProcessTasks, ImageTasks, Task, draw_sizes
+from tnp.tasks.dead_leaves import dead_leaves
 from tnp.tasks.gaussian_process import PUBLISHED
 
 
@@ -151,3 +152,28 @@ def test_values_that_are_no_floats_are_named():
         Task(points(3), points(3).long(), points(2), points(2))
     with pytest.raises(TypeError, match="y_target is a NoneType: it must be a torch.Tensor"):
         Task(points(3), points(3), points(2), None)
+
+
+def test_sizes_may_be_spread_by_their_logarithms():
+    drawn = [draw_sizes(0, step, (10, 1000), log=True)[0] for step in range(2000)]
+    assert min(drawn) == 10 and max(drawn) > 950 and max(drawn) <= 1000
+    below = sum(n < 100 for n in drawn) / len(drawn)
+    assert 0.45 < below < 0.55
+
+
+def test_sizes_may_be_limited_together():
+    drawn = [draw_sizes(0, step, (3, 46), (3, 47), together=50) for step in range(2000)]
+    assert max(map(sum, drawn)) == 50
+    assert {m for m, _ in drawn} == set(range(3, 47)) and min(n for _, n in drawn) == 3
+    with pytest.raises(ValueError, match="together"):
+        draw_sizes(0, 0, (3, 46), (3, 47), together=48)
+
+
+def test_drawn_pictures_are_flat_but_at_edges_and_each_is_another():
+    generator = torch.Generator().manual_seed(0)
+    first, second = dead_leaves(generator, 2, 64), dead_leaves(generator, 2, 64)
+    again = dead_leaves(torch.Generator().manual_seed(0), 2, 64)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert first.shape == (2, 64, 64) and 0.5 < first.std() < 2.0
+    steps = first.diff(dim=2).abs()
+    assert steps.median() < 0.05 and steps.max() > 1.0  # inside a leaf, and between two

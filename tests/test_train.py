@@ -8,10 +8,12 @@ import torch
 from torch.distributions import Normal
 
 from tnp import archive, train
+from tnp.model import TNPConfig, TransformerNP
 from tnp.schemas import PROVENANCE, TABLES
 from tnp.tasks import GaussianProcessTasks
 from tnp.tasks.gaussian_process import SMOOTH
 from tnp.training import cosine, load_state
+from tnp.variants import Variant
 
 
 def parameters(**changes) -> dict:
@@ -292,3 +294,46 @@ def test_a_checkpoint_executes_no_code(tmp_path):
 def test_unknown_source_raises(tmp_path):
     with pytest.raises(ValueError, match="unknown source 'image': choose from gaussian_process"):
         run(tmp_path, source="image")
+
+
+def test_sizes_are_drawn_anew_for_each_step_and_held_out_ones_only_where_asked(
+    tmp_path, monkeypatch
+):
+    sizes = []
+
+    def sample(self, seed, step, *size, original=GaussianProcessTasks.sample):
+        sizes.append((seed == train.HELD_OUT_SEED, *size))
+        return original(self, seed, step, *size)
+
+    monkeypatch.setattr(GaussianProcessTasks, "sample", sample)
+    monkeypatch.setattr(train, "N_HELD_OUT_VARYING", 5)
+    vary = {"n_context": [3, 20], "n_target": [3, 20], "together": 24}
+    run(tmp_path / "fixed", steps=12, vary=vary)
+    assert {tuple(size) for held_out, *size in sizes if held_out} == {(8, 16, 16)}
+    trained = {tuple(size) for held_out, *size in sizes if not held_out}
+    assert len(trained) > 6 and all(3 <= m <= 20 and m + n <= 24 for _, m, n in trained)
+    sizes.clear()
+    rows, _ = run(tmp_path / "both", steps=12, vary=vary, held_out_vary=vary)
+    assert len({tuple(size) for held_out, *size in sizes if held_out}) > 2
+    assert rows[-1]["heldout_log_likelihood_stderr"] > 0
+
+
+def test_all_components_start_near_a_standard_normal():
+    """Far from one another they make gradients that Adam has not seen, and the loss leaps."""
+    torch.manual_seed(0)
+    spreads = []
+    for changes in ({}, {"heads_gain": 1.0}):
+        config = TNPConfig(d_model=64, n_layers=2, n_heads=4, d_ff=128, **changes)
+        model = TransformerNP(config, Variant("plain"), torch.float32)
+        task = GaussianProcessTasks().sample(0, 0, 8, 20, 50)
+        spreads.append(model(*list(task)[:3]).std().item())
+    assert spreads[0] < 0.15 < spreads[1]
+
+
+def test_the_published_protocol_has_the_likelihood_that_is_published(tmp_path):
+    """Exact posteriors reach 1.525 nats a target there."""
+    about = parameters(source="published_gaussian_process", batch=64)
+    about["held_out_vary"] = {"n_context": [3, 46], "n_target": [3, 47], "together": 50}
+    tasks, _ = train.sources(about, torch.device("cpu"))
+    exact = train.Evaluation(tasks, about)._exact
+    assert exact.mean().item() == pytest.approx(1.525, abs=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from tnp.ops.casting import WeightCasts
 
 # Graphs kept at most of an encoding; targets of further sizes are predicted without one.
 MOST_GRAPHS = 64
+
+log = logging.getLogger("tnp.predict")
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,7 +42,7 @@ class DecodeGraphs:
         self._casts = WeightCasts(parameters)
         self._uncast = [parameter.detach() for parameter in parameters]
         self._by_size: dict[torch.Size, _OfOneSize] = {}
-        self._pool = None
+        self._pool, self._full = None, False
 
     def __call__(self, decode: Decode, x_target: torch.Tensor) -> torch.Tensor:
         """`decode` of x_target [B, N, d_x], a tensor of its own; it must not wait for the device.
@@ -49,6 +52,9 @@ class DecodeGraphs:
         one = self._by_size.get(x_target.shape)
         if one is None:
             if len(self._by_size) == MOST_GRAPHS:
+                if not self._full:
+                    log.warning("%d numbers of targets were met: others run no graph", MOST_GRAPHS)
+                self._full = True
                 return decode(x_target)
             # Eager calls read the static targets too: their address is a part of what plans are
             # found by, and no plan may be missing in the capture.

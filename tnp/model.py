@@ -47,7 +47,7 @@ class TNPConfig:
 
     `heads_gain` scales the first weights of the heads' last layer. At 0.1 all components start near
     N(0, 1). At 1, as other layers are drawn, some start with deviations of 0.08, gradients are many
-    times what Adam has seen, and the loss leaps (DESIGN.md, "Training").
+    times what Adam has seen, and the loss leaps (DESIGN.md).
     """
 
     d_x: int = 1
@@ -266,6 +266,11 @@ class TransformerNP(nn.Module):
         """
         packing, n_targets = None, target_lengths
         if capacity is not None:
+            if context_lengths is None or target_lengths is None:
+                raise ValueError(
+                    "a capacity is given and no lengths: packing needs context_lengths and "
+                    "target_lengths, which task.padded(…) makes"
+                )
             padded = x_context.shape[1], x_target.shape[1]
             packing = Packing(context_lengths, target_lengths, padded, capacity)
             n_targets = packing.n_targets

@@ -191,6 +191,7 @@ TABLES: dict[str, pa.Schema] = {
             *EVIDENCE,
             ("energy_j", pa.float64()),  # of a step; null where sampling took less than a second
             ("launch_config", pa.string()),  # JSON: kernels and configurations by problem
+            ("varies", pa.bool_()),  # a stream of tasks whose sizes vary; sizes are its means
             ("padded_share", pa.float64()),  # of rows computed outside attention, those of padding
         ],
         "ops": [

@@ -47,6 +47,9 @@ def _check_rate(learning_rate: float) -> None:
 class TrainingStep:
     """Callable that trains `model` on tasks and returns its loss, with no host synchronization.
 
+    Where the variant packs, lengths that were never on the CPU are counted on the device, which
+    waits for it: make tasks on the CPU.
+
     Args:
         model: parameters on the device the step runs on; compiled where its variant says so.
         learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
@@ -144,7 +147,9 @@ class TrainingStep:
 
     def n_rows(self, task: Task) -> int:
         """Rows that a step computes of a task outside attention, padding included."""
-        (task,), capacity = self._sized((task,), self._sizes((task,)) or _largest((task,)))
+        sizes, capacity = self._sizes((task,)), None
+        if sizes is not None:
+            (task,), capacity = self._sized((task,), sizes)
         return sum(capacity or (task.batch * task.n_context, task.batch * task.n_target))
 
     def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:

@@ -1,4 +1,7 @@
-"""A training step captured as CUDA graphs: one for each size of its tasks, in one memory pool."""
+"""A training step captured as CUDA graphs, one for each size of its tasks, in one memory pool.
+
+Of packed tasks the number of rows is a part of the size.
+"""
 
 from __future__ import annotations
 
@@ -100,13 +103,14 @@ class StepGraphs:
 
     def _of_size(self, tasks: tuple[Task, ...], capacity: Capacity | None) -> _OfOneSize | None:
         if not self._vary and self._by_size:
-            (one,) = self._by_size.values()
+            one = next(iter(self._by_size.values()))
             if len(one.tasks) != len(tasks):
                 raise ValueError(
                     f"the captured step is of {len(one.tasks)} tasks, not {len(tasks)}: give as "
                     "many each time"
                 )
-            return one
+            if capacity is None:
+                return one  # a task of another size is refused where it is copied
         shapes = (x if x is None else (x.shape, x.dtype) for task in tasks for x in task)
         size = (*shapes, capacity)
         if size not in self._by_size:

@@ -30,7 +30,7 @@ from tnp.variants import Variant
 
 HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
-N_HELD_OUT_VARYING = 128  # of sizes that vary, each batch has but one
+N_HELD_OUT_VARYING = 128  # more, since all tasks of a batch are of one size
 PROCESSES = {"gaussian_process": SMOOTH, "published_gaussian_process": PUBLISHED}
 # Columns of table `training` that do not change during a run.
 RUN_COLUMNS = (
@@ -155,6 +155,7 @@ class Evaluation:
 
     def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
         vary = parameters.get("held_out_vary")
+        self._varies = vary is not None
         n_batches = N_HELD_OUT_BATCHES if vary is None else N_HELD_OUT_VARYING
         self._tasks = [
             tasks.sample(HELD_OUT_SEED, index, *_sizes(parameters, vary, HELD_OUT_SEED, index))
@@ -178,14 +179,18 @@ class Evaluation:
             [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
         )
         if self._exact is not None:
-            check_no_leak(true, self._exact)
+            check_no_leak(self._independent(true), self._independent(self._exact))
         return {
             "heldout_log_likelihood": _mean(true),
             "heldout_log_likelihood_shuffled": _mean(shuffled),
-            "heldout_log_likelihood_stderr": _standard_error(true),
+            "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
             "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
             "prior_log_likelihood": _mean(self._prior),
         }
+
+    def _independent(self, values: torch.Tensor) -> torch.Tensor:
+        """Of each task, or of each batch where tasks of one share a size that was drawn for it."""
+        return values.view(len(self._tasks), -1).mean(1) if self._varies else values
 
     @staticmethod
     def _log_likelihood(model: TransformerNP, task: Task) -> torch.Tensor:

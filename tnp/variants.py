@@ -38,8 +38,8 @@ class Variant:
     attention, and computes the rest again in the backward pass (None: never). `centred_keys` takes
     off the keys of a sample what they share (see `project_qkv`): gradients of queries are then
     accurate in 16 bits, where they are not otherwise. It needs `skip_unread`, without which rows
-    that are no keys are projected with them. `pack`: a training step computes padding nowhere but
-    in attention (`tnp.packing`), for batches whose samples differ in size.
+    that are no keys are projected with them. `pack`: in a training step only attention pads samples
+    (`tnp.packing`), for batches whose samples differ in size.
     """
 
     name: str

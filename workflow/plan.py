@@ -131,12 +131,9 @@ def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph
     variant = Variant.from_spec(name, spec)
     rows = sizes["batch"] * (sizes["n_context"] + sizes["n_target"])
     recompute = variant.recompute_above is not None and rows > variant.recompute_above
-    operators = variant.implementations()
-    ragged = "vary" in sizes or variant.pack
-    gates = gates_for(
-        operators, checkpoint, cuda_graph, variant.skip_unread, recompute, ragged,
-        variant.centred_keys,
-    )  # fmt: skip
+    operators, ragged = variant.implementations(), "vary" in sizes or variant.pack
+    switches = checkpoint, cuda_graph, variant.skip_unread, recompute, ragged, variant.centred_keys
+    gates = gates_for(operators, *switches)
     return {"operators": json.dumps(operators), "gates": "|".join(gates)}
 
 
@@ -269,9 +266,9 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
 def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Predictions over one context, a shape and a variant a job; its forms take turns in it."""
     section = config.get(PREDICTIONS, {"devices": []})
-    configurations = {}
     if device not in section["devices"]:
-        return configurations
+        return {}
+    configurations = {}
     for shape, variant in product(section["shapes"], section["variants"]):
         config_id = f"{PREDICTIONS}--{shape}--{variant}"
         sizes, variant_spec = config["shapes"][shape], variants(config)[variant]

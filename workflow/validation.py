@@ -206,6 +206,25 @@ def _of_ranges(place: Place, sizes: dict) -> Iterator[Fault]:
             yield Fault(place, what, (name,))
 
 
+def _of_drawn(place: Place, vary: dict, most: int) -> Iterator[Fault]:
+    """Of a training run's own sizes, of which none stands in its rows."""
+    if vary.get("each", "batch") != "batch":
+        what = "sizes of a training run are drawn for each batch: leave `each` out"
+        yield Fault((*place, "each"), what)
+    for name in ("n_context", "n_target"):
+        least, largest = vary[name]
+        if least > largest:
+            what = f"[{least}, {largest}] must go from the smallest to the largest"
+            yield Fault((*place, name), what)
+    needed = vary["n_context"][1] + vary["n_target"][0]
+    if vary.get("together", needed) < needed:
+        what = f"{vary['together']} must be at least {needed}"
+        yield Fault((*place, "together"), f"{what}, the largest context and the fewest targets")
+    points = min(vary.get("together", MAX_COUNT), vary["n_context"][1] + vary["n_target"][1])
+    if points > most:
+        yield Fault(place, f"up to {points} points are drawn: they must be at most {most}")
+
+
 def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
     if place[-1].startswith(("only_", "without_")):
         what = "names that start with only_ or without_ are the ablation's: rename the variant"
@@ -266,6 +285,8 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
         )
     most = MAX_POINTS[run["source"]] or MAX_COUNT
     yield from _of_points(place, shapes[run["shape"]] | run, most)
+    if "vary" in run:
+        yield from _of_drawn((*place, "vary"), run["vary"], most)
     if run["warmup_steps"] > run["steps"]:
         yield Fault(
             (*place, "warmup_steps"),

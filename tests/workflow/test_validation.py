@@ -97,6 +97,26 @@ def changed(path: str, value: object) -> dict:
             {"n_context": [24, 24], "n_target": [9, 7]},
             "shapes.tiny.vary.n_target: [9, 7] must go from the smallest to the largest",
         ),
+        (
+            "training.gp_tiny.vary",
+            {"n_context": [9, 4], "n_target": [8, 8]},
+            "training.gp_tiny.vary.n_context: [9, 4] must go from the smallest to the largest",
+        ),
+        (
+            "training.gp_tiny.vary",
+            {"n_context": [4, 9], "n_target": [8, 8], "together": 16},
+            "training.gp_tiny.vary.together: 16 must be at least 17, the largest context and",
+        ),
+        (
+            "training.gp_tiny.vary",
+            {"n_context": [4, 9], "n_target": [8, 8], "each": "sample"},
+            "training.gp_tiny.vary.each: sizes of a training run are drawn for each batch",
+        ),
+        (
+            "shapes.tiny.vary",
+            {"n_context": [24, 24], "n_target": [8, 8], "log": True},
+            "shapes.tiny.vary.log: log is for training runs",
+        ),
         ("steps.cpu.variants", ["sdpa_flsh"], "'sdpa_flsh': did you mean 'sdpa_flash'"),
         ("steps.cpu.variants", ["own"], "steps.cpu.variants: unknown variant 'own'"),
         ("steps.cpu.variants", "separate", "steps.cpu.variants: 'separate' must be a list"),

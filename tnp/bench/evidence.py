@@ -27,8 +27,12 @@ def of_step(parameters: dict) -> dict[str, str | None]:
     """What is known of a step's evidence before it runs."""
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     return _known(parameters, parameters.get("definitions")) | {
-        "spec_hash": _hash({name: parameters[name] for name in STEP_SPEC}),
+        "spec_hash": _hash(
+            {name: parameters[name] for name in STEP_SPEC}
+            | {name: parameters[name] for name in ("vary",) if name in parameters}
+        ),
         "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
+        "varies": "vary" in parameters,
     }
 
 

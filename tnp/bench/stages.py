@@ -55,9 +55,10 @@ def stage_rows(step: TrainingStep, task: Task, n_passes: int) -> list[dict[str, 
     try:
         undisturbed = _profile(lambda: step(task), n_passes, [ProfilerActivity.CUDA])
         with marking(step):
-            step._run((task,))  # compiles what is to be compiled
+            sized = step._sized((task,), (task.n_context, task.n_target))
+            step._run(*sized)  # compiles what is to be compiled
             both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-            marked = _profile(lambda: step._run((task,)), 1, both)
+            marked = _profile(lambda: step._run(*sized), 1, both)
         return rows(undisturbed, placed(marked), n_passes)
     except Exception as problem:  # whatever it is, the step has been measured
         log.warning("stages are not recorded: %s: %s", type(problem).__name__, problem)

@@ -133,7 +133,8 @@ def _stream(parameters: dict) -> list[list[Sizes]]:
     batch = parameters["batch"]
     if "vary" not in parameters:
         return [[(parameters["n_context"], parameters["n_target"])] * batch]
-    seed, vary = parameters["replicate"], dict(parameters["vary"])
+    # Of every run the same sizes: only then do two runs of a step differ by noise alone.
+    seed, vary = 1, dict(parameters["vary"])
     each = vary.pop("each", "batch")
     if each == "batch":
         return [[varying_sizes(vary, seed, i)] * batch for i in range(N_VARYING)]

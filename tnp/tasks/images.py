@@ -5,7 +5,7 @@ training pictures. Which pictures depends on how many pixels a task wants:
 
     up to     625   scikit-image's lfw_subset, faces of 25 × 25 (the last 20 of 200 held out)
     up to  16,384   128 × 128 crops of its bundled photographs, flipped, contrast-inverted and up to
-                    four times reduced; every other picture is drawn instead, of `dead_leaves`
+                    four times reduced; half of the pictures are drawn instead, of `dead_leaves`
     up to 262,144   their 512 × 512 crops, likewise
 
 astronaut and camera are never trained on. Pictures that are drawn have no end, so that no model

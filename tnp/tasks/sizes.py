@@ -1,4 +1,4 @@
-"""How many points a task has, where that varies from step to step."""
+"""How many points a task or a sample has, where that varies."""
 
 from __future__ import annotations
 

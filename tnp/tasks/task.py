@@ -186,6 +186,7 @@ class Task:
                     "TrainingStep(buckets=…) takes sizes that vary"
                 )
             mine.copy_(theirs)
+        self._counted(other._counts)
 
     def padded(self, n_context: int, n_target: int) -> Task:
         """The same samples with room for so many points, and with the length of each.

@@ -4,8 +4,8 @@
 -- target points; padding is none, and has a column: its share of the rows that are computed outside
 -- attention. Sizes are rounded up to buckets, each with a graph of its own where there are graphs.
 -- PyTorch's best is compiled once for all sizes. Variants that end in `_packed` put the samples of
--- a batch one behind the other. `small` and `mid` are the fixed shapes that are the
--- largest of a stream.
+-- a batch one behind the other. `small` and `mid` are the largest of streams `varying` and
+-- `varying_mid`.
 with streams as (
     select distinct device
     from step_summary

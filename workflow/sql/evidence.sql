@@ -68,7 +68,9 @@ unproven as (
             part = 'kernel'
             or (
                 part in ('definition', 'module')
-                and regexp_matches(name, '^tnp\.(ops|layers|model|step|step_graphs)(\.|:|$)')
+                and regexp_matches(
+                    name, '^tnp\.(ops|layers|model|packing|step|step_graphs)(\.|:|$)'
+                )
                 -- They choose and say what ran: what was chosen is proven in their place. PyTorch's
                 -- forms, which `auto` may choose too, no gate proves where they run alone either.
                 and not regexp_matches(

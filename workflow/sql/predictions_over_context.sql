@@ -94,6 +94,5 @@ select
     anew_ms / kept_ms as kept_speedup,
     anew_ms / replayed_ms as replayed_speedup,
     100 * anew_ms / (encode_ms + 1000 * until_replayed_s + 98 * replayed_ms) as hundred_speedup,
-    kept_ms / bare_ms as kept_over_bare,
     replayed_ms / bare_ms as replayed_over_bare
 from medians;

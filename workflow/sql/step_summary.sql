@@ -18,7 +18,12 @@ with runs as (
                 < 0.999 * flops / 1e9
                 then tflops * step_ms_p50
         end as work,
-        coalesce(max(padded_share) over (partition by device, shape) > 0, false) as varies,
+        coalesce(
+            varies,
+            -- The first rows of streams do not say it.
+            max(padded_share) over (partition by device, shape) > 0,
+            false
+        ) as is_stream,
         coalesce(
             standing(status, counts)
             = max(standing(status, counts))
@@ -31,7 +36,7 @@ with runs as (
 select
     device,
     question,
-    bool_or(varies) as varies,
+    bool_or(is_stream) as varies,
     any_value(columns([
         'generation', 'shape', 'variant', 'role', 'batch', 'n_context', 'n_target', 'dtype',
         'checkpoint', 'cuda_graph', 'optimizer'
