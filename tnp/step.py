@@ -14,10 +14,9 @@ from tnp.ops.casting import WeightCasts
 from tnp.packing import Capacity, capacity_for
 from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
+from tnp.tasks.sizes import Sizes
 from tnp.tasks.task import require_tasks
 from tnp.variants import COMPILE_MODES
-
-Sizes = tuple[int, int]  # context and target points
 
 log = logging.getLogger("tnp.step")
 

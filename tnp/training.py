@@ -51,8 +51,7 @@ class HeldOut:
         """Mean log-likelihood in nats per target."""
         device, total, count = next(model.parameters()).device, 0.0, 0
         for task in self.tasks:
-            n = task.batch * task.n_target
-            n = n if task.target_lengths is None else int(task.target_lengths.sum())
+            _, n = task.count()
             total, count = total - n * model.loss(task.to(device)).item(), count + n
         return {WATCHED: total / count}
 

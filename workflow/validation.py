@@ -126,7 +126,8 @@ def _faults(config: dict) -> Iterator[Fault]:
     yield from _of_model(("model",), model)
     for name, sizes in shapes.items():
         yield from _of_points(("shapes", name), sizes, MAX_COUNT)
-        yield from _of_ranges(("shapes", name), sizes)
+        if "vary" in sizes:
+            yield from _of_varying_shape(("shapes", name), sizes)
     for name, spec in config.get("variants", {}).items():
         yield from _of_variant(("variants", name), spec, model)
     for name, study in config["steps"].items():
@@ -183,25 +184,32 @@ def _of_points(place: Place, sizes: dict, most: int) -> Iterator[Fault]:
         )
 
 
-def _of_ranges(place: Place, sizes: dict) -> Iterator[Fault]:
-    """Of a shape whose sizes vary: it stands in rows by its means."""
-    vary = sizes.get("vary", {})
-    together = vary.get("together", MAX_COUNT)
-    if vary and together < vary["n_context"][1] + vary["n_target"][0]:
-        needed = vary["n_context"][1] + vary["n_target"][0]
-        what = f"{together} must be at least {needed}, the largest context and the fewest targets"
-        yield Fault((*place, "vary", "together"), what)
-    if vary.get("log"):
-        yield Fault((*place, "vary", "log"), "log is for training runs: a shape has even sizes")
-    for name in ("n_context", "n_target") if vary else ():
+def _of_ranges(place: Place, vary: dict) -> Iterator[Fault]:
+    """Of sizes that vary, whoever draws them."""
+    for name in ("n_context", "n_target"):
         least, most = vary[name]
-        if name == "n_target":
-            most = min(most, together - sizes["n_context"])
-        middle = (least + most + 1) // 2
         if least > most:
             what = f"[{least}, {most}] must go from the smallest to the largest"
-            yield Fault((*place, "vary", name), what)
-        elif sizes[name] != middle:
+            yield Fault((*place, name), what)
+    needed = vary["n_context"][1] + vary["n_target"][0]
+    if vary.get("together", needed) < needed:
+        what = f"{vary['together']} must be at least {needed}"
+        yield Fault((*place, "together"), f"{what}, the largest context and the fewest targets")
+
+
+def _of_varying_shape(place: Place, sizes: dict) -> Iterator[Fault]:
+    """It stands in rows by its means."""
+    vary = sizes["vary"]
+    if vary.get("log"):
+        yield Fault((*place, "vary", "log"), "log is for training runs: a shape has even sizes")
+    faults = list(_of_ranges((*place, "vary"), vary))
+    yield from faults
+    for name in ("n_context", "n_target") if not faults else ():
+        least, most = vary[name]
+        if name == "n_target":
+            most = min(most, vary.get("together", MAX_COUNT) - sizes["n_context"])
+        middle = (least + most + 1) // 2
+        if sizes[name] != middle:
             what = f"{name} is {sizes[name]}: it must be {middle}, the mean of {least} to {most}"
             yield Fault(place, what, (name,))
 
@@ -211,15 +219,7 @@ def _of_drawn(place: Place, vary: dict, most: int) -> Iterator[Fault]:
     if vary.get("each", "batch") != "batch":
         what = "sizes of a training run are drawn for each batch: leave `each` out"
         yield Fault((*place, "each"), what)
-    for name in ("n_context", "n_target"):
-        least, largest = vary[name]
-        if least > largest:
-            what = f"[{least}, {largest}] must go from the smallest to the largest"
-            yield Fault((*place, name), what)
-    needed = vary["n_context"][1] + vary["n_target"][0]
-    if vary.get("together", needed) < needed:
-        what = f"{vary['together']} must be at least {needed}"
-        yield Fault((*place, "together"), f"{what}, the largest context and the fewest targets")
+    yield from _of_ranges(place, vary)
     points = min(vary.get("together", MAX_COUNT), vary["n_context"][1] + vary["n_target"][1])
     if points > most:
         yield Fault(place, f"up to {points} points are drawn: they must be at most {most}")

@@ -8,70 +8,12 @@ import duckdb
 import pytest
 import vl_convert
 
+from tests.figures.views import CELLS, VIEWS
+
 Row = dict[str, Any]
 Build = Callable[..., Path]
 
-SHAPE = "shape text, batch integer, n_context integer, n_target integer"
-SWITCHES = "variant text, checkpoint boolean, cuda_graph boolean"
-OUTCOME = "status text, reason text"
 IS_CEILING = Path(__file__).parents[2] / "workflow" / "sql" / "is_ceiling.sql"
-CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
-
-# View → its columns; `test_views.py` holds workflow/sql to them.
-VIEWS = {
-    "environments": "device text, device_name text, memory_bytes bigint, recorded_at timestamptz",
-    "recording_days": "view_name text, device text, question text, origin text, first_day date,"
-    " last_day date",
-    "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
-    "speedup": f"device text, question text, {SHAPE}, {SWITCHES}, role text, {OUTCOME},"
-    " counts boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
-    " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
-    " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, leads boolean, varies boolean",
-    "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
-    " counts boolean, why_not text, peak_memory_gib double, varies boolean",
-    "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"
-    " pass text, counts boolean, time_ms double, n_kernels bigint, step_ms double, share double,"
-    " fastest boolean",
-    "training_curves": "device text, run text, variant text, source text, batch integer,"
-    " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
-    " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
-    " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
-    " prior_log_likelihood double, gap_closed double, nats_from_context double, study varchar",
-    "training_differences": "device text, run text, variant text, step integer, difference double",
-    "training_equivalence": "device text, run text, variant text, baseline_run text,"
-    " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
-    " difference_low double, difference_high double, is_null_pair boolean, margin double,"
-    " equivalent boolean",
-    "roofline": f"device text, question text, op text, pass text, implementation text,"
-    " role text, own boolean, counts boolean, shape text, batch integer, dtype text,"
-    " time_ms double, tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
-    " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
-    f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
-    "operator_speedup": "device text, question text, op text, pass text, implementation text,"
-    " own boolean, shape text, batch integer, time_ms double, share_of_roofline double,"
-    " best_peer_implementation text, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, verdict_best text",
-    "host": "device text, op text, problem text, pass text, implementation text,"
-    " with_launches boolean, host_us double, times_base double, n_runs bigint",
-    "implementations": "op text, implementation text, provider text, rank integer",
-    "equal_things": "device text, kind text, part text, shape text, name text,"
-    " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",
-    "noise": "device text, kind text, part text, of_equals double",
-    "ablation": f"device text, {SHAPE}, component text, dtype text, {OUTCOME}, base_variant text,"
-    " full_variant text, base_ms double, only_ms double, full_ms double, without_ms double,"
-    " gain_alone_ms double, gain_alone_low_ms double, gain_alone_high_ms double,"
-    " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
-    " gain_last_high_ms double, speedup_last double, verdict_last text, verdict_alone text,"
-    " counts boolean, why_not text",
-    "matrix": f"device text, {SHAPE}, variant text, "
-    + ", ".join(
-        f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
-        f" {cell}_status text, {cell}_counts boolean"
-        for cell in CELLS
-    ),
-}
-
 GPU, CPU = "nvidia-h200", "cpu"
 SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
 THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}

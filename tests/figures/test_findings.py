@@ -267,6 +267,19 @@ def test_training_names_the_runs_that_do_not_use_their_context(build: Build) -> 
     assert found.endswith("; images_mid is not shown to use it")
 
 
+def test_training_draws_the_runs_of_a_study_together(build: Build) -> None:
+    ours = sample.training_rows(0.5, -1.5)
+    studied = [
+        sample.training_rows(end, -1.5, run=run, study="recipes")
+        for run, end in (("clipped", 0.1), ("small_heads", 0.4))
+    ]
+    chart = draw("training", build(**sample.merged(H200, ours, *studied)))
+    assert title(chart).startswith("gp_small learns") and "clipped" not in title(chart)
+    said = unwrapped(chart)
+    assert "differ in one thing: study recipes" in said
+    assert "best first: small_heads 0.40, clipped 0.10" in said
+
+
 @pytest.mark.parametrize("equivalent", [True, False])
 def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: bool) -> None:
     tables = sample.merged(H200, sample.training_rows(0.5, -1.5), sample.paired_rows())

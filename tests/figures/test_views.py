@@ -8,7 +8,8 @@ import duckdb
 import pytest
 import vl_convert
 
-from tests.figures.conftest import GPU, VIEWS, Row, title
+from tests.figures.conftest import GPU, Row, title
+from tests.figures.views import VIEWS
 from tnp.figures import FIGURES, draw
 from tnp.store import build_database, write_table
 

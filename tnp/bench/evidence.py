@@ -15,12 +15,9 @@ from tnp.definitions import digest
 from tnp.gates import gates_of
 from tnp.variants import Variant
 
-# What a step's numbers depend on besides the code: not its names.
-STEP_SPEC = (
-    *("model", "batch", "n_context", "n_target", "dtype", "variant_spec"),
-    *("checkpoint", "cuda_graph", "optimizer"),
-)
+# What the numbers of predictions and of a step depend on besides the code: not their names.
 PREDICTION_SPEC = ("model", "batch", "n_context", "n_target", "dtype", "variant_spec")
+STEP_SPEC = (*PREDICTION_SPEC, "checkpoint", "cuda_graph", "optimizer")
 
 
 def of_step(parameters: dict) -> dict[str, str | None]:

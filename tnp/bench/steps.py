@@ -28,13 +28,11 @@ from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
 from tnp.tasks import Task
-from tnp.tasks.sizes import varying_sizes
-from tnp.tasks.task import TENSORS
+from tnp.tasks.sizes import Sizes, varying_sizes
 from tnp.variants import Variant
 
 STAGE_PASSES = 10
 N_VARYING = 64  # tasks of a stream whose sizes vary
-Sizes = tuple[int, int]  # context and target points of a sample
 LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degenerate density
 
 
@@ -169,7 +167,6 @@ def random_task(
     def normal(n_rows: int, dim: int) -> torch.Tensor:
         return torch.randn(len(sizes), n_rows, dim, device="cpu", generator=generator)
 
-    lengths = (torch.tensor(n, dtype=torch.int32, device="cpu") for n in zip(*sizes, strict=True))
     task = Task(
         x_context=normal(n_context, config.d_x),
         y_context=normal(n_context, config.d_y),
@@ -177,7 +174,8 @@ def random_task(
         y_target=normal(n_target, config.d_y),
     )
     if len(set(sizes)) > 1:
-        task = replace(task, **dict(zip(TENSORS[4:], lengths, strict=True)))
+        numbers = torch.tensor(sizes, dtype=torch.int32, device="cpu")
+        task = replace(task, context_lengths=numbers[:, 0], target_lengths=numbers[:, 1])
     return task.to(device)
 
 

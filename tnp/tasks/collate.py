@@ -33,7 +33,6 @@ def collate(tasks: Sequence[Task]) -> Task:
         raise ValueError(f"tasks on {found} go into no batch together: move them to one device")
     padded = [task.padded(n_context, n_target) for task in tasks]
     batch = Task(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
-    sizes = (batch.context_lengths, n_context), (batch.target_lengths, n_target)
-    if all((lengths == n).all() for lengths, n in sizes):
+    if batch.count() == (batch.batch * n_context, batch.batch * n_target):
         return Task(*list(batch)[:4])
     return batch

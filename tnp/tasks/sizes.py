@@ -7,6 +7,7 @@ import numpy as np
 from tnp.inputs import require_count
 
 Range = tuple[int, int]  # from, to, both included
+Sizes = tuple[int, int]  # context and target points
 
 
 def draw_sizes(
@@ -36,7 +37,7 @@ def draw_sizes(
     return drawn
 
 
-def varying_sizes(vary: dict, seed: int, step: int) -> tuple[int, int]:
+def varying_sizes(vary: dict, seed: int, step: int) -> Sizes:
     """Context and target points, by what config.yaml says of `vary`."""
     rest = {name: value for name, value in vary.items() if name in ("log", "together")}
     n_context, n_target = draw_sizes(seed, step, vary["n_context"], vary["n_target"], **rest)

@@ -88,8 +88,8 @@ class Task:
             raise ValueError("n_context is 0: a task needs at least one context point")
         check_lengths("context_lengths", self.context_lengths, self.batch, self.n_context)
         check_lengths("target_lengths", self.target_lengths, self.batch, self.n_target)
-        sizes = (self.context_lengths, self.n_context), (self.target_lengths, self.n_target)
-        if all(lengths is None or lengths.device.type == "cpu" for lengths, _ in sizes):
+        lengths = (self.context_lengths, self.target_lengths)
+        if all(x is None or x.device.type == "cpu" for x in lengths):
             self.count()
 
     def count(self) -> tuple[int, int]:

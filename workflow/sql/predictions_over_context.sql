@@ -77,16 +77,11 @@ medians as (
         bool_and(counts) as counts,
         min(why_not) as why_not,
         max(max_relative_error) as max_relative_error,
-        median(anew_ms) as anew_ms,
-        median(encode_ms) as encode_ms,
-        median(kept_ms) as kept_ms,
-        median(replayed_ms) as replayed_ms,
-        median(bare_ms) as bare_ms,
-        median(until_replayed_s) as until_replayed_s,
+        median(columns('.+_(ms|replayed_s)')),
         count(*) as n_runs,
         max(recorded_at) as recorded_at
     from best
-    group by device, shape, variant, dtype, batch, n_context, n_target
+    group by all
 )
 
 select
