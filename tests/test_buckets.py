@@ -139,11 +139,23 @@ def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
-def test_a_compiled_step_is_the_uncompiled_one_at_every_size():
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_compiled_step_is_the_uncompiled_one_at_every_size(pack):
     """By Inductor: what it keeps for the backward pass must not have strides of the first size."""
-    sizes, losses = ((7, 20), (30, 60), (7, 20)), []
+    sizes, losses = ((7, 20), (30, 60), (7, 20), (31, 33)), []
     for compile_ in (False, True):
-        model = build(skip_unread=True, compile=compile_, pack=True)
+        model = build(skip_unread=True, compile=compile_, pack=pack)
         step = TrainingStep(model, learning_rate=1e-2, buckets=Buckets(40, 90))
         losses.append([step(make_task(n_context=m, n_target=n)).item() for m, n in sizes])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("variant", "padded"), [({}, True), ({"compile": True}, False),
+                            ({"compile": True, "mlp": "fused"}, True),
+                            ({"compile": True, "recompute_above": 1}, True)]
+)  # fmt: skip
+def test_what_is_compiled_for_all_sizes_is_not_padded(variant, padded):
+    step = TrainingStep(build(**variant), learning_rate=1e-2, buckets=Buckets(40, 90))
+    task = make_task(n_context=7, n_target=20)
+    assert step.n_rows(task) == task.batch * (16 + 32 if padded else 7 + 20)

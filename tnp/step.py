@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from numbers import Real
 
 import torch
 
 from tnp.buckets import Buckets
+from tnp.contract import OWN
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
 from tnp.packing import Capacity, capacity_for
@@ -63,7 +65,8 @@ class TrainingStep:
             them, and what `grad` of a parameter holds after a replay is of no use. Without
             `buckets` all calls must have the sizes of the first.
         buckets: tasks vary in size, and are padded to those that it has, each captured for itself.
-            A task that is larger than all runs as it is, without a graph.
+            A task that is larger than all runs as it is, without a graph. Where a variant of
+            PyTorch's own operators is compiled and not captured, nothing is padded.
     """
 
     def __init__(
@@ -94,23 +97,13 @@ class TrainingStep:
         self.optimizer = optimizer or _adamw(model, learning_rate, weight_decay, device)
         self._device = device
         self.nll = model.nll
+        dynamic = None
         if model.variant.compile:
-            shorten_inductor_messages()
-            mode = COMPILE_MODES[model.variant.compile]
-            options = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-            dynamic = None
-            if buckets is not None:
-                # Operators of ours are compiled anew for each size, PyTorch's once for all sizes,
-                # but not where blocks are computed again (torch 2.13 then loses a symbolic size).
-                dynamic = not (model.checkpoint or model.variant.recompute_above)
-                limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-                torch._dynamo.config.recompile_limit = limit
-            if dynamic:
-                # An analysis that does not serve symbolic sizes, by its own notes, and ends in an
-                # assertion there (torch 2.11 on an H200; pytorch/pytorch issue 197077).
-                options["triton.coalesce_tiling_analysis"] = False
-            compiled = {"fullgraph": True, "options": options or None, "dynamic": dynamic}
-            self.nll = torch.compile(model.nll, **compiled)
+            dynamic = _is_dynamic(model) if buckets is not None else None
+            self.nll = _compiled(model, dynamic)
+        # Nothing of PyTorch's own that is compiled for all sizes is the better for padding.
+        serves_all = dynamic and model.variant.role() != OWN and not cuda_graph
+        self._pads = buckets is not None and not serves_all
         self.casts = WeightCasts(model.parameters())
         self._graphs = None
         if cuda_graph:
@@ -154,14 +147,14 @@ class TrainingStep:
     def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:
         """The size that all tasks get, so that few graphs serve; None: no bucket holds them."""
         largest = _largest(tasks)
-        return largest if self.buckets is None else self.buckets.sizes(*largest)
+        return self.buckets.sizes(*largest) if self._pads else largest
 
     def _sized(
         self, tasks: tuple[Task, ...], sizes: Sizes
     ) -> tuple[tuple[Task, ...], Capacity | None]:
         """The tasks as they are computed, and how many packed rows serve each of them."""
         pack = self.model.variant.pack
-        if pack or self.buckets is not None:
+        if pack or self._pads:
             tasks = tuple(task.padded(*sizes) for task in tasks)
         if not pack:
             return tasks, None
@@ -212,6 +205,32 @@ class TrainingStep:
                 *(*_largest(tasks), self.buckets.max_context, self.buckets.max_target),
             )
         self._has_met_larger = True
+
+
+def _is_dynamic(model: TransformerNP) -> bool:
+    """Whether PyTorch compiles its operators once for all sizes; those of ours are for each size.
+
+    Not where blocks are computed again: torch 2.13 then loses a symbolic size.
+    """
+    return not (model.checkpoint or model.variant.recompute_above)
+
+
+def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch.Tensor]:
+    """The loss through `torch.compile`; `dynamic` is None where all tasks are of one size."""
+    shorten_inductor_messages()
+    mode = COMPILE_MODES[model.variant.compile]
+    options = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    if dynamic is not None:
+        limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        torch._dynamo.config.recompile_limit = limit
+    if dynamic:
+        # An analysis that does not serve symbolic sizes, by its own notes, and ends in an assertion
+        # there (torch 2.11 on an H200; pytorch/pytorch issue 197077).
+        options["triton.coalesce_tiling_analysis"] = False
+        # Else Inductor compiles again, 45 s for 12 blocks, on either side of the sizes from which
+        # two reductions over one tensor are faster fused (torch 2.11 on an H200).
+        options["triton.mix_order_reduction_non_strict_mode"] = True
+    return torch.compile(model.nll, fullgraph=True, options=options or None, dynamic=dynamic)
 
 
 def _largest(tasks: tuple[Task, ...]) -> Sizes:

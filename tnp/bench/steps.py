@@ -46,7 +46,8 @@ def measure_step(
     sizes are captured when they come again, it is that of all steps.
 
     Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, drawn
-    for each task or for each sample of it, and padded to buckets. A stream has no stages.
+    for each task or for each sample of it, with buckets up to the largest that may be drawn. A
+    stream has no stages.
 
     Args:
         parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
@@ -78,7 +79,7 @@ def measure_step(
             learning_rate=LEARNING_RATE,
             update=parameters["optimizer"],
             cuda_graph=parameters["cuda_graph"],
-            buckets=_buckets(tasks) if len(tasks) > 1 else None,
+            buckets=_buckets(parameters),
         )
     setup_s = time.perf_counter() - started
 
@@ -147,8 +148,11 @@ def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:
     return 1.0 - points / sum(step.n_rows(task) for task in tasks)
 
 
-def _buckets(tasks: list[Task]) -> Buckets:
-    return Buckets(*(max(getattr(x, name) for x in tasks) for name in ("n_context", "n_target")))
+def _buckets(parameters: dict) -> Buckets | None:
+    """Up to the largest sizes that a stream is drawn from; None for one task."""
+    if "vary" not in parameters:
+        return None
+    return Buckets(*(parameters["vary"][name][1] for name in ("n_context", "n_target")))
 
 
 def _per_task(measurement: Measurement, n_tasks: int) -> Measurement:
