@@ -82,9 +82,16 @@ class DecodeGraphs:
         """A replay of `decode` of a static x_target, and the parameters that it writes."""
         with torch.cuda.device(x_target.device):
             graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            # Not `torch.cuda.graph`, which gives back all of the allocator's spare memory first.
             # One pool for all: what a graph wrote is read before the next one is replayed.
-            with torch.cuda.graph(graph, pool=self._pool):
-                parameters = decode(x_target)
+            with torch.cuda.stream(stream):
+                graph.capture_begin(self._pool)
+                try:
+                    parameters = decode(x_target)
+                finally:
+                    graph.capture_end()
             self._pool = graph.pool()
 
         def replay() -> None:

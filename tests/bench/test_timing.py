@@ -157,6 +157,13 @@ def test_one_long_call_makes_the_rounds_of_all_few(clock: Clock) -> None:
     assert slow.n_warmup == fast.n_warmup == 1
 
 
+def test_long_calls_are_timed_as_often_as_there_is_time(clock: Clock) -> None:
+    policy = Policy(max_sampling_s=6.0, min_samples=8, long_step_s=0.4, long_samples=3)
+    for ms, n_samples in ((2500.0, 3), (1100.0, 5), (500.0, 8)):
+        found = measure([clock.call(forever(ms))], CPU, policy)
+        assert len(found.samples_ms) == n_samples and found.n_warmup == 1
+
+
 def test_many_short_calls_are_no_long_one(clock: Clock) -> None:
     contenders = [[clock.call(forever(200.0))] for _ in range(9)]
     measurements = measure_interleaved(contenders, CPU, POLICY)

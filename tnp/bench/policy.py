@@ -9,7 +9,8 @@ class Policy:
 
     More follow while the mean of some contender is known less well than `half_width` (a share of
     it) and sampling has lasted less than `max_sampling_s` seconds. A call longer than `long_step_s`
-    seconds is warmed by one run, and `long_samples` follow.
+    seconds is warmed by one run, and what fits into `max_sampling_s` follows, but at least
+    `long_samples` and at most `min_samples`.
 
     Raises ValueError where a number of samples is below 1.
     """
@@ -25,6 +26,11 @@ class Policy:
         for name in ("min_samples", "long_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+
+    def long_rounds(self, round_s: float) -> int:
+        """How many rounds to take of calls longer than `long_step_s`."""
+        fit = int(self.max_sampling_s / round_s)
+        return min(max(fit, self.long_samples), max(self.min_samples, self.long_samples))
 
     @classmethod
     def from_parameters(cls, timing: dict) -> "Policy":

@@ -126,7 +126,7 @@ def measure_interleaved(
     n_warmup = 1 if is_long else 1 + _warm_up(rounds, round_ms, policy)
     synchronize(device)
     began, origin = time.perf_counter(), mark(device)
-    taken = rounds(policy.long_samples) if is_long else _sample(rounds, policy)
+    taken = rounds(policy.long_rounds(round_ms / 1e3)) if is_long else _sample(rounds, policy)
     measure_s = time.perf_counter() - start
     has_settled = settled(
         [sum(elapsed_ms(*span) for span in one) for one in zip(*taken, strict=True)]
