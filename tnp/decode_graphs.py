@@ -42,7 +42,8 @@ class DecodeGraphs:
         self._casts = WeightCasts(parameters)
         self._uncast = [parameter.detach() for parameter in parameters]
         self._by_size: dict[torch.Size, _OfOneSize] = {}
-        self._pool, self._full = None, False
+        self._pool = self._stream = None
+        self._full = False
 
     def __call__(self, decode: Decode, x_target: torch.Tensor) -> torch.Tensor:
         """`decode` of x_target [B, N, d_x], a tensor of its own; it must not wait for the device.
@@ -81,21 +82,32 @@ class DecodeGraphs:
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """A replay of `decode` of a static x_target, and the parameters that it writes."""
         with torch.cuda.device(x_target.device):
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            # Not `torch.cuda.graph`, which gives back all of the allocator's spare memory first.
-            # One pool for all: what a graph wrote is read before the next one is replayed.
-            with torch.cuda.stream(stream):
-                graph.capture_begin(self._pool)
-                try:
-                    parameters = decode(x_target)
-                finally:
-                    graph.capture_end()
-            self._pool = graph.pool()
+            try:
+                graph, parameters = self._recorded(decode, x_target)
+            except torch.cuda.OutOfMemoryError:  # spare memory is not given back in a capture
+                torch.cuda.empty_cache()
+                graph, parameters = self._recorded(decode, x_target)
 
         def replay() -> None:
             with torch.cuda.device(x_target.device):
                 graph.replay()
 
         return replay, parameters
+
+    def _recorded(
+        self, decode: Decode, x_target: torch.Tensor
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Not by `torch.cuda.graph`, which gives back all of the allocator's spare memory first."""
+        graph = torch.cuda.CUDAGraph()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # One pool and stream for all: what a graph wrote is read before the next one is replayed.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool)
+            try:
+                parameters = decode(x_target)
+            finally:
+                graph.capture_end()
+        self._pool = graph.pool()
+        return graph, parameters

@@ -65,8 +65,8 @@ class TrainingStep:
             them, and what `grad` of a parameter holds after a replay is of no use. Without
             `buckets` all calls must have the sizes of the first.
         buckets: tasks vary in size, and are padded to those that it has, each captured for itself.
-            A task that is larger than all runs as it is, without a graph. Where a variant of
-            PyTorch's own operators is compiled and not captured, nothing is padded.
+            A task that is larger than all runs as it is, without a graph. Where no operator is of
+            ours and the step is compiled but not captured, nothing is padded.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainingStep:
         if model.variant.compile:
             dynamic = _is_dynamic(model) if buckets is not None else None
             self.nll = _compiled(model, dynamic)
-        # Nothing of PyTorch's own that is compiled for all sizes is the better for padding.
+        # What PyTorch compiled for all sizes, and no graph holds, gains nothing by padding.
         serves_all = dynamic and model.variant.role() != OWN and not cuda_graph
         self._pads = buckets is not None and not serves_all
         self.casts = WeightCasts(model.parameters())
@@ -208,9 +208,10 @@ class TrainingStep:
 
 
 def _is_dynamic(model: TransformerNP) -> bool:
-    """Whether PyTorch compiles its operators once for all sizes; those of ours are for each size.
+    """Whether PyTorch's operators are compiled once for all sizes.
 
-    Not where blocks are computed again: torch 2.13 then loses a symbolic size.
+    Operators of ours are compiled for each size even so. Where blocks are computed again all are:
+    torch 2.13 then loses a symbolic size.
     """
     return not (model.checkpoint or model.variant.recompute_above)
 

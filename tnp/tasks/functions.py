@@ -103,7 +103,8 @@ def functions_of_table(
     known = _columns(table)
     for name in (*x, *y, *([by] if by else [])):
         if name not in known:
-            raise ValueError(f"the table has no column {name!r}: it has {', '.join(known)}")
+            has = ", ".join(known) or "no names: give columns by name, as a dict of arrays"
+            raise ValueError(f"the table has no column {name!r}: it has {has}")
     lengths = {name: len(table[name]) for name in (*x, *y, *([by] if by else []))}
     if len(set(lengths.values())) > 1 or 0 in lengths.values():
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -145,7 +146,8 @@ def _groups(table: Mapping[str, Any], by: str) -> np.ndarray:
     for row, value in enumerate(values.tolist()):
         if value is None or (value == value) is not True:  # NaN, or a missing value of pandas
             raise ValueError(
-                f"column {by!r}, row {row}, is {value}: every row must say which function it is of"
+                f"column {by!r}, row {row}, is {value}: every row must say which function it is of "
+                "(np.genfromtxt reads text with dtype=None alone)"
             )
     try:
         return np.unique(values, return_inverse=True)[1]

@@ -3,7 +3,7 @@
 -- `varying_samples`, for each sample of one. A step is the stream's mean. Rows are context and
 -- target points; padding is none, and has a column: its share of the rows that are computed outside
 -- attention. Sizes are rounded up to buckets, each with a graph of its own where there are graphs.
--- PyTorch's best is compiled once for all sizes. Variants that end in `_packed` put the samples of
+-- PyTorch's best is compiled once for all sizes, and without graphs it is not padded. Variants that end in `_packed` put the samples of
 -- a batch one behind the other. `small` and `mid` are the largest of streams `varying` and
 -- `varying_mid`.
 with streams as (
