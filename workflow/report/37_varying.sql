@@ -1,11 +1,11 @@
 -- # Sizes that vary
 -- Training steps over a stream of 64 tasks, whose sizes are drawn at random for each task, or, at
 -- `varying_samples`, for each sample of one. A step is the stream's mean. Rows are context and
--- target points; padding is none, and has a column: its share of the rows that are computed outside
--- attention. Sizes are rounded up to buckets, each with a graph of its own where there are graphs.
--- PyTorch's best is compiled once for all sizes, and without graphs it is not padded. Variants that end in `_packed` put the samples of
--- a batch one behind the other. `small` and `mid` are the largest of streams `varying` and
--- `varying_mid`.
+-- target points; padding is none, and has a column: its share of the rows that are computed
+-- outside attention. Sizes are rounded up to buckets, each with a graph of its own where there are
+-- graphs. PyTorch's best is compiled once for all sizes, and without graphs it is not padded.
+-- Variants that end in `_packed` put the samples of a batch one behind the other. `small` and
+-- `mid` are the largest of streams `varying` and `varying_mid`.
 with streams as (
     select distinct device
     from step_summary
