@@ -35,6 +35,11 @@ class Buckets:
         require_count("max_context", self.max_context, at_least=1)
         require_count("max_target", self.max_target, at_least=1)
 
+    @classmethod
+    def of(cls, vary: dict | None) -> Buckets | None:
+        """Up to the largest sizes that config.yaml's `vary` draws; None where sizes do not vary."""
+        return None if vary is None else cls(vary["n_context"][1], vary["n_target"][1])
+
     def __len__(self) -> int:
         return _count(self.max_context) * _count(self.max_target)
 

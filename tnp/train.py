@@ -78,7 +78,7 @@ def run(
         learning_rate=parameters["learning_rate"],
         max_grad_norm=parameters.get("max_grad_norm"),
         cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
-        buckets=_buckets(parameters.get("vary")),
+        buckets=Buckets.of(parameters.get("vary")),
     )
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
     is_finished = False
@@ -144,10 +144,6 @@ def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[
     if vary is None:
         return tuple(parameters[name] for name in ("batch", "n_context", "n_target"))
     return parameters["batch"], *varying_sizes(vary, seed, index)
-
-
-def _buckets(vary: dict | None) -> Buckets | None:
-    return None if vary is None else Buckets(vary["n_context"][1], vary["n_target"][1])
 
 
 class Evaluation:

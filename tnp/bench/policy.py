@@ -29,8 +29,7 @@ class Policy:
 
     def long_rounds(self, round_s: float) -> int:
         """How many rounds to take of calls longer than `long_step_s`."""
-        fit = int(self.max_sampling_s / round_s)
-        return min(max(fit, self.long_samples), max(self.min_samples, self.long_samples))
+        return max(self.long_samples, min(int(self.max_sampling_s / round_s), self.min_samples))
 
     @classmethod
     def from_parameters(cls, timing: dict) -> "Policy":

@@ -79,7 +79,7 @@ def measure_step(
             learning_rate=LEARNING_RATE,
             update=parameters["optimizer"],
             cuda_graph=parameters["cuda_graph"],
-            buckets=_buckets(parameters),
+            buckets=Buckets.of(parameters.get("vary")),
         )
     setup_s = time.perf_counter() - started
 
@@ -146,13 +146,6 @@ def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:
     """Of the rows that are computed outside attention, those that are no point of a sample."""
     points = sum(sum(task.count()) for task in tasks)
     return 1.0 - points / sum(step.n_rows(task) for task in tasks)
-
-
-def _buckets(parameters: dict) -> Buckets | None:
-    """Up to the largest sizes that a stream is drawn from; None for one task."""
-    if "vary" not in parameters:
-        return None
-    return Buckets(*(parameters["vary"][name][1] for name in ("n_context", "n_target")))
 
 
 def _per_task(measurement: Measurement, n_tasks: int) -> Measurement:
