@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from tests.test_model import CONFIG, build, make_task
 from tnp import step_graphs
 from tnp.buckets import Buckets, rounded
+from tnp.captures import Captures
 from tnp.step import TrainingStep
 from tnp.step_graphs import StepGraphs
 
@@ -19,25 +20,25 @@ DRAW = random.Random(0)
 SIZES = [(DRAW.randint(3, 40), DRAW.randint(5, 90)) for _ in range(12)]
 
 
-class Replayed(StepGraphs):
-    """A "graph" that runs the step again: what a graph would do, on any device."""
+class Replays(Captures):
+    """A "graph" runs the step again: what a graph would do, on any device."""
 
     captured = 0
 
-    def _apart(self, tasks, capacity):
-        return self._run(tasks, capacity)
+    def run(self, work):
+        return work()
 
-    def _capture(self, tasks, capacity):
+    def capture(self, work):
         self.captured += 1
         loss = torch.zeros(())
-        return lambda: loss.copy_(self._run(tasks, capacity)), loss
+        return lambda: loss.copy_(work()), loss
 
 
-def replaying(buckets: Buckets | None) -> tuple[TrainingStep, Replayed]:
+def replaying(buckets: Buckets | None) -> tuple[TrainingStep, Replays]:
     step = TrainingStep(build(skip_unread=True), learning_rate=1e-2, buckets=buckets)
-    graphs = Replayed(step._run, step._watch, torch.device("cpu"), vary=buckets is not None)
-    step._graphs = graphs
-    return step, graphs
+    captures = Replays(torch.device("cpu"))
+    step._graphs = StepGraphs(step._run, step._watch, captures, vary=buckets is not None)
+    return step, captures
 
 
 def test_sizes_are_rounded_up_by_an_eighth_at_most():
@@ -71,15 +72,15 @@ def test_training_in_buckets_is_training_without():
 def test_every_size_has_a_graph_of_its_own_and_all_train_one_model():
     buckets = Buckets(max_context=40, max_target=90)
     eager = TrainingStep(build(skip_unread=True), learning_rate=1e-2, buckets=buckets)
-    step, graphs = replaying(buckets)
+    step, captures = replaying(buckets)
     for m, n in SIZES * 3:
         task = make_task(n_context=m, n_target=n)
         torch.testing.assert_close(step(task), eager(task))
-    assert graphs.captured == len({(rounded(m), min(rounded(n), 90)) for m, n in SIZES})
+    assert captures.captured == len({(rounded(m), min(rounded(n), 90)) for m, n in SIZES})
 
 
 def test_a_task_larger_than_all_buckets_runs_as_it_is_and_that_is_said_once(caplog):
-    step, graphs = replaying(Buckets(max_context=16, max_target=16))
+    step, captures = replaying(Buckets(max_context=16, max_target=16))
     plain = TrainingStep(build(skip_unread=True), learning_rate=1e-2)
     with caplog.at_level(logging.WARNING, "tnp.step"):
         for _ in range(3):
@@ -88,16 +89,16 @@ def test_a_task_larger_than_all_buckets_runs_as_it_is_and_that_is_said_once(capl
     assert [record.message[:46] for record in caplog.records] == [
         "a task of 17 context and 5 target points is la"
     ]
-    assert not graphs.captured
+    assert not captures.captured
 
 
 def test_more_sizes_than_graphs_run_eagerly_and_that_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
-    step, graphs = replaying(Buckets(max_context=40, max_target=90))
+    step, captures = replaying(Buckets(max_context=40, max_target=90))
     with caplog.at_level(logging.WARNING, "tnp.step"):
         for m, n in [(5, 5)] * 5 + [(20, 20), (30, 80)]:
             assert step(make_task(n_context=m, n_target=n)).isfinite()
-    assert graphs.captured == 1 and len(caplog.records) == 1
+    assert captures.captured == 1 and len(caplog.records) == 1
     assert "1 sizes of tasks were met" in caplog.text
 
 
@@ -122,15 +123,15 @@ def test_buckets_of_no_size_are_named(sizes):
 def test_tasks_whose_gradients_are_added_up_share_a_bucket():
     buckets = Buckets(max_context=40, max_target=90)
     eager = TrainingStep(build(skip_unread=True), learning_rate=1e-2)
-    step, graphs = replaying(buckets)
+    step, captures = replaying(buckets)
     for (m, n), other in zip(SIZES * 2, SIZES[1:] * 2, strict=False):
         tasks = make_task(n_context=m, n_target=n), make_task(n_context=other[0], n_target=other[1])
         torch.testing.assert_close(step(*tasks), eager(*tasks), rtol=1e-4, atol=1e-4)
-    assert 0 < graphs.captured <= len(buckets)
+    assert 0 < captures.captured <= len(buckets)
 
 
 def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
-    step, graphs = replaying(None)
+    step, captures = replaying(None)
     for _ in range(5):
         step(make_task())
     with pytest.raises(ValueError, match="the captured step is of 1 tasks, not 2"):

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_buckets import Replayed
+from tests.test_buckets import Replays
 from tests.test_model import build, make_task
 from tests.test_ragged import CONTEXT, OURS, TARGETS, lengths, loss_and_gradients, ragged
 from tnp.buckets import Buckets
 from tnp.packing import Packing, Rows, capacity_for
 from tnp.step import TrainingStep
+from tnp.step_graphs import StepGraphs
 from tnp.variants import Variant
 
 
@@ -92,9 +93,9 @@ def test_packing_needs_keys_that_are_not_centred():
 def test_a_captured_step_without_buckets_has_a_graph_for_each_number_of_rows():
     """A replay of one with fewer rows would read past them."""
     step = TrainingStep(build(pack=True), learning_rate=1e-2)
-    graphs = Replayed(step._run, step._watch, torch.device("cpu"), vary=False)
+    captures = Replays(torch.device("cpu"))
     plain = TrainingStep(build(pack=True), learning_rate=1e-2)
-    step._graphs = graphs
+    step._graphs = StepGraphs(step._run, step._watch, captures, vary=False)
     whole = make_task(batch=3, n_context=60, n_target=70)
     few, many = (
         replace(whole, context_lengths=lengths([m] * 3), target_lengths=lengths([n] * 3))
@@ -102,7 +103,7 @@ def test_a_captured_step_without_buckets_has_a_graph_for_each_number_of_rows():
     )
     for task in (few, few, few, few, many, few, many, many):
         torch.testing.assert_close(step(task), plain(task))
-    assert graphs.captured == 2
+    assert captures.captured == 2
 
 
 def test_a_capacity_needs_lengths():

@@ -8,6 +8,7 @@ import torch
 from torch.distributions import Normal
 
 from tests.test_model import build, make_task
+from tnp.captures import Captures
 from tnp.decode_graphs import DecodeGraphs
 from tnp.model import TransformerNP
 from tnp.normalization import Normalization
@@ -124,49 +125,55 @@ def test_no_keys_are_made_of_targets(monkeypatch):
     model.predict(encoding, task.x_target)
 
 
-class Replayed(DecodeGraphs):
-    """A "graph" that decodes again: what a graph would do, on any device."""
+class Replays(Captures):
+    """A "graph" decodes again: what a graph would do, on any device."""
 
     captured = 0
 
-    def capture(self, decode, x_target):
+    def capture(self, work):
         self.captured += 1
-        parameters = decode(x_target)
-        return lambda: parameters.copy_(decode(x_target)), parameters
+        parameters = work()
+        return lambda: parameters.copy_(work()), parameters
+
+
+def replayed(model, encoding):
+    """The encoding with "graphs" of its own, and what counts them."""
+    captures = Replays(torch.device("cpu"))
+    return replace(encoding, graphs=DecodeGraphs(model.parameters(), captures)), captures
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replayed_predictions_are_the_launched_ones_at_every_size(dtype):
     model, task = build(dtype=dtype, projection="fused"), make_task(n_target=9)
     encoding = model.encode(task.context)
-    replayed = replace(encoding, graphs=Replayed(model.parameters()))
+    kept, captures = replayed(model, encoding)
     found, expected = [], []
     for i in (0, 3, 1, 2, 4):  # the first of a size is launched, the second captured
         for n in (5, 2):
             x = task.x_target[:, i : i + n]
-            found.append(model.predict(replayed, x))
+            found.append(model.predict(kept, x))
             expected.append(model.predict(encoding, x))
     for one, other in zip(found, expected, strict=True):  # none is another one's memory
         assert torch.equal(one.mean, other.mean) and torch.equal(one.variance, other.variance)
-    assert replayed.graphs.captured == 2
+    assert captures.captured == 2
     x, budget = task.x_target[:, :4], 2 * task.batch * bytes_per_target(model)
-    in_chunks = (model.predict(of, x, max_bytes=budget).mean for of in (replayed, encoding))
+    in_chunks = (model.predict(of, x, max_bytes=budget).mean for of in (kept, encoding))
     assert torch.equal(*in_chunks)
 
 
 def test_past_the_most_graphs_targets_are_launched(monkeypatch):
     monkeypatch.setattr("tnp.decode_graphs.MOST_GRAPHS", 1)
     model, task = build(), make_task()
-    encoding = replace(model.encode(task.context), graphs=Replayed(model.parameters()))
+    encoding, captures = replayed(model, model.encode(task.context))
     for n in (5, 5, 3, 3, 3):
         model.predict(encoding, task.x_target[:, :n])
-    assert encoding.graphs.captured == 1
+    assert captures.captured == 1
 
 
 def test_graphs_made_in_inference_mode_serve_outside_of_it():
     model, task = build(), make_task()
     with torch.inference_mode():
-        encoding = replace(model.encode(task.context), graphs=Replayed(model.parameters()))
+        encoding, _ = replayed(model, model.encode(task.context))
         first = model.predict(encoding, task.x_target).mean
     for _ in range(2):
         assert torch.equal(model.predict(encoding, task.x_target).mean, first)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from tnp.captures import Captures
 from tnp.ops.casting import WeightCasts
 
 # Graphs kept at most of an encoding; targets of further sizes are predicted without one.
@@ -35,15 +37,15 @@ class DecodeGraphs:
 
     Args:
         weights: the model's parameters.
+        captures: of the device where they lie.
     """
 
-    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+    def __init__(self, weights: Iterable[nn.Parameter], captures: Captures) -> None:
         parameters = list(weights)
         self._casts = WeightCasts(parameters)
         self._uncast = [parameter.detach() for parameter in parameters]
         self._by_size: dict[torch.Size, _OfOneSize] = {}
-        self._pool = self._stream = None
-        self._full = False
+        self._captures, self._full = captures, False
 
     def __call__(self, decode: Decode, x_target: torch.Tensor) -> torch.Tensor:
         """`decode` of x_target [B, N, d_x], a tensor of its own; it must not wait for the device.
@@ -67,7 +69,8 @@ class DecodeGraphs:
                 return decode(one.x_target)
         if one.replay is None:
             with self._casts.step():  # which casts the weights ahead of the capture
-                one.replay, one.parameters = self.capture(decode, one.x_target)
+                run = partial(decode, one.x_target)
+                one.replay, one.parameters = self._captures.capture(run)
             one.weights = self._casts.copies()
         one.x_target.copy_(x_target)
         one.replay()
@@ -76,38 +79,3 @@ class DecodeGraphs:
     def replay(self, size: torch.Size) -> Callable[[], None]:
         """What replays the graph of targets of `size`, which must have been captured: no copies."""
         return self._by_size[size].replay
-
-    def capture(
-        self, decode: Decode, x_target: torch.Tensor
-    ) -> tuple[Callable[[], None], torch.Tensor]:
-        """A replay of `decode` of a static x_target, and the parameters that it writes."""
-        with torch.cuda.device(x_target.device):
-            try:
-                graph, parameters = self._recorded(decode, x_target)
-            except torch.cuda.OutOfMemoryError:  # spare memory is not given back in a capture
-                torch.cuda.empty_cache()
-                graph, parameters = self._recorded(decode, x_target)
-
-        def replay() -> None:
-            with torch.cuda.device(x_target.device):
-                graph.replay()
-
-        return replay, parameters
-
-    def _recorded(
-        self, decode: Decode, x_target: torch.Tensor
-    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Not by `torch.cuda.graph`, which gives back all of the allocator's spare memory first."""
-        graph = torch.cuda.CUDAGraph()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        # One pool and stream for all: what a graph wrote is read before the next one is replayed.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool)
-            try:
-                parameters = decode(x_target)
-            finally:
-                graph.capture_end()
-        self._pool = graph.pool()
-        return graph, parameters

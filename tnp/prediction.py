@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
+from tnp.captures import Captures
 from tnp.decode_graphs import DecodeGraphs
 from tnp.inputs import require_count, require_one_device
 from tnp.ops.mixture_nll import split_parameters
@@ -117,7 +118,7 @@ def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> 
         queries.append(block.attention.query_weight(dtype))
         if block is not model.blocks[-1]:  # of the last, targets read keys and values alone
             h, update = block.mlp(h, block.attention.attend(q, k, v, context.lengths))
-    graphs = DecodeGraphs(model.parameters()) if cuda_graph else None
+    graphs = DecodeGraphs(model.parameters(), Captures(x.device)) if cuda_graph else None
     return Encoding(tuple(blocks), tuple(queries), context.lengths, graphs)
 
 

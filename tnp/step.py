@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 
 from tnp.buckets import Buckets
+from tnp.captures import Captures
 from tnp.contract import OWN
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
@@ -108,7 +109,8 @@ class TrainingStep:
         self._graphs = None
         if cuda_graph:
             _check_capturable(self.optimizer)
-            self._graphs = StepGraphs(self._run, self._watch, device, vary=buckets is not None)
+            captures = Captures(device)
+            self._graphs = StepGraphs(self._run, self._watch, captures, vary=buckets is not None)
         self._has_met_larger = False
 
     def set_learning_rate(self, learning_rate: float) -> None:

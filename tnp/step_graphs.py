@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from tnp.captures import Captures
 from tnp.ops.casting import WeightCasts
 from tnp.packing import Capacity
 from tnp.tasks import Task
@@ -69,23 +71,23 @@ class StepGraphs:
     Args:
         run: the step; it must not wait for the device.
         watch: what is to stay where it is, as it is now.
-        device: where all of it lies.
+        captures: of the device where all of it lies.
         vary: whether tasks may have other sizes than the first.
     """
 
     def __init__(
-        self, run: Step, watch: Callable[[], Watched], device: torch.device, vary: bool
+        self, run: Step, watch: Callable[[], Watched], captures: Captures, vary: bool
     ) -> None:
-        self._run, self._watch, self._device, self._vary = run, watch, device, vary
+        self._run, self._watch, self._captures, self._vary = run, watch, captures, vary
         self._by_size: dict[tuple, _OfOneSize] = {}
         self._n_eager, self._full = 0, False
-        self._stream = self._pool = None
 
     def __call__(self, tasks: tuple[Task, ...], capacity: Capacity | None = None) -> torch.Tensor:
         """The loss, a tensor of its own."""
         one = self._of_size(tasks, capacity)
         if one is None:
-            return self._apart(tasks, capacity)
+            return self._captures.run(partial(self._run, tasks, capacity))
+        run = partial(self._run, one.tasks, capacity)
         # Eager calls read the static tasks too: torch.compile guards on strides, and a task that is
         # a view of another layout would make it compile again in the middle of the capture.
         for static, task in zip(one.tasks, tasks, strict=True):
@@ -93,9 +95,10 @@ class StepGraphs:
         if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
             self._n_eager += 1
             one.has_run = True
-            return self._apart(one.tasks, capacity)
+            return self._captures.run(run)
         if one.replay is None:
-            one.replay, one.loss = self._capture(one.tasks, capacity)
+            torch.cuda.empty_cache()  # what eager steps took would lie beside the graphs' memory
+            one.replay, one.loss = self._captures.capture(run)
             one.watched = self._watch()
         one.watched.check()
         one.replay()
@@ -124,32 +127,3 @@ class StepGraphs:
                 return None
             self._by_size[size] = _OfOneSize(tuple(task.clone() for task in tasks))
         return self._by_size[size]
-
-    def _apart(self, tasks: tuple[Task, ...], capacity: Capacity | None) -> torch.Tensor:
-        """The step on a stream of its own, as captures are."""
-        with torch.cuda.device(self._device):  # streams are the current device's
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                loss = self._run(tasks, capacity)
-            torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
-
-    def _capture(
-        self, tasks: tuple[Task, ...], capacity: Capacity | None
-    ) -> tuple[Callable[[], None], torch.Tensor]:
-        """A replay of the step, and the loss that it writes."""
-        with torch.cuda.device(self._device):
-            graph = torch.cuda.CUDAGraph()
-            # One pool for all: graphs follow one another on one stream, and none reads what
-            # another left in its memory, since each step computes its gradients anew.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                loss = self._run(tasks, capacity)
-            self._pool = graph.pool()
-
-        def replay() -> None:
-            with torch.cuda.device(self._device):
-                graph.replay()
-
-        return replay, loss
