@@ -69,7 +69,7 @@ unproven as (
             or (
                 part in ('definition', 'module')
                 and regexp_matches(
-                    name, '^tnp\.(ops|layers|model|packing|step|step_graphs)(\.|:|$)'
+                    name, '^tnp\.(ops|captures|layers|model|packing|step|step_graphs)(\.|:|$)'
                 )
                 -- They choose and say what ran: what was chosen is proven in their place. PyTorch's
                 -- forms, which `auto` may choose too, no gate proves where they run alone either.
