@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.replays import Replays
 from tests.test_model import CONFIG, build, make_task
 from tnp import step_graphs
 from tnp.buckets import Buckets, rounded
-from tnp.captures import Captures
 from tnp.step import TrainingStep
 from tnp.step_graphs import StepGraphs
 
@@ -20,23 +20,9 @@ DRAW = random.Random(0)
 SIZES = [(DRAW.randint(3, 40), DRAW.randint(5, 90)) for _ in range(12)]
 
 
-class Replays(Captures):
-    """A "graph" runs the step again: what a graph would do, on any device."""
-
-    captured = 0
-
-    def run(self, work):
-        return work()
-
-    def capture(self, work):
-        self.captured += 1
-        loss = torch.zeros(())
-        return lambda: loss.copy_(work()), loss
-
-
 def replaying(buckets: Buckets | None) -> tuple[TrainingStep, Replays]:
     step = TrainingStep(build(skip_unread=True), learning_rate=1e-2, buckets=buckets)
-    captures = Replays(torch.device("cpu"))
+    captures = Replays()
     step._graphs = StepGraphs(step._run, step._watch, captures, vary=buckets is not None)
     return step, captures
 

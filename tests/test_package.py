@@ -91,6 +91,13 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
 
 
+def test_importing_the_model_leaves_the_compiler_alone():
+    """Dynamo takes a second, half of what the import took with it."""
+    program = "import sys, tnp.training; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
     call = Call(contract.Problem("attention", "bfloat16", ()), targets.named("NVIDIA H200"))
     assert triton_from(80)(call) is None

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_buckets import Replays
+from tests.replays import Replays
 from tests.test_model import build, make_task
 from tests.test_ragged import CONTEXT, OURS, TARGETS, lengths, loss_and_gradients, ragged
 from tnp.buckets import Buckets
@@ -93,7 +93,7 @@ def test_packing_needs_keys_that_are_not_centred():
 def test_a_captured_step_without_buckets_has_a_graph_for_each_number_of_rows():
     """A replay of one with fewer rows would read past them."""
     step = TrainingStep(build(pack=True), learning_rate=1e-2)
-    captures = Replays(torch.device("cpu"))
+    captures = Replays()
     plain = TrainingStep(build(pack=True), learning_rate=1e-2)
     step._graphs = StepGraphs(step._run, step._watch, captures, vary=False)
     whole = make_task(batch=3, n_context=60, n_target=70)

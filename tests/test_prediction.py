@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from tests.replays import Replays
 from tests.test_model import build, make_task
-from tnp.captures import Captures
 from tnp.decode_graphs import DecodeGraphs
 from tnp.model import TransformerNP
 from tnp.normalization import Normalization
@@ -125,20 +125,9 @@ def test_no_keys_are_made_of_targets(monkeypatch):
     model.predict(encoding, task.x_target)
 
 
-class Replays(Captures):
-    """A "graph" decodes again: what a graph would do, on any device."""
-
-    captured = 0
-
-    def capture(self, work):
-        self.captured += 1
-        parameters = work()
-        return lambda: parameters.copy_(work()), parameters
-
-
 def replayed(model, encoding):
     """The encoding with "graphs" of its own, and what counts them."""
-    captures = Replays(torch.device("cpu"))
+    captures = Replays()
     return replace(encoding, graphs=DecodeGraphs(model.parameters(), captures)), captures
 
 

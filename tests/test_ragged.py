@@ -1,12 +1,14 @@
 """Samples of sizes of their own: each is computed as if it stood alone, whatever padding holds."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.test_model import CONFIG, build, make_task
+from tnp.step import TrainingStep
 from tnp.tasks import Task
 from tnp.variants import FAMILIES
 
@@ -112,8 +114,14 @@ def test_a_value_that_is_not_finite_is_found_among_points_and_not_among_padding(
     task = ragged()
     task.check_finite()
     task.y_target[1, 4] = math.nan
-    with pytest.raises(ValueError, match=r"y_target of sample 1, point 4, is \[nan\]: every value"):
+    sentence = r"y_target of sample 1, point 4, is \[nan\]: every value"
+    with pytest.raises(ValueError, match=sentence):
         task.check_finite()
+    model = build()
+    before = deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=sentence):
+        TrainingStep(model, learning_rate=1e-2)(task)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 def test_padding_a_task_changes_no_loss():

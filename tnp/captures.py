@@ -1,7 +1,8 @@
 """Work captured as CUDA graphs, on one stream and with one memory pool for all of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Captures:
-    """Runs work on a stream of `device` that is its own, and captures it there.
+    """Runs work on a stream beside the current one of `device`, and captures it there.
 
     The graphs share their memory. That is right where they follow one another on one stream, and
     what one wrote is read before the next one is replayed.
@@ -18,20 +19,24 @@ class Captures:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = self._pool = None
+        self._pool = None
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """`work`, eagerly."""
+        """The result of `work`, which is run and not captured."""
         with self._apart():
             return work()
 
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """A replay of `work`, and what it writes to; `work` must not wait for the device."""
-        try:
-            graph, result = self._captured(work)
-        except torch.cuda.OutOfMemoryError:  # spare memory is not given back in a capture
+        captured = None
+        # Spare memory is not given back in a capture. Outside of `except`, because an error keeps
+        # all that the failed work has made.
+        with suppress(torch.cuda.OutOfMemoryError):
+            captured = self._captured(work)
+        if captured is None:
             torch.cuda.empty_cache()
-            graph, result = self._captured(work)
+            captured = self._captured(work)
+        graph, result = captured
 
         def replay() -> None:
             with torch.cuda.device(self._device):
@@ -40,14 +45,20 @@ class Captures:
         return replay, result
 
     def _captured(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Not by `torch.cuda.graph`, which gives back all of the allocator's spare memory first."""
+        """A graph of `work`, and what it writes to.
+
+        Not by `torch.cuda.graph`, which gives back all of the allocator's spare memory first.
+        """
         with self._apart():
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(self._pool)
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that the error has made void
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._pool = graph.pool()
         return graph, result
 
@@ -55,10 +66,16 @@ class Captures:
     def _apart(self) -> Iterator[None]:
         """On the stream, which waits for the current one, and is waited for."""
         with torch.cuda.device(self._device):  # streams are the current device's
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                yield
-            current.wait_stream(self._stream)
+            stream, current = _stream(self._device), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):
+                    yield
+            finally:
+                current.wait_stream(stream)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all work of a device: for each stream that it meets cuBLAS keeps memory for ever."""
+    return torch.cuda.Stream(device)

@@ -63,10 +63,11 @@ class DecodeGraphs:
             # found by, and no plan may be missing in the capture.
             with torch.inference_mode(False):  # or nothing else could be copied to them
                 one = _OfOneSize(torch.empty_like(x_target, memory_format=torch.contiguous_format))
-            self._by_size[x_target.shape] = one
             one.x_target.copy_(x_target)
             with self._casts.step():
-                return decode(one.x_target)
+                parameters = decode(one.x_target)
+            self._by_size[x_target.shape] = one
+            return parameters
         if one.replay is None:
             with self._casts.step():  # which casts the weights ahead of the capture
                 run = partial(decode, one.x_target)

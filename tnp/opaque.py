@@ -58,7 +58,6 @@ def call(
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-@torch.compiler.assume_constant_result
 def _decided(
     op: str,
     implementation: str,
@@ -100,6 +99,11 @@ def _decided(
         saves = choose_kernel(found.forward, operator, what)[0].saves
     content = {"implementation": implementation, "saves": saves, "wanted": wanted}
     return json.dumps(content | {"options": options, "dtype": dtype})
+
+
+# What torch.compiler.assume_constant_result does. It would import Dynamo, for half of the time that
+# importing tnp took.
+_decided._dynamo_marked_constant = True
 
 
 def _sizeless(operator: Operator, dtype: str, given: tuple[str, ...], options: tuple):

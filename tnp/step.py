@@ -126,10 +126,14 @@ class TrainingStep:
         """The mean loss of all targets before the update, a float32 scalar on the device.
 
         Of several tasks gradients are added up before the one update: a batch larger than fits.
+        NaN or infinity among the points of a task on the CPU is a ValueError; on a GPU looking for
+        it would wait for the device, and the loss is NaN.
         """
         if not tasks:
             raise ValueError("there is no task to train on: give at least one")
         require_tasks("tasks to train on", tasks)
+        for task in tasks if self._device.type == "cpu" else ():
+            task.check_finite()
         sizes = self._sizes(tasks)
         if sizes is None:
             self._say_once(tasks)

@@ -93,11 +93,13 @@ class StepGraphs:
         for static, task in zip(one.tasks, tasks, strict=True):
             static.copy_(task)
         if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
+            loss = self._captures.run(run)
             self._n_eager += 1
             one.has_run = True
-            return self._captures.run(run)
+            return loss
         if one.replay is None:
-            torch.cuda.empty_cache()  # what eager steps took would lie beside the graphs' memory
+            # What eager steps took would lie beside the graphs' memory, which is as much.
+            torch.cuda.empty_cache()
             one.replay, one.loss = self._captures.capture(run)
             one.watched = self._watch()
         one.watched.check()

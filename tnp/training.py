@@ -157,7 +157,7 @@ def _tasks(tasks: Source, first: int, device: torch.device) -> Iterator[Task]:
                 f"tasks gives a {type(task).__name__}: it must give a tnp.tasks.Task, which "
                 "tnp.tasks.collate makes of a list of them"
             )
-        if task.x_context.device.type == "cpu":
+        if task.x_context.device.type == "cpu" != device.type:  # otherwise the step does
             task.check_finite()
         yield task.to(device, non_blocking=True)
 

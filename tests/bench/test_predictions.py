@@ -1,14 +1,13 @@
 """Rows of predictions over one context. No test asserts a time."""
 
 import time
-from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 import torch
 
 from tests.bench.configurations import step_parameters
-from tests.test_prediction import Replayed
+from tests.test_prediction import replayed
 from tnp.bench import predictions
 from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import FORMS, Unsupported
@@ -84,10 +83,10 @@ def test_the_bare_form_is_the_graph_of_the_replayed_one(monkeypatch):
     monkeypatch.setattr("tnp.prediction.bytes_per_target", lambda model: 1 << 29)
     variant, cpu = predictions.Variant("sdpa_flash"), torch.device("cpu")
     model, task = predictions._model_and_task(parameters(), variant, cpu, "float32")
-    encoding = replace(model.encode(task.context), graphs=Replayed(model.parameters()))
+    encoding, captures = replayed(model, model.encode(task.context))
     monkeypatch.setattr(model, "encode", lambda context, cuda_graph: encoding)
     runs = predictions._replayed(model, task, cpu)
-    assert list(runs) == ["replayed", "bare"] and encoding.graphs.captured == 1
+    assert list(runs) == ["replayed", "bare"] and captures.captured == 1
     assert runs["bare"][0] is encoding.graphs.replay(task.x_target.shape)
     assert all(seconds > 0 for _, seconds in runs.values())
 

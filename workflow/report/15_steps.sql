@@ -1,7 +1,8 @@
 -- # Every step
 -- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
 -- is the peak during a step. Times are medians over runs; a run is one process. "Against best" is
--- against the fastest of PyTorch's rows at this shape.
+-- against the fastest of PyTorch's rows at this shape, or one within 1 % of it that was timed
+-- beside ours.
 with measured as (
     select
         device,

@@ -5,7 +5,9 @@
 -- outside attention. Sizes are rounded up to buckets, each with a graph of its own where there are
 -- graphs. PyTorch's best is compiled once for all sizes, and without graphs it is not padded.
 -- Variants that end in `_packed` put the samples of a batch one behind the other. `small` and
--- `mid` are the largest of streams `varying` and `varying_mid`.
+-- `mid` are the largest of streams `varying` and `varying_mid`. Pairs are of runs that were made
+-- together: an interval rests on them. A row of PyTorch's within 1 % of its fastest stands in for
+-- that where it was timed beside ours.
 with streams as (
     select distinct device
     from step_summary
@@ -33,6 +35,7 @@ select
     peak_memory_bytes / pow(2, 30) as "memory,_GiB",
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_best,
     verdict_best,
+    n_pairs_best as pairs,
     n_runs as runs,
     evidence_cell(counts, why_not) as evidence
 from speedup

@@ -1,8 +1,8 @@
 -- # Whether it trains alike
 -- The loss of a run minus that of a run through PyTorch, from the same weights on the same tasks,
 -- over the last half of the steps; 90 % intervals. They are called equivalent where the interval
--- lies within the margin, three times what two of PyTorch's own backends differ by. One run each
--- and one seed; training runs were recorded before evidence was kept.
+-- lies within the margin: three times what two of PyTorch's own backends differ by, or 0.01 nats
+-- where that is more. One run each and one seed.
 select
     device,
     run,

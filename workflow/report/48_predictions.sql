@@ -3,7 +3,8 @@
 -- each time, "kept" reads what `encode` has kept, "replayed" is the same with `cuda_graph=True`,
 -- and "bare" is the targets' own work, a CUDA graph with nothing around it. "A hundred" says how
 -- many times as fast as anew a hundred predictions are that are replayed, with the encoding and
--- the capture. "Off by" is in float32, of the largest mixture parameter.
+-- the capture. "Off by" is the difference from what an encoding made anew gives, in float32, of the
+-- largest mixture parameter.
 select
     device,
     format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,

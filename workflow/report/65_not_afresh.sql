@@ -1,7 +1,7 @@
 -- # Not measured afresh
 -- These were recorded before rows kept their evidence: which code ran, on which GPU, whether a gate
 -- was green for that very code. They still stand, without interval and without verdict, until they
--- are measured again. Figures draw them hollow, stages pale. Training runs are all of this kind.
+-- are measured again. Figures draw them hollow, stages pale.
 with standing_without as (
     select
         device,

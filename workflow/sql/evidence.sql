@@ -3,10 +3,11 @@
 -- the GPU and the versions of torch and triton that it was measured with.
 --
 -- A row is proven where every gate that it waited for has passed, one of the deciding runs launched
--- each of its kernels in the same form, and one of them names each definition of the model and of
--- the operators that it ran. It is disproven where a deciding run is red. An operator's output must
--- also have been checked after it was timed; PyTorch's own forms, which wait for no gate, are
--- proven by that check alone. Null is neither: the evidence is not there, or was not kept yet.
+-- each of its kernels in the same form, and one of them names each definition of the model, the
+-- step and the operators that it ran. It is disproven where a deciding run is red. An operator's
+-- output must also have been checked after it was timed; PyTorch's own forms, which wait for no
+-- gate, are proven by that check alone. Null is neither: the evidence is not there, or was not kept
+-- yet.
 create or replace table evidence as
 with gates_of_runs as (
     select
@@ -69,7 +70,9 @@ unproven as (
             or (
                 part in ('definition', 'module')
                 and regexp_matches(
-                    name, '^tnp\.(ops|captures|layers|model|packing|step|step_graphs)(\.|:|$)'
+                    name,
+                    '^tnp\.(ops|captures|decode_graphs|layers|model|packing'
+                    || '|prediction|step|step_graphs)(\.|:|$)'
                 )
                 -- They choose and say what ran: what was chosen is proven in their place. PyTorch's
                 -- forms, which `auto` may choose too, no gate proves where they run alone either.

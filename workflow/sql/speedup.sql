@@ -39,6 +39,7 @@ compared_steps as (
         to_best.high as speedup_best_high,
         to_best.q as q_best,
         to_best.verdict as verdict_best,
+        to_best.n_pairs as n_pairs_best,
         best.role as best_pytorch_role
     from step_summary as own
     left join compared as to_baseline

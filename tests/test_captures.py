@@ -1,0 +1,55 @@
+"""What captures do beside capturing, which needs a GPU: gate `cuda_graphs` has that."""
+
+import weakref
+
+import pytest
+import torch
+
+from tests.replays import Replays
+from tests.test_buckets import replaying
+from tests.test_model import make_task
+from tnp.captures import Captures
+
+
+class OutOfMemory(Captures):
+    """The first `n` captures run out of memory, with something large at hand."""
+
+    def __init__(self, n):
+        super().__init__(torch.device("cpu"))
+        self.left, self.large = n, []
+
+    def _captured(self, work):
+        assert all(large() is None for large in self.large)
+        if self.left:
+            self.left -= 1
+            large = torch.zeros(1)
+            self.large.append(weakref.ref(large))
+            raise torch.cuda.OutOfMemoryError
+        return None, work()
+
+
+def test_a_capture_without_memory_is_made_once_more_and_keeps_nothing_of_the_first():
+    captures = OutOfMemory(1)
+    _, result = captures.capture(lambda: 7)
+    assert result == 7 and len(captures.large) == 1
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        OutOfMemory(2).capture(lambda: 7)
+
+
+def test_a_size_that_has_failed_is_not_captured_before_it_has_run(monkeypatch):
+    step, captures = replaying(None)
+    task, run = make_task(), Replays.run
+
+    def fail(self, work):
+        raise KeyboardInterrupt
+
+    for _ in range(4):
+        monkeypatch.setattr(Replays, "run", fail)
+        with pytest.raises(KeyboardInterrupt):
+            step(task)
+    monkeypatch.setattr(Replays, "run", run)
+    for _ in range(3):
+        step(task)
+        assert not captures.captured
+    step(task)
+    assert captures.captured == 1
