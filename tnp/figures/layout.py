@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import altair as alt
 
 PHONE_PANEL_WIDTH = 318  # px; with the ends of its axis some 340
-LABEL_CHARACTER_WIDTH = 6.4  # px, of an axis label
+LABEL_CHARACTER_WIDTH = 6.8  # px, of an axis label
 LABEL_HEIGHT = 18  # px, of a label above its line
 NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
 CHARACTER_WIDTH = 0.49  # of the font size, on average
