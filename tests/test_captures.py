@@ -43,8 +43,8 @@ def test_a_size_that_has_failed_is_not_captured_before_it_has_run(monkeypatch):
     def fail(self, work):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Replays, "run", fail)
     for _ in range(4):
-        monkeypatch.setattr(Replays, "run", fail)
         with pytest.raises(KeyboardInterrupt):
             step(task)
     monkeypatch.setattr(Replays, "run", run)

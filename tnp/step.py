@@ -132,8 +132,9 @@ class TrainingStep:
         if not tasks:
             raise ValueError("there is no task to train on: give at least one")
         require_tasks("tasks to train on", tasks)
-        for task in tasks if self._device.type == "cpu" else ():
-            task.check_finite()
+        if self._device.type == "cpu":
+            for task in tasks:
+                task.check_finite()
         sizes = self._sizes(tasks)
         if sizes is None:
             self._say_once(tasks)

@@ -157,7 +157,8 @@ def _tasks(tasks: Source, first: int, device: torch.device) -> Iterator[Task]:
                 f"tasks gives a {type(task).__name__}: it must give a tnp.tasks.Task, which "
                 "tnp.tasks.collate makes of a list of them"
             )
-        if task.x_context.device.type == "cpu" != device.type:  # otherwise the step does
+        # One that stays on the CPU is checked by the step.
+        if device.type != "cpu" and task.x_context.device.type == "cpu":
             task.check_finite()
         yield task.to(device, non_blocking=True)
 
