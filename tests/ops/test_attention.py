@@ -190,7 +190,8 @@ def bad_inputs():
     yield "q is torch.int64: it must be a float dtype", (x.long(), x.long(), x.long())
     yield "n_k is 0", (x, x[:, :, :0], x[:, :, :0])
     yield "they must be equal", (x, x, x[:, :, :4])
-    yield "agree in batch, heads", (x, x[:, :1], x[:, :1])
+    yield "agree in batch and head_dim", (x, x[..., :32], x[..., :32])
+    yield "k has 3 heads and q 2", (x, x[:, [0, 1, 1]], x[:, [0, 1, 1]])
     yield "last dimension must be contiguous", (x, x.mT.contiguous().mT, x)
     yield "k is on meta", (x, x.to("meta"), x)
 
