@@ -180,9 +180,7 @@ def _hidden(pipe, s, block, place):
     row, n_rows, keys = place
     # Opaque, or indices and masks would be kept through the loops, and spill.
     rows = opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    columns = opaque(block) * pipe.BLOCK_N + gl.arange(
-        0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S)
-    )
+    columns = opaque(block) * pipe.BLOCK_N + gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
     visible = seen(
         rows[:, None], columns[None, :], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
     )
