@@ -236,7 +236,7 @@ def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
     if call.problem["head_dim"] == 128:
-        return tuple(DkdvConfig(2, 1, r, False) for r in (208, 216, 200))
+        return (DkdvConfig(2, 1, 208, False),)
     if not plain(call.problem):
         return (DkdvConfig(4, 1, 208, False),)
     forms = _forms(call) if call.problem["n_q"] < LONG_WALK else (False,)
