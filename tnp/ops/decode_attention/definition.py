@@ -65,9 +65,10 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
             return random(n_pages, kv_heads, p["page"], head_dim)
         return random(n_pages, p["page"], kv_heads, head_dim).transpose(1, 2)
 
-    magnitude = case["magnitude"] or 1.0
-    q = random(batch, p["n_queries"], heads, head_dim).transpose(1, 2)
-    tensors |= {"q": q * magnitude, "k": (cache() * magnitude).to(dtype), "v": cache().to(dtype)}
+    q, k = random(batch, p["n_queries"], heads, head_dim).transpose(1, 2), cache()
+    if case["magnitude"]:  # a product is a copy, and the largest caches fit but once
+        q, k = q * case["magnitude"], k * case["magnitude"]
+    tensors |= {"q": q, "k": k.to(dtype), "v": cache().to(dtype)}
     for name in ("k_descale", "v_descale"):
         if p[name]:
             shape = (batch, kv_heads) if case["descale_each"] else (kv_heads,)
