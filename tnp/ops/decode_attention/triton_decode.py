@@ -31,6 +31,7 @@ from tnp.ops.primitives import INTERPRETED, KernelConfig, add_dot, cast, dot, wi
 
 LEAST = 16  # rows and keys of a tensor core's tile
 MOST_KEYS = 128  # of a block
+LEAST_BATCH = 64  # lengths that are read at once: up to so many sequences share a compiled kernel
 # What a block of the default has at most: bytes of keys and values, and keys times head_dim.
 BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
 MOST_STAGES = 8
@@ -322,14 +323,14 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     of_parts = flat(2 * programs * n_rows * (head_dim + 2))
     of_pairs = dict(
         KV_HEADS=kv_heads, GROUP=p["heads"] // kv_heads, TOKENS=p["n_queries"], HEAD_DIM=head_dim,
-        WIDTH=width, BATCH=triton.next_power_of_2(batch), BLOCK_N=config.block_n,
+        WIDTH=width, BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)), BLOCK_N=config.block_n,
     )  # fmt: skip
     kernel = Bound(
         _decode_kernel, (programs,),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
         *((0, 0) if table is None else table.stride()),
         *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
-        ROWS=_tile_rows(p), PAGE=p["page"], PAGED=table is not None,
+        ROWS=_tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
         K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, **of_pairs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
