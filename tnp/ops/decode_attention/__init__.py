@@ -189,7 +189,6 @@ OPERATOR = Operator(
     within=lambda model, run: definition.within(OPERATOR, model, run),
     fixed=("head_dim",),
     coordinates=definition.coordinates,
-    drawn=lambda random, dtype: definition.drawn(OPERATOR, random, dtype),
 )
 
 

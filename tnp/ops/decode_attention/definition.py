@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import random as python_random
+from random import Random as Chance
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,6 @@ from tnp.ops.decode_attention.torch_forms import reference, whole
 from tnp.targets import Target
 
 if TYPE_CHECKING:
-    import random
-
     from torch import Tensor
 
     from tnp.values import Random
@@ -38,7 +36,7 @@ def lengths_of(case: Case) -> list[int]:
     """Of the case's sequences: "7,40", "log_uniform" for drawn ones, else as long as can be."""
     batch, n_keys, drawn = case.problem["batch"], case.problem["n_keys"], case["lengths"]
     if drawn == "log_uniform":
-        chance = python_random.Random(0)
+        chance = Chance(0)
         return [round(n_keys ** chance.random()) for _ in range(batch)]
     return list(map(int, drawn.split(","))) if drawn else [n_keys] * batch
 
@@ -89,19 +87,6 @@ def work(case: Case, pass_: str) -> Work:
 def coordinates(problem: Problem) -> tuple[float, ...]:
     """What costs: pairs, rows of one, keys."""
     return problem["batch"] * problem["kv_heads"], rows_of(problem), problem["n_keys"]
-
-
-def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
-    """Sizes as language models have them, of at most 4 GB of keys and values in 16 bits."""
-    while True:
-        kv_heads, group, head_dim = chance.choice(((8, 4, 128), (8, 8, 128), (8, 4, 64)))
-        batch = chance.choice((1, 2, 4, 8, 16, 32, 64, 128))
-        n_keys = round(128 * 1024 ** chance.random())
-        if batch * n_keys < 1_000_000:
-            return operator.problem(
-                dtype, batch=batch, heads=group * kv_heads, kv_heads=kv_heads, n_queries=1,
-                n_keys=n_keys, head_dim=head_dim, page=n_keys,
-            )  # fmt: skip
 
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
