@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from random import Random as Chance
 from collections.abc import Iterable, Mapping
+from random import Random as Chance
 from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, ITEMSIZE, Case, Operator, Problem, Work
