@@ -31,7 +31,7 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """Quantization, the kernel, and the sum of parts where tiles are split."""
-    q, k, _, n_keys = inputs
+    q, k, _, n_keys = inputs[:4]
     _, n_heads, n_q, _ = q.shape
     of_o, rows = rows_layout(q), ROWS.value
     quantize = quantizer(call, inputs)
@@ -46,7 +46,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
 
     def launch(inputs, scalars):
-        q, _, _, n_keys = inputs
+        q, _, _, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
         x = quantize(inputs)
         of_split = x.vector.new_empty_strided(*of_parts) if combine else x.vector

@@ -158,7 +158,7 @@ def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """The kernel, and the sum of parts where tiles are split."""
-    q, k, v, n_keys = inputs
+    q, k, v, n_keys = inputs[:4]
     _, n_heads, n_q, _ = q.shape
     n_k, counted = k.shape[2], n_keys is not None
     of_o, of_lse = rows_layout(q), lse_layout(q)
@@ -174,7 +174,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     of_parts, combine = parts(call, config, of_o)
 
     def launch(inputs, scalars):
-        q, k, v, n_keys = inputs
+        q, k, v, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
         of_split = lse.new_empty_strided(*of_parts) if combine else lse
