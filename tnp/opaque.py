@@ -82,7 +82,9 @@ def _decided(
         found = catalog().load(op, implementation)
         if found.run is not None:
             what = Call(
-                _sizeless(operator, dtype, given, options + shown), targets.of_device(device), wanted
+                _sizeless(operator, dtype, given, options + shown),
+                targets.of_device(device),
+                wanted,
             )
             _require(operator, found, what)
             return _plain_form(operator, found, options)

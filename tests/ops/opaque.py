@@ -1,10 +1,18 @@
 """Operators of ours as PyTorch sees them: what torch.library checks of an operator."""
 
+import json
+
 import torch
 
 from tnp import opaque
 from tnp.contract import Operator
 from tnp.selection import wanted_of
+
+
+def told(implementation: str, wanted: list[str], options: list | None = None) -> str:
+    """What a custom operator is told of a call in bfloat16: its argument `call`."""
+    content = {"implementation": implementation, "saves": "", "wanted": wanted, "shown": []}
+    return json.dumps(content | {"options": options or [], "dtype": "bfloat16"})
 
 
 def require_contracts(

@@ -89,7 +89,9 @@ def test_controls_are_further_off_than_any_rounding(case):
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_a_spot_is_the_formula_of_the_first_and_the_last_head(case, monkeypatch):
-    monkeypatch.setattr(definition, "SCORES_AT_ONCE", 6 * case.problem["n_k"])  # three queries at most
+    monkeypatch.setattr(
+        definition, "SCORES_AT_ONCE", 6 * case.problem["n_k"]
+    )  # three queries at most
     inputs = dict(zip(OPERATOR.tensors, drawn(case), strict=True))
     exact = {name: x.double() if name in "qkv" else x for name, x in inputs.items()}
     for name in "qkv":

@@ -140,7 +140,11 @@ OPERATOR = Operator(
     scalars={"scale": definition.SCALE},
     sizes=("batch", "n_heads", "n_q", "n_k", "head_dim"),
     options={
-        "base2": bool, "causal": bool, "window": int, "n_kv_heads": int, "n_sequences": int,
+        "base2": bool,
+        "causal": bool,
+        "window": int,
+        "n_kv_heads": int,
+        "n_sequences": int,
     },
     shown=("n_kv_heads", "n_sequences"),
     differentiated=("q", "k", "v"),
@@ -170,7 +174,11 @@ OPERATOR = Operator(
             options=definition.OF_ANY_KIND,
         ),
         Implementation(
-            "fused", forward=FORWARD, backward=FUSED, supported=_ours, options=definition.OF_ANY_KIND
+            "fused",
+            forward=FORWARD,
+            backward=FUSED,
+            supported=_ours,
+            options=definition.OF_ANY_KIND,
         ),
         Implementation(
             "e4m3",

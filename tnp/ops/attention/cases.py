@@ -11,7 +11,7 @@ from tnp.ops.attention.torch_forms import attend, reference, softmax_scale, visi
 from tnp.targets import Target
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 # On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
 # where 2^s overflows float32, from 8 on no tile of Hopper's keeps its reference, at 0 all keys are

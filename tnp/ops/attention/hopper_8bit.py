@@ -11,7 +11,7 @@ from tnp.ops.attention import hopper_forward, hopper_primitives
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.hopper_8bit_kernel import attention_fwd_hopper_8bit_kernel
 from tnp.ops.attention.hopper_forward import ForwardConfig
-from tnp.ops.attention.hopper_forward_kernel import ROWS
+from tnp.ops.attention.hopper_forward_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import head_map
 from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
 from tnp.ops.attention.quantize import BLOCK, empty, quantizer

@@ -24,7 +24,7 @@ from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
 from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
-from tnp.ops.attention.hopper_primitives import supported, without_reference
+from tnp.ops.attention.hopper_primitives import supported_at_64, without_reference
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -326,10 +326,10 @@ def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
 
 
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported, separate_configs, OPTIONS,
+    "hopper", empty_backward, prepare_separate, supported_at_64, separate_configs, OPTIONS,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "hopper", empty_backward, prepare_fused, supported, fused_configs, OPTIONS,
+    "hopper", empty_backward, prepare_fused, supported_at_64, fused_configs, OPTIONS,
     moving=("dq",), counts=fused_counts,
 )  # fmt: skip

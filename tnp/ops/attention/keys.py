@@ -108,9 +108,7 @@ def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def seen(
-    queries, keys, n_q, n_keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
-):
+def seen(queries, keys, n_q, n_keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Which of `keys` which of `queries` see: indices that broadcast to a tile."""
     beside = keys - queries - (n_keys - n_q)
     visible = keys < n_keys

@@ -218,8 +218,9 @@ def backward(decide: Callable) -> Callable:
     """`prepare` of a backward kernel.
 
     `decide(call, config, do, q, k, v, lengths, o, lse)` returns a launch of the same tensors and
-    the scale, which gives dq, dk and dv; `lengths` are n_keys and both cu_seqlens. It sees do as the kernels can read it: copied where its
-    last dimension is not contiguous, or where another is expanded, as of a sum's gradient.
+    the scale, which gives dq, dk and dv; `lengths` are n_keys and both cu_seqlens. It sees do as
+    the kernels can read it: copied where its last dimension is not contiguous, or where another is
+    expanded, as of a sum's gradient.
     """
 
     def prepare(call: Call, config: object, inputs: tuple) -> Callable:

@@ -73,9 +73,9 @@ class FusedConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element and columns of a tile, the default first; none spills on any target. In 16 bits at 64
-# the defaults of `separate` are the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000
-# keys). The others: the largest tiles that do not spill, unmeasured.
+# By bytes per element and columns of a tile, the default first; none spills on any target. In 16
+# bits at 64 the defaults of `separate` are the fastest of ten measured on an H200 (B=4, 11,000
+# queries, 10,000 keys). The others: the largest tiles that do not spill, unmeasured.
 DKDV_CONFIGS = {
     (2, 64): (LaunchConfig(32, 64, 4, 3), LaunchConfig(32, 64, 4, 2)),
     (2, 128): (LaunchConfig(16, 128, 8, 2),),

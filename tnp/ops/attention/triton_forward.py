@@ -46,10 +46,10 @@ from tnp.ops.attention.primitives import (
 )
 from tnp.ops.primitives import add_dot, cast, dot
 
-# By bytes per element and columns of a tile, the default first; none spills on any target. In 16 bits at 64
-# the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000 keys). The
-# last two were the fastest for 113 queries and 920 keys (11 µs). The others: the largest tiles that
-# do not spill, unmeasured.
+# By bytes per element and columns of a tile, the default first; none spills on any target. In 16
+# bits at 64 the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000
+# keys). The last two were the fastest for 113 queries and 920 keys (11 µs). The others: the largest
+# tiles that do not spill, unmeasured.
 CONFIGS = {
     (2, 64): (
         LaunchConfig(128, 64, 8, 3),
