@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS
 from tnp.ops.attention.hopper_primitives import product_ptx, ring, tile
+from tnp.ops.attention.keys import seen
+from tnp.ops.hopper_primitives import opaque
 
-ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
-HEAD_DIM = gl.constexpr(64)
 NAN_STAYS = gl.constexpr(PropagateNan.ALL)
 ANY = gl.constexpr(PropagateNan.NONE)
 
@@ -92,8 +93,8 @@ def walk(
         # Past the last key k is read as 0: to dq any finite p adds 0. No other p is more than 2^0,
         # or where do may be times 2^−lse, more than 2^64.
         limit = 64.0 if pipe.BASE2 else 0.0
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
-    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
+    dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, S)
+    dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, S)
     s = gl.zeros([ROWS, ROWS], gl.float32, S)
     lse = gl.zeros([1, ROWS], gl.float32, S)
     if step < end:
@@ -146,4 +147,99 @@ def walk(
                     lse = _row_of(pipe.lse, following, 0)
                 s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _part_of_walk(pipe, item, member, PART: gl.constexpr, WARPGROUP: gl.constexpr):
+    """First and last + 1 stage of a part of a consumer's walk over the queries of an item's
+    member-th head, its first key and the row of queries of stage 0, both in their sequence, and the
+    sequence's queries and keys. In parts 0 and 2 some scores are hidden.
+
+    Found anew for each part: kept through the walk it would spill.
+    """
+    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
+    first, _full_first, _full_last, last = pipe.tiles(key, n_rows, keys, BLOCK_N)
+    key += WARPGROUP * ROWS
+    _first, plain, hidden, _last = pipe.tiles(key, n_rows, keys, ROWS)
+    # Where some keys are past the last, something is hidden everywhere.
+    plain = gl.where(key + ROWS <= keys, gl.minimum(gl.maximum(plain, first), last), last)
+    hidden = gl.minimum(gl.maximum(hidden, plain), last)
+    if PART == 0:
+        begin, end = first, plain
+    elif PART == 1:
+        begin, end = plain, hidden
+    else:
+        begin, end = hidden, last
+    stage_0 = first - opaque(member) * (last - first)  # tile of queries of stage 0
+    return begin - stage_0, end - stage_0, key, stage_0 * ROWS, n_rows, keys
+
+
+@gluon.jit
+def _add_tiles(
+    pipe, k, v, dk, dv, scale_log2, item, member, PART: gl.constexpr, WARPGROUP: gl.constexpr
+):  # fmt: skip
+    """dk and dv with what the tiles of queries of a part of the walk contribute."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    DTYPE: gl.constexpr = pipe.q.dtype
+    # Beside dq's warpgroup there are no registers for a second tile of scores at D = 128.
+    EARLY: gl.constexpr = pipe.HEAD_DIM == 64 or not pipe.FUSED
+    begin, end, key, row, n_rows, keys = _part_of_walk(pipe, item, member, PART, WARPGROUP)
+    for i in range(begin, end):
+        stage, phase = ring(i, pipe.STAGES)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        q = tile(pipe.q, stage)
+        do = tile(pipe.do, stage)
+        s_started = _times_transposed(k, q)
+        if EARLY:
+            dp_started = _start_dp(pipe, v, do, stage, 0)
+            s = warpgroup_mma_wait(1, deps=[s_started])
+        else:
+            s = warpgroup_mma_wait(0, deps=[s_started])
+        p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage, 0))
+        if PART != 1:
+            # Opaque, or indices and masks would be kept through the loops, and spill.
+            rows = opaque(row) + i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
+            columns = opaque(key) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+            visible = seen(
+                rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right,
+                pipe.LEFT, pipe.RIGHT,
+            )  # fmt: skip
+            p = gl.where(visible, p, 0.0)
+        p_operand = gl.convert_layout(p.to(DTYPE), A)
+        if not EARLY:
+            dp_started = _start_dp(pipe, v, do, stage, 0)
+        dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
+        delta = 0.0
+        if not pipe.FUSED:
+            delta = _row_of(pipe.delta, stage, 0)
+        dp = warpgroup_mma_wait(1, deps=[dp_started])
+        ds = _gradient_of_scores(p, p_operand, dp - delta, pipe.FUSED)
+        if pipe.FUSED:
+            mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+            tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+        dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def walk_visible(pipe, k, v, scale_log2, item, WARPGROUP: gl.constexpr):
+    """dk (unscaled) and dv of a warpgroup's keys over the queries of all heads that share them.
+
+    Of a program's item, which must be its only one.
+    """
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
+    dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
+    for member in range(pipe.GROUP):
+        dk, dv = _add_tiles(pipe, k, v, dk, dv, scale_log2, item, member, 0, WARPGROUP)
+        dk, dv = _add_tiles(pipe, k, v, dk, dv, scale_log2, item, member, 1, WARPGROUP)
+        if pipe.LEFT:
+            dk, dv = _add_tiles(pipe, k, v, dk, dv, scale_log2, item, member, 2, WARPGROUP)
     return dk, dv
