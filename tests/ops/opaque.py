@@ -1,10 +1,18 @@
 """Operators of ours as PyTorch sees them: what torch.library checks of an operator."""
 
+import json
+
 import torch
 
 from tnp import opaque
 from tnp.contract import Operator
 from tnp.selection import wanted_of
+
+
+def told(implementation: str, wanted: list[str], options: list | None = None) -> str:
+    """What a custom operator is told of a call in bfloat16: its argument `call`."""
+    content = {"implementation": implementation, "saves": "", "wanted": wanted, "shown": []}
+    return json.dumps(content | {"options": options or [], "dtype": "bfloat16"})
 
 
 def require_contracts(
@@ -21,9 +29,12 @@ def require_contracts(
         values = operator.describe(*leaves, **dict(options))
         dtype = str(leaves[0].dtype).removeprefix("torch.")
         sizes = tuple(values[name] for name in operator.sizes)
+        shown = tuple((name, values[name]) for name in operator.shown if name in values)
+        named = zip(operator.tensors, leaves, strict=True)
+        given = tuple(name for name, x in named if name in operator.optional and x is not None)
         text = opaque._decided(
             operator.name, implementation, dtype, leaves[0].device, wanted_of(operator, leaves),
-            options, (), (), sizes,
+            options, shown, given, sizes,
         )  # fmt: skip
         call = *leaves, *operator.numbers, text
         torch.library.opcheck(getattr(torch.ops.tnp, operator.name).default, call)

@@ -1,12 +1,12 @@
 """The public function: autograd, compilation, what it refuses. The kernels have their own tests."""
 
-import json
 import math
 import threading
 
 import pytest
 import torch
 
+from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
 from tnp import dispatch, opaque, plans
 from tnp.contract import OWN
@@ -99,8 +99,7 @@ def test_no_queries(implementation):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_operators_keep_their_contracts(implementation, shape, options):
     inputs = tuple(problem(shape).inputs.values())
-    told = {"implementation": implementation, "saves": "", "wanted": ["q", "k", "v"]}
-    text = json.dumps(told | {"options": options, "shown": [], "dtype": "bfloat16"})
+    text = told(implementation, ["q", "k", "v"], options)
     op = opaque.custom_op(OPERATOR)
     (o,), saved = op(*inputs, 0.125, text)
     q, k = inputs[:2]

@@ -3,12 +3,11 @@
 The gate compares it with float64 (`tests.gates.test_operators`).
 """
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
 from tnp import opaque
 from tnp.gates.checks import max_abs_error
@@ -71,9 +70,7 @@ def test_operators_keep_their_contracts(given):
     elif given == "targets":
         points = [None, None, points[2]]
     like = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
-    content = {"implementation": "fused", "saves": "", "wanted": ["weight"], "options": []}
-    text = json.dumps(content | {"dtype": "bfloat16"})
-    arguments = (*points, inputs["weight"].requires_grad_(), like, text)
+    arguments = (*points, inputs["weight"].requires_grad_(), like, told("fused", ["weight"]))
     torch.library.opcheck(opaque.custom_op(OPERATOR), arguments)
 
 

@@ -1,12 +1,12 @@
 """The loss in float32 against float64, to the extremes training can reach."""
 
-import json
 import math
 
 import pytest
 import torch
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
+from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
 from tnp import opaque, plans
 from tnp.gates.checks import max_abs_error
@@ -132,8 +132,7 @@ def test_operators_keep_their_contracts(wanted):
     sizes = {"rows": 10, "n_components": 3, "d_y": 2}
     inputs = setting(OPERATOR, "fused", "bfloat16", {"batch": 2}, floor=True, **sizes).inputs
     arguments = [x if x is None else x.requires_grad_(name in wanted) for name, x in inputs.items()]
-    content = {"implementation": "fused", "saves": "", "wanted": wanted, "dtype": "bfloat16"}
-    text = json.dumps(content | {"options": [["floor", True]]})
+    text = told("fused", wanted, [["floor", True]])
     torch.library.opcheck(opaque.custom_op(OPERATOR), (*arguments, 0.1, text))
 
 
