@@ -309,6 +309,28 @@ def host_rows(times: dict[tuple[str, str], float], device: str = GPU) -> dict[st
     return {"host": rows, "implementations": known}
 
 
+def profile_rows(
+    percents: dict[str, float | str], device: str = GPU, sections: str = "full"
+) -> dict[str, list[Row]]:
+    """Passes of SwiGLU from {implementation: percent of DRAM's peak or status}."""
+    problem = '{"dtype":"bfloat16","op":"swiglu","sizes":{"rows":64,"width":256}}'
+    key = {"device": device, "op": "swiglu", "problem": problem, "shape": "tiny", "status": "ok"}
+    counted = {"kernel": "k", "n_kernels": 2, "duration_us": 9.0, "dominant_share": 0.8}
+    counted |= {"sm_percent": 20.0, "l2_percent": 30.0, "occupancy_percent": 50.0}
+    counted |= {"registers": 64, "shared_bytes": 49152}
+    if sections == "full":
+        counted |= {"stall_1": "long scoreboard", "stall_1_percent": 60.0}
+    rows = []
+    for name, percent in percents.items():
+        found = {"implementation": name, "own": role(name) == "own"}
+        if isinstance(percent, str):
+            found |= {"status": percent, "reason": f"because {percent}", "n_kernels": 0}
+        else:
+            found |= counted | {"dram_percent": percent}
+        rows += [key | found | {"pass": pass_} for pass_ in ("forward", "backward")]
+    return {"profiled_passes": rows}
+
+
 def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     tables: dict[str, list[Row]] = {}
     for part in parts:

@@ -211,6 +211,17 @@ def test_predictions_are_a_job_for_each_shape_and_variant():
     assert job["dtype"] == CONFIG["compute_dtype"]["cuda"] and job["study"] == "predictions"
 
 
+def test_profiles_are_a_job_for_each_implementation_of_each_problem():
+    jobs = plan.profiles(CONFIG, "cuda", "nvidia-h200")
+    job = jobs["profiles--attention--mid--fused"]
+    assert job["implementation"] == "fused" and list(job["implementations"]) == ["fused"]
+    assert job["study"] == "profiles" and job["sections"] == CONFIG["profiles"]["sections"]
+    assert job["problem"] == plan.ops(CONFIG, "cuda", "x")["attention--mid"]["problem"]
+    assert "profiles--rms_norm--llama3_8b-train--torch" in jobs
+    assert plan.profiles(CONFIG, "cpu", "cpu") == {}
+    assert "'profiles' is for cuda alone" in plan.elsewhere(CONFIG, "cpu", "cpu")["profiles"]
+
+
 def test_predictions_wait_for_the_gates_of_what_they_use():
     jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
     assert jobs["predictions--mid_b1--sdpa_cudnn_padded"]["gates"] == "baseline|cuda_graphs"
