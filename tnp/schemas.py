@@ -145,7 +145,9 @@ EVIDENCE = [
 ROLES = ("baseline", "peer", "own")
 
 # What the device itself reaches at best, by the names of their rows' operators.
-CEILINGS = ("ceiling_matmul", "ceiling_copy")
+CEILINGS = ("ceiling_matmul", "ceiling_copy", "ceiling_read")
+# Number formats of products that there is a ceiling of: the dtype of its row.
+FORMATS = ("bfloat16", "float16", "tf32", "int8", "e4m3")
 
 TABLES: dict[str, pa.Schema] = {
     name: pa.schema(PROVENANCE + columns)
@@ -222,6 +224,10 @@ TABLES: dict[str, pa.Schema] = {
             ("gates", pa.string()),  # those the implementation waits for, joined by "|"
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
             *CONTRACT,
+            # "throughput" | "latency" (`tnp/bench/policy.py`), which are never compared with each
+            # other; null in rows from before the second was asked for.
+            ("timing", pa.string()),
+            ("bytes_written", pa.float64()),  # of `bytes`; null in rows from before
         ],
         "predictions": [  # many in a row over one context, and what encodes it
             *PREDICTION_KEY,

@@ -3,12 +3,15 @@
 As in `workflow.plan`: {readable id: parameters}, by the configuration and the device alone.
 """
 
+from collections.abc import Mapping
 from itertools import product
+from types import MappingProxyType
 
 from tnp.bench.outcome import op_job, twins
+from tnp.bench.policy import LATENCY, THROUGHPUT, question
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
-from tnp.schemas import CEILINGS
+from tnp.schemas import CEILINGS, FORMATS
 from tnp.tuning import operations
 from workflow import problems
 
@@ -18,6 +21,17 @@ PROFILES = "profiles"
 TUNING = "tuning"
 
 
+def timing(config: dict, spec: Mapping = MappingProxyType({})) -> dict:
+    """How an entry of `ops`, or anything else, is timed: by section `timing`, and its own words.
+
+    The numbers of calls by which latency is measured are of no other question.
+    """
+    own = spec.get("timing", {})
+    if own == LATENCY:
+        return config["timing"]
+    return {name: value for name, value in config["timing"].items() if name != LATENCY} | own
+
+
 def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Operator benchmarks, all implementations of a shape in one, and the device's ceilings.
 
@@ -25,7 +39,7 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     twice, and in study `noise` each is alone with its copies: what equal things differ by.
     """
     common = {
-        "timing": config["timing"],
+        "timing": timing(config),
         "device": device,
         "device_slug": slug,
     }
@@ -33,13 +47,17 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
     dtype = config["compute_dtype"][device]
     for study, spec in on_device(device, config["ops"]).items():
         if study == "ceilings":
-            for ceiling in CEILINGS:
-                config_id = f"ceilings--{ceiling.removeprefix('ceiling_')}"
+            formats = FORMATS if device == "cuda" else ()
+            asked = [(ceiling, dtype) for ceiling in CEILINGS]
+            asked += [("ceiling_matmul", name) for name in formats if name != dtype]
+            for ceiling, number in asked:
+                mark = "" if number == dtype else f"_{number}"
+                config_id = f"ceilings--{ceiling.removeprefix('ceiling_')}{mark}"
                 configurations[config_id] = {
                     "config_id": config_id,
                     "op": ceiling,
                     "implementations": {"torch": config_id},
-                    "dtype": dtype,
+                    "dtype": number,
                     **of_study(study, spec),
                     **common,
                 }
@@ -47,8 +65,7 @@ def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
         op = problems.operator_of(study, spec)
         names = problems.implementations(op, spec)
         contenders = [*names, *twins(_twice(op, names), 1)]
-        timing = {"timing": config["timing"] | spec.get("timing", {})}
-        about = common | of_study(study, spec) | timing
+        about = common | of_study(study, spec) | {"timing": timing(config, spec)}
         for named in problems.of_operator(config, op, spec, spec.get("dtype", dtype)):
             config_id = f"{study}--{named.shape.replace('/', '-')}"
             configurations[config_id] = _op_job(config_id, named, contenders, about)
@@ -77,7 +94,7 @@ def tuning(config: dict, device: str, slug: str) -> dict[str, dict]:
                 part = operation.removeprefix(f"{op}.").replace(".", "-")
                 config_id = f"{TUNING}--{op}--{named.shape}--{part}"
                 study = {"study": TUNING, "replicates": 1, "priority": 1}
-                study |= {"timing": config["timing"], "device": device, "device_slug": slug}
+                study |= {"timing": timing(config), "device": device, "device_slug": slug}
                 trials = {"forced": {name: {}}, "passes": [pass_]}
                 configurations[config_id] = _op_job(config_id, named, [name], study | trials)
     return configurations
@@ -95,6 +112,7 @@ def deciding(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:
         for config_id, parameters in ops.items()
         if parameters.get("shape") in shapes
         and parameters["study"] != NOISE
+        and question(parameters["timing"]) == THROUGHPUT
         and AUTO in parameters["implementations"]
         for replicate in range(1, parameters["replicates"] + 1)
     ]
@@ -107,7 +125,7 @@ def profiles(config: dict, device: str, slug: str) -> dict[str, dict]:
     for entry, spec in section["ops"].items() if device in section["devices"] else ():
         op = problems.operator_of(entry, spec)
         study = of_study(PROFILES, section) | {"sections": section["sections"]}
-        study |= {"timing": config["timing"], "device": device, "device_slug": slug}
+        study |= {"timing": timing(config), "device": device, "device_slug": slug}
         of_op = problems.of_operator(config, op, spec, config["compute_dtype"][device])
         for named, name in product(of_op, problems.implementations(op, spec)):
             shape = named.shape.replace("/", "-")

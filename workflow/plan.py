@@ -11,7 +11,7 @@ from tnp.catalog import catalog
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
 from tnp.variants import Variant, named_specs
-from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, profiles
+from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, profiles, timing
 
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
@@ -70,7 +70,7 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
                 "optimizer": spec.get("optimizer", True),
                 "replicates": spec["replicates"],
                 "priority": spec["priority"],
-                "timing": config["timing"],
+                "timing": timing(config),
                 "device": device,
                 "device_slug": slug,
                 **_of_variant(variant, variant_spec, sizes, checkpoint, cuda_graph),
@@ -164,7 +164,7 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
         configurations[config_id] = {
             "config_id": config_id,
             "problems": [asked | {"implementations": spec["implementations"]}],
-            "timing": config["timing"],
+            "timing": timing(config),
             "device": device,
             "device_slug": slug,
             **of_study(HOST, section),
@@ -189,7 +189,7 @@ def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
             "variant_spec": variant_spec,
             "model": config["model"],
             "dtype": config["compute_dtype"][device],
-            "timing": config["timing"],
+            "timing": timing(config),
             "device": device,
             "device_slug": slug,
             **of_study(PREDICTIONS, section),

@@ -45,6 +45,10 @@ def test_an_operators_implementations_are_one_job_a_size_and_replicate():
         name: f"attention--mid--{name}" for name in [*names, "fused--twin1"]
     }
     assert ops["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
+    ceilings = {name: job for name, job in ops.items() if job["study"] == "ceilings"}
+    assert ceilings["ceilings--matmul"]["dtype"] == CONFIG["compute_dtype"]["cuda"]
+    assert ceilings["ceilings--matmul_e4m3"]["dtype"] == "e4m3"
+    assert len(ceilings) == len(CEILINGS) + len(FORMATS) - 1
     jobs = [name for name, _ in plan.running_order(ops) if name.startswith("attention--")]
     assert len(jobs) == len(spec["shapes"]) * spec["replicates"]
 
