@@ -52,7 +52,7 @@ def test_nothing_is_chosen_by_latency():
     ops = plan.ops(config, "cuda", "nvidia-h200")
     assert "quick_one--mid" in ops
     chosen_by = {name.split("--")[0] for name, _ in operator_plan.deciding(config, ops)}
-    assert chosen_by == {"attention"}
+    assert "attention" in chosen_by and "quick_one" not in chosen_by
 
 
 @pytest.mark.parametrize(

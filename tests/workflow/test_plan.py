@@ -10,6 +10,7 @@ import yaml
 
 from tnp.bench.outcome import implementation_of
 from tnp.catalog import catalog
+from tnp.schemas import CEILINGS, FORMATS
 from tnp.variants import named_specs
 from workflow import plan, problems
 

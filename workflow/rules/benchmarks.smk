@@ -67,11 +67,17 @@ rule host_calls:
 
 
 # It times nothing that is compared, so it waits for no gate.
-use rule host_calls as profile with:
+rule profile:
     output:
         **outputs("profile", REPLICATE),
+    log:
+        f"{LOGS}/{REPLICATE}.log",
     wildcard_constraints:
         config_id=one_of(PROFILES),
+    priority: priority_of
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
     params:
         code=lambda wildcards: code("profile", wildcards.config_id),
         parameters=lambda wildcards: parameters_of("profile", wildcards),

@@ -1,10 +1,12 @@
--- Grain: device: what it reached in a large matmul in 16 bits (or in float32, where that is all), in
--- a memory copy, and in a sum that only reads; median over the runs.
+-- Grain: device: what it reached in a large matmul in 16 bits (in float32, where that is all), in a
+-- memory copy, and in a sum that only reads; median over the runs.
 create or replace view ceilings as
 select
     device,
     coalesce(
-        max(tflops) filter (where op = 'ceiling_matmul' and coalesce(dtype, '') in ('', 'bfloat16')),
+        max(tflops) filter (
+            where op = 'ceiling_matmul' and coalesce(dtype, 'bfloat16') = 'bfloat16'
+        ),
         max(tflops) filter (where op = 'ceiling_matmul' and dtype = 'float16'),
         max(tflops) filter (where op = 'ceiling_matmul' and dtype = 'float32')
     ) as ceiling_tflops,

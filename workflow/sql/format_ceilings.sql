@@ -1,5 +1,5 @@
--- Grain: device × op × dtype: what it reached in each ceiling, median over the runs; of a matmul the
--- dtype is the number format of its products, such as "e4m3".
+-- Grain: device × op × dtype: what it reached in each ceiling, median over the runs. Of a matmul
+-- the dtype is the number format of its products, such as "e4m3".
 create or replace view format_ceilings as
 with medians as (
     select

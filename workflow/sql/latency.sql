@@ -1,5 +1,5 @@
--- Grain: device × question, of one pass of an operator: what a single launch takes, with cold caches
--- and no CUDA graph, and what the slowest of many do.
+-- Grain: device × question, of one pass of an operator: what a single launch takes, with cold
+-- caches and no CUDA graph, and what the slowest of many do.
 --
 -- Percentiles are of all launches of a run, and medians of them over the runs of the current
 -- generation that stand highest, as in view `roofline`. `own` are this project's implementations.

@@ -1,9 +1,9 @@
 -- Grain: device × run × config_id × pass: every timing but tuning trials, of all generations.
 -- `counts` is null where no evidence was kept, and false where the time is known not to count.
 --
--- What is in one `family` has equal sizes and dtype, and of operators is throughput alone or latency
--- alone. A step's model is known by its operations, `flops`. `part` is what noise is known of: the
--- shape of a step, an operator's name and pass. `shown`: the figures of speed show it; the
+-- What is in one `family` has equal sizes and dtype, and of operators is throughput alone or
+-- latency alone. A step's model is known by its operations, `flops`. `part` is what noise is known
+-- of: the shape of a step, an operator's name and pass. `shown`: the figures of speed show it; the
 -- ablation's steps, forward and backward alone, `auto`, the ceilings and latency have figures or
 -- tables of their own or none.
 create or replace table timed as
@@ -56,7 +56,7 @@ with measured as (
         '' as switches,
         implementation != 'auto'
         and not is_ceiling(op)
-        and timing is distinct from 'latency' as shown,
+        and coalesce(timing, '') != 'latency' as shown,
         ln(time_ms_p50) as log_ms,
         time_ms_std / time_ms_p50 as deviation
     from judged_ops
