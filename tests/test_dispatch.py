@@ -134,7 +134,7 @@ def test_compiled(name, dynamic):
 def test_opcheck():
     gate, up = draw()
     op = opaque.custom_op(OPERATOR)
-    decided = ("swiglu", "triton", "float32", gate.device, ("gate", "up"), (), (), None)
+    decided = ("swiglu", "triton", "float32", gate.device, ("gate", "up"), (), (), (), None)
     found = torch.library.opcheck(op, (gate, up, opaque._decided(*decided)))
     assert set(found.values()) == {"SUCCESS"}
 

@@ -38,7 +38,7 @@ def gate_and_up(*shape: int, dtype=torch.float32) -> list[torch.Tensor]:
 
 
 CALLS = {
-    "attention": (ATTENTION, "fused", lambda: (*qkv(), None), (0.25,)),
+    "attention": (ATTENTION, "fused", lambda: (*qkv(), None, None, None), (0.25,)),
     "swiglu": (SWIGLU, "triton", lambda: tuple(gate_and_up()), ()),
 }
 
@@ -331,6 +331,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the driver is stubbed where there is none")
 def test_a_direct_launch_hands_over_what_triton_does():
     sizes = {"batch": 1, "n_heads": 2, "head_dim": 64}
+    packed = {"n_sequences": 3, "cu_seqlens_q": True, "cu_seqlens_k": True}
     problems = {
         "swiglu": [("bfloat16", {"rows": 3, "width": 40})],
         "attention": [
@@ -338,6 +339,9 @@ def test_a_direct_launch_hands_over_what_triton_does():
             # Split along the queries, and along the keys.
             ("bfloat16", sizes | {"n_q": 1100, "n_k": 2100}),
             ("bfloat16", sizes | {"n_q": 1100, "n_k": 2100, "base2": True}),
+            # Of every kind: a mask, grouped heads, packed sequences.
+            ("bfloat16", sizes | {"n_q": 70, "n_k": 90, "causal": True, "n_kv_heads": 1}),
+            ("bfloat16", sizes | {"n_q": 70, "n_k": 90, "window": 5} | packed),
         ],
     }
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -360,5 +364,5 @@ def test_a_direct_launch_hands_over_what_triton_does():
         "_combine_kernel", "_statistics_kernel", "_finish_dq_kernel",
         "_attention_fwd_kernel", "delta_kernel", "attention_bwd_dkdv_kernel",
         "_sum_partials_kernel", "attention_bwd_dq_kernel", "attention_bwd_fused_kernel",
-        "_quantize_kernel", "_attention_fwd_8bit_kernel",
+        "_quantize_kernel", "_attention_fwd_8bit_kernel", "_tiles_kernel",
     }  # fmt: skip

@@ -318,10 +318,13 @@ class Operator:
     scalars: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
     numbered: tuple[str, ...] = ()  # sizes that no tensor shows: calls pass them as options
+    shown: tuple[str, ...] = ()  # options that `describe` reads off tensors: no call passes them
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
     condition: Callable[[Case, dict], Any] | None = None  # see above
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
+    # Likewise by option, for the gates of implementations that take it.
+    controls_of: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
@@ -396,9 +399,15 @@ class Operator:
         pairs = zip(at(one), at(other), strict=True)
         return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 
+    def controls_for(self, found: Implementation) -> dict[str, Callable[..., Any]]:
+        """Broken references that an implementation's gate must find out."""
+        taken = (some for option, some in self.controls_of.items() if option in found.options)
+        return {name: broken for some in (self.controls, *taken) for name, broken in some.items()}
+
     def call_options(self, problem: Problem) -> Pairs:
         """What a call of this problem passes as options: those that are on, and sizes."""
-        on = tuple(pair for pair in problem.options if pair[0] not in self.optional)
+        unsaid = (*self.optional, *self.shown)
+        on = tuple(pair for pair in problem.options if pair[0] not in unsaid)
         return on + tuple((name, problem[name]) for name in self.numbered)
 
     @property

@@ -64,8 +64,11 @@ def operator_definitions(
     if use == GATE:
         budget = operator.budget
         functions += [operator.cases, operator.condition, operator.spot, budget.emulate]
-        functions += operator.controls.values()
-        said = (budget.outputs, budget.gradients, budget.emulated, sorted(operator.controls))
+        controls = dict(operator.controls)
+        for some in operator.controls_of.values():
+            controls |= some
+        functions += controls.values()
+        said = (budget.outputs, budget.gradients, budget.emulated, sorted(controls))
         found[f"{op}:budget"] = digest(said)
     return found | _of_functions(filter(None, functions), without)
 

@@ -48,7 +48,8 @@ def call(
     sizes = tuple([values[name] for name in operator.sizes])
     named = zip(operator.tensors, inputs, strict=True)
     given = tuple([n for n, x in named if n in operator.optional and x is not None])
-    known = (operator.name, implementation, dtype, first.device, wanted, options, given)
+    shown = tuple([(name, index(values[name])) for name in operator.shown if name in values])
+    known = (operator.name, implementation, dtype, first.device, wanted, options, shown, given)
     text = _decided(*known, None)
     if text is None:  # it depends on the sizes, which become constants of the graph
         text = _decided(*known, tuple([index(size) for size in sizes]))
@@ -65,6 +66,7 @@ def _decided(
     device: torch.device,
     wanted: tuple[str, ...],
     options: tuple,
+    shown: tuple,
     given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
 ) -> str | None:
@@ -80,7 +82,9 @@ def _decided(
         found = catalog().load(op, implementation)
         if found.run is not None:
             what = Call(
-                _sizeless(operator, dtype, given, options), targets.of_device(device), wanted
+                _sizeless(operator, dtype, given, options + shown),
+                targets.of_device(device),
+                wanted,
             )
             _require(operator, found, what)
             return _plain_form(operator, found, options)
@@ -90,15 +94,15 @@ def _decided(
         (saves,) = forms
     else:
         named = dict(zip(operator.sizes, sizes, strict=True))
-        problem = operator.problem(dtype, **dict.fromkeys(given, True) | dict(options) | named)
-        what = Call(problem, targets.of_device(device), wanted)
+        on = dict.fromkeys(given, True) | dict(options + shown)
+        what = Call(operator.problem(dtype, **on | named), targets.of_device(device), wanted)
         chosen, found = choose_implementation(operator, implementation, what)
         if found.run is not None:
             return _plain_form(operator, found, options)
         implementation = chosen.name
         saves = choose_kernel(found.forward, operator, what)[0].saves
     content = {"implementation": implementation, "saves": saves, "wanted": wanted}
-    return json.dumps(content | {"options": options, "dtype": dtype})
+    return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
 
 # What torch.compiler.assume_constant_result does. It would import Dynamo, for half of the time that
@@ -150,6 +154,7 @@ class _Spec:
         self.implementation, self.dtype = content["implementation"], content["dtype"]
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
+        self.shown = tuple((name, value) for name, value in content["shown"])
         self.found = catalog().load(operator.name, self.implementation)
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}
 
@@ -244,7 +249,7 @@ def _define(operator: Operator) -> Any:
         pairs = zip(operator.kept, kept, strict=True)
         given = {one: True for one, x in pairs if one in operator.optional and x is not None}
         named = dict(zip(operator.sizes, map(int, sizes), strict=True))
-        problem = operator.problem(known.dtype, **given | dict(known.options) | named)
+        problem = operator.problem(known.dtype, **given | dict(known.options + known.shown) | named)
         rows_aligned = aligned((*gradients, *kept))
         what = Call(
             problem, targets.of_device(first.device), known.wanted, rows_aligned, apart=True

@@ -187,7 +187,7 @@ def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
 
 
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():
-    """Also where a configuration is no candidate with all optional tensors given."""
+    """Also where a configuration is no candidate with lengths of samples given."""
     own = {operation.name for operation in (SEPARATE, FUSED)}
     entries = [one for one in choice.table(TABLE) if one["of"] in own]
     forced = [launch.call.args[-1] for launch in compilation._of_tables(OPERATOR)]
@@ -199,6 +199,13 @@ def test_every_operation_that_a_table_names_is_compiled_as_it_says():
     assert any("persistent" in json.dumps(one["config"]) for one in entries)
     for entry in entries:
         assert (entry["of"], entry["choice"], entry["config"]) in compiled
+
+
+def test_what_a_table_names_is_compiled_with_lengths_where_it_can_be():
+    problems = [launch.call.args[2] for launch in compilation._of_tables(OPERATOR)]
+    counted = [problem for problem in problems if problem["n_keys"]]
+    assert counted and len(counted) < len(problems)  # some configurations take none
+    assert not any(problem["cu_seqlens_q"] for problem in problems)
 
 
 @pytest.mark.parametrize("of", ["attention.forward", "attention.fused"])

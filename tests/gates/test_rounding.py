@@ -6,7 +6,7 @@ import torch
 from tnp.contract import Case
 from tnp.gates import rounding
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention.torch_forms import reference
+from tnp.ops.attention.torch_forms import reference, visible
 from tnp.values import Random
 
 SCALE = 0.125
@@ -51,7 +51,7 @@ def attention_floors(n_k: int, magnitude: float = 1.0) -> tuple[rounding.Floors,
     """Floors and norms of the results, and the largest score."""
     *inputs, do = attention_inputs(n_k, magnitude=magnitude)
     exact = [x.double().requires_grad_() for x in inputs]
-    o = reference(*exact, None, SCALE)
+    o = reference(*exact, None, None, None, SCALE)
     results = (o, *torch.autograd.grad(o, exact, do.double()))
     norms = {
         name: x.norm().item() for name, x in zip(("o", "dq", "dk", "dv"), results, strict=True)
@@ -84,7 +84,26 @@ def test_one_key_leaves_the_rounding_of_equal_terms():
 
 def test_keys_that_a_sample_does_not_count_cost_nothing():
     q, k, v, do = attention_inputs(40, batch=2)
-    floors = rounding.attention(q, k, v, do, SCALE, (7, 40))
+    seen = visible(q, k, torch.tensor([7, 40]), None, None)
+    floors = rounding.attention(q, k, v, do, SCALE, seen)
     for x in (k, v):
         x[0, :, 7:] = 1e30
-    assert rounding.attention(q, k, v, do, SCALE, (7, 40)) == floors
+    assert rounding.attention(q, k, v, do, SCALE, seen) == floors
+
+
+def test_queries_that_see_no_key_and_keys_that_nobody_sees_cost_nothing():
+    """Causal, 70 queries of 40 keys: the first 30 see none."""
+    q, k, v, do = attention_inputs(40)
+    seen = visible(q, k, None, None, None, causal=True)
+    floors = rounding.attention(q, k, v, do, SCALE, seen)
+    seeing = rounding.attention(q[:, :, 30:], k, v, do[:, :, 30:], SCALE, seen[30:])
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 9)) for x in (k, v)]
+    wider = rounding.attention(q, *padded, do, SCALE, torch.nn.functional.pad(seen, (0, 9)))
+    assert floors == pytest.approx(seeing) and floors == pytest.approx(wider)
+
+
+def test_grouped_heads_cost_what_their_repeated_keys_cost():
+    q, k, v, do = attention_inputs(40)
+    k, v = k[:, :1], v[:, :1]
+    repeated = rounding.attention(q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1), do, SCALE)
+    assert rounding.attention(q, k, v, do, SCALE) == repeated

@@ -23,7 +23,7 @@ def require_contracts(
         sizes = tuple(values[name] for name in operator.sizes)
         text = opaque._decided(
             operator.name, implementation, dtype, leaves[0].device, wanted_of(operator, leaves),
-            options, (), sizes,
+            options, (), (), sizes,
         )  # fmt: skip
         call = *leaves, *operator.numbers, text
         torch.library.opcheck(getattr(torch.ops.tnp, operator.name).default, call)

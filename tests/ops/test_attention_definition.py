@@ -5,7 +5,8 @@ import torch
 
 from tnp import selection, targets
 from tnp.gates.checks import distance
-from tnp.ops.attention import OPERATOR, definition
+from tnp.ops.attention import OPERATOR, cases, definition
+from tnp.ops.attention.torch_forms import visible
 from tnp.values import Random
 
 CPU = torch.device("cpu")
@@ -15,13 +16,12 @@ CASES = list(OPERATOR.cases(targets.CPU))
 
 def drawn(case, device=CPU) -> tuple:
     tensors = OPERATOR.draw(case, Random(case, device))
-    return tuple(tensors[name] for name in OPERATOR.tensors)
+    return tuple(tensors.get(name) for name in OPERATOR.tensors)
 
 
 @pytest.mark.parametrize("gpu", [None, "H200"])
 def test_what_is_drawn_is_the_problem(gpu):
-    cases = CASES if gpu is None else OPERATOR.cases(targets.named(gpu))
-    for case in cases:
+    for case in CASES if gpu is None else OPERATOR.cases(targets.named(gpu)):
         inputs = drawn(case, torch.device("meta"))
         options = OPERATOR.call_options(case.problem)
         found = selection.describe(OPERATOR, inputs, options, target=targets.CPU)
@@ -42,6 +42,37 @@ def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
 SHARED = [case for case in CASES if dict(case.draw).get("magnitude", 1.0) < 12]
 
 
+def broken_in(case) -> dict:
+    """Controls that differ from what is right in a case."""
+    p, found = case.problem, dict(cases.CONTROLS)
+    if not p["base2"]:
+        del found["base2 and scaled all the same"]
+    for option, controls in cases.CONTROLS_OF.items():
+        found |= controls if p[option] else {}
+    if p["n_sequences"]:  # it has no diagonal of its own there
+        found.pop("the diagonal one off", None)
+    if p["n_kv_heads"] == 1:  # all heads share it, however they are grouped
+        found.pop("heads grouped the other way", None)
+    if p["window"] and p["n_k"] - p["n_q"] >= p["window"]:  # the first query sees later keys alone
+        del found["the first key left out"]
+    return found
+
+
+def test_every_control_is_tried():
+    every = dict(cases.CONTROLS)
+    for controls in cases.CONTROLS_OF.values():
+        every |= controls
+    assert {name for case in SHARED for name in broken_in(case)} == set(every)
+
+
+@pytest.mark.parametrize("implementation", OPERATOR.implementations, ids=lambda one: one.name)
+def test_a_gate_has_the_controls_of_the_options_that_are_taken(implementation):
+    found = OPERATOR.controls_for(implementation)
+    for option, controls in cases.CONTROLS_OF.items():
+        assert (option in implementation.options) == (controls.keys() <= found.keys())
+    assert cases.CONTROLS.keys() <= found.keys()
+
+
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_controls_are_further_off_than_any_rounding(case):
     inputs, options = drawn(case), dict(OPERATOR.call_options(case.problem))
@@ -51,16 +82,16 @@ def test_controls_are_further_off_than_any_rounding(case):
     floor = OPERATOR.condition(case, dict(zip(OPERATOR.tensors, inputs, strict=True)))
     allowed = OPERATOR.budget.outputs * max(own, floor["o"] * exact.norm().item())
     assert set(floor) == {"o", "dq", "dk", "dv"} and 0 < floor["o"] < 0.1
-    for name, broken in definition.CONTROLS.items():
-        if name == "base2 and scaled all the same" and not options:
-            continue
+    for name, broken in broken_in(case).items():
         found = distance(broken(*inputs, *SCALE, **options), exact)
         assert not found <= allowed, name  # NaN is further off than anything
 
 
-@pytest.mark.parametrize("case", SHARED[:6] + SHARED[-2:], ids=str)
+@pytest.mark.parametrize("case", SHARED, ids=str)
 def test_a_spot_is_the_formula_of_the_first_and_the_last_head(case, monkeypatch):
-    monkeypatch.setattr(definition, "SCORES_AT_ONCE", 6 * case.problem["n_k"])  # three queries
+    monkeypatch.setattr(
+        definition, "SCORES_AT_ONCE", 6 * case.problem["n_k"]
+    )  # three queries at most
     inputs = dict(zip(OPERATOR.tensors, drawn(case), strict=True))
     exact = {name: x.double() if name in "qkv" else x for name, x in inputs.items()}
     for name in "qkv":
@@ -88,3 +119,50 @@ def test_work_of_a_layer():
     assert forward.flops == {"bfloat16": 4 * 32 * 11_000 * 10_000 * 64}
     assert backward.flops["bfloat16"] == 2.5 * forward.flops["bfloat16"]
     assert forward.bytes == 2 * 32 * 64 * (2 * 11_000 + 2 * 10_000)
+
+
+LLAMA = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "d_model": 4096}
+TOKENS = {"dtype": "bfloat16", "batch": 2, "n_tokens": 100}
+
+
+def test_a_layer_of_a_language_model():
+    problem = OPERATOR.within(LLAMA | {"window": 30}, TOKENS)
+    sizes = {"batch": 2, "n_heads": 32, "n_q": 100, "n_k": 100, "head_dim": 128}
+    kind = {"n_kv_heads": 8, "causal": True, "window": 30}
+    assert problem == OPERATOR.problem("bfloat16", **sizes, **kind)
+    alike = OPERATOR.within(LLAMA | {"n_kv_heads": 32}, TOKENS)
+    assert alike == OPERATOR.problem("bfloat16", **sizes, causal=True)
+    assert OPERATOR.within({"d_model": 4096}, TOKENS) is None
+
+
+KINDS = [case for case in CASES if case.problem["causal"] or case.problem["window"]]
+
+
+@pytest.mark.parametrize("case", [*KINDS, *CASES[-5:]], ids=str)
+def test_work_is_that_of_the_keys_that_are_seen(case):
+    p, inputs = case.problem, drawn(case)
+    seen = visible(*inputs[:2], None, *inputs[4:], p["causal"], p["window"])
+    pairs = p["n_q"] * p["n_k"] if seen is None else int(seen.sum())
+    heads, row = p["batch"] * p["n_heads"], p["head_dim"] * p.itemsize
+    keys = p["batch"] * (p["n_kv_heads"] or p["n_heads"]) * p["n_k"]
+    forward, backward = (OPERATOR.work(case, name) for name in ("forward", "backward"))
+    assert forward.flops == {p.dtype: 4 * heads * pairs * p["head_dim"]}
+    assert backward.flops == {p.dtype: 10 * heads * pairs * p["head_dim"]}
+    assert forward.bytes == row * (2 * heads * p["n_q"] + 2 * keys)
+
+
+def test_lengths_of_packed_sequences():
+    """Those that a case names, of keys alone where it does; else as equal as can be."""
+    given = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": 3}
+    sizes = 1, 2, 17, 20, 16
+    cases = {
+        "equal": OPERATOR.case("float32", *sizes, **given),
+        "named": OPERATOR.case("float32", *sizes, **given, lengths="5,0,12", key_lengths="7,9,4"),
+    }
+    of = {
+        name: [definition.packed_lengths(case, side) for side in ("n_q", "n_k")]
+        for name, case in cases.items()
+    }
+    assert of == {"equal": [[5, 6, 6], [6, 7, 7]], "named": [[5, 0, 12], [7, 9, 4]]}
+    cu_q, cu_k = drawn(cases["named"])[4:]
+    assert cu_q.tolist() == [0, 5, 5, 17] and cu_k.tolist() == [0, 7, 16, 20]

@@ -21,6 +21,7 @@ from tnp.gates.checks import distance, error_ratio, max_abs_error
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, triton_backward
 from tnp.ops.attention.primitives import LOG2_E
 from tnp.ops.attention.torch_forms import reference as formula
+from tnp.ops.attention.torch_forms import visible
 from tnp.values import Random
 
 SCALE = 0.125
@@ -71,7 +72,7 @@ class Kernels:
 
     def plan(self, q, k, v, n_keys=None, wanted=("q", "k", "v"), config=None, forward_config=None):
         """With these kernels forced, of `config` backward; and the inputs as it takes them."""
-        inputs = (q, k, v, n_keys)
+        inputs = (q, k, v, n_keys, None, None)
         what = selection.describe(OPERATOR, inputs, (), wanted, TARGET)
         backward = SEPARATE if self.implementation == "separate" else FUSED
         forced = {}
@@ -120,16 +121,22 @@ def reference(q, k, v, do, n_keys=None, dtype=torch.float64) -> list[torch.Tenso
     """o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
     samples = []
     for b, length in enumerate([k.shape[2]] * len(q) if n_keys is None else n_keys.tolist()):
-        inputs = [x[b].to(dtype).requires_grad_() for x in (q, k, v)]
-        o = formula(inputs[0], *(x[:, :length] for x in inputs[1:]), None, SCALE)
-        samples.append((o.detach(), *torch.autograd.grad(o, inputs, do[b].to(dtype))))
-    return [torch.stack(heads) for heads in zip(*samples, strict=True)]
+        inputs = [x[b : b + 1].to(dtype).requires_grad_() for x in (q, k, v)]
+        keys = (x[:, :, :length] for x in inputs[1:])
+        o = formula(inputs[0], *keys, None, None, None, SCALE)
+        samples.append((o.detach(), *torch.autograd.grad(o, inputs, do[b : b + 1].to(dtype))))
+    return [torch.cat(heads) for heads in zip(*samples, strict=True)]
+
+
+def seen(q, k, n_keys=None) -> torch.Tensor | None:
+    """Which keys the queries of each sample see."""
+    return visible(q, k, n_keys, None, None)
 
 
 def ratios(outs, inputs, n_keys=None) -> dict[str, float]:
     own = reference(*inputs, n_keys, dtype=inputs[0].dtype)
     exact = reference(*inputs, n_keys)
-    floors = rounding.attention(*inputs, SCALE, None if n_keys is None else n_keys.tolist())
+    floors = rounding.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
     results = zip(BUDGETS, outs, own, exact, strict=True)
     return {name: error_ratio(*tensors, floors[name]) for name, *tensors in results}
 
@@ -235,7 +242,7 @@ def test_few_keys_of_which_one_has_all_the_weight(kernels, n_k, magnitude, dtype
 def test_lse(forward, magnitude):
     q, k, v, do = draw(Case(2, 2, 70, 40, dtype=torch.float32, magnitude=magnitude))
     lse = KERNELS[forward].lse(q, k, v, counts(40, 33))
-    floor = rounding.attention(q, k, v, do, SCALE, (40, 33))["lse"]
+    floor = rounding.attention(q, k, v, do, SCALE, seen(q, k, counts(40, 33)))["lse"]
     scores = SCALE * q.double() @ k.double().mT
     scores[1, :, :, 33:] = float("-inf")
     assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= Budget.outputs * floor

@@ -32,11 +32,11 @@ def drawn(n_q: int, n_k: int, batch: int = 1, n_heads: int = 2) -> tuple[torch.T
 
 
 def named(q, k, v, n_keys=None) -> dict:
-    return dict(zip(OPERATOR.tensors, (q, k, v, n_keys), strict=True))
+    return dict(zip(OPERATOR.tensors, (q, k, v, n_keys, None, None), strict=True))
 
 
 def quantized(q, k, v, n_keys=None) -> Quantized:
-    inputs = q, k, v, n_keys
+    inputs = q, k, v, n_keys, None, None
     return quantizer(selection.describe(OPERATOR, inputs), inputs)(inputs)
 
 
@@ -168,8 +168,8 @@ def test_emulation_tells_a_wrong_order_of_keys_and_a_lost_vector(left_out):
     """What `rounded` allows is far less than either mistake."""
     q, k, v = drawn(40, 400)
     inputs, case = named(q, k, v), OPERATOR.case("bfloat16", 1, 2, 40, 400, eight_bit.HEAD_DIM)
-    exact = OPERATOR.reference(*(x.double() for x in (q, k, v)), None, 0.125)
+    exact = OPERATOR.reference(*(x.double() for x in (q, k, v)), None, None, None, 0.125)
     allowed = relative_error(eight_bit.rounded(case, inputs)["o"], exact)
     name = {"order": "values in another order than keys", "vector": "values less their mean"}
-    wrong = OPERATOR.controls[name[left_out]](q, k, v, None, 0.125)
+    wrong = OPERATOR.controls[name[left_out]](q, k, v, None, None, None, 0.125)
     assert relative_error(wrong, exact) > 5 * OPERATOR.budget.outputs * allowed

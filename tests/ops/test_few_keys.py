@@ -16,6 +16,7 @@ from tests.ops.test_attention_kernels import (
     draw,
     ratios,
     reference,
+    seen,
 )
 from tnp import plans, targets
 from tnp.contract import Budget, Call
@@ -62,12 +63,13 @@ def test_forward_configurations_are_within_budgets(config: ForwardConfig, ragged
     """With padding after n_keys, and with a tile that is full of keys, which has no mask."""
     q, k, v, do = draw(Case(2, 1, 333 if ragged else 70, config.block_n - 3 * ragged))
     n_keys = counts(50, 7) if ragged else None
-    inputs, forced = (q, k, v, n_keys), {"attention.forward": ("few_keys", config)}
+    inputs = (q, k, v, n_keys, None, None)
+    forced = {"attention.forward": ("few_keys", config)}
     plan = plans.build(OPERATOR, "separate", inputs, forced=forced)
     (o,), (lse,) = plan.forward(inputs, (SCALE,))
     own, exact = (reference(q, k, v, do, n_keys, dtype)[0] for dtype in (q.dtype, torch.float64))
     lengths = n_keys.tolist() if ragged else [config.block_n] * 2
-    floors = rounding.attention(q, k, v, do, SCALE, lengths)
+    floors = rounding.attention(q, k, v, do, SCALE, seen(q, k, n_keys))
     assert error_ratio(o, own, exact, floors["o"]) <= BUDGETS["o"]
     scores = SCALE * q.double() @ k.double().mT
     for b, length in enumerate(lengths):

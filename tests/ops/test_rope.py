@@ -145,7 +145,7 @@ def test_opcheck(given):
     q, k = draw()
     positions = torch.randint(5, (2, 5)) if given else None
     known = ("positions",) if given else ()
-    decided = ("rope", "triton", "float32", q.device, ("q", "k"), (), known, None)
+    decided = ("rope", "triton", "float32", q.device, ("q", "k"), (), (), known, None)
     op = opaque.custom_op(OPERATOR)
     found = torch.library.opcheck(op, (q, k, *tables(5, 16), positions, opaque._decided(*decided)))
     assert set(found.values()) == {"SUCCESS"}

@@ -32,17 +32,19 @@ CAPTURED = Path(__file__).with_name("captured.pt")
 FLOAT64_BOUND = 1e-12
 BOUND = 0.005  # bfloat16 resolves 0.004
 SCALE = 0.125
+# What else the formula takes: every query sees every key.
+_WHOLE = {"n_keys": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "scale": SCALE}
 
 
 def checks(device: torch.device) -> Iterator[Check]:
     yield from _in_real_numbers(device)
     for layer, captured in torch.load(CAPTURED, weights_only=True).items():
         q, k, v, do = (captured[name].to(device) for name in ("q", "k", "v", "do"))
-        plain = partial(reference, n_keys=None, scale=SCALE)
+        plain = partial(reference, **_WHOLE)
         exact = _dq(plain, q.double(), k.double().sum(1), v.double(), do.double())
         # As a layer of `fused` has it: queries that carry the scale, rounded as they are made.
         q_base2 = (q.float() * (SCALE / LN_2)).to(q.dtype)
-        base2 = partial(reference, n_keys=None, scale=SCALE, base2=True)
+        base2 = partial(reference, **_WHOLE, base2=True)
         exact_base2 = _dq(base2, q_base2.double(), k.double().sum(1), v.double(), do.double())
         # Where one tile has all keys, ours take no rounded o into account and PyTorch's do.
         many = len(k) > MAX_KEYS

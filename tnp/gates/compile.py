@@ -90,8 +90,8 @@ def _extent(problem: Problem) -> int:
 
 
 def _of_tables(operator: Operator, briefly: bool = False) -> Iterator[Launch]:
-    """What the committed tables choose of the operator's operations, with all tensors that may be
-    None: so a kernel needs most registers. Configurations that are no candidates then, such as
+    """What the committed tables choose of the operator's operations, with the first tensor that may
+    be None: so a kernel needs most registers. Configurations that are no candidates then, such as
     persistent programs where samples have lengths, are compiled without. `briefly`: of entries of
     costs the first of each kernel alone.
 
@@ -121,11 +121,14 @@ def _of_tables(operator: Operator, briefly: bool = False) -> Iterator[Launch]:
 
 
 def _with_optional_first(operator: Operator, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Every problem with all tensors that may be None, and then each as it is."""
+    """Every problem with the first tensor that may be None, where it has none of these, and then
+    each as it is. Others may exclude the first.
+    """
     plain = list(problems)
     for problem in plain:
-        given = dict(problem.options) | dict.fromkeys(operator.optional, True)
-        yield operator.problem(problem.dtype, **dict(problem.sizes), **given)
+        if operator.optional and not any(problem[name] for name in operator.optional):
+            given = dict(problem.options) | {operator.optional[0]: True}
+            yield operator.problem(problem.dtype, **dict(problem.sizes), **given)
     yield from plain
 
 

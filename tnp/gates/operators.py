@@ -85,7 +85,8 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
         raise Unsupported(next(iter(reasons.values()), "the operator has no case for this device"))
     by_size = sorted(served, key=lambda case: operator.work(case, "forward").bytes)
     of_routes = by_size[len(by_size) // 2]
-    missed = dict(operator.controls)
+    controls = operator.controls_for(found)
+    missed = dict(controls)
     known: set[tuple] = set()  # pairs by name that have served a case with the same options
     for case in served:
         setting = Setting.of(operator, found, case, device)
@@ -98,7 +99,7 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
         if case is of_routes:
             yield from routes.checks(setting)
         del setting  # its results are the largest thing in memory
-    for what in operator.controls:
+    for what in controls:
         yield Check(
             f"control must fail: {what}", "passed every case", float(what in missed), 0.0, name,
             op=op,

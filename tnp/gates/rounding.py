@@ -7,8 +7,6 @@ of all these variances added up over a result's elements: what ‖computed − e
 DESIGN.md says the same in words.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 # Variance of one rounding to float32, relative to the square of what is rounded.
@@ -19,7 +17,7 @@ EXPONENTIAL = 16 * ROUNDING
 Floors = dict[str, float]  # by the result's name
 
 
-def of_sum(n: int, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+def of_sum(n: int | torch.Tensor, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
     """Variance of a float32 sum of n products, of their exact sum and the sum of their squares.
 
     Products are added one after the other, the longest way, in an order that has nothing to do with
@@ -40,32 +38,45 @@ def attention(
     v: torch.Tensor,
     do: torch.Tensor,
     scale: float,
-    lengths: Sequence[int] | None = None,
+    seen: torch.Tensor | None = None,
 ) -> Floors:
     """Floors of o, dq, dk, dv, and of lse in nats.
 
-    q and do [B, H, n_q, D], k and v [B, H, n_k, D], of which sample b counts lengths[b] keys.
-    A head at a time to bound the memory.
+    q and do [B, H, n_q, D], k and v [B, H_kv, n_k, D]; `seen` broadcasts to [B, 1, n_q, n_k] and
+    says which keys a query sees. A head at a time to bound the memory.
     """
     sums: dict[str, torch.Tensor] = {}
     for b in range(q.shape[0]):
-        n_keys = k.shape[2] if lengths is None else lengths[b]
+        of_sample = None if seen is None else seen.expand(q.shape[0], 1, *seen.shape[-2:])[b, 0]
         for h in range(q.shape[1]):
-            rows = (q[b, h], k[b, h, :n_keys], v[b, h, :n_keys], do[b, h])
-            variances = _head(*(x.detach().double() for x in rows), scale)
+            at = h * k.shape[1] // q.shape[1]  # of grouped heads several share keys
+            rows = (q[b, h], k[b, at], v[b, at], do[b, h])
+            variances = _head(*(x.detach().double() for x in rows), scale, of_sample)
             for name, variance in variances.items():
                 sums[name] = sums.get(name, 0.0) + variance.sum()
     return {name: total.sqrt().item() for name, total in sums.items()}
 
 
 def _head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Variances of one head's results."""
+    """Variances of one head's results; what sees no key and what is not seen has none."""
+    n_keys = len(k)
+    if seen is not None:
+        seen = seen.expand(len(q), len(k))
+        sees, is_seen = seen.any(1), seen.any(0)
+        q, do, k, v, seen = q[sees], do[sees], k[is_seen], v[is_seen], seen[sees][:, is_seen]
+        n_keys = seen.sum(1, keepdim=True)
     q = scale * q
     scores = q @ k.mT
-    lse = scores.logsumexp(-1, keepdim=True)
-    p = (scores - lse).exp()
+    hidden = scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+    lse = hidden.logsumexp(-1, keepdim=True)
+    p = (hidden - lse).exp()
     # What a score is off by, its weight is off by too, relative to the weight. A score is rounded
     # once more when its scale is applied, and that scale, to base 2, is rounded itself.
     weight = of_product(q, k.mT) + 2 * ROUNDING * scores.square() + EXPONENTIAL
@@ -74,7 +85,7 @@ def _head(
     o = p @ v
     moved = p.square() * weight
     spread = moved @ v.square() - 2 * o * (moved @ v) + o.square() * moved.sum(-1, keepdim=True)
-    total = of_sum(len(k), torch.ones_like(lse), p.square().sum(-1, keepdim=True))
+    total = of_sum(n_keys, torch.ones_like(lse), p.square().sum(-1, keepdim=True))
     var_o = spread + of_product(p, v) + o.square() * (total + 2 * ROUNDING)
 
     # lse is a maximum, rounded, and a logarithm added to it, rounded again.

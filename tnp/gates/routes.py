@@ -85,9 +85,10 @@ def _text(setting: Setting, inputs: tuple) -> str:
     first = next(x for x in inputs if x is not None)
     problem = setting.case.problem
     given = tuple(name for name in setting.operator.optional if problem[name])
+    shown = tuple(pair for pair in problem.options if pair[0] in setting.operator.shown)
     known = (
         setting.operator.name, setting.found.name, problem.dtype, first.device, setting.wanted,
-        tuple(setting.options.items()), given,
+        tuple(setting.options.items()), shown, given,
     )  # fmt: skip
     sizes = tuple(size for _, size in problem.sizes)
     return opaque._decided(*known, None) or opaque._decided(*known, sizes)

@@ -1,6 +1,10 @@
-"""Rectangular attention: every query row attends to the key rows of its sample, no mask.
+"""Attention: every query attends to the keys that it sees.
 
     o = softmax(scale · q kᵀ) v
+
+A query sees all keys of its sample; where asked to, those up to its own (`causal`) or near it
+(`window`) alone, or those of its packed sequence. Heads of queries may share heads of keys. Which
+keys these are is answered in `keys`.
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
 and dv and then dq, whose results are equal from run to run; or one. `e4m3` has both products of the
@@ -21,21 +25,35 @@ from tnp.contract import (
     Reason,
     triton_from,
 )
-from tnp.inputs import positive_number, require_floats, require_lengths, require_one_device
-from tnp.ops.attention import definition, eight_bit, torch_forms
+from tnp.inputs import (
+    positive_number,
+    require_count,
+    require_floats,
+    require_lengths,
+    require_one_device,
+)
+from tnp.ops.attention import cases, definition, eight_bit, torch_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 _INFINITY = float("inf")
 _triton = triton_from(80)
 
 
 def describe(
-    q: Tensor, k: Tensor, v: Tensor, n_keys: Tensor | None, base2: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n_keys: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    base2: bool = False,
+    causal: bool = False,
+    window: int = 0,
 ) -> dict[str, int]:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Sizes, n_kv_heads and n_sequences; ValueError where the tensors do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
@@ -49,18 +67,50 @@ def describe(
     require_floats(q=q)
     if k.shape != v.shape:
         raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
-    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: "
-            "they must agree in batch, heads and head_dim"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree in batch and head_dim"
         )
     if k.shape[2] == 0:
         raise ValueError("n_k is 0: attention needs at least one key")
-    if n_keys is not None:
-        require_lengths(q, n_keys=n_keys)
     batch, n_heads, n_q, head_dim = q.shape
-    sizes = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
-    return sizes | {"head_dim": head_dim}
+    n_kv_heads = k.shape[1]
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"k has {n_kv_heads} heads and q {n_heads}: theirs must divide q's")
+    found = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
+    found |= {"head_dim": head_dim}
+    if n_kv_heads != n_heads:
+        found["n_kv_heads"] = n_kv_heads
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        found["n_sequences"] = _n_sequences(q, n_keys, cu_seqlens_q, cu_seqlens_k)
+    elif n_keys is not None:
+        require_lengths(q, n_keys=n_keys)
+    return found
+
+
+def _n_sequences(
+    q: Tensor, n_keys: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> int:
+    """How many sequences are packed; ValueError where what says so is no such thing."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"{missing} is None: packed sequences need cu_seqlens of both sides")
+    if n_keys is not None:
+        raise ValueError("n_keys and cu_seqlens are both given: of packed sequences cu_seqlens say")
+    if q.shape[0] != 1:
+        raise ValueError(f"q has a batch of {q.shape[0]}: packed sequences lie in a batch of 1")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.dim() != 1 or len(x) < 2 or str(x.dtype) != "torch.int32" or not x.is_contiguous():
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}: it must be int32 [n_sequences + 1]"
+            )
+    require_one_device(q=q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            f"cu_seqlens_q has {len(cu_seqlens_q)} numbers and cu_seqlens_k {len(cu_seqlens_k)}: "
+            "they must have as many"
+        )
+    return len(cu_seqlens_q) - 1
 
 
 def _ours(call: Call) -> Reason:
@@ -85,20 +135,27 @@ FUSED = _operation("fused", "few_keys:BACKWARD", "hopper_backward:FUSED", "trito
 IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWARD")
 OPERATOR = Operator(
     "attention",
-    inputs=("q", "k", "v", "n_keys?"),
+    inputs=("q", "k", "v", "n_keys?", "cu_seqlens_q?", "cu_seqlens_k?"),
     outputs=("o",),
     scalars={"scale": definition.SCALE},
     sizes=("batch", "n_heads", "n_q", "n_k", "head_dim"),
-    options={"base2": bool},
+    options={
+        "base2": bool,
+        "causal": bool,
+        "window": int,
+        "n_kv_heads": int,
+        "n_sequences": int,
+    },
+    shown=("n_kv_heads", "n_sequences"),
     differentiated=("q", "k", "v"),
-    keeps=("q", "k", "v", "n_keys", "o"),
+    keeps=("q", "k", "v", "n_keys", "cu_seqlens_q", "cu_seqlens_k", "o"),
     implementations=(
         Implementation(
             "sdpa_flash",
             run=torch_forms.sdpa_flash,
             provider="torch",
             supported=torch_forms.flash_supported,
-            options=definition.OPTIONS,
+            options=definition.OF_ANY_KIND,
             dispatches=("aten::_scaled_dot_product_flash_attention",),
         ),
         Implementation(
@@ -106,7 +163,7 @@ OPERATOR = Operator(
             run=torch_forms.sdpa_cudnn,
             provider="torch",
             supported=torch_forms.cudnn_supported,
-            options=definition.OPTIONS,
+            options=(*definition.OPTIONS, "causal", "n_kv_heads"),
             dispatches=("aten::_scaled_dot_product_cudnn_attention",),
         ),
         Implementation(
@@ -114,10 +171,14 @@ OPERATOR = Operator(
             forward=FORWARD,
             backward=SEPARATE,
             supported=_ours,
-            options=definition.OPTIONS,
+            options=definition.OF_ANY_KIND,
         ),
         Implementation(
-            "fused", forward=FORWARD, backward=FUSED, supported=_ours, options=definition.OPTIONS
+            "fused",
+            forward=FORWARD,
+            backward=FUSED,
+            supported=_ours,
+            options=definition.OF_ANY_KIND,
         ),
         Implementation(
             "e4m3",
@@ -134,7 +195,7 @@ OPERATOR = Operator(
             run=torch_forms.reference,
             provider="torch",
             dtypes=ALL_FLOATS,
-            options=definition.OPTIONS,
+            options=definition.OF_ANY_KIND,
             selectable=False,
         ),
     ),
@@ -143,9 +204,10 @@ OPERATOR = Operator(
     reference=torch_forms.reference,
     work=definition.work,
     spot=definition.spot,
-    cases=lambda target: definition.cases(OPERATOR, target),
-    condition=lambda case, inputs: definition.condition(OPERATOR, case, inputs),
-    controls=definition.CONTROLS,
+    cases=lambda target: cases.cases(OPERATOR, target),
+    condition=lambda case, inputs: cases.condition(OPERATOR, case, inputs),
+    controls=cases.CONTROLS,
+    controls_of=cases.CONTROLS_OF,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim",),
@@ -161,32 +223,47 @@ def attention(
     *,
     scale: float | None = None,
     base2: bool = False,
+    causal: bool = False,
+    window: int | None = None,
     n_keys: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     implementation: str = "sdpa_flash",
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v.
+    """softmax(scale · q kᵀ) v over the keys that each query sees; 0 where it sees none.
+
+    Query i stands beside key i + n − n_q, where n is n_k or the sample's n_keys: the last query
+    beside the last key. So a cache of keys may be longer than the queries.
 
     Args:
         q: [B, H, n_q, D], a float dtype. Any strides with the last dimension contiguous, such as
-            views of a fused projection. Ours take D = 16, 32, 64 and 128, `e4m3` bfloat16 and 64.
-        k, v: [B, H, n_k, D], n_k ≥ 1, like q in dtype and device.
+            views of a fused projection. Ours take D = 16, 32, 48, 64, 80, 96, 128, 192 and 256,
+            `e4m3` bfloat16 and 64.
+        k, v: [B, H_kv, n_k, D], n_k ≥ 1, like q in dtype and device. H_kv divides H: heads
+            h · H / H_kv … of q share head h of k and v.
         scale: a number, positive and finite; 1/√D where None.
         base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to:
             o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then do without a reference
             and are some 5 % faster.
+        causal: a query sees no key after the one it stands beside.
+        window: how many keys a query sees at most to one side, the one it stands beside among
+            them: the last `window` where causal, else window − 1 more on either side.
         n_keys: int32 [B] on q's device, each from 1 to n_k, or None for n_k everywhere: sample b
             has keys 0 … n_keys[b] − 1. Rows of k and v past them are padding: any finite values, of
             weight exactly 0 and gradient exactly 0. Our kernels clamp a number out of range; with
             TNP_CHECK=1 in the environment when a shape is first met, they assert it instead, on
             CUDA at the next synchronization.
+        cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
+            cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
+            never decrease, and end with n_q and n_k, which ours assert on the device.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
         [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, a scale out of range, or
-            both scale and base2.
+        ValueError: shapes, dtypes or devices that do not go together, a scale or a window out of
+            range, or both scale and base2.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
@@ -198,4 +275,10 @@ def attention(
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
         scale = positive_number("scale", scale)
     options = (("base2", True),) if base2 else ()
-    return dispatch.call(OPERATOR, implementation, (q, k, v, n_keys), (scale,), options)
+    if causal:
+        options += (("causal", True),)
+    if window is not None:
+        require_count("window", window, 1)
+        options += (("window", window),)
+    inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
+    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

@@ -243,7 +243,7 @@ def forward_counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
 
 def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """One launch, which walks `tiles` tiles of queries a program."""
-    q, k, v, n_keys = inputs
+    q, k, v, n_keys = inputs[:4]
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
     ragged = n_keys is not None or k.shape[2] < config.block_n
@@ -255,7 +255,7 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
     )  # fmt: skip
 
     def launch(inputs, scalars):
-        q, k, v, n_keys = inputs
+        q, k, v, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
         kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
@@ -279,22 +279,23 @@ def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
 
 
 @backward
-def prepare_backward(call, config, do, q, k, v, n_keys, o, lse):
+def prepare_backward(call, config, do, q, k, v, lengths, o, lse):
     """One launch, or one that leaves parts and one that adds them up; o is not read."""
     batch, n_heads, n_q, head_dim = q.shape
     n_segments, tiles = _segments(call, config)
     chunk = tiles * config.block_m
-    of_q, of_keys = rows_layout(q), KeyGradients(k, call.apart)
+    of_q, of_keys, counted = rows_layout(q), KeyGradients(k, call.apart), lengths[0] is not None
     partials = Partials(k, n_segments, of_keys) if n_segments > 1 else None
     kernel = Bound(
         _few_keys_bwd_kernel, (batch * n_heads * n_segments,),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
         *of_q[1][:3], *(partials or of_keys).strides, partials.segment if partials else 0,
         n_heads, n_q, k.shape[2], chunk,
-        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
+        HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.kernel_arguments(),
     )  # fmt: skip
 
-    def launch(do, q, k, v, n_keys, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, scale):
+        n_keys = lengths[0]
         dq = q.new_empty_strided(*of_q)
         dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)

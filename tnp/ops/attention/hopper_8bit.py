@@ -11,7 +11,7 @@ from tnp.ops.attention import hopper_forward, hopper_primitives
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.hopper_8bit_kernel import attention_fwd_hopper_8bit_kernel
 from tnp.ops.attention.hopper_forward import ForwardConfig
-from tnp.ops.attention.hopper_forward_kernel import ROWS
+from tnp.ops.attention.hopper_forward_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import head_map
 from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
 from tnp.ops.attention.quantize import BLOCK, empty, quantizer
@@ -31,7 +31,7 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """Quantization, the kernel, and the sum of parts where tiles are split."""
-    q, k, _, n_keys = inputs
+    q, k, _, n_keys = inputs[:4]
     _, n_heads, n_q, _ = q.shape
     of_o, rows = rows_layout(q), ROWS.value
     quantize = quantizer(call, inputs)
@@ -46,7 +46,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
 
     def launch(inputs, scalars):
-        q, _, _, n_keys = inputs
+        q, _, _, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
         x = quantize(inputs)
         of_split = x.vector.new_empty_strided(*of_parts) if combine else x.vector

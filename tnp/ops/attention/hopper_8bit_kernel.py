@@ -33,20 +33,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from tnp.ops.attention import eight_bit
-from tnp.ops.attention.hopper_forward_kernel import (
-    HEAD_DIM,
-    LAG,
-    ROWS,
-    Pipeline,
-    lane_sums,
-    produce,
-    store_part,
-)
+from tnp.ops.attention.hopper_forward_kernel import lane_sums, store_part
+from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, tile
 from tnp.ops.attention.quantize import BLOCK, GROUP
 from tnp.ops.hopper_primitives import barriers, opaque
 
 RANGE = gl.constexpr(eight_bit.RANGE)
+HEAD_DIM = gl.constexpr(64)
 
 
 @aggregate
@@ -75,6 +69,11 @@ class Pipeline8:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_N_KEYS: gl.constexpr
+    # What `produce` and `store_part` ask of a pipeline beside.
+    HEAD_DIM: gl.constexpr
+    GROUP: gl.constexpr
+    PACKED: gl.constexpr
+    MASKED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -92,9 +91,11 @@ class Pipeline8:
         self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK), gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
+        self.HEAD_DIM, self.GROUP = HEAD_DIM, gl.constexpr(1)
+        self.PACKED, self.MASKED = gl.constexpr(False), gl.constexpr(False)
 
     n_items = Pipeline.n_items
-    item = Pipeline.item
+    item = Pipeline.plain_item
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
 from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
-from tnp.ops.attention.hopper_primitives import supported, without_reference
+from tnp.ops.attention.hopper_primitives import supported_at_64, without_reference
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -246,9 +246,9 @@ def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
 
 
 @backward
-def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
+def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
     """Statistics, dk and dv, and dq."""
-    counted, rows = n_keys is not None, _n_tiles(call) * TILE_ROWS
+    counted, rows = lengths[0] is not None, _n_tiles(call) * TILE_ROWS
     of_q, of_keys, of_statistics = rows_layout(q), KeyGradients(k, call.apart), flat(2 * rows)
     statistics_kernel = _bound_statistics(call, o, do, fused=False)
     dkdv_kernel = bound_dkdv(
@@ -257,12 +257,12 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
     )  # fmt: skip
     dq_kernel = bound_dq(q, k, counted, config.dq, call.target.multiprocessors)
 
-    def launch(do, q, k, v, n_keys, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, scale):
         statistics = lse.new_empty_strided(*of_statistics)
         delta = statistics.narrow(0, rows, rows)
         statistics_kernel(o, do, lse, statistics, statistics, do)
         dk, dv = of_keys.allocate(k)
-        n_keys = lse if n_keys is None else n_keys
+        n_keys = lse if lengths[0] is None else lengths[0]
         scales = scale, scale * LOG2_E
         dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, lse, lse, *scales)
         dq = q.new_empty_strided(*of_q)
@@ -273,7 +273,7 @@ def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
 
 
 @backward
-def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
+def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
     """Statistics, dk and dv with dq added up on the way, and dq put in order."""
     batch, n_heads, n_q, head_dim = q.shape
     n_tiles, base2 = _n_tiles(call), without_reference(call)
@@ -285,7 +285,7 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
     statistics_kernel = _bound_statistics(call, o, do, fused=True, base2=base2)
     pieces = split(call, config)
     kernel = bound_dkdv(
-        q, k, n_keys is not None, rows, config, call.target.multiprocessors, fused=True,
+        q, k, lengths[0] is not None, rows, config, call.target.multiprocessors, fused=True,
         base2=base2, apart=call.apart, split=pieces,
     )  # fmt: skip
     if pieces:
@@ -302,7 +302,7 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
         HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
     )  # fmt: skip
 
-    def launch(do, q, k, v, n_keys, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, scale):
         tiles = lse.new_empty_strided(*of_workspace)
         statistics = tiles.narrow(0, n_of_tiles, 2 * rows)
         delta = tiles.narrow(0, n_of_tiles + rows, rows)
@@ -310,7 +310,7 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
         weighted = do.new_empty(padded) if base2 else do
         statistics_kernel(o, do, lse, statistics, tiles, weighted)
         dk, dv = of_keys.allocate(k)
-        n_keys = lse if n_keys is None else n_keys
+        n_keys = lse if lengths[0] is None else lengths[0]
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
         kernel(
             q, weighted, k, v, statistics, delta, tiles, dk, dv, n_keys, left, of_split, scale,
@@ -326,10 +326,10 @@ def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
 
 
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported, separate_configs, OPTIONS,
+    "hopper", empty_backward, prepare_separate, supported_at_64, separate_configs, OPTIONS,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "hopper", empty_backward, prepare_fused, supported, fused_configs, OPTIONS,
+    "hopper", empty_backward, prepare_fused, supported_at_64, fused_configs, OPTIONS,
     moving=("dq",), counts=fused_counts,
 )  # fmt: skip

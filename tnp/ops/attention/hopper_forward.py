@@ -12,13 +12,11 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OPTIONS
-from tnp.ops.attention.hopper_forward_kernel import (
-    PART_WIDTH,
-    ROWS,
-    attention_fwd_hopper_kernel,
-)
+from tnp.ops.attention.definition import OF_ANY_KIND, n_kv_heads
+from tnp.ops.attention.hopper_forward_kernel import attention_fwd_hopper_kernel, part_width
+from tnp.ops.attention.hopper_forward_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import head_map, supported, without_reference
+from tnp.ops.attention.keys import Reach, Tiles, lengths_given, n_tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,
     Layout,
@@ -27,7 +25,6 @@ from tnp.ops.attention.primitives import (
     forward,
     head_ptr,
     lse_layout,
-    n_query_tiles,
     rows_layout,
     store_rows,
 )
@@ -36,6 +33,7 @@ COMBINE_ROWS = 32
 # Blocks of keys (0.6 µs each on an H200) that splitting must save a program: parts cost 10 µs and
 # more.
 MIN_BLOCKS_SAVED = 16
+SECTION_BYTES = 24 * 2**20  # of keys and values; an H200's L2 cache holds 50 MiB
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,8 @@ def _combine_kernel(
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
     """Candidates, the default first."""
+    if call.problem["head_dim"] == 128:
+        return ForwardConfig(64, 4, 240, 2), ForwardConfig(128, 2, 240, 2)
     return (
         ForwardConfig(64, 8, 160, 3),
         ForwardConfig(64, 4, 160, 3),
@@ -118,13 +118,26 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
 def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, int]]:
     """Query tiles, blocks of keys of one, and `schedule`, of programs as many as multiprocessors.
 
-    With n_keys nothing is split: a program's share would depend on the samples' lengths.
+    With n_keys, and where queries see unequal numbers of keys, nothing is split: a program's share
+    would depend on the samples' lengths.
     """
     p = call.problem
-    n_tiles = n_query_tiles(call, config.consumers * ROWS.value)
+    rows = config.consumers * ROWS.value
+    of_head = n_tiles(p["n_q"], rows, int(p["n_sequences"]))
+    n = of_head * p["batch"] * p["n_heads"]
     blocks = triton.cdiv(p["n_k"], config.block_n)
-    may_split = not p["n_keys"]
-    return n_tiles, blocks, schedule(n_tiles, blocks, call.target.multiprocessors, may_split)
+    equal = not (p["n_keys"] or p["n_sequences"] or p["causal"] or p["window"])
+    return n, blocks, schedule(n, blocks, call.target.multiprocessors, equal)
+
+
+def section(call: Call) -> int:
+    """Heads of queries that programs take together: those whose keys and values lie in half of the
+    L2 cache, and all that share them.
+    """
+    p = call.problem
+    of_keys = 2 * p["n_k"] * p["head_dim"] * p.itemsize
+    group = p["n_heads"] // n_kv_heads(p)
+    return max(1, SECTION_BYTES // of_keys) * group
 
 
 def parts(
@@ -137,49 +150,51 @@ def parts(
     """
     p = call.problem
     tile_rows = config.consumers * ROWS.value
-    of_parts = flat(2 * call.target.multiprocessors * tile_rows * PART_WIDTH.value)
-    n_tiles, blocks, (_, n_split, share) = tiles(call, config)
+    of_parts = flat(2 * call.target.multiprocessors * tile_rows * part_width(p["head_dim"]))
+    n, blocks, (_, n_split, share) = tiles(call, config)
     if not n_split:
         return of_parts, None
     return of_parts, Bound(
         _combine_kernel, (n_split, tile_rows // COMBINE_ROWS),
-        *of_o[1][:3], p["n_heads"], p["n_q"], n_tiles - n_split, share, blocks,
+        *of_o[1][:3], p["n_heads"], p["n_q"], n - n_split, share, blocks,
         TILE=tile_rows, BLOCK_M=COMBINE_ROWS, HEAD_DIM=p["head_dim"],
-        PART_WIDTH=PART_WIDTH.value, CENTRED=centred,
+        PART_WIDTH=part_width(p["head_dim"]), CENTRED=centred,
     )  # fmt: skip
 
 
 def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
     """A launch, blocks of keys of the busiest program, tiles of an average one, a split."""
-    n_tiles, blocks, (n_whole, n_split, share) = tiles(call, config)
+    n, blocks, (n_whole, n_split, share) = tiles(call, config)
     busiest = n_whole * blocks + share
-    return 1, busiest, n_tiles / call.target.multiprocessors, float(n_split > 0)
+    return 1, busiest, n / call.target.multiprocessors, float(n_split > 0)
 
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """The kernel, and the sum of parts where tiles are split."""
-    q, k, v, n_keys = inputs
-    _, n_heads, n_q, _ = q.shape
-    n_k, counted = k.shape[2], n_keys is not None
+    q, k, v = inputs[:3]
+    _, n_heads, n_q, head_dim = q.shape
     of_o, of_lse = rows_layout(q), lse_layout(q)
-    rows = ROWS.value
+    rows, of_keys = ROWS.value, head_map(config.block_n)
     programs = call.target.multiprocessors
-    n_tiles, _, (n_whole, n_split, share) = tiles(call, config)
+    n, _, (n_whole, n_split, share) = tiles(call, config)
+    reach, table = Reach.of(call.problem), Tiles(call, "n_q", config.consumers * rows)
     kernel = Bound(
-        attention_fwd_hopper_kernel, (programs,), n_tiles, n_heads, n_q, n_k, n_whole, share,
-        maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
-        BLOCK_N=config.block_n, STAGES=config.num_stages, REGISTERS=config.registers,
-        CONSUMERS=config.consumers, HAS_N_KEYS=counted, BASE2=without_reference(call), num_warps=4,
+        attention_fwd_hopper_kernel, (programs,), n, table.n, section(call), n_heads, n_q,
+        k.shape[2], n_whole, share, *reach.numbers,
+        maps=(head_map(rows), of_keys, of_keys, head_map(rows)),
+        HEAD_DIM=head_dim, GROUP=n_heads // k.shape[1], BLOCK_N=config.block_n,
+        STAGES=config.num_stages, REGISTERS=config.registers, CONSUMERS=config.consumers,
+        **lengths_given(call), **reach.constants, BASE2=without_reference(call), num_warps=4,
     )  # fmt: skip
     of_parts, combine = parts(call, config, of_o)
 
     def launch(inputs, scalars):
-        q, k, v, n_keys = inputs
+        q, k, v, *lengths = inputs
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
         of_split = lse.new_empty_strided(*of_parts) if combine else lse
-        n_keys = lse if n_keys is None else n_keys
-        kernel(q, k, v, o, lse, of_split, n_keys, scalars[0] * LOG2_E)
+        pointers = table.pointers(lengths, lse)
+        kernel(q, k, v, o, o, lse, of_split, *pointers, scalars[0] * LOG2_E)
         if combine:
             combine(of_split, o, lse)
         return (o,), (lse,)
@@ -187,4 +202,4 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel("hopper", empty, prepare, supported, configs, OPTIONS, counts=counts)
+FORWARD = Kernel("hopper", empty, prepare, supported, configs, OF_ANY_KIND, counts=counts)

@@ -37,144 +37,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import allocate_tiles, load_tile, ring, tile, written
+from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
+from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, tile, written
+from tnp.ops.attention.keys import key_range, seen
 from tnp.ops.hopper_primitives import barriers, opaque
 
-ROWS = gl.constexpr(64)  # query rows of a warpgroup
-# Blocks that the values run behind the keys.
-LAG = gl.constexpr(1)
-HEAD_DIM = gl.constexpr(64)
 # The largest sum of a row whose reference stands: p·v stays finite up to |v| = 2^63. In float16 p
 # itself is not up to there, and the row of acc then not finite.
 LIMIT = gl.constexpr(2.0**64)
 LEAST = gl.constexpr(2.0**-64)  # and the smallest where the reference is 0
-# A row of a part: acc, m and l, padded so that rows stay aligned.
-PART_WIDTH = gl.constexpr(68)
 
 
-@aggregate
-class Pipeline:
-    """Shared memory and barriers between the producer and the consumers, and what is to be done.
-
-    Each program takes up to `n_whole` query tiles and then `share`, perhaps 0, of the key blocks of
-    the tiles left.
-    """
-
-    q: gl.shared_memory_descriptor  # two tiles of CONSUMERS × [64, D]; o leaves through them
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
-    empty: gl.shared_memory_descriptor
-    overflow: gl.shared_memory_descriptor  # 1 where a reference did not stand
-    done: gl.shared_memory_descriptor  # all consumers with all tiles, and `overflow` with it
-    n_keys_ptr: gl.tensor
-    n_tiles: gl.tensor
-    n_heads: gl.tensor
-    n_q: gl.tensor
-    n_k: gl.tensor
-    n_whole: gl.tensor
-    share: gl.tensor
-    scale_log2: gl.tensor
-    BLOCK_N: gl.constexpr
-    STAGES: gl.constexpr
-    CONSUMERS: gl.constexpr
-    HAS_N_KEYS: gl.constexpr
-    BASE2: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, q_full, q_empty, full, empty, overflow, done, n_keys_ptr,
-        n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, BASE2,
-    ):  # fmt: skip
-        self.q, self.k, self.v = q, k, v
-        self.q_full, self.q_empty = q_full, q_empty
-        self.full, self.empty = full, empty
-        self.overflow, self.done, self.n_keys_ptr = overflow, done, n_keys_ptr
-        self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
-        self.n_whole, self.share, self.scale_log2 = n_whole, share, scale_log2
-        self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK_N), gl.constexpr(STAGES)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.HAS_N_KEYS, self.BASE2 = gl.constexpr(HAS_N_KEYS), gl.constexpr(BASE2)
-
-    @gluon.jit
-    def n_items(self):
-        """Most tiles that a program works on, whole or in part; `item` says which exist."""
-        return self.n_whole + 2
-
-    @gluon.jit
-    def item(self, i):
-        """Index, head of the batch, first query row, keys, first and last + 1 of the key blocks."""
-        i = opaque(i)
-        program = opaque(gl.program_id(0))
-        keys = opaque(self.n_k)
-        blocks = gl.cdiv(keys, self.BLOCK_N)
-        index = i * gl.num_programs(0) + program
-        first = 0
-        last = blocks
-        if i >= self.n_whole:
-            begin = program * self.share
-            split = begin // blocks + i - self.n_whole
-            index = self.n_whole * gl.num_programs(0) + split
-            first = gl.maximum(begin - split * blocks, 0)
-            last = gl.minimum(begin + self.share - split * blocks, blocks)
-        rows: gl.constexpr = self.CONSUMERS * ROWS
-        tiles_per_head = gl.cdiv(opaque(self.n_q), rows)
-        bh = index // tiles_per_head
-        if self.HAS_N_KEYS:
-            exists = index < self.n_tiles
-            n_keys = gl.load(self.n_keys_ptr + bh // self.n_heads, mask=exists, other=0)
-            keys = gl.maximum(gl.minimum(n_keys, keys), 1)
-            last = gl.cdiv(keys, self.BLOCK_N)
-        return index, bh, (index % tiles_per_head) * rows, keys, first, last
-
-    @gluon.jit
-    def must_repeat(self, WARPS: gl.constexpr):
-        """Whether some reference of the program did not stand; waits for all consumers."""
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        mbarrier.wait(self.done, 0)
-        return gl.max(self.overflow.load(one), 0) > 0.0
-
-
-@gluon.jit
-def produce(pipe, q_desc, k_desc, v_desc, n, step):
-    """Stream the program's items; n items and `step` stages came before. Both, after it."""
-    for i in range(pipe.n_items()):
-        index, bh, row, _keys, first, last = pipe.item(i)
-        if (index < pipe.n_tiles) & (first < last):
-            b = bh // pipe.n_heads
-            h = bh % pipe.n_heads
-            slot, phase = ring(n, 2)
-            mbarrier.wait(pipe.q_empty.index(slot), phase ^ 1)
-            mbarrier.expect(pipe.q_full.index(slot), pipe.CONSUMERS * q_desc.block_type.nbytes)
-            for c in gl.static_range(pipe.CONSUMERS):
-                load_tile(
-                    q_desc, b, h, row + c * ROWS, pipe.q_full.index(slot),
-                    pipe.q, slot * pipe.CONSUMERS + c,
-                )  # fmt: skip
-            blocks = last - first
-            for j in range(blocks + LAG):
-                stage, phase = ring(step + j, pipe.STAGES)
-                mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
-                full = pipe.full.index(stage)
-                has_k = j < blocks
-                has_v = j >= LAG
-                # Two arrivals complete a stage: the keys' and the values', with or without bytes.
-                mbarrier.expect(full, k_desc.block_type.nbytes, pred=has_k)
-                mbarrier.arrive(full, count=1, pred=j >= blocks)
-                mbarrier.expect(full, v_desc.block_type.nbytes, pred=has_v)
-                mbarrier.arrive(full, count=1, pred=j < LAG)
-                k_start = gl.where(j == 0, last - 1, first + j - 1) * pipe.BLOCK_N
-                v_start = gl.where(j == LAG, last - 1, first + j - LAG - 1) * pipe.BLOCK_N
-                load_tile(k_desc, b, h, k_start, full, pipe.k, stage, has_k)
-                load_tile(v_desc, b, h, v_start, full, pipe.v, stage, has_v)
-            step += blocks + LAG
-            n += 1
-    return n, step
+@gluon.constexpr_function
+def part_width(head_dim):
+    """Of a row of a part: acc, m and l, padded so that rows stay aligned."""
+    return head_dim + 4
 
 
 @gluon.jit
@@ -204,7 +82,7 @@ def _scores(pipe, q, stage):
 @gluon.jit
 def _add_values(pipe, p, acc, stage):
     """Start acc + p v with the values of a stage."""
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     p = gl.convert_layout(p.to(pipe.v.dtype), gl.DotOperandLayout(0, OUT, 2))
     return warpgroup_mma(p, tile(pipe.v, stage), acc, is_async=True)
 
@@ -214,8 +92,9 @@ def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
     """(p, alpha, m, l_i) after a block of scores; alpha rescales what was summed before."""
     if ONLINE:
         m_new = gl.maximum(m, gl.max(s, 1) * pipe.scale_log2)
-        alpha = gl.exp2(m - m_new)
-        p = gl.exp2(s * pipe.scale_log2 - m_new[:, None])
+        reference = _reference(pipe, m_new)
+        alpha = gl.exp2(m - reference)
+        p = gl.exp2(s * pipe.scale_log2 - reference[:, None])
         return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
     else:
         p = gl.exp2(s) if pipe.BASE2 else gl.exp2(s * pipe.scale_log2 - m[:, None])
@@ -223,76 +102,216 @@ def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
 
 
 @gluon.jit
-def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
-    """acc [64, D], l_i [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
+def _reference(pipe, m):
+    """m, and 0 of a row that has seen no key."""
+    return gl.where(m == float("-inf"), 0.0, m) if pipe.MASKED else m
 
-    `step` stages were consumed before. The reference m is of the first block unless ONLINE. ptxas
-    waits for the values of the block before ahead of the exponentials; 64-key blocks are faster
-    that way.
+
+@gluon.jit
+def _first_block(pipe, q, step, keys, block, alone, place, ONLINE: gl.constexpr):
+    """(p, m, l_i) after the first block, which always has a mask: the last one may be ragged.
+
+    `alone`: whether it is the only one. `place` says where the rows stand (`_hidden`).
     """
     BLOCK_N: gl.constexpr = pipe.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
-    end = step + last - first
-
     stage, phase = ring(step, pipe.STAGES)
     mbarrier.wait(pipe.full.index(stage), phase)
     s = warpgroup_mma_wait(0, deps=[_scores(pipe, q, stage)])
     mbarrier.arrive(pipe.empty.index(stage), count=1)
-    # Opaque, or one mask would be kept for both forms, and spill.
-    columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
-    inside = (columns < opaque(keys - (last - 1) * BLOCK_N))[None, :]
-    s = gl.where(inside, s, float("-inf"))
+    if pipe.MASKED:
+        s = _hidden(pipe, s, block, place)
+    else:
+        # Opaque, or one mask would be kept for both forms, and spill.
+        columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
+        inside = (columns < opaque(keys - block * BLOCK_N))[None, :]
+        s = gl.where(inside, s, float("-inf"))
     m = gl.max(s, 1) * pipe.scale_log2
     if pipe.BASE2 and not ONLINE:
         # One block alone may have its reference: o is then exact where a sample has one key.
-        m = gl.where(last - first == 1, m, 0.0)
-    p = gl.exp2(s * pipe.scale_log2 - m[:, None])
+        m = gl.where(alone, m, 0.0)
+    if not ONLINE:
+        m = _reference(pipe, m)
+    p = gl.exp2(s * pipe.scale_log2 - _reference(pipe, m)[:, None])
     l_i = gl.sum(p, 1) if ONLINE else lane_sums(p, BLOCK_N)
+    return p, m, l_i
 
-    for j in range(step + 1, end):
-        stage, phase = ring(j, pipe.STAGES)
-        mbarrier.wait(pipe.full.index(stage), phase)
-        s_started = _scores(pipe, q, stage)
-        acc_started = _add_values(pipe, p, acc, stage)
-        s = warpgroup_mma_wait(1, deps=[s_started])
-        p, alpha, m, l_i = _softmax(pipe, s, m, l_i, ONLINE)
-        acc = warpgroup_mma_wait(0, deps=[acc_started])
-        if ONLINE:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-        mbarrier.arrive(pipe.empty.index(stage), count=1)
 
-    stage, phase = ring(end, pipe.STAGES)
+@gluon.jit
+def _next_block(
+    pipe, q, step, p, acc, m, l_i, block, place, HIDDEN: gl.constexpr, ONLINE: gl.constexpr
+):  # fmt: skip
+    """(p, acc, m, l_i) after a block, whose scores are multiplied beside the values of the one
+    before. ptxas waits for these ahead of the exponentials; 64-key blocks are faster that way.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    stage, phase = ring(step, pipe.STAGES)
+    mbarrier.wait(pipe.full.index(stage), phase)
+    s_started = _scores(pipe, q, stage)
+    acc_started = _add_values(pipe, p, acc, stage)
+    s = warpgroup_mma_wait(1, deps=[s_started])
+    if HIDDEN:
+        s = _hidden(pipe, s, block, place)
+    p, alpha, m, l_i = _softmax(pipe, s, m, l_i, ONLINE)
+    acc = warpgroup_mma_wait(0, deps=[acc_started])
+    if ONLINE:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return p, acc, m, l_i
+
+
+@gluon.jit
+def _last_values(pipe, step, p, acc):
+    """acc with the values of the last block."""
+    stage, phase = ring(step, pipe.STAGES)
     mbarrier.wait(pipe.full.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=[_add_values(pipe, p, acc, stage)])
     mbarrier.arrive(pipe.empty.index(stage), count=1)
-    if not ONLINE:
-        l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
-    return acc, l_i, m
+    return acc
+
+
+@gluon.jit
+def _hidden(pipe, s, block, place):
+    """Scores with those of a block's keys at −inf that a row does not see.
+
+    `place`: the rows' first one in its sequence, and the sequence's queries and keys.
+    """
+    S: gl.constexpr = s.type.layout
+    row, n_rows, keys = place
+    # Opaque, or indices and masks would be kept through the loops, and spill.
+    rows = opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    columns = opaque(block) * pipe.BLOCK_N + gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
+    visible = seen(
+        rows[:, None], columns[None, :], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
+    )
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
+    """acc [64, D], l_i [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
+
+    `step` stages were consumed before. The reference m is of the first block unless ONLINE.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
+    end = step + last - first
+    place = (0, 0, 0)
+    p, m, l_i = _first_block(
+        pipe, q, step, keys, last - 1, last - first == 1, place, ONLINE
+    )  # fmt: skip
+    for j in range(step + 1, end):
+        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, 0, place, False, ONLINE)
+    return _last_values(pipe, end, p, acc), _whole_sums(pipe, l_i, ONLINE), m
+
+
+@gluon.jit
+def _whole_sums(pipe, l_i, ONLINE: gl.constexpr):
+    """Sums of rows from those of lanes."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
+    return l_i if ONLINE else gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
+
+
+@gluon.jit
+def _attend_masked(pipe, q, step, place, first, last, ONLINE: gl.constexpr):
+    """As `_attend`, from the last block that these rows see to the first. The tile's other
+    warpgroups may see more: those blocks are passed by.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
+    row, n_rows, keys = place
+    own_first, own_last = pipe.blocks(row, n_rows, keys, ROWS, first, last)
+    _begin, full_begin, full_end, _end = key_range(
+        row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
+    )
+    # Steps: the first block is at `begin`, and from `plain` to `hidden` − 1 no score is hidden.
+    begin = step + last - own_last
+    end = begin + own_last - own_first
+    plain = gl.minimum(gl.maximum(step + last - full_end // pipe.BLOCK_N, begin + 1), end)
+    hidden = end
+    if pipe.LEFT:
+        full_first = gl.cdiv(full_begin, pipe.BLOCK_N)
+        hidden = gl.minimum(gl.maximum(step + last - full_first, plain), end)
+    _pass_by(pipe, step, begin)
+    p, m, l_i = _first_block(
+        pipe, q, begin, keys, own_last - 1, own_last - own_first == 1, place, ONLINE
+    )
+    for j in range(begin + 1, plain):
+        block = step + last - 1 - j
+        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, block, place, True, ONLINE)
+    for j in range(plain, hidden):
+        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, 0, place, False, ONLINE)
+    if pipe.LEFT:
+        for j in range(hidden, end):
+            block = step + last - 1 - j
+            p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, block, place, True, ONLINE)
+    acc = _last_values(pipe, end, p, acc)
+    _pass_by(pipe, end + LAG, step + last - first + LAG)
+    return acc, _whole_sums(pipe, l_i, ONLINE), m
+
+
+@gluon.jit
+def _pass_by(pipe, begin, end):
+    """Hand the stages begin … end − 1 back unread."""
+    for j in range(begin, end):
+        stage, phase = ring(j, pipe.STAGES)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
 
 
 @gluon.jit
 def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
     """Leave a warpgroup's acc [64, D], m [64] and l_i [64] of the program's i-th item, a part."""
     OUT: gl.constexpr = acc.type.layout
+    HEAD_DIM: gl.constexpr = pipe.HEAD_DIM
+    WIDTH: gl.constexpr = part_width(HEAD_DIM)
     part = 2 * gl.program_id(0) + i - pipe.n_whole
     part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
     rows = gl.arange(0, ROWS, layout=m.type.layout)
     acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
-    gl.store(part_ptr + acc_rows[:, None] * PART_WIDTH + offs_d[None, :], acc)
-    gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM, m)
-    gl.store(part_ptr + (part_rows + rows) * PART_WIDTH + HEAD_DIM + 1, l_i)
+    gl.store(part_ptr + acc_rows[:, None] * WIDTH + offs_d[None, :], acc)
+    gl.store(part_ptr + (part_rows + rows) * WIDTH + HEAD_DIM, m)
+    gl.store(part_ptr + (part_rows + rows) * WIDTH + HEAD_DIM + 1, l_i)
+
+
+@gluon.jit
+def _place(pipe, i, WARPGROUP: gl.constexpr):
+    """Of a warpgroup's rows in an item: the first one in its sequence, and the sequence's queries
+    and keys.
+    """
+    _index, _bh, row, _first_q, n_rows, _first_k, keys = pipe.origin(i)
+    return row + WARPGROUP * ROWS, n_rows, keys
+
+
+@gluon.jit
+def _sees(pipe, place, LAYOUT: gl.constexpr):
+    """[64], whether a row is one that sees some key."""
+    row, n_rows, keys = place
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    begin, _full_begin, _full_end, end = key_range(
+        rows, n_rows, keys, pipe.left, pipe.right, 1, pipe.LEFT, pipe.RIGHT
+    )
+    return (begin < end) & (rows < n_rows)
+
+
+@gluon.jit
+def _store_some(pipe, o_ptr, o, bh, row, end):
+    """Store the rows before `end` of o [64, D], which begins with `row`."""
+    OUT: gl.constexpr = o.type.layout
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    offs_d = opaque(gl.arange(0, pipe.HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
+    of_row = (rows.to(gl.int64) * pipe.n_heads + bh) * pipe.HEAD_DIM
+    gl.store(o_ptr + of_row[:, None] + offs_d[None, :], o, mask=(rows < end)[:, None])
 
 
 @gluon.jit
 def _consume(
-    pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP: gl.constexpr, ONLINE: gl.constexpr
+    pipe, o_desc, o_ptr, lse_ptr, part_ptr, n, step, WARPGROUP: gl.constexpr, ONLINE: gl.constexpr
 ):  # fmt: skip
     """Attend for the program's items; n items and `step` stages came before. Both, after it."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     DTYPE: gl.constexpr = o_desc.dtype
     for i in range(pipe.n_items()):
         index, bh, _row, keys, first, last = pipe.item(i)
@@ -301,16 +320,23 @@ def _consume(
             mbarrier.wait(pipe.q_full.index(slot), phase)
             # In registers, which relieves shared memory: 557 → 574 TFLOP/s (mid, H200).
             q = tile(pipe.q, slot * pipe.CONSUMERS + WARPGROUP)
-            operand = q.load(gl.DotOperandLayout(0, S, 2))
+            IN_REGISTERS: gl.constexpr = pipe.HEAD_DIM * pipe.BLOCK_N < 128 * 128  # else they spill
+            operand = q.load(gl.DotOperandLayout(0, S, 2)) if IN_REGISTERS else q
             # The last tile's output has left shared memory by now.
             tma.store_wait(0)
             mbarrier.arrive(pipe.q_empty.index(slot ^ 1), count=1, pred=n > 0)
-            acc, l_i, m = _attend(pipe, operand, step, keys, first, last, ONLINE)
+            if pipe.MASKED:
+                place = _place(pipe, i, WARPGROUP)
+                acc, l_i, m = _attend_masked(pipe, operand, step, place, first, last, ONLINE)
+            else:
+                acc, l_i, m = _attend(pipe, operand, step, keys, first, last, ONLINE)
 
             if not ONLINE:
                 # Not l > LIMIT, which NaN would not be either.
                 stands = l_i <= LIMIT
-                if pipe.BASE2:
+                if pipe.MASKED:
+                    stands = stands & ((l_i >= LEAST) | ~_sees(pipe, _place(pipe, i, WARPGROUP), S))
+                elif pipe.BASE2:
                     stands = stands & (l_i >= LEAST)
                 failed = gl.max(gl.where(stands, 0.0, 1.0), 0)
                 if o_desc.dtype == gl.float16:
@@ -326,14 +352,26 @@ def _consume(
             rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             row += WARPGROUP * ROWS
             if i < pipe.n_whole:
+                if pipe.MASKED:
+                    l_i = gl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key o is 0
+                    m = gl.where(_sees(pipe, _place(pipe, i, WARPGROUP), S), m, float("-inf"))
                 acc = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
-                tile(pipe.q, q_slot).store(acc.to(DTYPE))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(
-                    o_desc, [bh // pipe.n_heads, bh % pipe.n_heads, row, 0], pipe.q.index(q_slot)
-                )
+                n_q = pipe.n_q
+                if pipe.PACKED:
+                    _index, _bh, _row, first_q, n_rows, _first_k, _keys = pipe.origin(i)
+                    row += first_q
+                    n_q = first_q + n_rows
+                if row + ROWS <= n_q or not pipe.PACKED:
+                    tile(pipe.q, q_slot).store(acc.to(DTYPE))
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(
+                        o_desc, [bh // pipe.n_heads, bh % pipe.n_heads, row, 0],
+                        pipe.q.index(q_slot),
+                    )  # fmt: skip
+                else:  # the rows that follow are another sequence's
+                    _store_some(pipe, o_ptr, acc.to(DTYPE), bh, row, n_q)
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
-                gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < pipe.n_q)
+                gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < n_q)
             else:
                 store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
             step += last - first + LAG
@@ -342,23 +380,30 @@ def _consume(
 
 
 @gluon.jit
-def _consumer(pipe, o_desc, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
+def _consumer(pipe, o_desc, o_ptr, lse_ptr, part_ptr, WARPGROUP: gl.constexpr):
     n = 0
     step = 0
-    n, step = _consume(pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP, False)
+    n, step = _consume(pipe, o_desc, o_ptr, lse_ptr, part_ptr, n, step, WARPGROUP, False)
     mbarrier.arrive(pipe.done, count=1)
     if pipe.must_repeat(4):
         written()
-        _consume(pipe, o_desc, lse_ptr, part_ptr, n, step, WARPGROUP, True)
+        _consume(pipe, o_desc, o_ptr, lse_ptr, part_ptr, n, step, WARPGROUP, True)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k", "n_whole", "share"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_tiles", "of_head", "section", "n_heads", "n_q", "n_k", "n_whole", "share", "left",
+        "right",
+    ]
+)  # fmt: skip
 def attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr, n_keys_ptr,
-    n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    CONSUMERS: gl.constexpr, HAS_N_KEYS: gl.constexpr, BASE2: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, part_ptr,
+    tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
+    n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr, HAS_N_KEYS: gl.constexpr,
+    PACKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BASE2: gl.constexpr,
 ):  # fmt: skip
     """o and lse of whole query tiles, and parts of those that are split."""
     flag: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -372,17 +417,17 @@ def attention_fwd_hopper_kernel(
         allocate_tiles(v_desc, STAGES),
         barriers(2, 1), barriers(2, CONSUMERS),
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
-        overflow, barriers(1, CONSUMERS).index(0), n_keys_ptr,
-        n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, BASE2,
+        overflow, barriers(1, CONSUMERS).index(0), tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
+        n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
+        HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT, BASE2,
     )  # fmt: skip
     # An inline list: assigned to a name first, its constants would turn into tensors.
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 0)),
-                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 1)),
-                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 2)),
+                (_consumer, (pipe, o_desc, o_ptr, lse_ptr, part_ptr, 0)),
+                (_consumer, (pipe, o_desc, o_ptr, lse_ptr, part_ptr, 1)),
+                (_consumer, (pipe, o_desc, o_ptr, lse_ptr, part_ptr, 2)),
                 (_producer, (pipe, q_desc, k_desc, v_desc)),
             ],
             [4, 4, 1],
@@ -391,8 +436,8 @@ def attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 0)),
-                (_consumer, (pipe, o_desc, lse_ptr, part_ptr, 1)),
+                (_consumer, (pipe, o_desc, o_ptr, lse_ptr, part_ptr, 0)),
+                (_consumer, (pipe, o_desc, o_ptr, lse_ptr, part_ptr, 1)),
                 (_producer, (pipe, q_desc, k_desc, v_desc)),
             ],
             [4, 1],

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tnp.contract import Call, Reason
 
+HEAD_DIMS = (64, 128)
 ELEMENTS = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -50,14 +51,22 @@ def supported(call: Call) -> Reason:
     problem = call.problem
     if call.target.kind != "cuda" or call.target.capability != 90:
         return "it uses instructions of compute capability 9.0 alone"
-    if problem.itemsize != 2 or problem["head_dim"] != 64:
+    if problem.itemsize != 2 or problem["head_dim"] not in HEAD_DIMS:
+        taken = " and ".join(map(str, HEAD_DIMS))
         return (
-            "it is written for 16-bit floats and D = 64, not "
+            f"it is written for 16-bit floats and D = {taken}, not "
             f"{problem.dtype}, {problem['head_dim']}"
         )
     if not call.aligned:
         return "TMA reads rows that start at multiples of 16 bytes"
     return None
+
+
+def supported_at_64(call: Call) -> Reason:
+    """As `supported`, of kernels that are written for D = 64 alone."""
+    if call.problem["head_dim"] != 64:
+        return f"it is written for D = 64, not {call.problem['head_dim']}"
+    return supported(call)
 
 
 def without_reference(call: Call) -> bool:

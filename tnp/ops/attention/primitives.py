@@ -33,12 +33,13 @@ class LaunchConfig(KernelConfig):
 
 
 def candidates(configs: dict, call: Call) -> tuple:
-    """The entry of the problem's bytes per element and head_dim, 64's where there is none.
+    """The entry of the problem's bytes per element and columns of a tile, 64's where there is none.
 
-    float32 at 128 has none: every tile spills there, which is slow and still right.
+    float32 from 128 on has none: every tile spills there, which is slow and still right.
     """
     itemsize = call.problem.itemsize
-    return configs.get((itemsize, call.problem["head_dim"])) or configs[itemsize, 64]
+    width = triton.next_power_of_2(call.problem["head_dim"])
+    return configs.get((itemsize, width)) or configs[itemsize, 64]
 
 
 def n_query_tiles(call: Call, rows: int) -> int:
@@ -67,22 +68,41 @@ def full_grid(target: Target) -> int:
     return 2 * target.multiprocessors
 
 
+@triton.constexpr_function
+def tile_width(head_dim):
+    """Columns of a tile that holds rows of head_dim elements: a power of two."""
+    return triton.next_power_of_2(head_dim)
+
+
 @triton.jit
 def load_rows(ptr, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `offs_row` of a [n_rows, HEAD_DIM] matrix; rows past the end are 0 where MASKED."""
-    offs_d = tl.arange(0, HEAD_DIM)
+    """Rows `offs_row` of a [n_rows, HEAD_DIM] matrix, in a tile of `tile_width` columns.
+
+    Rows past the end are 0 where MASKED, and columns past HEAD_DIM always.
+    """
+    offs_d = tl.arange(0, tile_width(HEAD_DIM))
     # 64-bit: 205,000 rows of a projection of 1,536 columns pass 2³¹ in a batch of 7.
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_d[None, :]
-    if MASKED:
+    if tile_width(HEAD_DIM) > HEAD_DIM:
+        inside = offs_d[None, :] < HEAD_DIM
+        if MASKED:
+            inside = inside & (offs_row[:, None] < n_rows)
+        return tl.load(ptrs, mask=inside, other=0.0)
+    elif MASKED:
         return tl.load(ptrs, mask=offs_row[:, None] < n_rows, other=0.0)
-    return tl.load(ptrs)
+    else:
+        return tl.load(ptrs)
 
 
 @triton.jit
 def store_rows(ptr, tile, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr):
-    offs_d = tl.arange(0, HEAD_DIM)
+    """Store the rows before n_rows of a tile, less the columns past HEAD_DIM."""
+    offs_d = tl.arange(0, tile_width(HEAD_DIM))
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_d[None, :]
-    tl.store(ptrs, cast(tile, ptr.dtype.element_ty), mask=offs_row[:, None] < n_rows)
+    inside = offs_row[:, None] < n_rows
+    if tile_width(HEAD_DIM) > HEAD_DIM:
+        inside = inside & (offs_d[None, :] < HEAD_DIM)
+    tl.store(ptrs, cast(tile, ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -91,6 +111,12 @@ def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
     b = (pid_bh // n_heads).to(tl.int64)
     h = (pid_bh % n_heads).to(tl.int64)
     return ptr + b * stride_b + h * stride_h
+
+
+@triton.jit
+def row_ptr(ptr, row, stride_row):
+    """A head's row, from which on those of one sequence lie."""
+    return ptr + tl.cast(row, tl.int64) * stride_row
 
 
 # ---------------------------------------------------------------------- what a launch allocates
@@ -191,15 +217,17 @@ def _scaled(launch: Callable, call: Call) -> Callable:
 def backward(decide: Callable) -> Callable:
     """`prepare` of a backward kernel.
 
-    `decide(call, config, do, q, k, v, n_keys, o, lse)` returns a launch of the same tensors and
-    the scale, which gives dq, dk and dv. It sees do as the kernels can read it: copied where its
-    last dimension is not contiguous, or where another is expanded, as of a sum's gradient.
+    `decide(call, config, do, q, k, v, lengths, o, lse)` returns a launch of the same tensors and
+    the scale, which gives dq, dk and dv; `lengths` are n_keys and both cu_seqlens. It sees do as
+    the kernels can read it: copied where its last dimension is not contiguous, or where another is
+    expanded, as of a sum's gradient.
     """
 
     def prepare(call: Call, config: object, inputs: tuple) -> Callable:
         (do,), kept, (lse,) = inputs
         copies = _unreadable(do)
-        run = decide(call, config, do.contiguous() if copies else do, *kept, lse)
+        readable = do.contiguous() if copies else do
+        run = decide(call, config, readable, *kept[:3], kept[3:6], kept[6], lse)
         given = tuple(name in call.wanted for name in ("q", "k", "v"))
         some = not all(given)
 
@@ -207,7 +235,7 @@ def backward(decide: Callable) -> Callable:
             (do,), kept, (lse,) = inputs
             if copies:
                 do = do.contiguous()
-            gradients = run(do, *kept, lse, *scalars)
+            gradients = run(do, *kept[:3], kept[3:6], kept[6], lse, *scalars)
             if some:
                 return tuple([x if one else None for x, one in zip(gradients, given, strict=True)])
             return gradients

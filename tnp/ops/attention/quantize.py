@@ -166,7 +166,7 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
 
     The last dimension of each must be contiguous; nothing is asked of the other strides.
     """
-    q, k, v, n_keys = inputs
+    q, k, v, n_keys = inputs[:4]
     batch, n_heads, n_q, head_dim = q.shape
     n_k = k.shape[2]
     blocks = triton.cdiv(n_k, BLOCK.value)
@@ -189,7 +189,7 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
     )  # fmt: skip
 
     def quantize(inputs: tuple) -> Quantized:
-        q, k, v, n_keys = inputs
+        q, k, v, n_keys = inputs[:4]
         made = [q.new_empty_strided(*one, dtype=E4M3) for one in in_8_bits]
         made += [q.new_empty_strided(*one, dtype=torch.float32) for one in in_float32]
         kernel(q, k, v, *made, q if n_keys is None else n_keys)

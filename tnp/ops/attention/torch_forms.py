@@ -13,23 +13,74 @@ def softmax_scale(scale, base2):
     return LN_2 if base2 else scale
 
 
-def reference(q, k, v, n_keys, scale, base2=False):
-    """softmax(scale · q kᵀ) v in whatever dtype it is given; sample b has n_keys[b] keys.
+def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, rows=None):
+    """bool, broadcast to [B, 1, n_q, n_k]: which keys a query sees; None where all see all.
 
-    Args:
-        q: [B, H, n_q, D].
-        k, v: [B, H, n_k, D].
-        n_keys: [B], or None for n_k everywhere.
-        scale: a number.
-        base2: whether q carries scale · log2(e), so that weights are powers of 2.
+    Query i stands beside key i + n_keys − n_q of its sequence. `rows` is a slice of the queries.
     """
     import torch
 
-    s = softmax_scale(scale, base2) * (q @ k.transpose(-2, -1))
-    if n_keys is not None:
-        padding = torch.arange(k.shape[2], device=k.device) >= n_keys[:, None]
-        s = s.masked_fill(padding[:, None, None], float("-inf"))
-    return torch.softmax(s, dim=-1) @ v
+    def count(n):
+        return torch.arange(n, device=q.device)
+
+    queries, keys = count(q.shape[2])[rows or slice(None), None], count(k.shape[2])
+    if cu_seqlens_q is not None:
+        of_q, of_k = (
+            torch.searchsorted(cu.long(), at.contiguous(), right=True) - 1
+            for cu, at in ((cu_seqlens_q, queries), (cu_seqlens_k, keys))
+        )
+        ends = cu_seqlens_k.long()[of_q + 1] - cu_seqlens_q.long()[of_q + 1]
+        seen = of_q == of_k
+    else:
+        lengths = k.shape[2] if n_keys is None else n_keys[:, None, None, None]
+        ends = lengths - q.shape[2]
+        seen = None if n_keys is None else keys < lengths
+    if not causal and not window:
+        return seen
+    beside = keys - queries - ends
+    right = 0 if causal else window - 1
+    near = (beside <= right) & (beside > -window) if window else beside <= right
+    return near if seen is None else near & seen
+
+
+def attend(q, k, v, seen, scale):
+    """softmax(scale · q kᵀ) v over the keys that are seen, 0 where none is; heads may be grouped.
+
+    Args:
+        q: [B, H, n_q, D].
+        k, v: [B, H_kv, n_k, D], H_kv a divisor of H.
+        seen: bool, broadcast to [B, 1, n_q, n_k], or None.
+        scale: a number.
+    """
+    import torch
+
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = scale * (q @ k.transpose(-2, -1))
+    if seen is None:
+        return torch.softmax(s, dim=-1) @ v
+    blind = ~seen.any(-1, keepdim=True)
+    p = torch.softmax(s.masked_fill(~(seen | blind), float("-inf")), dim=-1)
+    return p.masked_fill(blind, 0.0) @ v
+
+
+def reference(
+    q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False, window=0
+):
+    """softmax(scale · q kᵀ) v in whatever dtype it is given.
+
+    Args:
+        q: [B, H, n_q, D].
+        k, v: [B, H_kv, n_k, D], H_kv a divisor of H.
+        n_keys: [B], keys of each sample, or None for n_k everywhere.
+        cu_seqlens_q, cu_seqlens_k: [n_sequences + 1], of packed sequences, or None.
+        scale: a number.
+        base2: whether q carries scale · log2(e), so that weights are powers of 2.
+        causal, window: see `visible`.
+    """
+    seen = visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal, window)
+    return attend(q, k, v, seen, softmax_scale(scale, base2))
 
 
 def with_aligned_rows(x):
@@ -47,14 +98,15 @@ def with_aligned_rows(x):
     return x
 
 
-def _sdpa(backend, q, k, v, scale, mask=None):
+def _sdpa(backend, q, k, v, scale, mask=None, causal=False):
     import torch
 
     if q.is_cuda and not torch.compiler.is_compiling():  # Inductor aligns what it hands over
         q, k, v = map(with_aligned_rows, (q, k, v))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     with torch.nn.attention.sdpa_kernel(backend):
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped
         )
 
 
@@ -65,25 +117,76 @@ def _is_key(k, n_keys):
     return (torch.arange(k.shape[2], device=k.device) < n_keys[:, None])[:, None, None]
 
 
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
+    """PyTorch's flash kernel over packed sequences; a batch is packed as sequences of equal length.
+
+    Its grid is made for the longest sequence, which PyTorch asks for as a number.
+    """
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    def packed(x):
+        return x.transpose(1, 2).flatten(0, 1)
+
+    def ends(x):
+        return torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[2]
+
+    if cu_seqlens_q is None:
+        longest = q.shape[2], k.shape[2]
+        cu_seqlens_q, cu_seqlens_k = ends(q), ends(k)
+    else:
+        longest = longest_sequence(cu_seqlens_q), longest_sequence(cu_seqlens_k)
+    reach = (window - 1 if window else -1, 0 if causal else window - 1 if window else -1)
+    o = varlen_attn(
+        packed(q), packed(k), packed(v), cu_seqlens_q, cu_seqlens_k, *longest, scale=scale,
+        window_size=reach, enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return o.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+_longest = {}  # id of a tensor → its version and its longest sequence
+
+
+def longest_sequence(cu_seqlens):
+    """Of packed sequences. Known from the first call on, as a caller knows it who packed them: the
+    device is asked once a tensor, and not again where a CUDA graph is captured.
+    """
+    import weakref
+
+    key = id(cu_seqlens)
+    known = _longest.get(key)
+    if known is None or known[0] != cu_seqlens._version:
+        longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        if known is None:
+            weakref.finalize(cu_seqlens, _longest.pop, key, None)
+        known = _longest[key] = cu_seqlens._version, longest
+    return known[1]
+
+
 # Of the dimension that tells padding from keys: what queries hold there, and what padding holds.
 # 16-bit floats hold both, and with a scale from 1e-6 on their product is out of reach of any score.
 _ASKING, _PADDING = 6e4, -3e4
 _MORE_DIMENSIONS = 8  # flash takes head_dims that are multiples of 8
 
 
-def sdpa_flash(q, k, v, n_keys, scale, base2=False):
+def sdpa_flash(
+    q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False, window=0
+):
     """PyTorch's flash backend; RuntimeError where it cannot run.
 
     It takes no mask. Where samples have numbers of keys of their own, a dimension more tells
-    padding from keys, which is exact, and costs what a wider head costs.
+    padding from keys, which is exact, and costs what a wider head costs. Windows, packed sequences,
+    and causal attention with fewer queries than keys are `varlen_attn`'s.
     """
     import torch
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import pad
 
     scale = softmax_scale(scale, base2)
+    if window or cu_seqlens_q is not None or (causal and q.shape[2] != k.shape[2]):
+        return _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window)
     if n_keys is None:
-        return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale)
+        return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale, causal=causal)
     first = torch.arange(_MORE_DIMENSIONS, device=q.device) == 0
     asking = torch.where(first, _ASKING, 0.0).to(q.dtype)
     telling = torch.where(first & ~_is_key(k, n_keys).mT, _PADDING, 0.0).to(k.dtype)
@@ -95,33 +198,49 @@ def sdpa_flash(q, k, v, n_keys, scale, base2=False):
     return o[..., : v.shape[-1]]
 
 
-def sdpa_cudnn(q, k, v, n_keys, scale, base2=False):
+def sdpa_cudnn(q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False):
     """PyTorch's cuDNN backend; RuntimeError where it cannot run."""
     from torch.nn.attention import SDPBackend
 
     mask = None if n_keys is None else _is_key(k, n_keys)
-    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, softmax_scale(scale, base2), mask)
+    scale = softmax_scale(scale, base2)
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, scale, mask, causal)
+
+
+def _on_cuda(call, backend):
+    """What both backends ask for on a GPU."""
+    p = call.problem
+    if p.itemsize != 2:
+        return f"SDPA's {backend} backend on CUDA takes bfloat16 or float16, not {p.dtype}"
+    if call.target.capability < 80:
+        return f"SDPA's {backend} backend needs compute capability 8.0 or newer"
+    if p["causal"] and p["n_keys"]:
+        return f"SDPA's {backend} backend takes no causal attention with n_keys"
+    if p["head_dim"] % 8:
+        return f"SDPA's {backend} backend takes head_dims that 8 divides, not {p['head_dim']}"
+    return None
 
 
 def flash_supported(call):
     """Any of its dtypes on the CPU, 16-bit floats on GPUs from 8.0 on."""
+    p = call.problem
+    of_varlen = p["window"] or p["n_sequences"] or (p["causal"] and p["n_q"] != p["n_k"])
     if call.target.kind != "cuda":
+        if of_varlen or (p["causal"] and p["n_keys"]):
+            return "PyTorch has windows, packed sequences and fewer queries than keys on CUDA alone"
         return None
-    if call.problem.itemsize != 2:
-        return f"SDPA's flash backend on CUDA takes bfloat16 or float16, not {call.problem.dtype}"
-    if call.target.capability < 80:
-        return "SDPA's flash backend needs compute capability 8.0 or newer"
-    if call.problem["n_keys"] and call.problem["head_dim"] > 256 - _MORE_DIMENSIONS:
+    if p["window"] and p["n_keys"]:
+        return "PyTorch's flash kernel takes no window with n_keys"
+    if p["n_keys"] and p["head_dim"] > 256 - _MORE_DIMENSIONS:
         return f"with n_keys it takes head_dim up to {256 - _MORE_DIMENSIONS}"
-    return None
+    return _on_cuda(call, "flash")
 
 
 def cudnn_supported(call):
     """16-bit floats on GPUs from 8.0 on."""
+    p = call.problem
     if call.target.kind != "cuda":
         return f"cuDNN needs a CUDA device, not {call.target.kind}"
-    if call.problem.itemsize != 2:
-        return f"SDPA's cuDNN backend takes bfloat16 or float16, not {call.problem.dtype}"
-    if call.target.capability < 80:
-        return "SDPA's cuDNN backend needs compute capability 8.0 or newer"
-    return None
+    if p["causal"] and p["n_q"] != p["n_k"]:
+        return "SDPA's cuDNN backend takes causal attention where there are as many queries as keys"
+    return _on_cuda(call, "cuDNN")

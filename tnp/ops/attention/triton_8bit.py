@@ -94,7 +94,7 @@ def configs(call: Call) -> tuple[Config, ...]:
 
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     """Quantization, and one launch, a program a tile of queries."""
-    q, k, _, n_keys = inputs
+    q, k, _, n_keys = inputs[:4]
     _, n_heads, n_q, head_dim = q.shape
     of_o = rows_layout(q)
     quantize = quantizer(call, inputs)
@@ -105,7 +105,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     )  # fmt: skip
 
     def launch(inputs, scalars):
-        q, _, _, n_keys = inputs
+        q, _, _, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
         x = quantize(inputs)
         kernel(

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OPTIONS
+from tnp.ops.attention.definition import OF_ANY_KIND
+from tnp.ops.attention.keys import Reach, Tiles, lengths_given
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -72,17 +73,19 @@ class FusedConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element and head_dim, the default first; none spills on any target. In 16 bits at 64
-# the defaults of `separate` are the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000
-# keys). The others: the largest tiles that do not spill, unmeasured.
+# By bytes per element and columns of a tile, the default first; none spills on any target. In 16
+# bits at 64 the defaults of `separate` are the fastest of ten measured on an H200 (B=4, 11,000
+# queries, 10,000 keys). The others: the largest tiles that do not spill, unmeasured.
 DKDV_CONFIGS = {
     (2, 64): (LaunchConfig(32, 64, 4, 3), LaunchConfig(32, 64, 4, 2)),
     (2, 128): (LaunchConfig(16, 128, 8, 2),),
+    (2, 256): (LaunchConfig(16, 64, 8, 1),),
     (4, 64): (LaunchConfig(32, 16, 4, 1),),
 }
 DQ_CONFIGS = {
     (2, 64): (LaunchConfig(128, 64, 8, 3), LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 8, 2)),
     (2, 128): (LaunchConfig(128, 32, 8, 2),),
+    (2, 256): (LaunchConfig(64, 32, 8, 1),),
     (4, 64): (LaunchConfig(16, 32, 4, 1),),
 }
 FUSED_CONFIGS = {
@@ -93,6 +96,7 @@ FUSED_CONFIGS = {
         FusedConfig(32, 128, 128, 64, 8, 3),
     ),
     (2, 128): (FusedConfig(16, 128, 128, 32, 8, 2),),
+    (2, 256): (FusedConfig(16, 64, 64, 32, 8, 1),),
     (4, 64): (FusedConfig(16, 16, 16, 32, 4, 1),),
 }
 
@@ -122,8 +126,11 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
 
     One has all queries where the tiles of keys fill the GPU alone.
     """
+    p = call.problem
+    if p["causal"] or p["window"] or p["n_sequences"]:  # a tile of keys is not seen by all
+        return 1, triton.cdiv(p["n_q"], config.block_m)
     wanted = triton.cdiv(full_grid(call.target), n_key_tiles(call, config.block_n))
-    query_tiles = triton.cdiv(call.problem["n_q"], config.block_m)
+    query_tiles = triton.cdiv(p["n_q"], config.block_m)
     return segments(query_tiles, wanted, MIN_SEGMENT_TILES)
 
 
@@ -153,78 +160,89 @@ def fused_counts(call: Call, config: FusedConfig) -> tuple[float, ...]:
 
 
 @backward
-def prepare_separate(call, config, do, q, k, v, n_keys, o, lse):
+def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
     """delta, dk and dv, perhaps in parts and their sum, and dq."""
     batch, n_heads, n_q, head_dim = q.shape
-    n_k, counted = k.shape[2], n_keys is not None
+    n_kv_heads, n_k = k.shape[1:3]
     of_q, of_keys, of_delta = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
-    n_segments, tiles = _segments(call, config.dkdv)
-    segment = tiles * config.dkdv.block_m
+    n_segments, n_walked = _segments(call, config.dkdv)
     partials = Partials(k, n_segments, of_keys) if n_segments > 1 else None
     strides = *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do)
+    key_tiles = Tiles(call, "n_k", config.dkdv.block_n)
+    query_tiles = Tiles(call, "n_q", config.dq.block_m)
+    reach = Reach.of(call.problem)
+    constants = {"HEAD_DIM": head_dim, "GROUP": n_heads // n_kv_heads}
+    constants |= lengths_given(call) | reach.constants
     fill_delta = _bound_delta(o, do)
     dkdv_kernel = Bound(
-        attention_bwd_dkdv_kernel, (n_key_tiles(call, config.dkdv.block_n), n_segments),
+        attention_bwd_dkdv_kernel, (key_tiles.n * batch * n_kv_heads, n_segments),
         *strides, *(partials or of_keys).strides, partials.segment if partials else 0,
-        n_heads, n_q, n_k, segment,
-        HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dkdv.kernel_arguments(),
+        n_heads, n_q, n_k, n_walked * config.dkdv.block_m, key_tiles.n, *reach.numbers,
+        **constants, **config.dkdv.kernel_arguments(),
     )  # fmt: skip
     dq_kernel = Bound(
-        attention_bwd_dq_kernel, (n_query_tiles(call, config.dq.block_m),),
-        *strides, *of_q[1][:3], 0, n_heads, n_q, n_k,
-        HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.dq.kernel_arguments(),
+        attention_bwd_dq_kernel, (query_tiles.n * batch * n_heads,),
+        *strides, *of_q[1][:3], 0, n_heads, n_q, n_k, query_tiles.n, *reach.numbers,
+        **constants, **config.dq.kernel_arguments(),
     )  # fmt: skip
 
-    def launch(do, q, k, v, n_keys, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, scale):
         delta = lse.new_empty_strided(*of_delta)
         fill_delta(o, do, delta)
         dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
-        n_keys = q if n_keys is None else n_keys
         scales = scale, scale * LOG2_E
-        dkdv_kernel(q, k, v, do, lse, delta, dk_part, dv_part, n_keys, *scales)
+        of_keys_tiles = key_tiles.pointers(lengths, q)
+        dkdv_kernel(q, k, v, do, lse, delta, dk_part, dv_part, *of_keys_tiles, *scales)
         if partials:
             partials.add(dk_part, dk, dv)
         dq = q.new_empty_strided(*of_q)
-        dq_kernel(q, k, v, do, lse, delta, dq, n_keys, *scales)
+        dq_kernel(q, k, v, do, lse, delta, dq, *query_tiles.pointers(lengths, q), *scales)
         return dq, dk, dv
 
     return launch
 
 
 @backward
-def prepare_fused(call, config, do, q, k, v, n_keys, o, lse):
+def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
     """delta, and one launch for dk, dv and dq."""
     batch, n_heads, n_q, head_dim = q.shape
-    n_k = k.shape[2]
+    n_kv_heads, n_k = k.shape[1:3]
     of_q, of_keys, of_delta = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
-    n_dkdv = n_key_tiles(call, config.dkdv_block_n)
-    n_dq = n_query_tiles(call, config.dq_block_m)
+    key_tiles = Tiles(call, "n_k", config.dkdv_block_n)
+    query_tiles = Tiles(call, "n_q", config.dq_block_m)
+    n_dkdv = key_tiles.n * batch * n_kv_heads
+    reach = Reach.of(call.problem)
     fill_delta = _bound_delta(o, do)
     kernel = Bound(
-        attention_bwd_fused_kernel, (n_dkdv + n_dq,),
+        attention_bwd_fused_kernel, (n_dkdv + query_tiles.n * batch * n_heads,),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
-        *of_q[1][:3], *of_keys.strides, n_heads, n_q, n_k, n_dkdv,
-        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
+        *of_q[1][:3], *of_keys.strides, n_heads, n_q, n_k, n_dkdv, key_tiles.n, query_tiles.n,
+        *reach.numbers, HEAD_DIM=head_dim, GROUP=n_heads // n_kv_heads, **lengths_given(call),
+        **reach.constants, **config.kernel_arguments(),
     )  # fmt: skip
 
-    def launch(do, q, k, v, n_keys, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, scale):
         delta = lse.new_empty_strided(*of_delta)
         fill_delta(o, do, delta)
         dq = q.new_empty_strided(*of_q)
         dk, dv = of_keys.allocate(k)
-        n_keys = q if n_keys is None else n_keys
-        kernel(q, k, v, do, lse, delta, dq, dk, dv, n_keys, scale, scale * LOG2_E)
+        of_key_tiles, *others = key_tiles.pointers(lengths, q)
+        of_query_tiles = query_tiles.pointers(lengths, q)[0]
+        kernel(
+            q, k, v, do, lse, delta, dq, dk, dv, of_key_tiles, of_query_tiles, *others, scale,
+            scale * LOG2_E,
+        )  # fmt: skip
         return dq, dk, dv
 
     return launch
 
 
 SEPARATE = Kernel(
-    "triton", empty_backward, prepare_separate, configs=separate_configs, options=OPTIONS,
+    "triton", empty_backward, prepare_separate, configs=separate_configs, options=OF_ANY_KIND,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "triton", empty_backward, prepare_fused, configs=fused_configs, options=OPTIONS,
+    "triton", empty_backward, prepare_fused, configs=fused_configs, options=OF_ANY_KIND,
     counts=fused_counts,
 )  # fmt: skip

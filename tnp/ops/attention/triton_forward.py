@@ -18,7 +18,16 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OPTIONS
+from tnp.ops.attention.definition import OF_ANY_KIND
+from tnp.ops.attention.keys import (
+    Reach,
+    Tiles,
+    key_range,
+    lengths_given,
+    place,
+    seen,
+    whole_blocks,
+)
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
@@ -29,16 +38,18 @@ from tnp.ops.attention.primitives import (
     load_rows,
     lse_layout,
     n_query_tiles,
+    row_ptr,
     row_strides,
     rows_layout,
     store_rows,
+    tile_width,
 )
-from tnp.ops.primitives import add_dot, cast, dot, key_count
+from tnp.ops.primitives import add_dot, cast, dot
 
-# By bytes per element and head_dim, the default first; none spills on any target. In 16 bits at 64
-# the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000 keys). The
-# last two were the fastest for 113 queries and 920 keys (11 µs). The others: the largest tiles that
-# do not spill, unmeasured.
+# By bytes per element and columns of a tile, the default first; none spills on any target. In 16
+# bits at 64 the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000
+# keys). The last two were the fastest for 113 queries and 920 keys (11 µs). The others: the largest
+# tiles that do not spill, unmeasured.
 CONFIGS = {
     (2, 64): (
         LaunchConfig(128, 64, 8, 3),
@@ -49,68 +60,94 @@ CONFIGS = {
         LaunchConfig(64, 128, 4, 3),
     ),
     (2, 128): (LaunchConfig(128, 64, 8, 3),),
+    (2, 256): (LaunchConfig(64, 64, 8, 1),),
     (4, 64): (LaunchConfig(16, 32, 4, 1),),
 }
 
 
 @triton.jit
 def _fwd_tile(
-    acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_keys, stride_kn, stride_vn, scale_log2,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+    acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_q, n_keys, stride_kn, stride_vn, left, right,
+    scale_log2, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax update with keys start_n … start_n + BLOCK_N."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, MASKED)
     s = dot(q, tl.trans(k))
     if MASKED:
-        s = tl.where(offs_n[None, :] < n_keys, s, float("-inf"))
+        visible = seen(offs_m[:, None], offs_n[None, :], n_q, n_keys, left, right, LEFT, RIGHT)
+        s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
-    p = tl.math.exp2(s * scale_log2 - m_new[:, None])
-    alpha = tl.math.exp2(m_i - m_new)
+    if MASKED and (LEFT or RIGHT):
+        # A row that has seen no key yet has no maximum to subtract.
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        reference = m_new
+    p = tl.math.exp2(s * scale_log2 - reference[:, None])
+    alpha = tl.math.exp2(m_i - reference)
     l_i = l_i * alpha + tl.sum(p, 1)
     v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, MASKED)
     acc = add_dot(cast(p, v.dtype), v, acc * alpha[:, None])
     return acc, l_i, m_new
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "n_tiles", "left", "right"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_keys_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
-    n_heads, n_q, n_k, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_N_KEYS: tl.constexpr,
+    n_heads, n_q, n_k, n_tiles, left, right, scale_log2,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    n_blocks = tl.cdiv(n_q, BLOCK_M)
-    pid_bh = tl.program_id(0) // n_blocks
-    offs_m = (tl.program_id(0) % n_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
-    k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
-    v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
+    pid_bh = tl.program_id(0) // n_tiles
+    tile = tl.program_id(0) % n_tiles
+    if RIGHT:
+        tile = n_tiles - 1 - tile  # those that see most first: the last to end are then short
+    start_m, first_q, n_rows, first_k, n_keys = place(
+        tile, pid_bh // n_heads, tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, n_q, n_k, BLOCK_M,
+        PACKED, HAS_N_KEYS,
+    )  # fmt: skip
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    pid_kv, n_kv_heads = pid_bh // GROUP, n_heads // GROUP
+    q_ptr = row_ptr(head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads), first_q, stride_qm)
+    k_ptr = row_ptr(head_ptr(k_ptr, stride_kb, stride_kh, pid_kv, n_kv_heads), first_k, stride_kn)
+    v_ptr = row_ptr(head_ptr(v_ptr, stride_vb, stride_vh, pid_kv, n_kv_heads), first_k, stride_vn)
 
-    q = load_rows(q_ptr, offs_m, n_q, stride_qm, HEAD_DIM, True)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    q = load_rows(q_ptr, offs_m, n_rows, stride_qm, HEAD_DIM, True)
+    acc = tl.zeros([BLOCK_M, tile_width(HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
-    n_full = n_keys // BLOCK_N * BLOCK_N
-    for start_n in tl.range(0, n_full, BLOCK_N):
+    begin, full_begin, full_end, end = key_range(
+        start_m, n_rows, n_keys, left, right, BLOCK_M, LEFT, RIGHT
+    )
+    first, full_first, full_last = whole_blocks(begin, full_begin, full_end, end, BLOCK_N)
+    if LEFT:
+        for start_n in tl.range(first, full_first, BLOCK_N):
+            acc, l_i, m_i = _fwd_tile(
+                acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_rows, n_keys, stride_kn,
+                stride_vn, left, right, scale_log2, BLOCK_N, HEAD_DIM, True, LEFT, RIGHT,
+            )  # fmt: skip
+    for start_n in tl.range(full_first, full_last, BLOCK_N):
         acc, l_i, m_i = _fwd_tile(
-            acc, l_i, m_i, q, k_ptr, v_ptr, start_n, n_keys, stride_kn, stride_vn, scale_log2,
-            BLOCK_N, HEAD_DIM, False,
+            acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_rows, n_keys, stride_kn, stride_vn,
+            left, right, scale_log2, BLOCK_N, HEAD_DIM, False, LEFT, RIGHT,
         )  # fmt: skip
-    if n_full < n_keys:
+    for start_n in tl.range(full_last, end, BLOCK_N):
         acc, l_i, m_i = _fwd_tile(
-            acc, l_i, m_i, q, k_ptr, v_ptr, n_full, n_keys, stride_kn, stride_vn, scale_log2,
-            BLOCK_N, HEAD_DIM, True,
+            acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_rows, n_keys, stride_kn, stride_vn,
+            left, right, scale_log2, BLOCK_N, HEAD_DIM, True, LEFT, RIGHT,
         )  # fmt: skip
-    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
-    store_rows(o_ptr, acc * (1.0 / l_i)[:, None], offs_m, n_q, stride_om, HEAD_DIM)
-    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
-    tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
+    o_ptr = row_ptr(head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads), first_q, stride_om)
+    total = l_i
+    if RIGHT or PACKED:
+        total = tl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key: o is 0, lse −inf
+    store_rows(o_ptr, acc * (1.0 / total)[:, None], offs_m, n_rows, stride_om, HEAD_DIM)
+    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + first_q + offs_m
+    tl.store(lse_ptrs, m_i + tl.math.log2(total), mask=offs_m < n_rows)
 
 
 def configs(call: Call) -> tuple[LaunchConfig, ...]:
@@ -130,23 +167,25 @@ def counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
 
 def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
     """One launch, a program a tile of queries."""
-    q, k, v, n_keys = inputs
+    q, k, v = inputs[:3]
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
+    reach, tiles = Reach.of(call.problem), Tiles(call, "n_q", config.block_m)
     kernel = Bound(
-        _attention_fwd_kernel, (n_query_tiles(call, config.block_m),),
+        _attention_fwd_kernel, (tiles.n * q.shape[0] * n_heads,),
         *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3], n_heads, n_q, k.shape[2],
-        HEAD_DIM=head_dim, HAS_N_KEYS=n_keys is not None, **config.kernel_arguments(),
+        tiles.n, *reach.numbers, HEAD_DIM=head_dim, GROUP=n_heads // k.shape[1],
+        **config.kernel_arguments(), **lengths_given(call), **reach.constants,
     )  # fmt: skip
 
     def launch(inputs, scalars):
-        q, k, v, n_keys = inputs
+        q, k, v, *lengths = inputs
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
-        kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
+        kernel(q, k, v, o, lse, *tiles.pointers(lengths, q), scalars[0] * LOG2_E)
         return (o,), (lse,)
 
     return forward(launch, call)
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OPTIONS, counts=counts)
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OF_ANY_KIND, counts=counts)

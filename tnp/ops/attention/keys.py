@@ -1,0 +1,226 @@
+"""Which keys a query sees, answered once for all kernels.
+
+Of a sequence with n_q queries and n_keys keys, query i stands beside key i + n_keys − n_q: the last
+query beside the last key. It sees the keys from `left` before to `right` after that one:
+
+    i + n_keys − n_q − left  ≤  j  ≤  i + n_keys − n_q + right,    0 ≤ j < n_keys
+
+Causal attention has right = 0, a window of w keys left = w − 1, and where it is not causal as many
+to the right. A side that is not bounded is no part of a kernel: its flag is a constant.
+
+Packed sequences lie one after the other in the rows of one sample, sequence s of queries in rows
+cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1, and of keys likewise. A tile of rows belongs to one
+sequence: a table says to which, and where in it the tile begins.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tnp.contract import Call, Problem
+from tnp.launch import Bound
+from tnp.ops.primitives import key_count
+
+AT_ONCE = tl.constexpr(128)  # sequences that a program of the table reads at a time
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a problem's queries see; a side is bounded where its flag is set."""
+
+    left: int = 0
+    right: int = 0
+    bounded_left: bool = False
+    bounded_right: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Reach":
+        """Of its options `causal` and `window`."""
+        causal, window = bool(problem["causal"]), int(problem["window"])
+        left = window - 1 if window else 0
+        right = 0 if causal else left
+        return cls(left, right, bool(window), causal or bool(window))
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """`left` and `right`, as kernels take them."""
+        return self.left, self.right
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """Flags, as kernels name them."""
+        return {"LEFT": self.bounded_left, "RIGHT": self.bounded_right}
+
+
+@triton.jit
+def key_range(
+    row, n_q, n_keys, left, right, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    """Of queries row … row + ROWS − 1: the first key that any sees, the first and the last + 1 of
+    those that all see, and the last + 1 that any sees.
+    """
+    beside = row + n_keys - n_q  # the key beside the first row
+    begin = 0
+    full_begin = 0
+    if LEFT:
+        begin = tl.maximum(beside - left, 0)
+        full_begin = tl.maximum(beside + ROWS - 1 - left, 0)
+    end = n_keys
+    full_end = n_keys
+    if RIGHT:
+        end = tl.maximum(tl.minimum(beside + ROWS + right, n_keys), 0)
+        full_end = tl.maximum(tl.minimum(beside + right + 1, n_keys), 0)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_range(
+    key, n_q, n_keys, left, right, KEYS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    """Of keys key … key + KEYS − 1: the first query that sees any, the first and the last + 1 of
+    those that see all of them, and the last + 1 that sees any.
+    """
+    beside = key - (n_keys - n_q)  # the query beside the first key
+    begin = 0
+    full_begin = 0
+    if RIGHT:
+        begin = tl.maximum(beside - right, 0)
+        full_begin = tl.maximum(beside + KEYS - 1 - right, 0)
+    end = n_q
+    full_end = n_q
+    if LEFT:
+        end = tl.maximum(tl.minimum(beside + KEYS + left, n_q), 0)
+        full_end = tl.maximum(tl.minimum(beside + left + 1, n_q), 0)
+    end = tl.where(key < n_keys, end, begin)  # keys past the end are seen by nobody
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
+    """A range in blocks: where the first begins, where those begin and end that need no mask."""
+    first = begin // BLOCK * BLOCK
+    last = first + tl.cdiv(tl.maximum(end - first, 0), BLOCK) * BLOCK
+    full_first = tl.minimum(tl.cdiv(full_begin, BLOCK) * BLOCK, last)
+    full_last = tl.maximum(full_end // BLOCK * BLOCK, full_first)
+    return first, full_first, full_last
+
+
+@triton.jit
+def seen(queries, keys, n_q, n_keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Which of `keys` which of `queries` see: indices that broadcast to a tile."""
+    beside = keys - queries - (n_keys - n_q)
+    visible = keys < n_keys
+    if LEFT:
+        visible = visible & (beside >= -left)
+    if RIGHT:
+        visible = visible & (beside <= right)
+    return visible
+
+
+@triton.jit
+def place(
+    tile, b, tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, n_q, n_k,
+    ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_N_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of ROWS rows: its first row in its sequence, the first row of the sequence's
+    queries, how many they are, the first row of its keys, and how many they are.
+    """
+    if PACKED:
+        s = tl.load(tiles_ptr + 2 * tile)
+        row = tl.load(tiles_ptr + 2 * tile + 1)
+        exists = s >= 0
+        s = tl.maximum(s, 0)
+        first_q, first_k = tl.load(cu_q_ptr + s), tl.load(cu_k_ptr + s)
+        rows = tl.where(exists, tl.load(cu_q_ptr + s + 1) - first_q, 0)
+        keys = tl.where(exists, tl.load(cu_k_ptr + s + 1) - first_k, 0)
+        return row, first_q, rows, first_k, keys
+    else:
+        return tile * ROWS, 0, n_q, 0, key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
+
+
+@triton.jit(do_not_specialize=["n_sequences", "n_tiles", "n_q", "n_k"], debug=True)
+def _tiles_kernel(
+    tiles_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, n_sequences, n_tiles, n_q, n_k, ROWS: tl.constexpr
+):
+    """Of each tile its sequence and first row in it, by a program a sequence; −1 past the last.
+
+    The device alone knows what cu_seqlens hold, so it is the device that checks them.
+    """
+    s = tl.program_id(0)
+    _check(cu_q_ptr, s, n_sequences, n_q)
+    _check(cu_k_ptr, s, n_sequences, n_k)
+    first = 0
+    for start in tl.range(0, s, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        begin = tl.load(cu_ptr + at, mask=at < s, other=0)
+        end = tl.load(cu_ptr + at + 1, mask=at < s, other=0)
+        first += tl.sum(tl.cdiv(end - begin, ROWS))
+    last = first + tl.cdiv(tl.load(cu_ptr + s + 1) - tl.load(cu_ptr + s), ROWS)
+    for start in tl.range(first, last, AT_ONCE):
+        tile = start + tl.arange(0, AT_ONCE)
+        tl.store(tiles_ptr + 2 * tile, s, mask=tile < last)
+        tl.store(tiles_ptr + 2 * tile + 1, (tile - first) * ROWS, mask=tile < last)
+    if s == n_sequences - 1:
+        for start in tl.range(last, n_tiles, AT_ONCE):
+            tile = start + tl.arange(0, AT_ONCE)
+            tl.store(tiles_ptr + 2 * tile, -1, mask=tile < n_tiles)
+            tl.store(tiles_ptr + 2 * tile + 1, 0, mask=tile < n_tiles)
+
+
+@triton.jit
+def _check(cu_ptr, s, n_sequences, n_rows):
+    """Asserts of a sequence's first row and its end that they can be."""
+    begin, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
+    tl.device_assert(begin <= end, "cu_seqlens decrease: a sequence would end before it begins")
+    tl.device_assert((begin >= 0) & (end <= n_rows), "cu_seqlens name rows that there are not")
+    tl.device_assert((s > 0) | (begin == 0), "cu_seqlens must begin with 0")
+    tl.device_assert((s < n_sequences - 1) | (end == n_rows), "cu_seqlens must end with all rows")
+
+
+def n_tiles(n_rows: int, rows: int, n_sequences: int) -> int:
+    """The most tiles of `rows` that a head's rows have, each of one of so many sequences, or of the
+    only one where there are none.
+    """
+    return n_rows // rows + n_sequences if n_sequences else triton.cdiv(n_rows, rows)
+
+
+def lengths_given(call: Call) -> dict[str, bool]:
+    """Which numbers of keys a call brings, as kernels name them."""
+    p = call.problem
+    return {"HAS_N_KEYS": bool(p["n_keys"]), "PACKED": bool(p["n_sequences"])}
+
+
+class Tiles:
+    """The table of tiles [n, 2], int32, of packed rows; nothing where rows are not packed.
+
+    Args:
+        call: whose sequences these are.
+        side: "n_q" for tiles of queries, "n_k" for tiles of keys.
+        rows: of a tile.
+    """
+
+    def __init__(self, call: Call, side: str, rows: int) -> None:
+        p = call.problem
+        n_sequences = int(p["n_sequences"])
+        self.n = n_tiles(p[side], rows, n_sequences)
+        self._of_keys = side == "n_k"
+        self._fill = Bound(
+            _tiles_kernel, (n_sequences,), n_sequences, self.n, p["n_q"], p["n_k"], ROWS=rows
+        ) if n_sequences else None  # fmt: skip
+
+    def pointers(self, lengths: tuple, otherwise: Tensor) -> tuple[Tensor, ...]:
+        """What `place` reads: the table, cu_seqlens of queries and of keys, and n_keys.
+
+        Args:
+            lengths: n_keys, cu_seqlens_q and cu_seqlens_k, each perhaps None.
+            otherwise: a tensor in place of each that nobody reads.
+        """
+        n_keys, cu_q, cu_k = lengths
+        n_keys = otherwise if n_keys is None else n_keys
+        if self._fill is None:
+            return otherwise, otherwise, otherwise, n_keys
+        tiles = cu_q.new_empty((self.n, 2))
+        self._fill(tiles, cu_k if self._of_keys else cu_q, cu_q, cu_k)
+        return tiles, cu_q, cu_k, n_keys
