@@ -21,9 +21,12 @@ def require_contracts(
         values = operator.describe(*leaves, **dict(options))
         dtype = str(leaves[0].dtype).removeprefix("torch.")
         sizes = tuple(values[name] for name in operator.sizes)
+        shown = tuple((name, values[name]) for name in operator.shown if name in values)
+        named = zip(operator.tensors, leaves, strict=True)
+        given = tuple(name for name, x in named if name in operator.optional and x is not None)
         text = opaque._decided(
             operator.name, implementation, dtype, leaves[0].device, wanted_of(operator, leaves),
-            options, (), (), sizes,
+            options, shown, given, sizes,
         )  # fmt: skip
         call = *leaves, *operator.numbers, text
         torch.library.opcheck(getattr(torch.ops.tnp, operator.name).default, call)

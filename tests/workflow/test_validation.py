@@ -78,7 +78,7 @@ def changed(path: str, value: object) -> dict:
         ("model.n_layers", True, "model.n_layers: true must be a whole number"),
         ("model.n_heads", 5, "model: d_model 32 must be a multiple of n_heads 5"),
         ("model.d_model", 48, "model: attention 'separate' cannot run it: it takes head_dim "
-         "16, 32, 64, 128, not 24"),
+         "16, 32, 48, 64, 80, 96, 128, 192, 256, not 24"),
         ("timing.timeout_s", 0, "timing.timeout_s: 0 must be larger than 0"),
         ("timing.timeout_s", float("inf"), f"timing.timeout_s: inf {NOT_READ}"),
         ("timing.timeout_s", 1e300, "timing.timeout_s: 1e+300 must be at most 1000000"),
