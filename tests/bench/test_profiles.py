@@ -2,62 +2,19 @@
 
 import json
 import os
-import stat
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from tests import false_ncu
+from tests.false_ncu import COLUMNS, full, table
 from tnp.bench import ncu
 from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import Unsupported, failure_rows, op_job
 from tnp.bench.profiles import measure_profiles
 from tnp.catalog import catalog
 from tnp.schemas import PROVENANCE, RUN, TABLES
-
-STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COLUMNS = {  # of a table in ncu's own format: metric → its unit, and a value for each kernel
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "71.25", "3.5"),
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "72.5", "9.75"),
-    "gpu__time_duration.sum": ("us", "1,234.56", "2.05"),
-    "launch__grid_size": ("", "2,097,152", "1"),
-    "launch__registers_per_thread": ("register/thread", "168", "32"),
-    "launch__shared_mem_per_block": ("Kbyte/block", "213.12", "1.02"),
-    "lts__t_sector_hit_rate.pct": ("%", "33.33", "n/a"),
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "40.5", "2"),
-    "sm__maximum_warps_per_active_cycle_pct": ("%", "18.75", "100"),
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "88.01", "1.5"),
-    "sm__warps_active.avg.pct_of_peak_sustained_active": ("%", "18.5", "61.9"),
-}
-STALLS = {
-    "long_scoreboard": ("inst", "6.00", "0"),
-    "selected": ("inst", "1.00", "1"),
-    "wait": ("inst", "2.00", "3"),
-    "barrier": ("inst", "0.50", "0"),
-    "math_pipe_throttle": ("inst", "0.50", "0"),
-}
-FORWARD = (
-    "void cutlass::device_kernel<flash::Kernel<(int)64>>(T1::Params)",
-    "void at::native::(anonymous namespace)::fill<float>(float *, long)",
-)
-
-
-def table(columns: dict[str, tuple[str, ...]], kernels: tuple[str, ...] = FORWARD) -> str:
-    """As `ncu --csv --page raw` prints it, behind a line of its own."""
-    about = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream",
-             "Block Size", "Grid Size", "Device", "CC"]  # fmt: skip
-    lines = [[*about, *columns], [*[""] * len(about), *(unit for unit, *_ in columns.values())]]
-    for index, kernel in enumerate(kernels):
-        values = [found[index] for _, *found in columns.values()]
-        where = [str(index), "4242", "python3.12", "127.0.0.1", kernel, "1", "13", "(384, 1, 1)",
-                 "(132, 1, 1)", "0", "9.0"]  # fmt: skip
-        lines.append([*where, *values])
-    quoted = (",".join(f'"{value}"' for value in line) for line in lines)
-    return "\n".join(["==PROF== Connected to process 4242", *quoted, ""])
-
-
-def full() -> dict[str, tuple[str, ...]]:
-    return COLUMNS | {STALLED.format(name): values for name, values in STALLS.items()}
 
 
 def test_a_table_of_two_kernels_becomes_two_rows():
@@ -103,8 +60,32 @@ def test_a_metric_that_is_missing_is_null():
     assert first["l2_percent"] is None and first["l2_hit_percent"] is None
 
 
-def test_without_a_table_there_are_no_kernels():
+@pytest.mark.parametrize("value", ["n/a", "", "nan", "inf", "(!) n/a", "1.5 KB"])
+def test_a_value_that_is_no_number_is_null(value: str):
+    waits = false_ncu.STALLED.format("wait")
+    columns = full() | {ncu.DURATION: ("us", value, "1"), waits: ("inst", value, "1")}
+    first, second = ncu.parsed(table(columns))
+    assert first["duration_us"] is None and second["duration_us"] == 1
+    assert "wait" not in (first["stall_1"], first["stall_2"], first["stall_3"])
+
+
+def test_without_a_table_or_with_an_empty_one_there_are_no_kernels():
     assert ncu.parsed("==WARNING== No kernels were profiled.\n") == []
+    before, names, units, *_ = table(COLUMNS).splitlines()
+    assert ncu.parsed("\n".join([before, names, units])) == []
+    assert ncu.parsed(names) == []
+
+
+def test_a_line_that_was_cut_off_is_named():
+    cut = table(full()).splitlines()[:-1]
+    cut[-1] = cut[-1][:100]
+    with pytest.raises(ValueError, match=r"line 4 of ncu's table has \d+ values and its first 27"):
+        ncu.parsed("\n".join(cut))
+
+
+def test_a_table_of_another_page_is_refused():
+    with pytest.raises(ValueError, match="no column 'Kernel Name': its first is 'ID'"):
+        ncu.parsed('"ID","Section Name","Metric Value"\n"","",""\n"0","Occupancy","50"\n')
 
 
 def test_a_long_name_is_cut():
@@ -123,24 +104,11 @@ def parameters(tmp_path: Path, op: str = "swiglu", name: str = "torch", **sizes:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a program `ncu` on the path; `import` prints `table`, and a profile does `taken`."""
+    """Puts a false `ncu` on the path."""
 
     def write(taken: str, printed: str = "") -> None:
         folder = tmp_path / "bin"
-        folder.mkdir()
-        (folder / "table.csv").write_text(printed)
-        program = folder / "ncu"
-        program.write_text(
-            "#!/bin/sh\n"
-            f'echo "$@" >> {folder}/calls\n'
-            'case "$1" in\n'
-            "  --version) echo 'Version 2025.3.1.0 (build 1)' ;;\n"
-            f"  --import) cat {folder}/table.csv ;;\n"
-            '  *) while [ "$1" != --export ]; do shift; done; report=$2; shift 2\n'
-            f"     {taken} ;;\n"
-            "esac\n"
-        )
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        false_ncu.install(folder, taken, printed)
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     return write

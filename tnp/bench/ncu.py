@@ -7,6 +7,7 @@ as a table afterwards: what the profiled program prints is then not between its 
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from tnp.bench.outcome import Unsupported
 # Where the CUDA toolkit puts it, when it is not on the path.
 TOOLKIT = "/usr/local/cuda/bin"
 
+KERNEL = "Kernel Name"
 DURATION = "gpu__time_duration.sum"
 REGISTERS, SHARED = "launch__registers_per_thread", "launch__shared_mem_per_block"
 # Columns of table "profiles" that are shares of a peak, as percentages.
@@ -139,20 +141,26 @@ def parsed(text: str) -> list[dict]:
     """Rows of table "profiles" without their key, from what `ncu --csv --page raw` prints.
 
     The first line of the table has names, the second units, and each that follows a kernel. What
-    stands before it, and a metric that is missing or not a number, is passed by.
+    stands around it is passed by. A metric that is missing or not a number is null.
 
-    Raises ValueError for a time or a size in a unit that nobody knows.
+    Raises ValueError for a table without kernels' names, a line that is not as long as the first,
+    and a time or a size in a unit that nobody knows.
     """
     lines = text.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith('"ID"')]
     if not starts:
         return []
-    names, units, *kernels = csv.reader(line for line in lines[starts[0] :] if line[:1] == '"')
-    of_names = dict(zip(names, units, strict=True))
-    return [
-        _row(index, dict(zip(names, values, strict=True)), of_names)
-        for index, values in enumerate(kernels)
-    ]
+    names, *others = csv.reader(line for line in lines[starts[0] :] if line[:1] == '"')
+    if KERNEL not in names:
+        raise ValueError(f"ncu's table has no column {KERNEL!r}: its first is {names[0]!r}")
+    for place, values in enumerate(others, 2):
+        if len(values) != len(names):
+            raise ValueError(
+                f"line {place} of ncu's table has {len(values)} values and its first "
+                f"{len(names)} names: they must be as many"
+            )
+    by_name = [dict(zip(names, values, strict=True)) for values in others]
+    return [_row(index, values, by_name[0]) for index, values in enumerate(by_name[1:])]
 
 
 def _row(index: int, values: dict[str, str], units: dict[str, str]) -> dict:
@@ -160,7 +168,7 @@ def _row(index: int, values: dict[str, str], units: dict[str, str]) -> dict:
     shared = _scaled(SHARED, values, units, BYTES)
     row = {
         "launch": index,
-        "kernel": shortened(values["Kernel Name"]),
+        "kernel": shortened(values[KERNEL]),
         "duration_us": _scaled(DURATION, values, units, MICROSECONDS),
         "registers": None if registers is None else round(registers),
         "shared_bytes": None if shared is None else round(shared),
@@ -182,11 +190,12 @@ def _stalls(cycles: dict[str, float]) -> Iterator[tuple[str, str | float]]:
 
 
 def _number(text: str | None) -> float | None:
-    """None of what is no number, as "n/a"."""
+    """None of what is no number, as "n/a" and "nan"."""
     try:
-        return float((text or "").replace(",", ""))
+        number = float((text or "").replace(",", ""))
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def _scaled(
