@@ -161,8 +161,11 @@ def test_counters_that_the_driver_keeps_are_unsupported(install, tmp_path: Path)
     assert "NVreg_RestrictProfilingToAdminUsers=0" in rows[0]["reason"]
 
 
-def test_what_the_launch_failed_of_is_the_reason(install, tmp_path: Path):
-    """Here there is no GPU to profile."""
+def test_what_the_launch_failed_of_is_the_reason(
+    install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There is no GPU to profile."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     install('"$@"; echo "==ERROR== The application returned an error code (1)."')
     rows = measure_profiles(parameters(tmp_path) | {"passes": ["forward"]})
     assert [row["status"] for row in rows] == ["error"]

@@ -161,21 +161,6 @@ def test_predictions_wait_for_their_gates_and_a_red_one_stops_them(checkout):
     assert checkout.measured() == ["predictions--tiny--sdpa_flash 1"]
 
 
-def test_profiles_are_planned_for_a_gpu_and_wait_for_no_gate(checkout):
-    mlp = {"problems": {"few": {"rows": 8, "d_model": 32, "d_ff": 48}}}
-    checkout.config |= {"device": "nvidia-h200"}
-    checkout.config["profiles"] = {
-        "devices": ["cuda"],
-        "priority": 1,
-        "replicates": 1,
-        "sections": "quick",
-        "ops": {"mlp": mlp | {"implementations": ["torch", "single"]}},
-    }
-    status, output = checkout.run("-n", "profiles")
-    assert status == 0 and re.search(r"^profile +2$", output, re.MULTILINE), output
-    assert not re.search(r"^gate +\d", output, re.MULTILINE)
-
-
 def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
     checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
     checkout.config["ops"]["attention"]["implementations"] = ["sdpa_flash", "separate"]
