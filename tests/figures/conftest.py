@@ -319,7 +319,9 @@ def profile_rows(
     counted |= {"sm_percent": 20.0, "l2_percent": 30.0, "occupancy_percent": 50.0}
     counted |= {"registers": 64, "shared_bytes": 49152}
     if sections == "full":
-        counted |= {"stall_1": "long scoreboard", "stall_1_percent": 60.0}
+        stalls = {"long scoreboard": 60.0, "wait": 30.0, "barrier": 5.0}
+        for place, (name, percent) in enumerate(stalls.items(), 1):
+            counted |= {f"stall_{place}": name, f"stall_{place}_percent": percent}
     rows = []
     for name, percent in percents.items():
         found = {"implementation": name, "own": role(name) == "own"}

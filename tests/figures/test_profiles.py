@@ -24,7 +24,8 @@ def test_without_one_of_ours_the_others_are_named(build: Build) -> None:
 def test_what_could_not_be_profiled_stands_on_its_line(build: Build) -> None:
     rows = sample.profile_rows({"torch": "unsupported", "triton": 88.0})
     svg = as_svg(draw("profiles", build(**sample.merged(H200, rows))))
-    assert "cannot run here" in svg and "long scoreboard" in svg
+    assert "cannot run here" in svg and "because unsupported" in svg
+    assert "9.00 µs, 2 kernels; long scoreboard 60%, wait 30%, barrier 5%" in svg
     failed = sample.profile_rows({"torch": "unsupported"})
     assert title(draw("profiles", build(**failed))) == "No kernel could be profiled"
 

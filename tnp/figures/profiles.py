@@ -1,6 +1,6 @@
 """What limits each kernel: shares of the GPU's peaks and occupancy, as Nsight Compute counts them.
 
-Reads the view `profiled_passes`. One panel per device, operator, problem and pass, one line per
+Reads the view `profiled_passes`. One panel per device, operator and problem, one line per pass and
 implementation, and on it what its dominant kernel reaches of each peak.
 """
 
@@ -14,19 +14,18 @@ from tnp.figures.data import Row
 from tnp.figures.host import sizes
 from tnp.figures.layout import Layout
 
-PANEL_WIDTH = 440  # px
-COLUMNS = 2
+PANEL_WIDTH = 820  # px
+COLUMNS = 1
 LINE_HEIGHT = 18  # px
-TEXT_ROOM = 0.9  # of the axis, right of it
+TEXT_ROOM = 1.15  # of the axis, right of it
 
 # Column of the view → what its mark is called, the colour and the shape.
 MEASURES = {
     "sm_percent": ("SM throughput", "#D55E00", "circle"),
     "dram_percent": ("DRAM throughput", "#0072B2", "diamond"),
-    "l2_percent": ("L2 throughput", "#56B4E9", "square"),
+    "l2_percent": ("L2 throughput", "#009E73", "square"),
     "occupancy_percent": ("occupancy", "#8c959f", "triangle-up"),
 }
-PASSES = ("forward", "backward")
 
 QUERY = """
     select * from profiled_passes
@@ -34,9 +33,9 @@ QUERY = """
 """
 
 TOOLTIP = [
-    alt.Tooltip("implementation:N"),
+    alt.Tooltip("line:N", title="implementation"),
     alt.Tooltip("kernel:N", title="dominant kernel"),
-    alt.Tooltip("dominant:N", title="its time"),
+    alt.Tooltip("dominant:N", title="of the pass's time"),
     alt.Tooltip("measure:N", title="share of the peak of"),
     alt.Tooltip("percent:Q", format=".1f", title="percent"),
     alt.Tooltip("room:N", title="registers and shared memory"),
@@ -45,27 +44,29 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Percent of each peak, a line per implementation."""
+    """Percent of each peak, a line per pass and implementation."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows("no kernel was profiled", "snakemake --cores 1 profiles", layout)
-    labels = list(dict.fromkeys(row["implementation"] for row in rows))
+    for row in rows:
+        row["line"] = f"{row['implementation']}: {row['pass']}"
+    labels = list(dict.fromkeys(row["line"] for row in rows))
     blocks = []
     for slug, device in data.devices(connection, "profiled_passes").items():
         of_device = [row for row in rows if row["device"] == slug]
         panels = [
-            _panel(list(of_pass), labels, layout)
-            for _, of_pass in groupby(
-                of_device, key=lambda row: (row["op"], row["shape"], row["problem"], row["pass"])
+            _panel(list(of_problem), labels, layout)
+            for _, of_problem in groupby(
+                of_device, key=lambda row: (row["op"], row["shape"], row["problem"])
             )
         ]
         when = data.recorded(connection, "profiled_passes", device)
         blocks.append(layout.block(panels, device["name"], when, COLUMNS))
     subtitle = [
         "Of the kernel of each pass that takes longest, in percent of what the device can do at "
-        "most. Occupancy: warps that were active, of those that an SM can hold. The number behind "
-        "a line is the time of all kernels of the pass; the tooltips name the dominant one, and "
-        "what its warps wait for.",
+        "most. Occupancy: warps that were active, of those that an SM can hold. Each line has the "
+        "time of all kernels of its pass. What warps of the longest one wait for is in percent of "
+        "their time between two instructions; the tooltips have it too, and the kernel's name.",
         "From Nsight Compute, which runs each kernel alone, several times, with cold caches and "
         "the clocks as they are: these times are no benchmark.",
     ]
@@ -73,7 +74,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row]) -> str:
-    """Of ours, or where none has a profile of all, the kernel that comes nearest to a peak."""
+    """Of ours, or where none of ours has a profile of all, the kernel nearest to a peak."""
     known = [row for row in rows if _nearest(row)]
     if not known:
         return "No kernel could be profiled"
@@ -93,57 +94,61 @@ def _nearest(row: Row) -> tuple[str, float] | None:
 
 def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMixin:
     first = rows[0]
-    title = layout.title(
-        f"{theme.sentence(first['op'])} {first['pass']} at {first['shape']}",
-        [sizes(first["problem"])],
-        70,
-    )
-    lines = [row["implementation"] for row in rows]
+    lines = [row["line"] for row in rows]
     room = 0 if layout.narrow else TEXT_ROOM
     scale = alt.Scale(domain=[0, 100 * (1 + room)], nice=False)
-    axis = alt.Axis(values=[0, 25, 50, 75, 100])
+    axis = alt.Axis(values=[0, 25, 50, 75, 100], titleAnchor="start")
+    y = layout.line("line:N", lines, labels, LINE_HEIGHT)
+    marks = [mark for row in rows for mark in _marks(row)]
     x = alt.X("percent:Q", scale=scale, axis=axis, title="percent of the peak")
-    y = layout.line("implementation:N", lines, labels, LINE_HEIGHT)
-    names, colors, shapes = zip(*MEASURES.values(), strict=True)
-    marks = data.drawing([mark for row in rows for mark in _marks(row)]).mark_point(
-        filled=True, size=70, opacity=1
+    layers = [_points(marks, x, y)] if marks else []
+    said = [{"line": row["line"], "text": _said(row, layout)} for row in rows if _profiled(row)]
+    texts = data.drawing(said).encode(y=y, text="text:N")
+    if layout.narrow:
+        texts = texts.encode(x=alt.value(layout.width(PANEL_WIDTH)))
+        layers += theme.text(texts, dy=-LINE_HEIGHT, align="right")
+    else:
+        layers += theme.text(texts.encode(x=alt.datum(103, scale=scale)))
+    failed = [
+        {"line": row["line"], "text": theme.status_text(row["status"]), "reason": row["reason"]}
+        for row in rows
+        if not _profiled(row)
+    ]
+    return alt.layer(
+        *layers,
+        *(theme.in_place(failed, {"y": y}) if failed else []),
+        *theme.names("line:N", lines, y, LINE_HEIGHT, layout),
+    ).properties(
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(lines), LINE_HEIGHT),
+        title=layout.title(
+            f"{theme.sentence(first['op'])} at {first['shape']}", [sizes(first["problem"])], 120
+        ),
     )
-    marks = marks.encode(
+
+
+def _points(marks: list[Row], x: alt.X, y: alt.Y) -> alt.Chart:
+    names, colors, shapes = zip(*MEASURES.values(), strict=True)
+    points = data.drawing(marks).mark_point(filled=True, size=70, opacity=1)
+    return points.encode(
         x=x,
         y=y,
         color=alt.Color("measure:N", title=None).scale(domain=names, range=colors),
         shape=alt.Shape("measure:N", title=None).scale(domain=names, range=shapes),
         tooltip=TOOLTIP,
     )
-    said = [{"implementation": row["implementation"], "text": _said(row, layout)} for row in rows]
-    texts = data.drawing(said).encode(y=y, text="text:N")
-    if layout.narrow:
-        texts = texts.encode(x=alt.value(layout.width(PANEL_WIDTH)))
-        shown = theme.text(texts, dy=-LINE_HEIGHT, align="right")
-    else:
-        shown = theme.text(texts.encode(x=alt.datum(103, scale=scale)))
-    return alt.layer(
-        *([marks] if any(map(_marks, rows)) else []),
-        *shown,
-        *theme.names("implementation:N", lines, y, LINE_HEIGHT, layout),
-    ).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), LINE_HEIGHT),
-        title=title,
-    )
+
+
+def _profiled(row: Row) -> bool:
+    return row["status"] == "ok"
 
 
 def _marks(row: Row) -> list[Row]:
     """A mark for each peak, with what its tooltip says."""
-    stalls = [
-        f"{row[f'stall_{n}']} ({row[f'stall_{n}_percent']:.0f}%)"
-        for n in (1, 2, 3)
-        if row[f"stall_{n}"]
-    ]
-    about = {"implementation": row["implementation"], "kernel": row["kernel"]}
+    about = {"line": row["line"], "kernel": row["kernel"]}
     about["dominant"] = "" if row["dominant_share"] is None else f"{row['dominant_share']:.0%}"
     about["room"] = f"{row['registers']} a thread, {(row['shared_bytes'] or 0) / 1000:.0f} kB"
-    about["waits"] = ", ".join(stalls) or "not asked"
+    about["waits"] = _waits(row) or "not asked"
     return [
         about | {"measure": measure, "percent": row[column]}
         for column, (measure, *_) in MEASURES.items()
@@ -152,10 +157,17 @@ def _marks(row: Row) -> list[Row]:
 
 
 def _said(row: Row, layout: Layout) -> str:
-    """The time of a pass, and what its warps wait for most; or why there is no profile."""
-    if row["status"] != "ok":
-        return theme.status_text(row["status"])
+    """The time of a pass, and where there is room, what its warps wait for."""
     kernels = f"{row['n_kernels']} kernel{'s' if row['n_kernels'] > 1 else ''}"
-    said = f"{theme.number(row['duration_us'])} µs, {kernels}"
-    wait = "" if layout.narrow or not row["stall_1"] else f"; {row['stall_1']}"
-    return said + wait
+    time = "" if row["duration_us"] is None else f"{theme.number(row['duration_us'])} µs"
+    said = [time] if layout.narrow else [f"{time}, {kernels}" if time else kernels, _waits(row)]
+    return "; ".join(filter(None, said))
+
+
+def _waits(row: Row) -> str:
+    """The reasons to wait that take most; empty of quick sections."""
+    return ", ".join(
+        f"{row[f'stall_{n}']} {row[f'stall_{n}_percent']:.0f}%"
+        for n in (1, 2, 3)
+        if row[f"stall_{n}"]
+    )
