@@ -1,7 +1,8 @@
 """NVIDIA Nsight Compute, `ncu`: how it is called, and what its table says of each kernel.
 
 A profile is taken into a report, which Nsight Compute's own window opens, and the report is printed
-as a table afterwards: what the profiled program prints is then not between its lines.
+as a table afterwards: what the profiled program prints is then not between its lines. Options and
+names of metrics are those of version 2025.4. A name that a GPU has no metric of gives no number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PERCENTAGES = {
     "theoretical_occupancy_percent": "sm__maximum_warps_per_active_cycle_pct",
     "sm_percent": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "memory_percent": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_percent": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
 }
