@@ -29,7 +29,8 @@ def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named
     """Those that an entry of section `ops` or `noise` asks for.
 
     `shapes` are steps of the neural process, `at` runs of language models ("llama3_8b/train"),
-    `problems` sizes by a name. Raises ValueError with a sentence that names what cannot be.
+    which may say how values are drawn, `problems` sizes by a name. Raises ValueError with a
+    sentence that names what cannot be.
     """
     operator = catalog().operator(op)
     for shape in spec.get("shapes", ()):
@@ -54,7 +55,7 @@ def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named
             raise ValueError(f"{at}: {op} needs {error}, which neither of them has") from None
         if problem is None:
             raise ValueError(f"{model} has no {op}")
-        yield Named(at, problem)
+        yield Named(at, problem, values.get("draw", {}))
     for name, sizes in spec.get("problems", {}).items():
         yield Named(name, operator.problem(dtype, **sizes))
 

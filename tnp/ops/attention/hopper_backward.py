@@ -17,14 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call, Kernel
+from tnp.contract import Call, Kernel, Problem
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OPTIONS
+from tnp.ops.attention.definition import OF_ANY_KIND
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
-from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
-from tnp.ops.attention.hopper_primitives import supported_at_64, without_reference
+from tnp.ops.attention.hopper_forward import section
+from tnp.ops.attention.hopper_primitives import supported, without_reference
+from tnp.ops.attention.keys import Tiles, place
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -63,28 +64,52 @@ class SeparateConfig:
     dq: DqConfig
 
 
-@triton.jit(do_not_specialize=["n_q"])
+@triton.jit
+def _padded_tile(
+    program, n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Of a program's tile of queries its first row, the last + 1 that it may have, and which tile
+    of the padded rows it is, in which every sequence begins with a tile of its own.
+    """
+    tile = program % n_tiles
+    row, first_q, n_rows, _first_k, _keys = place(
+        tile, 0, tiles_ptr, cu_q_ptr, cu_k_ptr, cu_k_ptr, n_q, n_q, ROWS, PACKED, False
+    )
+    at = program.to(tl.int64)
+    if PACKED:
+        s = tl.maximum(tl.load(tiles_ptr + 2 * tile), 0)
+        at += (first_q // ROWS + s) + row // ROWS - tile
+        return first_q + row, first_q + n_rows, at
+    else:
+        return row, n_q, at
+
+
+@triton.jit(do_not_specialize=["n_q", "n_tiles"])
 def _statistics_kernel(
-    o_ptr, do_ptr, lse_ptr, padded_ptr, dq_ptr, weighted_ptr,
+    o_ptr, do_ptr, lse_ptr, padded_ptr, dq_ptr, weighted_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
     stride_ob, stride_oh, stride_om,
     stride_dob, stride_doh, stride_dom,
-    n_heads, n_q,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, FUSED: tl.constexpr,
+    n_heads, n_q, n_tiles,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr,
     BASE2: tl.constexpr,
 ):  # fmt: skip
     """A query tile's lse and delta, padded; if FUSED its tile of dq becomes 0; if BASE2 do times
     2^−lse, and the first tile's program says whether some tile of the head was left as it was.
     """
-    n_tiles = tl.cdiv(n_q, PADDED_ROWS) * (PADDED_ROWS // ROWS)
     pid_bh = tl.program_id(0) // n_tiles
-    offs_m = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
+    row, end, at = _padded_tile(
+        tl.program_id(0), n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS, PACKED
+    )
+    if PACKED and row >= end:  # no sequence needs this entry of the table
+        return
+    offs_m = row + tl.arange(0, ROWS)
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
     do_ptr = head_ptr(do_ptr, stride_dob, stride_doh, pid_bh, n_heads)
-    o = load_rows(o_ptr, offs_m, n_q, stride_om, HEAD_DIM, True).to(tl.float32)
-    do = load_rows(do_ptr, offs_m, n_q, stride_dom, HEAD_DIM, True).to(tl.float32)
+    o = load_rows(o_ptr, offs_m, end, stride_om, HEAD_DIM, True).to(tl.float32)
+    do = load_rows(do_ptr, offs_m, end, stride_dom, HEAD_DIM, True).to(tl.float32)
     lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
-    lse = tl.load(lse_ptrs, mask=offs_m < n_q, other=float("inf"))
-    padded = padded_ptr + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lse = tl.load(lse_ptrs, mask=offs_m < end, other=float("inf"))
+    padded = padded_ptr + at * ROWS + tl.arange(0, ROWS)
     rows = tl.num_programs(0).to(tl.int64) * ROWS
     delta = tl.sum(o * do, 1)
     if BASE2:
@@ -109,27 +134,32 @@ def _statistics_kernel(
     tl.store(padded, lse)
     tl.store(padded + rows, delta)
     if FUSED:
-        tile = dq_ptr + tl.program_id(0).to(tl.int64) * ROWS * HEAD_DIM
+        tile = dq_ptr + at * ROWS * HEAD_DIM
         offs = tl.arange(0, ROWS * HEAD_DIM)
         tl.store(tile + offs, tl.zeros([ROWS * HEAD_DIM], tl.float32))
 
 
-@triton.jit(do_not_specialize=["n_q"])
+@triton.jit(do_not_specialize=["n_q", "n_tiles"])
 def _finish_dq_kernel(
-    tile_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr,
+    tile_ptr, dq_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
+    stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, n_tiles, scale,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Scaled dq from float32 tiles in the order of a matmul's registers."""
-    n_tiles = tl.cdiv(n_q, PADDED_ROWS) * (PADDED_ROWS // ROWS)
     pid_bh = tl.program_id(0) // n_tiles
-    offs_m = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
-    tile = tile_ptr + tl.program_id(0).to(tl.int64) * ROWS * HEAD_DIM
-    # Of a register: row 16·warp + 8·half + lane/4, column 8·block + 2·(lane % 4) + pair.
+    row, end, at = _padded_tile(
+        tl.program_id(0), n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS, PACKED
+    )
+    if PACKED and row >= end:
+        return
+    tile = tile_ptr + at * ROWS * HEAD_DIM
+    # Of each 64 columns, a register: row 16·warp + 8·half + lane/4, column 8·block + 2·(lane % 4) +
+    # pair.
     x = tl.load(tile + tl.arange(0, ROWS * HEAD_DIM)) * scale
-    x = tl.reshape(x.to(dq_ptr.dtype.element_ty), [8, 4, 8, 4, 2, 2])
-    dq = tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, HEAD_DIM])
+    x = tl.reshape(x.to(dq_ptr.dtype.element_ty), [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
+    dq = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [ROWS, HEAD_DIM])
     dq_ptr = head_ptr(dq_ptr, stride_dqb, stride_dqh, pid_bh, n_heads)
-    store_rows(dq_ptr, dq, offs_m, n_q, stride_dqm, HEAD_DIM)
+    store_rows(dq_ptr, dq, row + tl.arange(0, ROWS), end, stride_dqm, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["n_k", "n_whole", "n_pieces"])
@@ -153,24 +183,39 @@ def _add_pieces_kernel(
     store_rows(out_ptr, acc, item % n_blocks * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
 
 
-def _n_tiles(call: Call) -> int:
-    """Query tiles of all heads, each head's padded to PADDED_ROWS."""
-    rows = PADDED_ROWS.value
-    return n_query_tiles(call, rows) * (rows // TILE_ROWS)
-
-
-def _bound_statistics(
-    call: Call, o: Tensor, do: Tensor, *, fused: bool, base2: bool = False
-) -> Bound:
-    """Of o, do, lse, a workspace of padded lse, delta and if `base2` a number a head, dq's tiles,
-    which become 0 if `fused`, and what do times 2^−lse goes to if `base2`.
+class PaddedRows:
+    """Rows of lse, delta and dq's tiles of all heads, each head's in `n` tiles of queries: padded
+    to a multiple of PADDED_ROWS, or where sequences are packed each with tiles of its own.
     """
-    _batch, n_heads, n_q, head_dim = o.shape
-    return Bound(
-        _statistics_kernel, (_n_tiles(call),), *row_strides(o), *row_strides(do), n_heads, n_q,
-        HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value, FUSED=fused,
-        BASE2=base2,
-    )  # fmt: skip
+
+    def __init__(self, call: Call) -> None:
+        p = call.problem
+        self.table = Tiles(call, "n_q", TILE_ROWS)
+        self.packed = bool(p["n_sequences"])
+        padded = triton.cdiv(p["n_q"], PADDED_ROWS.value) * (PADDED_ROWS.value // TILE_ROWS)
+        self.n = self.table.n if self.packed else padded
+        self.of_head = self.n * TILE_ROWS
+        self.n_all = self.n * p["batch"] * p["n_heads"]
+
+    def statistics(self, o: Tensor, do: Tensor, *, fused: bool, base2: bool = False) -> Bound:
+        """Of o, do, lse, a workspace of padded lse, delta and if `base2` a number a head, dq's
+        tiles, which become 0 if `fused`, what do times 2^−lse goes to if `base2`, and the first
+        three of the table's pointers.
+        """
+        _batch, n_heads, n_q, head_dim = o.shape
+        return Bound(
+            _statistics_kernel, (self.n_all,), *row_strides(o), *row_strides(do), n_heads, n_q,
+            self.n, HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed, FUSED=fused,
+            BASE2=base2,
+        )  # fmt: skip
+
+    def finish(self, q: Tensor, strides: tuple[int, ...]) -> Bound:
+        """Of dq's tiles, dq, the first three of the table's pointers, and scale."""
+        _batch, n_heads, n_q, head_dim = q.shape
+        return Bound(
+            _finish_dq_kernel, (self.n_all,), *strides, n_heads, n_q, self.n,
+            HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed,
+        )  # fmt: skip
 
 
 def _forms(call: Call) -> tuple[bool, ...]:
@@ -180,6 +225,10 @@ def _forms(call: Call) -> tuple[bool, ...]:
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
+    if not plain(call.problem):
+        n_stages = 2 if call.problem["head_dim"] == 128 else 4
+        dkdv, dq = DkdvConfig(n_stages, 1, 240, False), DqConfig(64, n_stages, 240)
+        return (SeparateConfig(dkdv, dq),)
     return tuple(
         SeparateConfig(dkdv, dq)
         for persistent in _forms(call)
@@ -190,13 +239,24 @@ def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
+    if call.problem["head_dim"] == 128:
+        return (DkdvConfig(2, 1, 208, False),)
+    if not plain(call.problem):
+        return (DkdvConfig(4, 1, 208, False),)
     forms = _forms(call) if call.problem["n_q"] < LONG_WALK else (False,)
     return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in forms)
 
 
+def plain(problem: Problem) -> bool:
+    """Whether every query sees all keys of its sample, D = 64, and no heads share keys."""
+    p = problem
+    masked = p["causal"] or p["window"] or p["n_sequences"] or p["n_kv_heads"]
+    return p["head_dim"] == 64 and not masked
+
+
 def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
     """How many items are whole, and in how many pieces each other one is; None where all are."""
-    if config.persistent or call.problem["n_keys"]:
+    if config.persistent or call.problem["n_keys"] or not plain(call.problem):
         return None
     programs = call.target.multiprocessors
     n_whole, n_last = divmod(n_key_tiles(call, BLOCK_N.value), programs)
@@ -234,39 +294,43 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
         pieces = triton.cdiv((n_key_tiles(call, BLOCK_N.value) - n_whole) * n_pieces, programs)
         items = n_whole // programs + pieces
         walked = n_whole // programs * of_one + pieces * triton.cdiv(of_one, n_pieces)
-    return 1, items, walked, _n_tiles(call) / call.target.multiprocessors
+    return 1, items, walked, PaddedRows(call).n_all / call.target.multiprocessors
 
 
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """As of `fused`; and for dq query tiles of the busiest multiprocessor, and their key blocks."""
-    tiles = triton.cdiv(n_query_tiles(call, DQ_ROWS.value), call.target.multiprocessors)
+    n_tiles = n_query_tiles(call, config.dq.tile_rows)
+    tiles = triton.cdiv(n_tiles, call.target.multiprocessors)
     blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
-    of_statistics = _n_tiles(call) / call.target.multiprocessors
+    of_statistics = PaddedRows(call).n_all / call.target.multiprocessors
     return 1, *_items(call, config.dkdv), of_statistics, tiles, tiles * blocks
 
 
 @backward
 def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
     """Statistics, dk and dv, and dq."""
-    counted, rows = lengths[0] is not None, _n_tiles(call) * TILE_ROWS
+    padded = PaddedRows(call)
+    rows = padded.n_all * TILE_ROWS
     of_q, of_keys, of_statistics = rows_layout(q), KeyGradients(k, call.apart), flat(2 * rows)
-    statistics_kernel = _bound_statistics(call, o, do, fused=False)
-    dkdv_kernel = bound_dkdv(
-        q, k, counted, rows, config.dkdv, call.target.multiprocessors, fused=False,
-        apart=call.apart,
-    )  # fmt: skip
-    dq_kernel = bound_dq(q, k, counted, config.dq, call.target.multiprocessors)
+    statistics_kernel = padded.statistics(o, do, fused=False)
+    dkdv_kernel = bound_dkdv(call, q, k, padded.of_head, config.dkdv, fused=False)
+    key_tiles = Tiles(call, "n_k", BLOCK_N.value)
+    query_tiles = Tiles(call, "n_q", config.dq.tile_rows)
+    dq_kernel = bound_dq(call, q, k, query_tiles, padded.of_head, section(call), config.dq)
 
     def launch(do, q, k, v, lengths, o, lse, scale):
         statistics = lse.new_empty_strided(*of_statistics)
         delta = statistics.narrow(0, rows, rows)
-        statistics_kernel(o, do, lse, statistics, statistics, do)
+        of_queries = padded.table.pointers(lengths, lse)[:3]
+        statistics_kernel(o, do, lse, statistics, statistics, do, *of_queries)
         dk, dv = of_keys.allocate(k)
-        n_keys = lse if lengths[0] is None else lengths[0]
         scales = scale, scale * LOG2_E
-        dkdv_kernel(q, do, k, v, statistics, delta, statistics, dk, dv, n_keys, lse, lse, *scales)
+        dkdv_kernel(
+            q, do, k, v, statistics, delta, statistics, dk, dv,
+            *key_tiles.pointers(lengths, lse), lse, lse, *scales,
+        )  # fmt: skip
         dq = q.new_empty_strided(*of_q)
-        dq_kernel(q, do, k, v, dq, statistics, n_keys, *scales)
+        dq_kernel(q, do, k, v, dq, dq, statistics, *query_tiles.pointers(lengths, lse), *scales)
         return dq, dk, dv
 
     return launch
@@ -276,18 +340,19 @@ def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
 def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
     """Statistics, dk and dv with dq added up on the way, and dq put in order."""
     batch, n_heads, n_q, head_dim = q.shape
-    n_tiles, base2 = _n_tiles(call), without_reference(call)
-    rows = n_tiles * TILE_ROWS
-    padded = batch, n_heads, rows // (batch * n_heads), head_dim
+    padded = PaddedRows(call)
+    base2 = without_reference(call) and plain(call.problem)
+    rows = padded.n_all * TILE_ROWS
+    weighted_shape = batch, n_heads, padded.of_head, head_dim
     of_q, of_keys = rows_layout(q), KeyGradients(k, call.apart)
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
-    statistics_kernel = _bound_statistics(call, o, do, fused=True, base2=base2)
+    statistics_kernel = padded.statistics(o, do, fused=True, base2=base2)
     pieces = split(call, config)
     kernel = bound_dkdv(
-        q, k, lengths[0] is not None, rows, config, call.target.multiprocessors, fused=True,
-        base2=base2, apart=call.apart, split=pieces,
+        call, q, k, padded.of_head, config, fused=True, base2=base2, split=pieces
     )  # fmt: skip
+    key_tiles = Tiles(call, "n_k", BLOCK_N.value)
     if pieces:
         n_whole, n_pieces = pieces
         n_split = n_key_tiles(call, BLOCK_N.value) - n_whole
@@ -297,39 +362,36 @@ def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
             *of_keys.strides, n_heads, k.shape[2], n_whole, n_pieces,
             HEAD_DIM=head_dim, BLOCK_N=BLOCK_N.value, ROWS=PIECE_ROWS,
         )  # fmt: skip
-    finish_kernel = Bound(
-        _finish_dq_kernel, (n_tiles,), *of_q[1][:3], n_heads, n_q,
-        HEAD_DIM=head_dim, ROWS=TILE_ROWS, PADDED_ROWS=PADDED_ROWS.value,
-    )  # fmt: skip
+    finish_kernel = padded.finish(q, of_q[1][:3])
 
     def launch(do, q, k, v, lengths, o, lse, scale):
         tiles = lse.new_empty_strided(*of_workspace)
         statistics = tiles.narrow(0, n_of_tiles, 2 * rows)
         delta = tiles.narrow(0, n_of_tiles + rows, rows)
         left = tiles.narrow(0, n_of_tiles + 2 * rows, batch * n_heads)
-        weighted = do.new_empty(padded) if base2 else do
-        statistics_kernel(o, do, lse, statistics, tiles, weighted)
+        weighted = do.new_empty(weighted_shape) if base2 else do
+        of_queries = padded.table.pointers(lengths, lse)[:3]
+        statistics_kernel(o, do, lse, statistics, tiles, weighted, *of_queries)
         dk, dv = of_keys.allocate(k)
-        n_keys = lse if lengths[0] is None else lengths[0]
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
         kernel(
-            q, weighted, k, v, statistics, delta, tiles, dk, dv, n_keys, left, of_split, scale,
-            scale * LOG2_E,
+            q, weighted, k, v, statistics, delta, tiles, dk, dv,
+            *key_tiles.pointers(lengths, lse), left, of_split, scale, scale * LOG2_E,
         )  # fmt: skip
         if pieces:
             add_pieces(of_split, dk, dv)
         dq = q.new_empty_strided(*of_q)
-        finish_kernel(tiles, dq, scale)
+        finish_kernel(tiles, dq, *of_queries, scale)
         return dq, dk, dv
 
     return launch
 
 
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported_at_64, separate_configs, OPTIONS,
+    "hopper", empty_backward, prepare_separate, supported, separate_configs, OF_ANY_KIND,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "hopper", empty_backward, prepare_fused, supported_at_64, fused_configs, OPTIONS,
+    "hopper", empty_backward, prepare_fused, supported, fused_configs, OF_ANY_KIND,
     moving=("dq",), counts=fused_counts,
 )  # fmt: skip

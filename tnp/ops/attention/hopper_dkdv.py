@@ -26,7 +26,6 @@ and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all til
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,9 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, Pipeline
-from tnp.ops.attention.hopper_dkdv_walk import HEAD_DIM, ROWS, walk
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline
+from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
     flat_map,
@@ -50,7 +50,10 @@ from tnp.ops.attention.hopper_primitives import (
     ring,
     tile,
 )
+from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
 from tnp.ops.hopper_primitives import barriers
+
+WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,13 @@ class DkdvConfig:
 
 @gluon.jit
 def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
-    b, h, first_key = pipe.place(item)
-    first_row = pipe.first_row(item)
+    if pipe.PLAIN:
+        b, h, first_key = pipe.place(item)
+    else:
+        b, h, first_key, _first_q, _n_rows, first_k, _keys, _padded = pipe.origin(item)
+        first_key += first_k
     slot, phase, step = pipe.turn(item)
-    _keys, first_stage, n_stages = pipe.extent(item)
+    first_stage, n_stages, first_q, padded = pipe.walk_of(item)
     if pipe.PERSISTENT:
         mbarrier.wait(pipe.key_empty.index(slot), phase ^ 1)
     for c in gl.static_range(2):
@@ -80,17 +86,21 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
         load_tile(k_desc, b, h, first_key + c * ROWS, full, pipe.k, 2 * slot + c)
         load_tile(v_desc, b, h, first_key + c * ROWS, full, pipe.v, 2 * slot + c)
-    for i in range(n_stages):
-        stage, phase = ring(step + i, pipe.STAGES)
-        mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
-        full = pipe.full.index(stage)
-        mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-        row = (first_stage + i) * pipe.TILES * ROWS
-        load_tile(q_desc, b, h, row, full, pipe.q, stage)
-        load_tile(do_desc, b, h, row, full, pipe.do, stage)
-        row += first_row
-        tma.async_copy_global_to_shared(lse_desc, [row], full, pipe.lse.index(stage))
-        tma.async_copy_global_to_shared(delta_desc, [row], full, pipe.delta.index(stage))
+    for member in range(pipe.GROUP):
+        for i in range(n_stages):
+            stage, phase = ring(step + i, pipe.STAGES)
+            mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
+            full = pipe.full.index(stage)
+            mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
+            row = (first_stage + i) * pipe.TILES * ROWS
+            head = h * pipe.GROUP + member
+            load_tile(q_desc, b, head, first_q + row, full, pipe.q, stage)
+            load_tile(do_desc, b, head, first_q + row, full, pipe.do, stage)
+            row += padded
+            tma.async_copy_global_to_shared(lse_desc, [row], full, pipe.lse.index(stage))
+            tma.async_copy_global_to_shared(delta_desc, [row], full, pipe.delta.index(stage))
+        step += n_stages
+        padded += pipe.head_rows
 
 
 @gluon.jit
@@ -109,38 +119,46 @@ def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
 
     Straight from registers: once an item, and a bulk store's descriptors cost registers of loops.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    b, h, first_key = pipe.place(item)
-    row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, S))
-    if pipe.HAS_N_KEYS:
-        keys, _first, _n_stages = pipe.extent(item)
-        x = gl.where((row < keys)[:, None], x, 0.0)
+    DKV: gl.constexpr = x.type.layout
+    row = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, DKV))
+    column = gl.arange(0, pipe.HEAD_DIM, layout=gl.SliceLayout(0, DKV))
+    end = pipe.n_k
+    if pipe.PLAIN:
+        b, h, first_key = pipe.place(item)
+        row += first_key
+        if pipe.HAS_N_KEYS:
+            keys, _first, _n_stages = pipe.extent(item)
+            x = gl.where((row < keys)[:, None], x, 0.0)
+    else:
+        b, h, key, _first_q, _n_rows, first_k, keys, _padded = pipe.origin(item)
+        row += key
+        if pipe.PACKED:
+            row += first_k
+            end = first_k + keys
     heads = pipe.n_heads if pipe.APART else 2 * pipe.n_heads  # of a row
-    first = ((b.to(gl.int64) * pipe.n_k + row) * heads + h) * HEAD_DIM
+    first = ((b.to(gl.int64) * pipe.n_k + row) * heads + h) * pipe.HEAD_DIM
     ptrs = ptr + first[:, None] + column[None, :]
-    gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(row < pipe.n_k)[:, None])
+    gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(row < end)[:, None])
 
 
 @gluon.jit
 def _store_piece(pipe, ptr, x, AT: gl.constexpr, WARPGROUP: gl.constexpr):
     """Leave a consumer's share of dv (AT = 0) or dk (1): float32 [pieces, 2, 128, D]."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    S: gl.constexpr = x.type.layout
     row = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, S))
-    first = (2 * (gl.program_id(0) - pipe.n_whole) + AT) * (BLOCK_N * HEAD_DIM)
-    gl.store(ptr + first + row[:, None] * HEAD_DIM + column[None, :], x)
+    column = gl.arange(0, pipe.HEAD_DIM, layout=gl.SliceLayout(0, S))
+    first = (2 * (gl.program_id(0) - pipe.n_whole) + AT) * (BLOCK_N * pipe.HEAD_DIM)
+    gl.store(ptr + first + row[:, None] * pipe.HEAD_DIM + column[None, :], x)
 
 
 @gluon.jit
-def _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
+def _walk_plainly(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
+    """dk and dv, unscaled, where every query sees all keys of its sample."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    slot, phase, step = pipe.turn(item)
+    _slot, _phase, step = pipe.turn(item)
     keys, _first, n_stages = pipe.extent(item)
-    mbarrier.wait(pipe.key_full.index(2 * slot + WARPGROUP), phase)
-    k = tile(pipe.k, 2 * slot + WARPGROUP).load(A)
-    v = tile(pipe.v, 2 * slot + WARPGROUP)
+    k = k.load(A)
     end = step + n_stages
     if pipe.FUSED:
         v = v.load(A)
@@ -161,6 +179,19 @@ def _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP
     else:
         # v in registers too miscompiles: ptxas 12.8 overwrites it with ds inside the loop.
         dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False, False)
+    return dk, dv
+
+
+@gluon.jit
+def _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP: gl.constexpr):
+    slot, phase, _step = pipe.turn(item)
+    mbarrier.wait(pipe.key_full.index(2 * slot + WARPGROUP), phase)
+    k = tile(pipe.k, 2 * slot + WARPGROUP)
+    v = tile(pipe.v, 2 * slot + WARPGROUP)
+    if pipe.PLAIN:
+        dk, dv = _walk_plainly(pipe, item, k, v, scale_log2, WARPGROUP)
+    else:
+        dk, dv = walk_visible(pipe, scale_log2, item, WARPGROUP)
     if pipe.PERSISTENT:
         slot, _phase, _step = pipe.turn(item)
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
@@ -183,27 +214,36 @@ def _consumer(pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP: gl.
 
 @gluon.jit
 def _add_dq(pipe, item, dq_desc):
+    """Add ds k of an item's keys to dq: of each tile of queries 64 columns at a time."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
-    first_row = pipe.first_row(item)
+    PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, S)
     slot, phase, step = pipe.turn(item)
-    _keys, first_stage, n_stages = pipe.extent(item)
+    first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
-    for i in range(n_stages):
-        buffer, phase = ring(step + i, 2)
-        mbarrier.wait(pipe.ds_full.index(buffer), phase)
-        ds = tile(pipe.ds, 2 * buffer).permute((1, 0))
-        dq = warpgroup_mma(ds, tile(pipe.k, 2 * slot), zeros, use_acc=False, is_async=True)
-        ds = tile(pipe.ds, 2 * buffer + 1).permute((1, 0))
-        dq = warpgroup_mma(ds, tile(pipe.k, 2 * slot + 1), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
-        tma.store_wait(1)
-        in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-        pipe.dq.index(buffer).store(gl.reshape(in_order, [ROWS, HEAD_DIM]))
-        fence_async_shared()
-        reduce_add(dq_desc, [first_row + (first_stage + i) * ROWS, 0], pipe.dq.index(buffer))
+    for _member in range(pipe.GROUP):
+        for i in range(n_stages):
+            buffer, phase = ring(step + i, 2)
+            mbarrier.wait(pipe.ds_full.index(buffer), phase)
+            for part in gl.static_range(PARTS):
+                dq = zeros
+                for c in gl.static_range(2):
+                    k = tile(pipe.k, 2 * slot + c).slice(part * WIDTH, WIDTH, dim=1)
+                    ds = tile(pipe.ds, 2 * buffer + c).permute((1, 0))
+                    dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                if part + 1 == PARTS:
+                    mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
+                tma.store_wait(1)
+                in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+                to = pipe.dq.index(buffer if PARTS == 1 else part)
+                to.store(gl.reshape(in_order, [ROWS, WIDTH]))
+                fence_async_shared()
+                row = (padded + (first_stage + i) * ROWS) * PARTS + part * ROWS
+                reduce_add(dq_desc, [row, 0], to)
+        step += n_stages
+        padded += pipe.head_rows
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
 
@@ -218,13 +258,20 @@ def _dq_consumer(pipe, dq_desc):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_q", "n_k", "n_items", "n_whole", "n_pieces"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_heads", "n_q", "n_k", "n_items", "n_whole", "n_pieces", "of_head", "head_rows", "left",
+        "right",
+    ]
+)  # fmt: skip
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
-    n_keys_ptr, left_ptr, piece_ptr, n_heads, n_q, n_k, n_items, n_whole, n_pieces,
+    tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr,
+    n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, left, right,
     scale, scale_log2,
-    STAGES: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_N_KEYS: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    REGISTERS: gl.constexpr, HAS_N_KEYS: gl.constexpr, PACKED: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
     SPLIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(FUSED or not BASE2, "do of the separate form is as it was")
@@ -238,15 +285,18 @@ def _attention_bwd_dkdv_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], delta_desc.layout),
         allocate_tiles(k_desc, 2 * slots),
         allocate_tiles(v_desc, 2 * slots),
-        allocate_tiles(k_desc, 4 if FUSED else 1),
         gl.allocate_shared_memory(
-            gl.float32, [2 if FUSED else 1, ROWS, HEAD_DIM], dq_desc.layout
+            k_desc.dtype, [4 if FUSED else 1, 1, 1, ROWS, ROWS], k_desc.layout
         ),
+        gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
-        n_heads, n_q, n_k, n_items, n_whole, n_pieces, n_keys_ptr, left_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, SPLIT, APART,
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr,
+        n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, left, right,
+        HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
+        SPLIT, APART,
     )  # fmt: skip
+    gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT or TILES > 1))
     if FUSED:
         gl.warp_specialize(
             [
@@ -256,7 +306,7 @@ def _attention_bwd_dkdv_hopper_kernel(
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
             ],
             [4, 4, 1],
-            [REGISTERS, 72, 24],
+            [REGISTERS, 488 - 2 * REGISTERS, 24],
         )
     else:
         gl.warp_specialize(
@@ -271,50 +321,53 @@ def _attention_bwd_dkdv_hopper_kernel(
 
 
 def bound_dkdv(
+    call: Call,
     q: Tensor,
     k: Tensor,
-    counted: bool,
-    rows: int,
+    head_rows: int,
     config: DkdvConfig,
-    multiprocessors: int,
     *,
     fused: bool,
     base2: bool = False,
-    apart: bool = False,
     split: tuple[int, int] | None = None,
 ) -> Bound:
-    """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, n_keys or any tensor, of each head whether do
-    of some query tile is as it was or any tensor, pieces or any tensor, scale, scale·log2(e).
+    """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, what `Tiles.pointers` gives of 128 keys, of
+    each head whether do of some query tile is as it was or any tensor, pieces or any tensor, scale,
+    scale·log2(e).
 
     Args:
-        q, k: [B, H, n, D], whose sizes count.
-        counted: whether n_keys is given.
-        rows: of lse and delta, each head's padded to PADDED_ROWS.
+        call: what is asked.
+        q, k: [B, H, n_q, D] and [B, H_kv, n_k, D], whose sizes count.
+        head_rows: of a head in lse and delta, padded.
         config: what to launch with.
-        multiprocessors: of the GPU, on each of which a persistent program runs.
-        fused: dq is added to its tiles, float32 [rows, D], each 64 rows a tile of unscaled dq in
-            the order of registers. Where not, they are never read.
+        fused: dq is added to its tiles, float32 [rows, D], each 64 rows by 64 columns a tile of
+            unscaled dq in the order of registers. Where not, they are never read.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
-        apart: dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D].
         split: how many items are whole, and of how many pieces each other one is.
     """
     batch, n_heads, n_q, head_dim = q.shape
-    n_k, size = k.shape[2], ROWS.value
+    n_kv_heads, n_k = k.shape[1:3]
+    size = ROWS.value
+    rows = batch * n_heads * head_rows
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     tile_layout = gl.NVMMASharedLayout.get_default_for([size, size], gl.float32)
     of_q = head_map(size * config.tiles)
     of_rows = flat_map([rows], [size * config.tiles], row_layout)
-    of_tiles = flat_map([rows if fused else 1, head_dim], [size, size], tile_layout)
-    n_items = triton.cdiv(n_k, BLOCK_N.value) * batch * n_heads
-    n_programs = min(n_items, multiprocessors) if config.persistent else n_items
+    of_parts = rows * head_dim // WIDTH.value if fused else 1
+    of_tiles = flat_map([of_parts, WIDTH.value], [size, WIDTH.value], tile_layout)
+    of_head = n_tiles(n_k, BLOCK_N.value, int(call.problem["n_sequences"]))
+    n_items = of_head * batch * n_kv_heads
+    n_programs = min(n_items, call.target.multiprocessors) if config.persistent else n_items
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
+    reach = Reach.of(call.problem)
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),
-        n_heads, n_q, n_k, n_items, n_whole, n_pieces,
+        n_kv_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, *reach.numbers,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
-        STAGES=config.num_stages, TILES=config.tiles, REGISTERS=config.registers,
-        HAS_N_KEYS=counted, FUSED=fused, PERSISTENT=config.persistent, BASE2=base2,
-        SPLIT=split is not None, APART=apart, num_warps=4,
+        HEAD_DIM=head_dim, GROUP=n_heads // n_kv_heads, STAGES=config.num_stages,
+        TILES=config.tiles, REGISTERS=config.registers, **lengths_given(call), **reach.constants,
+        FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, SPLIT=split is not None,
+        APART=call.apart, num_warps=4,
     )  # fmt: skip

@@ -4,10 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_dkdv_walk import ROWS
 from tnp.ops.attention.hopper_primitives import ring
+from tnp.ops.attention.keys import place, query_range
 from tnp.ops.hopper_primitives import opaque
 
+ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
 # A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
 PADDED_ROWS = gl.constexpr(128)
@@ -31,17 +32,30 @@ class Pipeline:
     empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
-    n_heads: gl.tensor
+    tiles_ptr: gl.tensor  # see `keys.place`
+    cu_q_ptr: gl.tensor
+    cu_k_ptr: gl.tensor
+    n_keys_ptr: gl.tensor
+    left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
+    n_heads: gl.tensor  # of keys
     n_q: gl.tensor
     n_k: gl.tensor
     n_items: gl.tensor
     n_whole: gl.tensor  # items that are not split
     n_pieces: gl.tensor  # of each of the others
-    n_keys_ptr: gl.tensor
-    left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
+    of_head: gl.tensor  # items of a head
+    head_rows: gl.tensor  # of a head of queries, padded
+    left: gl.tensor
+    right: gl.tensor
+    HEAD_DIM: gl.constexpr
+    GROUP: gl.constexpr  # heads of queries that share one of keys
     STAGES: gl.constexpr
     TILES: gl.constexpr
     HAS_N_KEYS: gl.constexpr
+    PACKED: gl.constexpr
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
+    PLAIN: gl.constexpr  # every query sees all keys of its sample, D = 64, no heads share keys
     FUSED: gl.constexpr
     PERSISTENT: gl.constexpr
     BASE2: gl.constexpr
@@ -51,19 +65,27 @@ class Pipeline:
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        n_heads, n_q, n_k, n_items, n_whole, n_pieces, n_keys_ptr, left_ptr,
-        STAGES, TILES, HAS_N_KEYS, FUSED, PERSISTENT, BASE2, SPLIT, APART,
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr,
+        n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, left, right,
+        HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
+        SPLIT, APART,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
         self.key_full, self.key_empty = key_full, key_empty
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
+        self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
+        self.n_keys_ptr, self.left_ptr = n_keys_ptr, left_ptr
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
         self.n_items, self.n_whole, self.n_pieces = n_items, n_whole, n_pieces
-        self.n_keys_ptr, self.left_ptr = n_keys_ptr, left_ptr
+        self.of_head, self.head_rows = of_head, head_rows
+        self.left, self.right = left, right
+        self.HEAD_DIM, self.GROUP = gl.constexpr(HEAD_DIM), gl.constexpr(GROUP)
         self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
-        self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
+        self.HAS_N_KEYS, self.PACKED = gl.constexpr(HAS_N_KEYS), gl.constexpr(PACKED)
+        self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
+        self.PLAIN = gl.constexpr(HEAD_DIM == 64 and GROUP == 1 and not (LEFT or RIGHT or PACKED))
         self.FUSED = gl.constexpr(FUSED)
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
         self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)
@@ -122,10 +144,61 @@ class Pipeline:
             return keys, 0, n_stages
 
     @gluon.jit
+    def origin(self, item):
+        """Sample, head of keys, first key in its sequence, the sequence's first row of queries and
+        how many they are, its first row of keys and how many they are, and its first row in a
+        head's padded lse, delta and dq.
+        """
+        item = opaque(item)
+        bh = item // self.of_head
+        tile = item % self.of_head
+        b = bh // self.n_heads
+        key, first_q, n_rows, first_k, keys = place(
+            tile, b, self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr, self.n_keys_ptr,
+            self.n_q, opaque(self.n_k), BLOCK_N, self.PACKED, self.HAS_N_KEYS,
+        )  # fmt: skip
+        padded = 0
+        if self.PACKED:
+            # Tiles of queries that begin with their sequence: no two sequences share one.
+            s = gl.maximum(gl.load(self.tiles_ptr + 2 * tile), 0)
+            padded = (first_q // ROWS + s) * ROWS
+        return b, bh % self.n_heads, key, first_q, n_rows, first_k, keys, padded
+
+    @gluon.jit
+    def tiles(self, key, n_rows, keys, KEYS: gl.constexpr):
+        """Tiles of queries that see keys key … key + KEYS − 1: the first, the first and the last
+        + 1 of those in which nothing is hidden, and the last + 1.
+        """
+        begin, full_begin, full_end, end = query_range(
+            key, n_rows, keys, self.left, self.right, KEYS, self.LEFT, self.RIGHT
+        )
+        first = begin // ROWS
+        last = gl.maximum(gl.cdiv(end, ROWS), first)
+        # Rows past a sequence's last need no mask: their lse is +inf.
+        full_last = gl.cdiv(full_end, ROWS) if not self.LEFT else full_end // ROWS
+        full_first = gl.minimum(gl.maximum(gl.cdiv(full_begin, ROWS), first), last)
+        full_last = gl.maximum(gl.minimum(full_last, last), full_first)
+        return first, full_first, full_last, last
+
+    @gluon.jit
+    def walk_of(self, item):
+        """First tile of queries that an item walks, how many they are, the first row of queries in
+        their head, and of the first of its heads of queries in the padded lse, delta and dq.
+        """
+        if self.PLAIN:
+            _keys, first, n = self.extent(item)
+            return first, n, 0, self.first_row(item)
+        else:
+            b, h, key, first_q, n_rows, _first_k, keys, padded = self.origin(item)
+            first, _full_first, _full_last, last = self.tiles(key, n_rows, keys, BLOCK_N)
+            head = (b * self.n_heads + h) * self.GROUP
+            return first, last - first, first_q, head * self.head_rows + padded
+
+    @gluon.jit
     def first_row(self, item):
         """Of an item's head in the padded lse, delta and dq."""
         b, h, _first_key = self.place(item)
-        return (b * self.n_heads + h) * gl.cdiv(self.n_q, PADDED_ROWS) * PADDED_ROWS
+        return (b * self.n_heads + h) * self.head_rows
 
     @gluon.jit
     def weighted(self, item):

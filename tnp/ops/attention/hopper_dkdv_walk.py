@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS
 from tnp.ops.attention.hopper_primitives import product_ptx, ring, tile
+from tnp.ops.attention.keys import seen
+from tnp.ops.hopper_primitives import opaque
 
-ROWS = gl.constexpr(64)  # keys of a warpgroup, and queries of a tile
-HEAD_DIM = gl.constexpr(64)
 NAN_STAYS = gl.constexpr(PropagateNan.ALL)
 ANY = gl.constexpr(PropagateNan.NONE)
 
@@ -92,8 +93,8 @@ def walk(
         # Past the last key k is read as 0: to dq any finite p adds 0. No other p is more than 2^0,
         # or where do may be times 2^−lse, more than 2^64.
         limit = 64.0 if pipe.BASE2 else 0.0
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
-    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, S)
+    dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, S)
+    dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, S)
     s = gl.zeros([ROWS, ROWS], gl.float32, S)
     lse = gl.zeros([1, ROWS], gl.float32, S)
     if step < end:
@@ -146,4 +147,72 @@ def walk(
                     lse = _row_of(pipe.lse, following, 0)
                 s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _hidden_as_zero(pipe, p, key, row, n_rows, keys):
+    """p [64, 64] of keys key … and queries row … of a sequence, 0 where a query does not see a
+    key.
+    """
+    S: gl.constexpr = p.type.layout
+    # Opaque: kept through the loop, indices and masks would spill.
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S)) + opaque(row)
+    columns = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + opaque(key)
+    visible = seen(
+        rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
+    )
+    return gl.where(visible, p, 0.0)
+
+
+@gluon.jit
+def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
+    """dk (unscaled) and dv of a warpgroup's keys over the queries of all heads that share them.
+
+    Of a program's item, which must be its only one. No matmul is under way where what is hidden is
+    branched on: ptxas would wait for every one.
+    """
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    DTYPE: gl.constexpr = pipe.q.dtype
+    dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
+    dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
+    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
+    first, _plain, _hidden, last = pipe.tiles(key, n_rows, keys, BLOCK_N)
+    key += WARPGROUP * ROWS
+    _first, plain, hidden, _last = pipe.tiles(key, n_rows, keys, ROWS)
+    n = last - first
+    # Of a head's walk something is hidden in the tiles of queries before `plain` and from `hidden`
+    # on, and in all of them where some keys are past the last.
+    plain = gl.where(key + ROWS <= keys, gl.minimum(plain - first, n), n)
+    hidden = gl.minimum(hidden - first, n)
+    at = 0
+    for i in range(n * pipe.GROUP):
+        stage, phase = ring(i, pipe.STAGES)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        q = tile(pipe.q, stage)
+        do = tile(pipe.do, stage)
+        # Opaque, or their descriptors would be kept through the loop, and spill.
+        own = opaque(i * 0 + WARPGROUP)
+        s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
+        p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage, 0))
+        if (at < plain) | (at >= hidden):
+            p = _hidden_as_zero(pipe, p, key, (first + at) * ROWS, n_rows, keys)
+        p_operand = gl.convert_layout(p.to(DTYPE), A)
+        dp_started = _start_dp(pipe, tile(pipe.v, own), do, stage, 0)
+        dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
+        delta = 0.0
+        if not pipe.FUSED:
+            delta = _row_of(pipe.delta, stage, 0)
+        dp = warpgroup_mma_wait(1, deps=[dp_started])
+        ds = _gradient_of_scores(p, p_operand, dp - delta, pipe.FUSED)
+        if pipe.FUSED:
+            mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+            tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+        dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
+        at = gl.where(at + 1 == n, 0, at + 1)
     return dk, dv

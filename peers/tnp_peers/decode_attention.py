@@ -1,0 +1,114 @@
+"""Decode attention of FlashAttention-3 and FlashInfer.
+
+Both take tokens first: q [B, T, H, D], caches [B, S, H_kv, D], or [n_pages, page, H_kv, D], of
+which ours are views.
+"""
+
+from collections import OrderedDict
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnp.contract import Implementation, on_cuda
+from tnp_peers.support import both, sizes
+
+HEAD_DIMS = (64, 128)  # those that ours are compared at
+WORKSPACE_BYTES = 128 * 1024 * 1024  # as FlashInfer's documentation recommends
+MOST_PLANNED = 64  # compositions, 8 MB of the device each
+
+
+def fa3(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None,
+    k_descale: None, v_descale: None, scale: float, cache: bool = False,
+) -> Tensor:  # fmt: skip
+    """FlashAttention-3 of package fa3-fwd; it decides on the host how keys are split."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, page_table=page_table, softmax_scale=scale, causal=True
+    )
+    return o.transpose(1, 2)
+
+
+def flashinfer(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor,
+    k_descale: None, v_descale: None, scale: float, cache: bool = False,
+) -> Tensor:  # fmt: skip
+    """FlashInfer's paged decode, planned on the host once for each composition of a batch.
+
+    A composition is known by its tensors `lengths` and `page_table` as they stand, so that a later
+    call with them runs what a captured step would run, and no plan. What a plan costs is not in
+    the time of such a call.
+    """
+    wrapper = _planned(q, k, lengths, page_table, scale)
+    o = wrapper.run(q[:, :, 0].contiguous(), (k.transpose(1, 2), v.transpose(1, 2)))
+    return o.unsqueeze(2)
+
+
+_plans: OrderedDict[tuple, tuple[Any, Tensor, Tensor]] = OrderedDict()
+
+
+def _planned(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: float) -> Any:
+    """The wrapper of a composition; its tensors are kept, so that no other has their identity."""
+    of_tensors = tuple((id(x), x._version) for x in (lengths, page_table))
+    key = *of_tensors, q.shape, q.dtype, k.shape, k.dtype, scale
+    if key not in _plans:
+        _plans[key] = _plan(q, k, lengths, page_table, scale), lengths, page_table
+        if len(_plans) > MOST_PLANNED:
+            _plans.popitem(last=False)
+    return _plans[key][0]
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """That all wrappers of a device share: they run one after the other."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _plan(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: float) -> Any:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    (_, kv_heads, page, head_dim), heads = k.shape, q.shape[1]
+    n_pages = -(-lengths // page)
+    first = torch.zeros(1, dtype=torch.int32, device=q.device)
+    used = torch.arange(page_table.shape[1], device=q.device) < n_pages[:, None]
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(q.device), "NHD", use_tensor_cores=heads > kv_heads
+    )
+    wrapper.plan(
+        torch.cat((first, n_pages.cumsum(0, dtype=torch.int32))), page_table[used],
+        lengths - (n_pages - 1) * page, heads, kv_heads, head_dim, page,
+        q_data_type=q.dtype, kv_data_type=k.dtype, sm_scale=scale,
+    )  # fmt: skip
+    return wrapper
+
+
+_SIZES = sizes("head_dim", HEAD_DIMS)
+FA3 = Implementation(
+    "fa3",
+    run=fa3,
+    supported=both(on_cuda(80, below=100), _SIZES),
+    dtypes=("bfloat16",),
+    gradients=(),
+    options=("page_table",),
+    traceable=False,
+)
+
+
+def _paged(call):
+    return None if call.problem["page_table"] else "it takes a cache in pages alone"
+
+
+FLASHINFER = Implementation(
+    "flashinfer",
+    run=flashinfer,
+    supported=both(on_cuda(80), _SIZES, sizes("n_queries", (1,)), _paged),
+    dtypes=("bfloat16", "float16"),
+    gradients=(),
+    options=("page_table",),
+    selectable=False,  # its plan waits for the device where a batch's composition is new
+    traceable=False,
+)

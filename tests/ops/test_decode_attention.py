@@ -1,0 +1,328 @@
+"""Decode attention: how work is shared, what is read, pages, refusals. The operators' gate compares
+numbers with float64.
+"""
+
+import random
+
+import pytest
+import torch
+
+from tests.ops.launched import reads, recorded
+from tnp import dispatch, plans, targets
+from tnp.ops.decode_attention import OPERATOR, decode_attention, definition
+from tnp.ops.decode_attention.triton_decode import Config, configs
+from tnp.targets import Target
+
+FORWARD = "decode_attention.forward"
+SCALE = 0.25
+SMALL = Config(16, 1, 4, 2)  # blocks of 16 keys, a program a multiprocessor
+
+
+def draw(lengths, kv_heads=2, group=2, n_queries=1, n_keys=96, head_dim=16, page=None, seed=0):
+    """q, k, v, lengths and a page table, which is None without `page`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).transpose(1, 2)
+
+    batch, table = len(lengths), None
+    shape = batch, n_keys, kv_heads, head_dim
+    if page:
+        n_pages = batch * (n_keys // page)
+        table = torch.randperm(n_pages + 3, generator=generator)[:n_pages].view(batch, -1).int()
+        shape = n_pages + 3, page, kv_heads, head_dim
+    q = normal(batch, n_queries, kv_heads * group, head_dim)
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    return q, normal(*shape), normal(*shape), lengths, table
+
+
+def ours(*inputs, **named):
+    return decode_attention(*inputs, scale=SCALE, implementation="triton", **named)
+
+
+def plan(inputs, programs, config=SMALL):
+    """Of the kernel on a GPU of so many multiprocessors."""
+    inputs = (*inputs, None, None)
+    target = Target("interpreter", multiprocessors=programs)
+    forced = {FORWARD: ("triton", config)}
+    return plans.build(OPERATOR, "triton", inputs, (), (), target, forced)
+
+
+def run(made, inputs):
+    return made.run((*inputs, None, None), (SCALE,))
+
+
+def one_by_one(q, k, v, lengths, table=None):
+    """In float64, by a loop over sequences, heads and queries."""
+    o = torch.zeros(q.shape, dtype=torch.float64)
+    n_queries, group = q.shape[2], q.shape[1] // k.shape[1]
+    for b, length in enumerate(lengths.tolist()):
+        for h in range(q.shape[1]):
+            rows = [x[b, h // group] for x in (k, v)] if table is None else [
+                torch.cat([x[page, h // group] for page in table[b].tolist()]) for x in (k, v)
+            ]  # fmt: skip
+            keys, values = (x.double() for x in rows)
+            for t in range(n_queries):
+                n = length - n_queries + 1 + t
+                if n > 0:
+                    p = torch.softmax(SCALE * keys[:n] @ q[b, h, t].double(), 0)
+                    o[b, h, t] = p @ values[:n]
+    return o
+
+
+def close(found, inputs):
+    torch.testing.assert_close(found.double(), one_by_one(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13, 40, 100])
+def test_any_number_of_programs_shares_any_lengths(programs):
+    """Ranges that begin and end inside of pairs, at their edges, and that are empty."""
+    chance = random.Random(programs)
+    for seed in range(3):
+        lengths = [chance.choice((0, 1, 15, 16, 17, 48, 95, 96)) for _ in range(5)]
+        inputs = draw(lengths, n_queries=1 + seed, seed=seed)
+        close(run(plan(inputs, programs), inputs), inputs)
+
+
+def test_a_pair_in_more_parts_than_are_read_at_once():
+    inputs = draw([1, 1, 1, 1088], kv_heads=4, group=1, n_keys=1088)
+    close(run(plan(inputs, 64), inputs), inputs)
+
+
+@pytest.mark.parametrize("page", [None, 32])
+def test_a_plan_serves_all_lengths(page):
+    """As a captured launch does, whose lengths change in place."""
+    inputs = draw([96, 96, 96], page=page)
+    made = plan(inputs, 4)
+    for lengths in ([96, 96, 96], [1, 2, 3], [0, 0, 0], [96, 0, 17], [0, 50, 1]):
+        inputs[3].copy_(torch.tensor(lengths))
+        close(run(made, inputs), inputs)
+
+
+@pytest.mark.parametrize("page", [16, 32, 48])
+@pytest.mark.parametrize("block_n", [16, 32, 64])
+def test_pages_and_blocks_of_any_sizes(page, block_n):
+    inputs = draw([0, 1, 95, 96], page=page)
+    close(run(plan(inputs, 3, Config(block_n, 1, 4, 2)), inputs), inputs)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (1, 6), (3, 1), (2, 3), (4, 4)])
+@pytest.mark.parametrize("n_queries", [1, 5])
+def test_grouped_heads_and_several_queries(heads, n_queries):
+    kv_heads, group = heads
+    inputs = draw([3, 40, 7], kv_heads, group, n_queries)
+    close(ours(*inputs), inputs)
+
+
+def test_a_query_without_a_key_gives_zero():
+    for implementation in ("triton", "sdpa", "reference"):
+        inputs = draw([0, 2, 4], n_queries=4)
+        o = decode_attention(*inputs, implementation=implementation)
+        assert (o[0] == 0).all() and (o[1, :, :2] == 0).all()
+        assert o[1, :, 2:].all() and o[2].all()
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim):
+    inputs = draw([33, 70], n_keys=70, head_dim=head_dim)
+    close(ours(*inputs), inputs)
+
+
+@pytest.mark.parametrize("page", [None, 32])
+def test_what_lies_past_a_sequence_is_not_read(page):
+    """NaN in rows past the lengths and in pages that nobody has, and what are no pages' numbers."""
+    inputs = draw([0, 33, 96, 64], page=page)
+    expected = ours(*inputs)
+    q, k, v, lengths, table = inputs
+    used = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool)
+    for b, length in enumerate(lengths.tolist()):
+        for key in range(length):
+            at = (b, key) if table is None else (table[b, key // page], key % page)
+            used[at] = True
+    for x in (k, v):
+        x.masked_fill_(~used[:, None, :, None], float("nan"))
+    if page:
+        past = torch.arange(table.shape[1]) * page >= lengths[:, None]
+        table.masked_fill_(past, 2**31 - 1)
+    assert torch.equal(ours(q, k, v, lengths, table), expected)
+
+
+def test_a_cache_without_pages_in_order_is_one_with_pages():
+    paged = draw([5, 96, 40], page=16)
+    q, k, v, lengths, table = paged
+    k, v = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k, v))
+    assert torch.equal(ours(q, k, v, lengths), ours(*paged))
+
+
+def test_views_are_read_where_they_lie_in_two_launches_or_one():
+    """Blocks of the default have more than 96 keys at head_dim 16, and fewer than 300."""
+    for n_keys, launches in ((96, 1), (300, 2)):
+        inputs = draw([50, 96], n_keys=n_keys)
+        with recorded() as seen:
+            o = ours(*inputs)
+        assert len(seen) == launches and reads(seen[0], *inputs[:4])
+        assert o.shape == inputs[0].shape and o.transpose(1, 2).is_contiguous()
+
+
+def test_lengths_and_tables_that_are_strided():
+    q, k, v, lengths, table = draw([20, 96, 40], page=16)
+    expected = ours(q, k, v, lengths, table)
+    lengths = torch.stack((lengths, lengths * 0), 1)[:, 0]
+    assert torch.equal(ours(q, k, v, lengths, table.T.contiguous().T), expected)
+
+
+def test_what_is_out_of_range_is_clamped(monkeypatch):
+    q, k, v, lengths, table = draw([96, 20, 40], page=32)
+    wrong, expected = torch.tensor([500, -7, 40]).int(), torch.tensor([96, 0, 40]).int()
+    close(ours(q, k, v, wrong, table), (q, k, v, expected, table))
+    past = table.clone()
+    past[0, 0], past[2, 1] = 10**6, -1
+    nearest = past.clamp(0, len(k) - 1)
+    close(ours(q, k, v, lengths, past), (q, k, v, lengths, nearest))
+    dispatch.forget()
+    monkeypatch.setenv("TNP_CHECK", "1")
+    for bad in ((wrong, table), (lengths, past)):
+        with pytest.raises(RuntimeError, match="must lie between 0 and"):
+            ours(q, k, v, *bad)
+    close(ours(q, k, v, lengths, table), (q, k, v, lengths, table))
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_cache_in_8_bits_is_multiplied_by_its_descales(each):
+    q, k, v, lengths, table = draw([1, 70, 96], page=32)
+    q = q.bfloat16()
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    shape = (3, 2) if each else (2,)
+    scales = [torch.rand(shape) + 0.5 for _ in range(2)]
+    found = ours(q, k, v, lengths, table, *scales)
+    if each:  # of a sequence's pages
+        of_page = torch.zeros(len(k), dtype=torch.long)
+        of_page[table.long()] = torch.arange(3)[:, None]
+        scales = [scale[of_page] for scale in scales]
+    k, v = (x.float() * s[..., None, None] for x, s in zip((k, v), scales, strict=True))
+    expected = one_by_one(q, k, v, lengths, table)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-2)
+
+
+def test_equal_from_run_to_run():
+    inputs = draw([96, 50, 17, 0], n_queries=2)
+    made = plan(inputs, 5)
+    first = run(made, inputs)
+    assert all(torch.equal(run(made, inputs), first) for _ in range(5))
+
+
+def test_nan_is_not_hidden():
+    inputs = draw([40, 40])
+    inputs[1][0, 0, 7, 3] = float("nan")
+    o = ours(*inputs)
+    assert o[0, :2].isnan().all() and not o[0, 2:].isnan().any() and not o[1].isnan().any()
+
+
+def test_sizes_of_zero():
+    q, k, v, lengths, _ = draw([])
+    assert ours(q, k, v, lengths).shape == (0, 4, 1, 16)
+    q, k, v, lengths, _ = draw([0, 0], n_keys=0)
+    assert (ours(q, k, v, lengths) == 0).all()
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100", "NVIDIA A10G"])
+def test_blocks_fit_beside_each_other(gpu):
+    target = targets.named(gpu)
+    problem = OPERATOR.problem(
+        "bfloat16", batch=8, heads=32, kv_heads=8, n_queries=1, n_keys=8192, head_dim=128, page=8192
+    )
+    found = configs(plans.Call(problem, target))
+    assert len(found) == len(set(found)) > 1
+    for config in found:
+        blocks = (config.num_stages - 1) * 2 * config.block_n * 128 * 2
+        assert config.programs * blocks <= target.shared_bytes
+
+
+def test_work_counts_the_keys_that_there_are():
+    sizes = 2, 8, 2, 1, 100, 64, 100
+    of = OPERATOR.case("bfloat16", *sizes, lengths="7,40")
+    assert definition.work(of, "forward").read == 2 * 47 * 2 * 64 * 2 + 2 * 8 * 64 * 2
+    of = OPERATOR.case("bfloat16", *sizes, cache="e4m3")
+    assert definition.work(of, "forward").read == 2 * 200 * 2 * 64 + 2 * 8 * 64 * 2
+    drawn = definition.lengths_of(OPERATOR.case("bfloat16", *sizes, lengths="log_uniform"))
+    assert all(1 <= length <= 100 for length in drawn)
+
+
+@pytest.mark.parametrize("page", [None, 32])
+def test_spot_is_the_reference_of_two_heads(page):
+    from tnp.values import Random
+
+    sizes = 3, 4, 2, 2, 96, 16, page or 96
+    named = {"page_table": bool(page), "k_descale": True, "descale_each": True}
+    case = OPERATOR.case("float32", *sizes, lengths="5,96,40", **named)
+    drawn = OPERATOR.draw(case, Random(case, torch.device("cpu")))
+    inputs = {name: drawn[name] for name in OPERATOR.tensors}
+    at, part = OPERATOR.spot(case, inputs, None)["o"]
+    whole = OPERATOR.reference(*inputs.values(), *OPERATOR.numbers)
+    torch.testing.assert_close(part.float(), whole[at], rtol=1e-4, atol=1e-5)
+
+
+def test_within_language_models():
+    llama = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "vocabulary": 128_256}
+    run = {"batch": 8, "n_tokens": 1, "n_cached": 4097, "dtype": "bfloat16"}
+    found = OPERATOR.within(llama, run)
+    assert (found["n_keys"], found["page"], found["page_table"]) == (4097, 4097, False)
+    found = OPERATOR.within(llama, run | {"page": 256})
+    assert (found["n_keys"], found["page"], found["page_table"]) == (4352, 256, True)
+    assert OPERATOR.within({"n_heads": 8, "d_model": 512}, run) is None
+    with pytest.raises(KeyError, match="n_cached"):
+        OPERATOR.within(llama, {"batch": 8, "n_tokens": 2048, "dtype": "bfloat16"})
+
+
+Q, K, V, LENGTHS, TABLE = draw([5, 9], page=32)
+FLAT = K[:2]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": Q[0]}, r"q has shape \(4, 1, 16\): it must be \[B, H, T, D\]"),
+        ({"k": K[0]}, r"k has shape \(2, 32, 16\): it must be \[B, H_kv, S, D\], or"),
+        ({"k": K.mT.contiguous().mT}, "its last dimension must be contiguous"),
+        ({"v": V[:3]}, "they must be equal"),
+        ({"k": K.half(), "v": V.half()}, "k is torch.float16 and q is torch.float32"),
+        ({"k": K.to(torch.float8_e4m3fn), "v": V.to(torch.float8_e4m3fn)}, "a q of 16 bits"),
+        ({"q": Q[..., :8]}, "they must agree in D"),
+        ({"q": Q[:, :3]}, "q's heads be a multiple of k's"),
+        ({"lengths": LENGTHS.long()}, r"lengths is torch.int64 \(2,\): it must be int32"),
+        ({"lengths": LENGTHS[:1]}, r"it must be int32 of shape \(2,\)"),
+        ({"lengths": LENGTHS.to("meta")}, "lengths is on meta and q on cpu"),
+        ({"page_table": None}, "q is of 2 sequences and k of 9: without page_table"),
+        ({"page_table": TABLE.long()}, r"it must be int32 \[2, max_pages\]"),
+        ({"page_table": TABLE[:1]}, r"it must be int32 \[2, max_pages\]"),
+        ({"k": K[:0], "v": V[:0]}, "k has no pages: it must have at least one"),
+        ({"k_descale": torch.ones(3)}, r"k_descale is torch.float32 \(3,\): it must be float32"),
+        ({"v_descale": torch.ones(2).half()}, r"must be float32 \[2\] or \[2, 2\]"),
+        ({"scale": 0.0}, "scale is 0.0: it must be positive and finite"),
+        ({"q": Q.clone().requires_grad_()}, "q asks for a gradient and decode_attention gives"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "triton", "auto"])
+def test_refusals(change, message, implementation):
+    inputs = {"q": Q, "k": K, "v": V, "lengths": LENGTHS, "page_table": TABLE} | change
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**inputs, implementation=implementation)
+
+
+def test_without_gradients_what_asks_for_them_is_taken():
+    inputs = draw([5, 9])
+    with torch.no_grad():
+        assert not ours(inputs[0].requires_grad_(), *inputs[1:]).requires_grad
+
+
+def test_limits_of_ours():
+    wrong = [
+        (draw([5], head_dim=24), "it takes head_dim 16, 32, .* not 24"),
+        (draw([5], page=24), "it takes pages of a multiple of 16 tokens, not 24"),
+        (draw([1] * 1025, 1, 1, n_keys=1), "it takes up to 1024 sequences, not 1025"),
+        (draw([5], 1, 64, 5, head_dim=32), "takes up to 256 queries that read the same keys"),
+    ]
+    for inputs, message in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            ours(*inputs)

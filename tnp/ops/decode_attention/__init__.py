@@ -1,0 +1,246 @@
+"""Decode attention: the last few tokens of every sequence against a cache of keys and values.
+
+    o = softmax(scale · q kᵀ) v        query t of T sees keys 0 … lengths − T + t
+
+The cache is contiguous, or in pages that a table names in their order. Forward only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
+from tnp.inputs import positive_number, require_floats, require_lengths, require_one_device
+from tnp.ops.decode_attention import definition, torch_forms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
+PAGE_MULTIPLE = 16  # keys of a page
+MOST_SEQUENCES = 1024  # whose lengths a program reads at once
+TILE_BYTES = 32 * 1024  # of the queries that a program has at once: registers hold no more
+_INFINITY = float("inf")
+_triton = triton_from(80)
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    cache: str | bool = False,
+) -> dict[str, int]:
+    """Sizes; ValueError where the tensors do not go together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            of = "[B, H, T, D]" if name == "q" else "[B, H_kv, S, D], or [n_pages, H_kv, page, D]"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {of}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(
+                f"{name} has strides {x.stride()}: its last dimension must be contiguous"
+            )
+    _require_no_gradient(q=q, k=k, v=v)
+    given = {"page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
+    given = {name: x for name, x in given.items() if x is not None}
+    require_one_device(q=q, k=k, v=v, lengths=lengths, **given)
+    require_floats(q=q)
+    if (k.shape, k.dtype) != (v.shape, v.dtype):
+        raise ValueError(
+            f"k is {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)}: they must be equal"
+        )
+    if k.dtype != q.dtype and not (cache and _is_in(k, cache) and q.element_size() == 2):
+        raise ValueError(
+            f"k is {k.dtype} and q is {q.dtype}: they must be equal, or k and v "
+            "torch.float8_e4m3fn beside a q of 16 bits"
+        )
+    batch, heads, n_queries, head_dim = q.shape
+    n_pages, kv_heads, page, _ = k.shape
+    if k.shape[3] != head_dim or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree in D, and q's heads be "
+            "a multiple of k's"
+        )
+    require_lengths(q, lengths=lengths)
+    n_keys = page
+    if page_table is not None:
+        n_keys = page * _columns(page_table, batch, n_pages)
+    elif n_pages != batch:
+        raise ValueError(
+            f"q is of {batch} sequences and k of {n_pages}: without page_table they must be equal"
+        )
+    for name in ("k_descale", "v_descale"):
+        if name in given:
+            _require_descale(name, given[name], batch, kv_heads)
+    return {
+        "batch": batch, "heads": heads, "kv_heads": kv_heads, "n_queries": n_queries,
+        "n_keys": n_keys, "head_dim": head_dim, "page": page,
+    }  # fmt: skip
+
+
+def _require_no_gradient(**tensors: Tensor) -> None:
+    import torch
+
+    for name, x in tensors.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} asks for a gradient and decode_attention gives none: call it under "
+                "torch.no_grad(), or with detached tensors"
+            )
+
+
+def _is_in(x: Tensor, cache: str) -> bool:
+    """Whether a tensor has the dtype of this number format."""
+    return str(x.dtype) == f"torch.{definition.CACHES[cache]}"
+
+
+def _columns(page_table: Tensor, batch: int, n_pages: int) -> int:
+    """Pages that a sequence may have."""
+    shape = tuple(page_table.shape)
+    if str(page_table.dtype) != "torch.int32" or len(shape) != 2 or shape[0] != batch:
+        raise ValueError(
+            f"page_table is {page_table.dtype} {shape}: it must be int32 [{batch}, max_pages]"
+        )
+    if n_pages == 0 and shape[1]:
+        raise ValueError(f"page_table is {shape} and k has no pages: it must have at least one")
+    return shape[1]
+
+
+def _require_descale(name: str, descale: Tensor, batch: int, kv_heads: int) -> None:
+    shape = tuple(descale.shape)
+    if str(descale.dtype) != "torch.float32" or shape not in ((kv_heads,), (batch, kv_heads)):
+        raise ValueError(
+            f"{name} is {descale.dtype} {shape}: it must be float32 [{kv_heads}] or "
+            f"[{batch}, {kv_heads}]"
+        )
+
+
+def _ours(call: Call) -> Reason:
+    p = call.problem
+    head_dim, rows = p["head_dim"], definition.rows_of(p)
+    if head_dim not in HEAD_DIMS:
+        return f"it takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    if p["page_table"] and p["page"] % PAGE_MULTIPLE:
+        return f"it takes pages of a multiple of {PAGE_MULTIPLE} tokens, not {p['page']}"
+    if p["batch"] > MOST_SEQUENCES:
+        return f"it takes up to {MOST_SEQUENCES} sequences, not {p['batch']}"
+    if p["cache"] and call.target.kind == "cuda" and call.target.capability < 89:
+        return "a cache in e4m3 needs compute capability 8.9 or newer"
+    most = TILE_BYTES // p.itemsize // (1 << (head_dim - 1).bit_length())
+    if rows > most:
+        return (
+            f"at head_dim {head_dim} in {p.dtype} it takes up to {most} queries that read the same "
+            f"keys, heads of a group times tokens, not {rows}"
+        )
+    return _triton(call)
+
+
+OPERATOR = Operator(
+    "decode_attention",
+    inputs=("q", "k", "v", "lengths", "page_table?", "k_descale?", "v_descale?"),
+    outputs=("o",),
+    scalars={"scale": definition.SCALE},
+    sizes=("batch", "heads", "kv_heads", "n_queries", "n_keys", "head_dim", "page"),
+    options={"cache": tuple(definition.CACHES)},
+    implementations=(
+        Implementation(
+            "sdpa",
+            run=torch_forms.sdpa,
+            provider="torch",
+            dtypes=ALL_FLOATS,
+            options=definition.OPTIONS,
+            gradients=(),
+        ),
+        Implementation(
+            "compiled",
+            run=torch_forms.reference,
+            provider="torch",
+            compile="default",
+            options=definition.OPTIONS,
+            gradients=(),
+        ),
+        Implementation(
+            "triton",
+            forward=Operation("decode_attention.forward", (f"{__name__}.triton_decode:FORWARD",)),
+            supported=_ours,
+            options=definition.OPTIONS,
+        ),
+        Implementation(
+            "reference",
+            run=torch_forms.reference,
+            provider="torch",
+            dtypes=ALL_FLOATS,
+            options=definition.OPTIONS,
+            gradients=(),
+            selectable=False,
+        ),
+    ),
+    describe=describe,
+    draw=definition.draw,
+    reference=torch_forms.reference,
+    work=definition.work,
+    spot=definition.spot,
+    cases=lambda target: definition.cases(OPERATOR, target),
+    condition=definition.condition,
+    controls=definition.CONTROLS,
+    within=lambda model, run: definition.within(OPERATOR, model, run),
+    fixed=("head_dim",),
+    coordinates=definition.coordinates,
+)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    implementation: str = "sdpa",
+) -> Tensor:
+    """softmax(scale · q kᵀ) v of each sequence's last tokens over its cache.
+
+    Args:
+        q: [B, H, T, D], a float dtype: the last T tokens of each sequence. Query t sees keys
+            0 … lengths[b] − T + t: a causal mask aligned to the bottom right.
+        k, v: the cache, with the keys and values of the queries' own tokens in it. [B, H_kv, S, D],
+            or in pages [n_pages, H_kv, page, D]; any strides with the last dimension contiguous,
+            such as views of [B, S, H_kv, D]. H_kv divides H, and query head h reads kv head
+            h // (H // H_kv). In q's dtype, or in torch.float8_e4m3fn beside a q of 16 bits. Rows
+            past a sequence's length hold any finite values, and from `triton` anything.
+        lengths: int32 [B], each from 0 to S, or to max_pages · page: how many keys each sequence
+            has. A query without a key, as some are where lengths[b] < T, gives 0.
+        page_table: int32 [B, max_pages], or None for a contiguous cache: the pages of each
+            sequence in their order; entries past its length are not read.
+        k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
+        scale: a number, positive and finite; 1/√D where None.
+        implementation: a name of `tnp.catalog`, or "auto". `triton` takes D of `HEAD_DIMS`, pages
+            of a multiple of 16 tokens, up to 1,024 sequences, and up to 32 KB of queries that read
+            the same keys: 128 of D = 128, heads of a group times tokens. It clamps lengths and
+            pages that are out of range; with TNP_CHECK=1 in the environment when a shape is first
+            met, it asserts them instead, on CUDA at the next synchronization.
+
+    Returns:
+        [B, H, T, D] in q's dtype, without a gradient; laid out [B, T, H, D] by ours, and equal from
+        run to run.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together, a scale out of range, or
+            a tensor that asks for a gradient.
+        RuntimeError: the implementation cannot run here or does not take this, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    if scale is None:
+        scale = (q.shape[-1] or 1) ** -0.5 if q.dim() == 4 else 1.0
+    elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
+        scale = positive_number("scale", scale)
+    options = (("cache", "e4m3"),) if str(k.dtype) == "torch.float8_e4m3fn" else ()
+    inputs = q, k, v, lengths, page_table, k_descale, v_descale
+    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

@@ -1,0 +1,65 @@
+"""Decode attention in PyTorch: the formula, and scaled_dot_product_attention under a mask.
+
+Torch is imported where a function runs: the declaration names these functions, and planning reads
+it without torch.
+"""
+
+
+def gathered(cache, page_table):
+    """[n_pages, H_kv, page, D] → [B, H_kv, S, D], a copy of each sequence's pages in their order.
+
+    A number that is no page's, as past a sequence's end, is taken for the nearest that is.
+    """
+    pages = page_table.long().clamp(0, cache.shape[0] - 1)
+    return cache[pages].transpose(1, 2).flatten(2, 3)
+
+
+def whole(cache, page_table, descale, dtype):
+    """Keys or values [B, H_kv, S, D] in `dtype`, multiplied by their descale."""
+    if page_table is not None:
+        cache = gathered(cache, page_table)
+    if descale is not None:
+        cache = cache.to(descale.dtype) * descale[..., None, None]
+    return cache.to(dtype)
+
+
+def seen(lengths, n_queries, n_keys, ahead=0):
+    """bool [B, T, S]: whether a query sees a key; `ahead` keys more than it should."""
+    import torch
+
+    key = torch.arange(n_keys, device=lengths.device)
+    token = torch.arange(n_queries, device=lengths.device)[:, None]
+    n_seen = lengths.clamp(0, n_keys)[:, None, None] - n_queries + 1 + token
+    return key < n_seen + ahead
+
+
+def reference(
+    q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, ahead=0
+):  # fmt: skip
+    """softmax(scale · q kᵀ) v over the keys that each query sees, 0 where there is none.
+
+    Args:
+        q, k, v, lengths, page_table, k_descale, v_descale: as for
+            `tnp.ops.decode_attention.decode_attention`; in any float dtype.
+        scale: a number.
+        cache: the cache's number format, which its dtype says too.
+        ahead: keys that every query sees more than it should, for a control of the gate.
+    """
+    import torch
+
+    k = whole(k, page_table, k_descale, q.dtype).unsqueeze(2)
+    v = whole(v, page_table, v_descale, q.dtype).unsqueeze(2)
+    s = scale * (q.unflatten(1, (k.shape[1], -1)) @ k.mT)
+    mask = seen(lengths, q.shape[2], k.shape[3], ahead)[:, None, None]
+    p = torch.softmax(s.masked_fill(~mask, float("-inf")), -1)
+    return (p.masked_fill(~mask, 0.0) @ v).flatten(1, 2)
+
+
+def sdpa(q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False):
+    """PyTorch's scaled_dot_product_attention under a mask, of a copy of what is paged or 8-bit."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    k, v = whole(k, page_table, k_descale, q.dtype), whole(v, page_table, v_descale, q.dtype)
+    mask = seen(lengths, q.shape[2], k.shape[2])[:, None]
+    o = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return o.masked_fill(~mask.any(-1, keepdim=True), 0.0)

@@ -1,0 +1,380 @@
+"""Decode attention in portable Triton: the same share of all keys for every program.
+
+A unit of work is a block of keys of one pair, a sequence and a kv head. The units of all pairs
+stand in a row, and each program takes an equal, contiguous part of it, which it finds from
+`lengths` on the device: no shape of a launch depends on them, so that a captured launch is right
+for any. All queries that read a kv head's keys, heads of a group and tokens, are one tile of rows.
+
+A pair that lies in one program is finished there. Of a pair that lies in several each leaves a part
+in a workspace: rows not yet divided, their maxima and their sums. A program has two at most, of the
+pair that it begins inside of and of the one that it ends inside of. A second kernel finds by the
+same arithmetic which programs have parts of a pair, and adds them up in their order.
+
+Products accumulate in float32 and softmax is to base 2, by a running maximum, as in
+`tnp.ops.attention.triton_forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
+along the keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., arXiv 2309.06180.)
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Call, Kernel, Problem
+from tnp.launch import Bound
+from tnp.ops.attention.primitives import CHECK_VARIABLE, LOG2_E, flat, rows_layout
+from tnp.ops.decode_attention.definition import OPTIONS, cache_itemsize, rows_of
+from tnp.ops.primitives import INTERPRETED, KernelConfig, add_dot, cast, dot, widened
+
+LEAST = 16  # rows and keys of a tensor core's tile
+MOST_KEYS = 128  # of a block
+LEAST_BATCH = 64  # lengths that are read at once: up to so many sequences share a compiled kernel
+# What a block of the default has at most: bytes of keys and values, and keys times head_dim.
+BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
+MOST_STAGES = 8
+# Numbers of the parts of a row that are read at once, 64 a thread.
+PARTS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Keys a block, programs a multiprocessor, warps, and blocks on their way and in use."""
+
+    block_n: int
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _n_keys(length, capacity):
+    """A length, clamped to what the cache holds."""
+    return tl.minimum(tl.maximum(length, 0), capacity)
+
+
+@triton.jit
+def _n_blocks(n_keys, BLOCK_N: tl.constexpr):
+    """Of a pair; one, with no key in it, of an empty sequence, whose rows are zeros."""
+    return tl.maximum(tl.cdiv(n_keys, BLOCK_N), 1)
+
+
+@triton.jit
+def _units(lengths_ptr, stride_l, batch, capacity, BATCH: tl.constexpr, KV_HEADS: tl.constexpr,
+           BLOCK_N: tl.constexpr):  # fmt: skip
+    """The sequences' numbers, and the units of each."""
+    sequence = tl.arange(0, BATCH)
+    length = tl.load(lengths_ptr + sequence * stride_l, mask=sequence < batch, other=0)
+    blocks = _n_blocks(_n_keys(length, capacity), BLOCK_N)
+    return sequence, tl.where(sequence < batch, blocks * KV_HEADS, 0)
+
+
+@triton.jit
+def _holder(unit, total, programs):
+    """The program that takes a unit; see `_share`."""
+    each, more = total // programs, total % programs
+    of_longer = unit // (each + 1)
+    of_others = more + (unit - more * (each + 1)) // tl.maximum(each, 1)
+    return tl.where(unit < more * (each + 1), of_longer, of_others)
+
+
+@triton.jit
+def _share(program, total, programs):
+    """A program's first unit and the next one's: where shares differ, the first have one more."""
+    each, more = total // programs, total % programs
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int32)
+
+
+@triton.jit
+def _pages(table_ptr, stride_tn, key, n_keys, n_pages, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the keys from `key` on: one where a block lies in one, else a vector, by key.
+
+    What is not a page's number is taken for the nearest that is.
+    """
+    if PAGE % BLOCK_N != 0:
+        key += tl.arange(0, BLOCK_N)
+    page = tl.load(table_ptr + key // PAGE * stride_tn, mask=key < n_keys, other=0)
+    return tl.minimum(tl.maximum(page, 0), n_pages - 1)
+
+
+@triton.jit
+def _cache_tile(
+    ptr, page, slot, stride_b, stride_n, there, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a block [BLOCK_N, WIDTH] as an operand in `dtype`; 0 past the last."""
+    offs_d = tl.arange(0, WIDTH)
+    rows = page.to(tl.int64) * stride_b + slot.to(tl.int64) * stride_n
+    mask = there[:, None]
+    if HEAD_DIM < WIDTH:
+        mask &= offs_d[None, :] < HEAD_DIM
+    x = tl.load(ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    return widened(x) if INTERPRETED else x.to(dtype)
+
+
+@triton.jit
+def _descale(ptr, b, h, stride_b, stride_h, GIVEN: tl.constexpr):
+    """What the cache of a pair is multiplied by."""
+    return tl.load(ptr + b * stride_b + h * stride_h) if GIVEN else 1.0
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "n_pages"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, parts_ptr, lengths_ptr, table_ptr, k_descale_ptr, v_descale_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_ob, stride_oh, stride_ot, stride_l, stride_tb, stride_tn,
+    stride_kdb, stride_kdh, stride_vdb, stride_vdh, batch, capacity, n_pages, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
+    PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it."""
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    n_rows: tl.constexpr = GROUP * TOKENS
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    sequence, units = _units(lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N)
+    unit, end = _share(program, tl.sum(units, 0), programs)
+    b = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
+    at = unit - tl.sum(tl.where(sequence < b, units, 0), 0)  # among the sequence's units
+
+    row, offs_n, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    token = row % TOKENS
+    in_rows = (row < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    while unit < end:
+        n_keys = _n_keys(tl.load(lengths_ptr + b * stride_l), capacity)
+        n_blocks = _n_blocks(n_keys, BLOCK_N)
+        h, first = at // n_blocks, at % n_blocks
+        stop = tl.minimum(n_blocks, first + end - unit)
+        head = h * GROUP + row // TOKENS
+        offs_q = head * stride_qh + token * stride_qt
+        q_of = q_ptr + b.to(tl.int64) * stride_qb
+        q = tl.load(q_of + offs_q[:, None] + offs_d[None, :], mask=in_rows, other=0.0)
+        k_of, v_of = k_ptr + h.to(tl.int64) * stride_kh, v_ptr + h.to(tl.int64) * stride_vh
+        table_of = table_ptr + b.to(tl.int64) * stride_tb
+        scale = scale_log2 * _descale(k_descale_ptr, b, h, stride_kdb, stride_kdh, K_DESCALE)
+        # The queries are the sequence's last tokens: each sees those up to itself.
+        seen = n_keys - TOKENS + 1 + token
+
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        weights = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end, across warps
+        m_i = tl.full([ROWS], float("-inf"), tl.float32)
+        page = b
+        if PAGED:
+            page = _pages(table_of, stride_tn, first * BLOCK_N, n_keys, n_pages, PAGE, BLOCK_N)
+        for block in tl.range(first, stop):
+            key = block * BLOCK_N + offs_n
+            slot, there = key, key < n_keys
+            next_page = page
+            if PAGED:
+                slot = key % PAGE
+                # A block ahead: keys and values wait for their page's number.
+                next_key = (block + 1) * BLOCK_N
+                next_page = _pages(table_of, stride_tn, next_key, n_keys, n_pages, PAGE, BLOCK_N)
+            k = _cache_tile(k_of, page, slot, stride_kb, stride_kn, there, HEAD_DIM, WIDTH, dtype)
+            s = dot(q, tl.trans(k)) * scale
+            s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(s, 1))
+            # Of a row that has seen no key yet any finite number does.
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.math.exp2(s - reference[:, None])
+            alpha = tl.math.exp2(m_i - reference)
+            weights = weights * alpha[:, None] + p
+            v = _cache_tile(v_of, page, slot, stride_vb, stride_vn, there, HEAD_DIM, WIDTH, dtype)
+            acc = add_dot(cast(p, dtype), v, acc * alpha[:, None])
+            m_i, page = m_new, next_page
+
+        l_i = tl.sum(weights, 1)
+        acc *= _descale(v_descale_ptr, b, h, stride_vdb, stride_vdh, V_DESCALE)
+        if stop - first == n_blocks:
+            o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # without a key acc is 0
+            offs_o = head * stride_oh + token * stride_ot
+            o_of = o_ptr + b.to(tl.int64) * stride_ob
+            tl.store(o_of + offs_o[:, None] + offs_d[None, :], cast(o, dtype), mask=in_rows)
+        else:
+            # Of the pair that the program begins inside of the first, of the other the second.
+            part_row = (2 * program + (first == 0).to(tl.int32)) * n_rows + row
+            part = parts_ptr + (part_row * HEAD_DIM)[:, None] + offs_d[None, :]
+            tl.store(part, acc, mask=in_rows)
+            beside = parts_ptr + 2 * programs * n_rows * HEAD_DIM + 2 * part_row
+            tl.store(beside, m_i, mask=row < n_rows)
+            tl.store(beside + 1, l_i, mask=row < n_rows)
+        unit += stop - first
+        at += stop - first
+        if at == n_blocks * KV_HEADS:
+            at, b = 0, b + 1
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "programs"])
+def _add_parts_kernel(
+    parts_ptr, o_ptr, lengths_ptr, stride_ob, stride_oh, stride_ot, stride_l, batch, capacity,
+    programs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A row of a pair that several programs have parts of: Σ 2^(m − max m)·acc over
+    Σ 2^(m − max m)·l.
+    """
+    n_rows: tl.constexpr = GROUP * TOKENS
+    row, pair = tl.program_id(0) % n_rows, tl.program_id(0) // n_rows
+    b, h = pair // KV_HEADS, pair % KV_HEADS
+    sequence, units = _units(lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N)
+    total = tl.sum(units, 0)
+    n_blocks = tl.sum(tl.where(sequence == b, units, 0), 0) // KV_HEADS
+    begin = tl.sum(tl.where(sequence < b, units, 0), 0) + h * n_blocks
+    first = _holder(begin, total, programs)
+    last = _holder(begin + n_blocks - 1, total, programs)
+    if first < last:
+        offs_d = tl.arange(0, WIDTH)
+        acc = tl.zeros([WIDTH], tl.float32)
+        l_i, m_i = 0.0, float("-inf")
+        for some in tl.range(first, last + 1, PARTS):
+            program = some + tl.arange(0, PARTS)
+            there = program <= last
+            part_row = (2 * program + (program == first).to(tl.int32)) * n_rows + row
+            beside = parts_ptr + 2 * programs * n_rows * HEAD_DIM + 2 * part_row
+            m = tl.load(beside, mask=there, other=float("-inf"))
+            l = tl.load(beside + 1, mask=there, other=0.0)  # noqa: E741
+            part = tl.load(
+                parts_ptr + (part_row * HEAD_DIM)[:, None] + offs_d[None, :],
+                mask=there[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            m_new = tl.maximum(m_i, tl.max(m, 0))
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight, alpha = tl.math.exp2(m - reference), tl.math.exp2(m_i - reference)
+            acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+            l_i = l_i * alpha + tl.sum(l * weight, 0)
+            m_i = m_new
+        o = acc / tl.where(l_i == 0.0, 1.0, l_i)
+        offs_o = (h * GROUP + row // TOKENS) * stride_oh + row % TOKENS * stride_ot
+        o_of = o_ptr + b.to(tl.int64) * stride_ob + offs_o
+        tl.store(o_of + offs_d, cast(o, o_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+
+
+def configs(call: Call) -> tuple[Config, ...]:
+    """Candidates, the default first: those whose programs' blocks fit beside each other.
+
+    Of 16 bits the defaults do not spill on Hopper. Those of float32 do at head_dim 256, and at 128
+    from 64 rows on.
+    """
+    p, target = call.problem, call.target
+    width = triton.next_power_of_2(p["head_dim"])
+    row_bytes, rows = width * cache_itemsize(p), _tile_rows(p)
+    most = min(MOST_KEYS, BLOCK_BYTES // (2 * row_bytes), BLOCK_NUMBERS // width)
+    keys, fewer = max(LEAST, most), max(LEAST, most // 2)
+    warps = 4 if rows <= 32 and row_bytes < 1024 else 8
+
+    def config(block_n: int, programs: int, num_warps: int, kib: int) -> Config:
+        """With so many KiB of keys and values in shared memory a program: stages less one."""
+        blocks = kib * 1024 // (2 * block_n * row_bytes)
+        return Config(block_n, programs, num_warps, min(max(2, blocks + 1), MOST_STAGES))
+
+    found = (
+        config(keys, 2, warps, 96),
+        config(keys, 1, warps, 192),
+        config(keys, 3, warps, 64),
+        config(fewer, 4, warps, 48),
+        config(fewer, 2, warps, 96),
+        config(keys, 1, 8, 160),
+        config(keys, 1, warps, 96),
+        config(fewer, 1, 8, 32),
+        config(LEAST, 1, 8, 0),  # the smallest there is
+    )
+
+    def fits(config: Config) -> bool:
+        blocks = (config.num_stages - 1) * 2 * config.block_n * row_bytes
+        # Beside them lie q and weights as operands, in float32 more than once, or results.
+        operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
+        beside = max(operands, rows * width * 4)
+        return config.programs * (blocks + beside) <= target.shared_bytes
+
+    if not target.shared_bytes:  # the interpreter
+        return found
+    return tuple(filter(fits, dict.fromkeys(found))) or found[-1:]
+
+
+def _tile_rows(problem: Problem) -> int:
+    return max(LEAST, triton.next_power_of_2(rows_of(problem)))
+
+
+def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
+    """o [B, H, T, D] laid out [B, T, H, D]."""
+    q = inputs[0]
+    return (q.new_empty_strided(*rows_layout(q)),), ()
+
+
+def _descale_strides(descale: torch.Tensor | None) -> tuple[int, int]:
+    """Of sequence and kv head, of [H_kv] or [B, H_kv]."""
+    if descale is None:
+        return 0, 0
+    return descale.stride() if descale.dim() == 2 else (0, descale.stride(0))
+
+
+def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
+    """The kernel, and where a pair may have several blocks the sum of parts."""
+    q, k, v, lengths, table, k_descale, v_descale = inputs
+    p = call.problem
+    batch, kv_heads, head_dim, capacity = p["batch"], p["kv_heads"], p["head_dim"], p["n_keys"]
+    programs = config.programs * call.target.multiprocessors
+    width, n_rows = triton.next_power_of_2(head_dim), rows_of(p)
+    of_o = rows_layout(q)
+    of_parts = flat(2 * programs * n_rows * (head_dim + 2))
+    of_pairs = dict(
+        KV_HEADS=kv_heads, GROUP=p["heads"] // kv_heads, TOKENS=p["n_queries"], HEAD_DIM=head_dim,
+        WIDTH=width, BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)), BLOCK_N=config.block_n,
+    )  # fmt: skip
+    kernel = Bound(
+        _decode_kernel, (programs,),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
+        *((0, 0) if table is None else table.stride()),
+        *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
+        ROWS=_tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
+        K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, **of_pairs,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    add_parts = None
+    if capacity > config.block_n:
+        # As many as a pair has where all are alike; of more some are read after others.
+        alike = triton.next_power_of_2(triton.cdiv(programs, batch * kv_heads) + 1)
+        add_parts = Bound(
+            _add_parts_kernel, (batch * kv_heads * n_rows,),
+            *of_o[1][:3], lengths.stride(0), batch, capacity, programs,
+            PARTS=max(4, min(alike, PARTS_AT_ONCE // width)), **of_pairs, num_warps=4,
+        )  # fmt: skip
+
+    def launch(inputs, scalars):
+        q, k, v, lengths, table, k_descale, v_descale = inputs
+        o = q.new_empty_strided(*of_o)
+        parts = q.new_empty_strided(*of_parts, dtype=torch.float32) if add_parts else o
+        kernel(
+            q, k, v, o, parts, lengths, lengths if table is None else table,
+            lengths if k_descale is None else k_descale,
+            lengths if v_descale is None else v_descale, scalars[0] * LOG2_E,
+        )  # fmt: skip
+        if add_parts:
+            add_parts(parts, o, lengths)
+        return (o,), ()
+
+    return _checked(launch, call) if os.environ.get(CHECK_VARIABLE) == "1" else launch
+
+
+def _checked(launch: Callable, call: Call) -> Callable:
+    """The launch, after assertions on the device of what kernels clamp."""
+    capacity, page = call.problem["n_keys"], call.problem["page"]
+
+    def after_checks(inputs, scalars):
+        _q, k, _v, lengths, table, *_ = inputs
+        inside = ((lengths >= 0) & (lengths <= capacity)).all()
+        torch._assert_async(inside, f"lengths must lie between 0 and the cache's {capacity}")
+        if table is not None:
+            used = torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]
+            inside = ((table >= 0) & (table < len(k)) | ~used).all()
+            torch._assert_async(inside, f"pages must lie between 0 and {len(k) - 1}")
+        return launch(inputs, scalars)
+
+    return after_checks
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OPTIONS)
