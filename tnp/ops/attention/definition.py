@@ -232,29 +232,17 @@ _KINDS = (
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 
 
-# Of other kinds head_dim and options, with masks that need most registers.
-_PACKED = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": 4}
-_KINDS = (
-    (128, {"causal": True, "n_kv_heads": 2}),
-    (128, {"causal": True, "window": 300} | _PACKED),
-    (64, {"causal": True, "n_keys": True}),
-)
-
-
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     """What kernels are compiled for, of 8 heads; at other sizes they are the same.
 
     Every type for the GPU that has all kernels, the model's own for the others; other head_dims
     for many keys and for few alone; every kind for many keys.
     """
-    for head_dim, kind in _KINDS:
-        sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048, "head_dim": head_dim}
-        yield operator.problem("bfloat16", **sizes, **kind)
     types = _TYPES if target.capability == 90 else _TYPES[:2]
     for dtype, head_dim, options in types:
         for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:
             sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
             yield operator.problem(dtype, **sizes, **dict.fromkeys(options, True))
-    sizes = {"batch": 1, "n_heads": 8, "n_q": 11_000, "n_k": 10_000}
+    sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}
     for dtype, head_dim, kind in _KINDS:
         yield operator.problem(dtype, **sizes, head_dim=head_dim, **kind)

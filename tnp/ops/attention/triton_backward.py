@@ -106,7 +106,7 @@ FUSED_CONFIGS = {
     (4, 64): (FusedConfig(16, 16, 16, 32, 4, 1),),
 }
 MASKED_FUSED_CONFIGS = {
-    (2, 64): (FusedConfig(16, 64, 64, 64, 4, 1),),
+    (2, 64): (FusedConfig(16, 64, 64, 32, 4, 1),),
     (2, 128): (FusedConfig(16, 64, 128, 32, 8, 2),),
 }
 
