@@ -72,6 +72,17 @@ PREDICTION_KEY = [
     ("replicate", pa.int32()),
 ]
 
+PROFILE_KEY = [
+    ("config_id", pa.string()),
+    ("op", pa.string()),
+    ("shape", pa.string()),
+    ("problem", pa.string()),  # JSON: op, dtype, sizes and options that are on
+    ("implementation", pa.string()),
+    ("pass", pa.string()),  # "forward" | "backward"
+    ("with_forward", pa.bool_()),  # the backward pass has its forward in it
+    ("sections", pa.string()),  # "quick" | "full": how much Nsight Compute was asked for
+]
+
 OP_KEY = [
     ("config_id", pa.string()),
     ("op", pa.string()),
@@ -134,7 +145,9 @@ EVIDENCE = [
 ROLES = ("baseline", "peer", "own")
 
 # What the device itself reaches at best, by the names of their rows' operators.
-CEILINGS = ("ceiling_matmul", "ceiling_copy")
+CEILINGS = ("ceiling_matmul", "ceiling_copy", "ceiling_read")
+# Number formats of products that there is a ceiling of: the dtype of its row.
+FORMATS = ("bfloat16", "float16", "tf32", "int8", "e4m3")
 
 TABLES: dict[str, pa.Schema] = {
     name: pa.schema(PROVENANCE + columns)
@@ -211,6 +224,10 @@ TABLES: dict[str, pa.Schema] = {
             ("gates", pa.string()),  # those the implementation waits for, joined by "|"
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
             *CONTRACT,
+            # "throughput" | "latency" (`tnp/bench/policy.py`), which are never compared with each
+            # other; null in rows from before the second was asked for.
+            ("timing", pa.string()),
+            ("bytes_written", pa.float64()),  # of `bytes`; null in rows from before
         ],
         "predictions": [  # many in a row over one context, and what encodes it
             *PREDICTION_KEY,
@@ -313,6 +330,34 @@ TABLES: dict[str, pa.Schema] = {
             *CONDITIONS,
             *RUN,
             *EVIDENCE,
+        ],
+        # A row a kernel that one launch of an implementation consists of, as Nsight Compute saw it;
+        # one without a kernel where there is nothing to see, and `status` and `reason` say why.
+        "profiles": [
+            *PROFILE_KEY,
+            *OUTCOME,
+            ("ncu", pa.string()),  # version of Nsight Compute
+            ("launch", pa.int32()),  # its place among the kernels of the pass, from 0
+            ("kernel", pa.string()),  # demangled, without parameters, shortened
+            ("duration_us", pa.float64()),  # with cold caches, at the clocks that the GPU chooses
+            ("occupancy_percent", pa.float64()),  # warps that were active, of the most an SM holds
+            ("theoretical_occupancy_percent", pa.float64()),  # what the launch leaves room for
+            ("sm_percent", pa.float64()),  # of the peak of the busiest unit of the SMs
+            ("memory_percent", pa.float64()),  # the same of all units between SMs and memory
+            ("dram_percent", pa.float64()),
+            ("l2_percent", pa.float64()),
+            ("l2_hit_percent", pa.float64()),  # of sectors that were asked for
+            ("registers", pa.int32()),  # a thread
+            ("shared_bytes", pa.int32()),  # a block
+            # Why warps wait, the three that take most, each with its share of a warp's time between
+            # two instructions; null of `quick` sections.
+            ("stall_1", pa.string()),
+            ("stall_1_percent", pa.float64()),
+            ("stall_2", pa.string()),
+            ("stall_2_percent", pa.float64()),
+            ("stall_3", pa.string()),
+            ("stall_3_percent", pa.float64()),
+            *RUN,
         ],
         "code": [  # what a run of a gate or a measurement ran on
             *RUN,

@@ -6,6 +6,6 @@ STORY = {
     "What does it cost in memory?": ("memory",),
     "Is it right?": ("training",),
     "What does each part give?": ("ablation", "operators", "stages"),
-    "How near is it to the hardware?": ("roofline", "host"),
+    "How near is it to the hardware?": ("roofline", "profiles", "host"),
     "How sure are we?": ("noise",),
 }

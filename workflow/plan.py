@@ -7,22 +7,17 @@ import hashlib
 import json
 from itertools import chain, product
 
-from tnp.bench.outcome import op_job, twins
-from tnp.catalog import AUTO, catalog, is_automatic
+from tnp.catalog import catalog
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
-from tnp.schemas import CEILINGS
-from tnp.tuning import operations
 from tnp.variants import Variant, named_specs
-from workflow import problems
+from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, profiles, timing
 
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
-NOISE = "noise"
 HOST = "host"
 PREDICTIONS = "predictions"
-TUNING = "tuning"
-_SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS)
+_SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS, PROFILES)
 EVERY_OPERATOR = "operators"  # in section `gates`
 # Of each component: base with it alone, and full without it.
 ABLATION_ENDS = ("only", "without")
@@ -35,6 +30,7 @@ TABLES = {
     "train": ("training", "environments"),
     "host": ("host_calls", "environments"),
     "prediction": ("predictions", "samples", "code", "environments"),
+    "profile": ("profiles", "environments"),
 }
 
 
@@ -74,7 +70,7 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
                 "optimizer": spec.get("optimizer", True),
                 "replicates": spec["replicates"],
                 "priority": spec["priority"],
-                "timing": config["timing"],
+                "timing": timing(config),
                 "device": device,
                 "device_slug": slug,
                 **_of_variant(variant, variant_spec, sizes, checkpoint, cuda_graph),
@@ -156,93 +152,6 @@ def own_gates() -> list[str]:
     ]
 
 
-def ops(config: dict, device: str, slug: str) -> dict[str, dict]:
-    """Operator benchmarks, all implementations of a shape in one, and the device's ceilings.
-
-    `implementations` is {contender: config_id of its rows}. One contender stands in each benchmark
-    twice, and in study `noise` each is alone with its copies: what equal things differ by.
-    """
-    common = {
-        "timing": config["timing"],
-        "device": device,
-        "device_slug": slug,
-    }
-    configurations = {}
-    dtype = config["compute_dtype"][device]
-    for study, spec in _on(device, config["ops"]).items():
-        if study == "ceilings":
-            for ceiling in CEILINGS:
-                config_id = f"ceilings--{ceiling.removeprefix('ceiling_')}"
-                configurations[config_id] = {
-                    "config_id": config_id,
-                    "op": ceiling,
-                    "implementations": {"torch": config_id},
-                    "dtype": dtype,
-                    **_of_study(study, spec),
-                    **common,
-                }
-            continue
-        op = problems.operator_of(study, spec)
-        names = problems.implementations(op, spec)
-        contenders = [*names, *twins(_twice(op, names), 1)]
-        timing = {"timing": config["timing"] | spec.get("timing", {})}
-        about = common | _of_study(study, spec) | timing
-        for named in problems.of_operator(config, op, spec, spec.get("dtype", dtype)):
-            config_id = f"{study}--{named.shape.replace('/', '-')}"
-            configurations[config_id] = _op_job(config_id, named, contenders, about)
-    noise = config.get("noise", {"devices": []})
-    for op, spec in noise["ops"].items() if device in noise["devices"] else ():
-        of_op = problems.of_operator(config, op, spec, dtype)
-        for named, name in product(of_op, spec["implementations"]):
-            config_id = f"{NOISE}--{op}--{named.shape}--{name}"
-            copies = [name, *twins(name, noise["copies"] - 1)]
-            study = _of_study(NOISE, noise) | common
-            configurations[config_id] = _op_job(config_id, named, copies, study)
-    return configurations
-
-
-def tuning(config: dict, device: str, slug: str) -> dict[str, dict]:
-    """Trials of our kernels, on demand: a job an operation, at each shape of section `tuning`.
-
-    An operation that several implementations share is tuned once. Which trials there are is known
-    in the process that measures them. None without a GPU.
-    """
-    configurations = {}
-    spec = config.get(TUNING) if device == "cuda" else None
-    for op in spec["operators"] if spec else ():
-        for named in problems.of_operator(config, op, spec, config["compute_dtype"][device]):
-            for operation, (name, pass_) in operations(catalog().operator(op)).items():
-                part = operation.removeprefix(f"{op}.").replace(".", "-")
-                config_id = f"{TUNING}--{op}--{named.shape}--{part}"
-                study = {"study": TUNING, "replicates": 1, "priority": 1}
-                study |= {"timing": config["timing"], "device": device, "device_slug": slug}
-                trials = {"forced": {name: {}}, "passes": [pass_]}
-                configurations[config_id] = _op_job(config_id, named, [name], study | trials)
-    return configurations
-
-
-def deciding(config: dict, ops: dict[str, dict]) -> list[tuple[str, int]]:
-    """(id, replicate) of those operator benchmarks by which implementations are chosen.
-
-    `ops` are the benchmarks of this device; those with "auto" at a shape of section `tuning` count,
-    and the other shapes tell how good the choice is where nothing was tuned.
-    """
-    shapes = config.get(TUNING, {"shapes": []})["shapes"]
-    return [
-        (config_id, replicate)
-        for config_id, parameters in ops.items()
-        if parameters.get("shape") in shapes
-        and parameters["study"] != NOISE
-        and AUTO in parameters["implementations"]
-        for replicate in range(1, parameters["replicates"] + 1)
-    ]
-
-
-def _op_job(config_id: str, named: problems.Named, contenders: list[str], study: dict) -> dict:
-    columns = {"shape": named.shape} | named.columns | study
-    return op_job(named.problem, contenders, config_id, named.draw, **columns)
-
-
 def host(config: dict, device: str, slug: str) -> dict[str, dict]:
     """What eager calls cost the host, a problem a job."""
     section = config.get(HOST, {"devices": []})
@@ -255,10 +164,10 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
         configurations[config_id] = {
             "config_id": config_id,
             "problems": [asked | {"implementations": spec["implementations"]}],
-            "timing": config["timing"],
+            "timing": timing(config),
             "device": device,
             "device_slug": slug,
-            **_of_study(HOST, section),
+            **of_study(HOST, section),
         }
     return configurations
 
@@ -280,31 +189,20 @@ def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
             "variant_spec": variant_spec,
             "model": config["model"],
             "dtype": config["compute_dtype"][device],
-            "timing": config["timing"],
+            "timing": timing(config),
             "device": device,
             "device_slug": slug,
-            **_of_study(PREDICTIONS, section),
+            **of_study(PREDICTIONS, section),
             # On a GPU some of the forms are captured.
             **_of_variant(variant, variant_spec, sizes, False, device == "cuda"),
         }
     return configurations
 
 
-def _of_study(name: str, spec: dict) -> dict:
-    return {"study": name, "replicates": spec["replicates"], "priority": spec["priority"]}
-
-
-def _twice(op: str, implementations: list[str]) -> str:
-    """Who stands in an operator's benchmark twice: the last of ours, or the last."""
-    named = [name for name in implementations if not is_automatic(name)]
-    ours = [name for name in named if catalog().role(op, name) == OWN]
-    return [*implementations, *ours][-1]
-
-
 def training(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Training runs; what a run does not set comes from its shape and from `model`."""
     runs = {}
-    for run, spec in _on(device, config["training"]).items():
+    for run, spec in on_device(device, config["training"]).items():
         parameters = {
             "config_id": run,
             "run": run,
@@ -345,7 +243,7 @@ def elsewhere(config: dict, device: str, slug: str) -> dict[str, str]:
     """{study or training run: a sentence that says so} of those that are for other devices."""
     studies = config["steps"] | config["ops"]
     studies |= {name: config[name] for name in _SECTIONS if name in config}
-    here = ", ".join([*_on(device, studies), "gates"])
+    here = ", ".join([*on_device(device, studies), "gates"])
     found = f"the device is {slug!r}"
     if device == "cpu" and config["device"] == "auto":
         found = "no NVIDIA GPU is visible"
@@ -364,6 +262,7 @@ def names(config: dict, device: str, slug: str) -> dict[str, tuple[str, str]]:
         jobs |= dict.fromkeys((job, *parameters["implementations"].values()), ("op", job))
     jobs |= {name: ("host", name) for name in host(config, device, slug)}
     jobs |= {name: ("prediction", name) for name in predictions(config, device, slug)}
+    jobs |= {name: ("profile", name) for name in profiles(config, device, slug)}
     jobs |= {name: ("train", name) for name in training(config, device, slug)}
     return jobs | {f"gates--{name}": ("gate", name) for name in gates(config)}
 
@@ -394,7 +293,3 @@ def job(configurations: dict[str, dict], config_id: str, replicate: str) -> dict
     return {
         key: value for key, value in parameters.items() if key not in ("replicates", "priority")
     }
-
-
-def _on(device: str, studies: dict[str, dict]) -> dict[str, dict]:
-    return {name: spec for name, spec in studies.items() if device in spec["devices"]}

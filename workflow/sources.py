@@ -97,6 +97,14 @@ def of_host(parameters: dict) -> Found:
     return found
 
 
+def of_profile(parameters: dict) -> Found:
+    """The launch that is profiled is in a process that another module starts by its name."""
+    op, name, slug = (parameters[key] for key in ("op", "implementation", "device_slug"))
+    found = _reached("tnp.bench.profiles:measure_profiles", HOUSE)
+    found |= _reached("tnp.bench.profile_launch:launch", HOUSE)
+    return found | _of_operator(op, name, BENCHMARK, slug, HOUSE)
+
+
 def of_training(parameters: dict) -> Found:
     return _using("tnp.train:run", _of_variant(parameters), parameters["device_slug"])
 
@@ -108,6 +116,7 @@ def of_job(kind: str, parameters: dict) -> Found:
             "step": of_step,
             "prediction": of_predictions,
             "host": of_host,
+            "profile": of_profile,
             "train": of_training,
         }
         return of_kind[kind](parameters)

@@ -10,7 +10,8 @@ from tnp.variants import Variant
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed
-from workflow.plan import NOISE, PREDICTIONS, variants
+from workflow.operator_plan import NOISE, PROFILES
+from workflow.plan import PREDICTIONS, variants
 
 ENDS = ("base", "full")  # of the ablation
 
@@ -106,9 +107,11 @@ def refusals(op: str, names: list[str], problem: Problem, device: str) -> Iterat
 
 
 def operators(config: dict) -> Iterator[tuple[Place, str, dict]]:
-    """(place, operator, study) of every operator that is benchmarked, against others or itself."""
+    """(place, operator, study) of every operator that is benchmarked or profiled."""
     for name, study in config["ops"].items():
         if name != "ceilings":
             yield ("ops", name), problems.operator_of(name, study), study
     for op, study in config.get(NOISE, {"ops": {}})["ops"].items():
         yield (NOISE, "ops", op), op, study
+    for name, study in config.get(PROFILES, {"ops": {}})["ops"].items():
+        yield (PROFILES, "ops", name), problems.operator_of(name, study), study

@@ -15,16 +15,8 @@ from tnp.variants import FAMILIES, Variant, not_in_models
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown
-from workflow.plan import (
-    ABLATION,
-    EVERY_OPERATOR,
-    HOST,
-    NOISE,
-    PREDICTIONS,
-    TUNING,
-    gates,
-    variants,
-)
+from workflow.operator_plan import NOISE, PROFILES, TUNING
+from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, PREDICTIONS, gates, variants
 from workflow.uses import ENDS, of_use, operators, refusals, uses
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +130,7 @@ def _faults(config: dict) -> Iterator[Fault]:
             yield from _of_storage((*place, "variants", index), known[variant], model)
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
-    taken = {ABLATION, NOISE, TUNING, HOST, PREDICTIONS, *_rules()}
+    taken = {ABLATION, NOISE, TUNING, HOST, PREDICTIONS, PROFILES, *_rules()}
     for place in [(section, name) for section in ("steps", "ops") for name in config[section]]:
         if place[1] in taken:
             yield Fault(place, f"{place[1]!r} is a section or a target already: rename the study")

@@ -20,16 +20,17 @@ MOST_PLANNED = 64  # compositions, 8 MB of the device each
 
 
 def fa3(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: None,
     k_descale: None, v_descale: None, scale: float, cache: bool = False,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention-3 of package fa3-fwd; it decides on the host how keys are split."""
+    """FlashAttention-3 of package fa3-fwd; it decides on the host how keys are split.
+
+    Of contiguous caches alone: fa3-fwd 0.0.3 is built without pages and says so when called.
+    """
     from fa3_fwd_interface import flash_attn_with_kvcache
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=lengths, page_table=page_table, softmax_scale=scale, causal=True
-    )
+    o = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, softmax_scale=scale, causal=True)
     return o.transpose(1, 2)
 
 
@@ -93,7 +94,6 @@ FA3 = Implementation(
     supported=both(on_cuda(80, below=100), _SIZES),
     dtypes=("bfloat16",),
     gradients=(),
-    options=("page_table",),
     traceable=False,
 )
 

@@ -8,9 +8,10 @@ import torch
 from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import ceilings, measure
 from tnp.bench.measure import Inaccurate, checked_error, measure_op
+from tnp.bench.outcome import Unsupported
 from tnp.catalog import Listed, catalog
 from tnp.contract import Implementation, Work
-from tnp.schemas import PROVENANCE, RUN, TABLES
+from tnp.schemas import CEILINGS, PROVENANCE, RUN, TABLES
 
 BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "other": "attention--tiny--other"}
 # Operators on rows, with sizes of their own; at float32 PyTorch's plain form is nearly exact.
@@ -33,6 +34,14 @@ def other(monkeypatch):
         monkeypatch.setitem(known._listed, ("attention", "other"), listed)
 
     return install
+
+
+def reached(op: str, dtype: str = "float32") -> dict:
+    """The row of a ceiling."""
+    parameters = op_parameters(implementations={"torch": "ceilings--it"}, dtype=dtype)
+    del parameters["problem"], parameters["draw"]
+    (row,) = measure_op(parameters | {"op": op}, time.perf_counter())["ops"]
+    return row
 
 
 def plain(*inputs, **rest):
@@ -162,17 +171,45 @@ def test_an_operator_on_rows_fills_a_row_for_each_pass(op):
 def test_the_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "MATMUL_SIZE", 96)
     monkeypatch.setattr(ceilings, "COPY_BYTES", 2**16)
-
-    def reached(op: str) -> dict:
-        parameters = op_parameters(implementations={"torch": "ceilings--it"})
-        del parameters["problem"], parameters["draw"]
-        (row,) = measure_op(parameters | {"op": op}, time.perf_counter())["ops"]
-        return row
-
-    matmul, copy = reached("ceiling_matmul"), reached("ceiling_copy")
+    monkeypatch.setattr(ceilings, "READ_BYTES", 2**20)
+    matmul, copy, read = map(reached, CEILINGS)
     assert (matmul["config_id"], matmul["implementation"]) == ("ceilings--it", "torch")
     assert matmul["flops"] == 2 * 96**3
     assert copy["bytes"] == 2 * 2**16 and copy["tflops"] is None and copy["max_abs_error"] == 0
+    assert copy["bytes_written"] == 2**16
+    assert read["bytes"] - read["bytes_written"] == 2**20 and read["tflops"] is None
+    assert read["bytes_written"] < 0.01 * read["bytes"]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "tf32", "int8"])
+def test_a_ceiling_of_products_is_of_a_number_format(monkeypatch, kind):
+    monkeypatch.setattr(ceilings, "MATMUL_SIZE", 96)
+    before = torch.get_float32_matmul_precision()
+    try:
+        row = reached("ceiling_matmul", kind)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (row["status"], row["dtype"]) == ("ok", kind) and row["flops"] == 2 * 96**3
+
+
+def test_a_format_that_the_gpu_does_not_multiply_in_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(Unsupported, match="8.9"):
+        ceilings._matmul({"dtype": "e4m3"}, torch.device("cuda"), None)
+
+
+def test_latency_is_of_single_calls_and_its_rows_say_so():
+    timing = TIMING | {"latency": {"warmup_calls": 3, "launches": 12}}
+    job = op_parameters(implementations=BOTH | {"sdpa_flash--twin1": "t"}, timing=timing)
+    del job["implementations"]["other"]
+    tables = measure_op(job, time.perf_counter())
+    throughput = measure_op(job | {"timing": TIMING}, time.perf_counter())
+    for row in tables["ops"]:
+        assert (row["timing"], row["n_samples"], row["n_warmup"]) == ("latency", 12, 3)
+        assert row["time_ms_p50"] <= row["time_ms_p95"] <= row["time_ms_p99"]
+    assert {row["n_launches"] for row in tables["samples"]} == {1}
+    assert {row["timing"] for row in throughput["ops"]} == {"throughput"}
+    assert tables["ops"][0]["timing_hash"] != throughput["ops"][0]["timing_hash"]
 
 
 def test_what_the_cpu_cannot_run_is_a_row_with_the_reason():
@@ -189,7 +226,12 @@ def test_an_impossible_rate_is_an_error():
         return measure.rates(Work({kind: flops * 1e9}, moved * 1e6, 0.0), 1.0, gpu)
 
     possible = rates("NVIDIA H200", 790.0, 4200.0)
-    assert possible == {"flops": 790e9, "bytes": 4200e6, "tflops": 790.0, "gb_per_s": 4200.0}
+    assert possible == {
+        "flops": 790e9, "bytes": 4200e6, "bytes_written": 0.0, "tflops": 790.0, "gb_per_s": 4200.0
+    }  # fmt: skip
+    assert rates("NVIDIA H200", 450.0, 0.0, "tf32")["tflops"] == 450.0
+    with pytest.raises(measure.AboveCeiling):
+        rates("NVIDIA H200", 600.0, 0.0, "tf32")
     assert rates("Some GPU of 2030", 1e6, 1e6)["tflops"] == 1e6
     assert rates("NVIDIA H200", 1200.0, 4200.0, "e4m3")["tflops"] == 1200.0
     with pytest.raises(measure.AboveCeiling, match="1200 TFLOP/s"):

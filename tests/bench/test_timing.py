@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tnp.bench import timing
-from tnp.bench.policy import Policy
+from tnp.bench.policy import Latency, Policy
 from tnp.bench.timing import first_call, half_width, measure, measure_interleaved, settled
 
 CPU = torch.device("cpu")
@@ -200,3 +200,18 @@ def test_first_call_runs_it_once() -> None:
 def test_an_empty_policy_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0: it must be at least 1"):
         Policy(**{name: 0})
+
+
+def test_latency_flushes_before_each_call_and_takes_turns(monkeypatch):
+    seen = []
+    monkeypatch.setattr(timing, "_flush", lambda device: lambda: seen.append("flush"))
+    calls = [[lambda name=name: seen.append(name)] for name in "ab"]
+    measured = timing.measure_latency(calls, CPU, Latency(warmup_calls=2, launches=9))
+    assert [len(one.samples_ms) for one in measured] == [9, 9]
+    assert {(one.n_launches, one.n_warmup) for one in measured} == {(1, 2)}
+    assert seen[::2] == ["flush"] * 22
+    assert all(set(seen[i : i + 4]) == {"flush", "a", "b"} for i in range(0, 44, 4))
+
+
+def test_latency_of_nobody_is_nothing():
+    assert timing.measure_latency([], CPU, Latency(1, 1)) == []

@@ -309,6 +309,30 @@ def host_rows(times: dict[tuple[str, str], float], device: str = GPU) -> dict[st
     return {"host": rows, "implementations": known}
 
 
+def profile_rows(
+    percents: dict[str, float | str], device: str = GPU, sections: str = "full"
+) -> dict[str, list[Row]]:
+    """Passes of SwiGLU from {implementation: percent of DRAM's peak or status}."""
+    problem = '{"dtype":"bfloat16","op":"swiglu","sizes":{"rows":64,"width":256}}'
+    key = {"device": device, "op": "swiglu", "problem": problem, "shape": "tiny", "status": "ok"}
+    counted = {"kernel": "k", "n_kernels": 2, "duration_us": 9.0, "dominant_share": 0.8}
+    counted |= {"sm_percent": 20.0, "l2_percent": 30.0, "occupancy_percent": 50.0}
+    counted |= {"registers": 64, "shared_bytes": 49152}
+    if sections == "full":
+        stalls = {"long scoreboard": 60.0, "wait": 30.0, "barrier": 5.0}
+        for place, (name, percent) in enumerate(stalls.items(), 1):
+            counted |= {f"stall_{place}": name, f"stall_{place}_percent": percent}
+    rows = []
+    for name, percent in percents.items():
+        found = {"implementation": name, "own": role(name) == "own"}
+        if isinstance(percent, str):
+            found |= {"status": percent, "reason": f"because {percent}", "n_kernels": 0}
+        else:
+            found |= counted | {"dram_percent": percent}
+        rows += [key | found | {"pass": pass_} for pass_ in ("forward", "backward")]
+    return {"profiled_passes": rows}
+
+
 def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     tables: dict[str, list[Row]] = {}
     for part in parts:

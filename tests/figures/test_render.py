@@ -49,6 +49,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.ablation_rows({("mlp", shape): 1.0 for shape in ("small", "mid")}, device),
         sample.equal_rows([0.99, 1.0, 1.01], device),
         sample.operator_rows({("llama3_8b/train", "forward"): (9.0, "faster")}, device),
+        sample.profile_rows({"torch": 70.0, "triton": 90.0}, device),
         sample.host_rows({("torch", "forward"): 9.0, ("triton", "chain"): 12.0}, device),
     )
 
@@ -59,6 +60,7 @@ def failed(device: str) -> dict:
         sample.steps(times, device),
         sample.roofline_rows({("separate", "mid"): "timeout"}, device),
         sample.ablation_rows({("mlp", "mid"): "oom"}, device),
+        sample.profile_rows({"torch": "unsupported"}, device),
     )
 
 

@@ -81,6 +81,9 @@ def measured() -> dict[str, list[Row]]:
         call | {"implementation": name, "host_us_p50": time}
         for name, time in (("torch", 9.0), ("triton", 12.0))
     ]
+    counted = OK | {"op": "swiglu", "problem": problem, "shape": "tiny", "pass": "forward"}
+    counted |= {"sections": "quick", "launch": 0, "kernel": "k", "duration_us": 3.0}
+    tables["profiles"].append(counted | {"implementation": "triton", "run_id": "p"})
     for variant, time in (("sdpa_flash", 9), ("only_mlp", 8), ("without_mlp", 6), ("fused", 4)):
         step = tables["steps"][0] | {"variant": variant, "study": "ablation", "step_ms_p50": time}
         step |= {"shape": "small", "n_context": 64, "config_id": f"ablation--small--{variant}"}

@@ -42,6 +42,12 @@ VIEWS = {
     " speedup_best_high double, verdict_best text",
     "host": "device text, op text, problem text, pass text, implementation text,"
     " with_launches boolean, host_us double, times_base double, n_runs bigint",
+    "profiled_passes": f"device text, op text, shape text, problem text, implementation text,"
+    f" pass text, own boolean, {OUTCOME}, kernel text, n_kernels bigint, duration_us double,"
+    " dominant_share double, sm_percent double, dram_percent double, l2_percent double,"
+    " occupancy_percent double, registers integer, shared_bytes integer, stall_1 text,"
+    " stall_1_percent double, stall_2 text, stall_2_percent double, stall_3 text,"
+    " stall_3_percent double",
     "implementations": "op text, implementation text, provider text, rank integer",
     "equal_things": "device text, kind text, part text, shape text, name text,"
     " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",

@@ -15,7 +15,11 @@ from tnp.gates.results import Setting
 from tnp.ops.attention import OPERATOR, attention
 
 # The forward-only form has tests of its own.
-OURS = [x.name for x in OPERATOR.implementations if x.provider == OWN and x.differentiable]
+OURS = [
+    x.name
+    for x in OPERATOR.implementations
+    if x.provider == OWN and x.differentiable and x.selectable
+]
 ours = pytest.mark.parametrize("implementation", OURS)
 # Few keys, and many; many of which a sample counts its own.
 SHAPES = {"few": (2, 15, None), "many": (1, 140, None), "counted": (2, 140, "9,140")}

@@ -16,7 +16,11 @@ from tnp.contract import OWN
 from tnp.ops.attention import OPERATOR, attention, keys
 from tnp.ops.attention.torch_forms import visible
 
-OURS = [x.name for x in OPERATOR.implementations if x.provider == OWN and x.differentiable]
+OURS = [
+    x.name
+    for x in OPERATOR.implementations
+    if x.provider == OWN and x.differentiable and x.selectable
+]
 ours = pytest.mark.parametrize("implementation", OURS)
 NAMES = ("o", "dq", "dk", "dv")
 N = 50  # more than a tile of any kernel in float32

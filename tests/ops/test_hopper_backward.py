@@ -1,4 +1,8 @@
-"""What runs ahead of Hopper's backward kernels, in the interpreter: weights of do, lse, flags."""
+"""What runs ahead of Hopper's backward kernels and after them, in the interpreter: lse and delta in
+padded rows, weights of do, flags, and dq put in order.
+"""
+
+from itertools import accumulate
 
 import pytest
 import torch
@@ -7,7 +11,7 @@ from tests.ops.problems import DEVICE
 from tnp import targets
 from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention.hopper_backward import PADDED_ROWS, TILE_ROWS, _bound_statistics
+from tnp.ops.attention.hopper_backward import PADDED_ROWS, TILE_ROWS, PaddedRows
 
 N_Q, N_HEADS = 150, 3
 PADDED = 256
@@ -31,8 +35,8 @@ def test_do_is_weighted_where_every_lse_of_a_tile_is_near_zero():
     statistics = torch.full([2 * rows + N_HEADS], 7.0)
     dq = torch.full([rows * 64], 7.0)
     weighted = torch.full([1, N_HEADS, PADDED, 64], 7.0, dtype=torch.bfloat16)
-    launch = _bound_statistics(call, o, do, fused=True, base2=True)
-    launch(o, do, lse, statistics, dq, weighted)
+    launch = PaddedRows(call).statistics(o, do, fused=True, base2=True)
+    launch(o, do, lse, statistics, dq, weighted, lse, lse, lse)
 
     found_lse, delta = statistics[: 2 * rows].view(2, N_HEADS, PADDED)
     assert (dq == 0).all()
@@ -50,3 +54,56 @@ def test_do_is_weighted_where_every_lse_of_a_tile_is_near_zero():
             as_it_was = lse[0, head, some] if left else torch.zeros(len(of_tile))
             torch.testing.assert_close(found_lse[head, some], as_it_was, equal_nan=True)
     assert (found_lse[0, N_Q:] == 0).all() and torch.isinf(found_lse[2, N_Q:192]).all()
+
+
+def padded_places(lengths: list[int] | None) -> torch.Tensor:
+    """Of each of a head's rows its place among the padded ones."""
+    if lengths is None:
+        return torch.arange(N_Q)
+    places, first = [], 0
+    for s, length in enumerate(lengths):
+        begin = (first // TILE_ROWS + s) * TILE_ROWS
+        places += range(begin, begin + length)
+        first += length
+    return torch.tensor(places)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
+@pytest.mark.parametrize("lengths", [None, [150], [5, 0, 64, 1, 80]], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
+    """Every sequence begins with a tile of its own; what no row is in must not be read."""
+    sizes = {"batch": 1, "n_heads": N_HEADS, "n_q": N_Q, "n_k": N_Q, "head_dim": head_dim}
+    packed = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": len(lengths or ())}
+    problem = OPERATOR.problem("bfloat16", **sizes, **(packed if lengths else {}), causal=True)
+    padded = PaddedRows(Call(problem, targets.named("H200")))
+    generator = torch.Generator().manual_seed(0)
+    o, do = (torch.randn(1, N_HEADS, N_Q, head_dim, generator=generator) for _ in range(2))
+    lse = torch.randn(1, N_HEADS, N_Q, generator=generator)
+    cu = torch.tensor([0, *accumulate(lengths or [])], dtype=torch.int32)
+    pointers = padded.table.pointers((None, cu, cu), lse)[:3]
+    rows = padded.n_all * TILE_ROWS
+    statistics = torch.full([2 * rows], 7.0)
+    tiles = torch.full([rows * head_dim], 7.0)
+    launch = padded.statistics(o, do, fused=True)
+    launch(o, do, lse, statistics, tiles, do, *pointers)
+
+    places = padded_places(lengths)
+    found_lse, delta = statistics.view(2, N_HEADS, padded.of_head)
+    assert torch.equal(found_lse[:, places], lse[0])
+    torch.testing.assert_close(delta[:, places], (o * do).sum(-1)[0], rtol=1e-5, atol=1e-5)
+    whole = (tiles.view(N_HEADS, -1, TILE_ROWS * head_dim) == 0).all(2)
+    of_rows = torch.zeros(padded.n, dtype=torch.bool)
+    of_rows[places // TILE_ROWS] = True
+    assert whole[:, of_rows].all()
+    beside = of_rows.repeat_interleave(TILE_ROWS)
+    beside[places] = False
+    assert torch.isinf(found_lse[:, beside]).all() and (delta[:, beside] == 0).all()
+
+    # Of 64 columns each, as registers of a matmul hold them: warp, lane, column block, half, pair.
+    expected = torch.randn(N_HEADS, padded.of_head, head_dim, generator=generator)
+    by_register = expected.view(N_HEADS, padded.n, 4, 2, 8, head_dim // 64, 8, 4, 2)
+    tiles = by_register.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous()
+    dq = torch.full([1, N_HEADS, N_Q, head_dim], 7.0)
+    padded.finish(dq, dq.stride()[:3])(tiles.flatten(), dq, *pointers, 0.5)
+    torch.testing.assert_close(dq[0], 0.5 * expected[:, places])

@@ -15,6 +15,7 @@ from tests.sql.conftest import (
     Tables,
     both_passes,
     gate,
+    one,
     operator,
     run,
     step,
@@ -43,6 +44,47 @@ def test_roofline_takes_the_lower_ceiling(store: Callable[..., Query]) -> None:
     query = store(compute, memory)
     (row,) = query("from roofline where implementation = 'separate'")
     assert (row["tflops"], row["bound"], row["share_of_roofline"]) == (50, None, None)
+
+
+def test_what_only_reads_is_held_against_a_read(store: Callable[..., Query]) -> None:
+    reading = {"time_ms_p50": 2.0, "bytes": 1e9, "bytes_written": 1e6}
+    copying = operator("fused", time_ms_p50=2.0, bytes=1e9, bytes_written=5e8)
+    earlier = operator("separate", time_ms_p50=2.0, bytes=1e9)
+    ceilings = [
+        operator("torch", "ceiling_matmul", time_ms_p50=1.0, flops=1e12, bytes=1e6),
+        operator("torch", "ceiling_copy", time_ms_p50=1.0, bytes=1e9),
+    ]
+    read = operator("torch", "ceiling_read", time_ms_p50=0.5, bytes=1e9, bytes_written=1e3)
+    parts = [operator("sdpa_flash", **reading), copying, earlier, *ceilings]
+    shares = "select implementation, share_of_roofline from roofline where op = 'attention'"
+    of = {row["implementation"]: row["share_of_roofline"] for row in store(*parts, read)(shares)}
+    assert of == {"sdpa_flash": 0.25, "fused": 0.5, "separate": 0.5}
+    of = {row["implementation"]: row["share_of_roofline"] for row in store(*parts)(shares)}
+    assert of == {"sdpa_flash": 0.5, "fused": 0.5, "separate": 0.5}
+
+
+def test_products_are_held_against_those_in_their_own_format(store: Callable[..., Query]) -> None:
+    matmuls = [
+        operator(
+            "torch", "ceiling_matmul", dtype=dtype, config_id=dtype, flops=flops, bytes=1e6,
+            time_ms_p50=1.0,
+        )
+        for dtype, flops in (("bfloat16", 1e12), ("e4m3", 2e12))
+    ]  # fmt: skip
+    copy = operator("torch", "ceiling_copy", time_ms_p50=1.0, bytes=1e9)
+    work = {"time_ms_p50": 4.0, "flops": 1e12, "bytes": 1e6}
+    parts = [
+        operator("fused", **work),
+        operator("e4m3", precision="e4m3", **work),
+        operator("int", precision="int8", **work),  # of which there is no ceiling here
+        operator("half", dtype="float16", **work),
+    ]
+    query = store(*matmuls, copy, *parts)
+    rows = query("from roofline where op = 'attention'")
+    of = {row["implementation"]: row["share_of_roofline"] for row in rows}
+    assert of == {"fused": 0.25, "e4m3": 0.125, "int": 0.25, "half": 0.25}
+    assert one(query, "from ceilings")["ceiling_tflops"] == 1000
+    assert len(query("from roofline where op = 'ceiling_matmul'")) == 2
 
 
 def test_operators_are_compared_with_the_best_peer(store: Callable[..., Query]) -> None:

@@ -60,6 +60,19 @@ def render(name, database, html_path, image_path):
         path.write_text(name)
     return f"what {name} found"
 """
+# Of a GPU that is not there profiles are taken in the script's own process, with a false `ncu`.
+FAKE_GPU = {
+    "tnp/bench/provenance.py": """
+def device_slug():
+    return "nvidia-h200"
+""",
+    "tnp/bench/isolate.py": """
+def run_isolated(kind, parameters, timeout_s):
+    from tnp.bench.profiles import measure_profiles
+    tables = {"profiles": measure_profiles(parameters)}
+    return with_provenance(tables, parameters["device_slug"], None)
+""",
+}
 FAKE_TRAINING = """
 def run(parameters, device, checkpoint_dir, on_row, code):
     on_row({"run": parameters["run"], "step": 1, "heldout_log_likelihood": 0.0})
@@ -154,10 +167,10 @@ class Checkout:
     def forget_calls(self) -> None:
         (self.folder / "calls").unlink(missing_ok=True)
 
-    def rows(self, table: str) -> list[dict]:
+    def rows(self, table: str, device: str = "cpu") -> list[dict]:
         import pyarrow.parquet as pq
 
-        files = sorted(self.folder.glob(f"data/runs/cpu/{table}/*.parquet"))
+        files = sorted(self.folder.glob(f"data/runs/{device}/{table}/*.parquet"))
         return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
 
     def store(self, sql: str) -> list[tuple]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from tnp import choice
 from tnp.catalog import catalog
-from workflow import plan, problems
+from workflow import operator_plan, plan, problems
 from workflow.uses import _refusal
 from workflow.validation import validate
 
@@ -32,7 +33,48 @@ def test_a_study_may_be_timed_more_briefly_than_others():
     ]
     assert {timing["warmup_s"] for timing in others} == {CONFIG["timing"]["warmup_s"]}
     assert briefly < CONFIG["timing"]["warmup_s"]
-    assert all(job["timing"].keys() == CONFIG["timing"].keys() for job in OPS.values())
+    known = CONFIG["timing"].keys() - {"latency"}
+    assert all(job["timing"].keys() - {"latency"} == known for job in OPS.values())
+
+
+def test_a_study_of_latency_has_the_numbers_of_calls_and_no_other_study_has():
+    asked = {name for name, spec in CONFIG["ops"].items() if spec.get("timing") == "latency"}
+    assert asked and asked == {job["study"] for job in OPS.values() if "latency" in job["timing"]}
+    (numbers,) = {str(job["timing"]["latency"]) for job in OPS.values() if job["study"] in asked}
+    assert numbers == str({"warmup_calls": 100, "launches": 1000})
+
+
+def test_nothing_is_chosen_by_latency():
+    config = copy.deepcopy(CONFIG)
+    study = {"op": "attention", "timing": "latency", "implementations": ["fused", "auto"]}
+    shared = {name: CONFIG["ops"]["attention"][name] for name in ("devices", "priority", "shapes")}
+    config["ops"]["quick_one"] = study | shared | {"replicates": 1}
+    ops = plan.ops(config, "cuda", "nvidia-h200")
+    assert "quick_one--mid" in ops
+    chosen_by = {name.split("--")[0] for name, _ in operator_plan.deciding(config, ops)}
+    assert "attention" in chosen_by and "quick_one" not in chosen_by
+
+
+@pytest.mark.parametrize(
+    ("timing", "sentence"),
+    [
+        ("latenci", "ops.swiglu.timing: 'latenci' must be one of 'latency'"),
+        (3, "ops.swiglu.timing: 3 must be keys with values"),
+        ({"launches": 3}, "ops.swiglu.timing: unknown key 'launches'"),
+    ],
+)
+def test_a_timing_that_is_none_is_named(timing, sentence):
+    config = copy.deepcopy(CONFIG)
+    config["ops"]["swiglu"]["timing"] = timing
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        validate(config)
+
+
+def test_section_timing_says_how_latency_is_measured():
+    config = copy.deepcopy(CONFIG)
+    del config["timing"]["latency"]
+    with pytest.raises(ValueError, match="timing: key 'latency' is missing"):
+        validate(config)
 
 
 def test_no_table_has_an_entry_of_what_nobody_tuned_for():

@@ -10,6 +10,7 @@ import yaml
 
 from tnp.bench.outcome import implementation_of
 from tnp.catalog import catalog
+from tnp.schemas import CEILINGS, FORMATS
 from tnp.variants import named_specs
 from workflow import plan, problems
 
@@ -45,6 +46,10 @@ def test_an_operators_implementations_are_one_job_a_size_and_replicate():
         name: f"attention--mid--{name}" for name in [*names, "fused--twin1"]
     }
     assert ops["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
+    ceilings = {name: job for name, job in ops.items() if job["study"] == "ceilings"}
+    assert ceilings["ceilings--matmul"]["dtype"] == CONFIG["compute_dtype"]["cuda"]
+    assert ceilings["ceilings--matmul_e4m3"]["dtype"] == "e4m3"
+    assert len(ceilings) == len(CEILINGS) + len(FORMATS) - 1
     jobs = [name for name, _ in plan.running_order(ops) if name.startswith("attention--")]
     assert len(jobs) == len(spec["shapes"]) * spec["replicates"]
 
@@ -209,6 +214,17 @@ def test_predictions_are_a_job_for_each_shape_and_variant():
     job = jobs["predictions--mid_b1--fused"]
     assert (job["batch"], job["n_context"], job["n_target"]) == (1, 10_000, 1000)
     assert job["dtype"] == CONFIG["compute_dtype"]["cuda"] and job["study"] == "predictions"
+
+
+def test_profiles_are_a_job_for_each_implementation_of_each_problem():
+    jobs = plan.profiles(CONFIG, "cuda", "nvidia-h200")
+    job = jobs["profiles--attention--mid--fused"]
+    assert job["implementation"] == "fused" and list(job["implementations"]) == ["fused"]
+    assert job["study"] == "profiles" and job["sections"] == CONFIG["profiles"]["sections"]
+    assert job["problem"] == plan.ops(CONFIG, "cuda", "x")["attention--mid"]["problem"]
+    assert "profiles--rms_norm--llama3_8b-train--torch" in jobs
+    assert plan.profiles(CONFIG, "cpu", "cpu") == {}
+    assert "'profiles' is for cuda alone" in plan.elsewhere(CONFIG, "cpu", "cpu")["profiles"]
 
 
 def test_predictions_wait_for_the_gates_of_what_they_use():

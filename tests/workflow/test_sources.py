@@ -192,7 +192,7 @@ import sys, time
 started = time.perf_counter()
 import yaml
 from tnp.bench.outcome import implementation_of
-from workflow import plan, sources
+from workflow import operator_plan, plan, sources
 from workflow.validation import validate
 config = yaml.safe_load(open("config.yaml"))
 validate(config)
@@ -201,7 +201,7 @@ for gate in plan.gates(config):
     sources.of_gate(gate)
 for step in plan.steps(*where).values():
     sources.of_step(step)
-for op in (plan.ops(*where) | plan.tuning(*where)).values():
+for op in (plan.ops(*where) | operator_plan.tuning(*where)).values():
     for name in map(implementation_of, op["implementations"]):
         sources.of_op(op | {"implementation": name})
 for run in plan.training(*where).values():
@@ -223,3 +223,12 @@ def test_planning_for_a_gpu_imports_nothing_that_computes():
     print(done.stdout)  # how long it took, which nothing is asserted of
     assert done.returncode == 0, f"it imported {done.stderr}"
     assert "planned in" in done.stdout
+
+
+def test_a_profile_depends_on_the_launch_and_on_the_kernels_that_it_runs():
+    jobs = plan.profiles(CONFIG, "cuda", "nvidia-h200")
+    ours = sources.of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--fused"])
+    assert "tnp.bench.profile_launch:launch" in ours and "tnp.bench.ncu:profile" in ours
+    assert any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in ours)
+    theirs = sources.of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--torch"])
+    assert not any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in theirs)

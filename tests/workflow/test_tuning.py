@@ -13,7 +13,7 @@ from tnp import choice
 from tnp.catalog import catalog
 from tnp.ops.swiglu import OPERATOR
 from tnp.store import write_table
-from workflow import plan
+from workflow import operator_plan, plan
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -22,7 +22,7 @@ WITHOUT = {name: section for name, section in CONFIG.items() if name != "tuning"
 
 
 def test_an_operation_that_two_implementations_share_is_tuned_once():
-    jobs = plan.tuning(*HERE)
+    jobs = operator_plan.tuning(*HERE)
     of_mid = {name: one for name, one in jobs.items() if "--mid--" in name}
     assert {name: (list(one["forced"]), one["passes"]) for name, one in of_mid.items()} == {
         "tuning--attention--mid--forward": (["separate"], ["forward"]),
@@ -37,13 +37,15 @@ def test_an_operation_that_two_implementations_share_is_tuned_once():
 
 
 def test_trials_are_no_part_of_what_is_measured_anyway():
-    assert not plan.tuning(*HERE).keys() & plan.ops(*HERE).keys()
-    assert plan.tuning(CONFIG, "cpu", "cpu") == plan.tuning(WITHOUT, *HERE[1:]) == {}
+    assert not operator_plan.tuning(*HERE).keys() & plan.ops(*HERE).keys()
+    assert (
+        operator_plan.tuning(CONFIG, "cpu", "cpu") == operator_plan.tuning(WITHOUT, *HERE[1:]) == {}
+    )
 
 
 def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
     ops = plan.ops(*HERE)
-    jobs = plan.deciding(CONFIG, ops)
+    jobs = operator_plan.deciding(CONFIG, ops)
     assert ("attention--large", 2) in jobs and ("mlp--small", 1) in jobs
     tuned = {ops[name]["shape"] for name, _ in jobs}
     assert tuned == set(CONFIG["tuning"]["shapes"])
@@ -51,8 +53,8 @@ def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
         known, timed = catalog(), set(CONFIG["ops"][op]["implementations"])
         assert set(known.candidates(op, "auto")) - set(known.installed(op)) <= timed
         assert set(CONFIG["ops"][op]["shapes"]) - tuned  # where nothing was tuned
-    assert plan.deciding(CONFIG, plan.ops(CONFIG, "cpu", "cpu")) == []
-    assert plan.deciding(WITHOUT, ops) == []
+    assert operator_plan.deciding(CONFIG, plan.ops(CONFIG, "cpu", "cpu")) == []
+    assert operator_plan.deciding(WITHOUT, ops) == []
 
 
 SCRIPT = """

@@ -207,11 +207,38 @@ def test_predictions_that_cannot_be_timed_are_named(changes, sentence):
         validate(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sections": "fast"}, "profiles.sections: 'fast' must be one of 'quick', 'full'"),
+        ({"devices": ["cpu"]}, "profiles.devices[0]: 'cpu' must be one of 'cuda'"),
+        ({"ops": {"swigl": {"implementations": ["torch"]}}}, "unknown operator 'swigl'"),
+        (
+            {"ops": {"mlp": {"shapes": ["small"], "implementations": ["fuse"]}}},
+            "profiles.ops.mlp.implementations: unknown implementation 'fuse'",
+        ),
+        (
+            {"ops": {"mlp": {"shapes": ["smal"], "implementations": ["fused"]}}},
+            "profiles.ops.mlp.shapes: unknown shape 'smal'",
+        ),
+        (
+            {"ops": {"mlp": {"implementations": ["fused"]}}},
+            "profiles.ops.mlp: one of the keys shapes, at, problems is missing",
+        ),
+    ],
+)
+def test_what_cannot_be_profiled_is_named(changes, sentence):
+    config = copy.deepcopy(CONFIG)
+    config["profiles"] |= changes
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        validate(config)
+
+
 def test_what_predicts_needs_the_gates_of_ours():
     config = copy.deepcopy(CONFIG)
     config["gates"] = ["baseline"]
     config["steps"], config["ops"], config["training"] = {}, {}, {}
-    for section in ("ablation", "noise"):
+    for section in ("ablation", "noise", "profiles"):
         del config[section]
     with pytest.raises(ValueError, match=r"predictions.variants\[1\]: .*gates must name"):
         validate(config)

@@ -1,4 +1,4 @@
-"""The device's own limits: a large matmul and a memory copy, through PyTorch."""
+"""The device's own limits: large matmuls, a memory copy and a read, through PyTorch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tnp.bench.outcome import Unsupported
 from tnp.contract import Work
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
+READ_BYTES, READ_COLUMNS = 2**30, 4096
 CHECKED_ROWS = 64
 
 
@@ -23,7 +25,7 @@ class Ceiling:
     pairs: Callable[[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
 
     def require_supported(self, contender: str) -> None:
-        """Every device has limits."""
+        """Of what the device cannot do there is no ceiling: `of` has refused it."""
 
     def calls(self, contender: str) -> list[Callable[[], torch.Tensor]]:
         """One, on one set of inputs that no cache holds."""
@@ -49,23 +51,66 @@ class Ceiling:
 
 
 def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
-    """Of a job whose operator is one of `tnp.schemas.CEILINGS`."""
+    """Of a job whose operator is one of `tnp.schemas.CEILINGS`.
+
+    Raises Unsupported for a number format that the device does not multiply in.
+    """
     generator = torch.Generator(device).manual_seed(parameters["replicate"])
-    making = {"ceiling_matmul": _matmul, "ceiling_copy": _copy}
+    making = {"ceiling_matmul": _matmul, "ceiling_copy": _copy, "ceiling_read": _read}
     return making[parameters["op"]](parameters, device, generator)
 
 
 def _matmul(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
-    """[n, n] @ [n, n] through PyTorch, n = 8192 unless `n_q` says."""
-    n = parameters.get("n_q") or MATMUL_SIZE
-    dtype = getattr(torch, parameters["dtype"])
-    a, b = (torch.randn(n, n, dtype=dtype, device=device, generator=generator) for _ in "ab")
+    """[n, n] @ [n, n] through PyTorch, n = 8192 unless `n_q` says.
+
+    The job's `dtype` is a number format: a dtype of PyTorch, or one of "tf32", "int8" and "e4m3".
+    """
+    n, kind = parameters.get("n_q") or MATMUL_SIZE, parameters["dtype"]
+    dtype = {"tf32": torch.float32, "e4m3": torch.float8_e4m3fn}.get(kind) or getattr(torch, kind)
+    if (
+        kind == "e4m3"
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < (8, 9)
+    ):
+        raise Unsupported("e4m3 is multiplied from compute capability 8.9 on")
+    drawn = (torch.randn(n, n, device=device, generator=generator) for _ in "ab")
+    # Whole numbers of 8 bits, of which few lie outside their range.
+    a, b = ((x * 32).clamp(-127, 127).to(dtype) if kind == "int8" else x.to(dtype) for x in drawn)
     rows = slice(n - min(n, CHECKED_ROWS), n)
     size = 1.0 * n**2 * dtype.itemsize
+    written = 1.0 * n**2 * {"int8": 4, "e4m3": 2}.get(kind, dtype.itemsize)
     return Ceiling(
-        lambda: a @ b,
-        Work({parameters["dtype"]: 2.0 * n**3}, 2 * size, size),
+        _product(kind, a, b),
+        Work({kind: 2.0 * n**3}, 2 * size, written),
         lambda product: [(product[rows], a[rows].double() @ b.double())],
+    )
+
+
+def _product(kind: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """a @ b. In 8 bits the second operand lies column by column, as cuBLAS wants it."""
+    if kind == "int8":
+        columns = b.t().contiguous().t()
+        return lambda: torch._int_mm(a, columns)
+    if kind == "e4m3":
+        columns, one = b.t().contiguous().t(), torch.ones((), device=a.device)
+        return lambda: torch._scaled_mm(
+            a, columns, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    if kind == "tf32":  # a setting of the process, which measures nothing else
+        torch.set_float32_matmul_precision("high")
+    return lambda: a @ b
+
+
+def _read(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
+    """1 GiB read and nearly nothing written: sums of rows of bfloat16, 4,096 numbers each."""
+    rows = READ_BYTES // (2 * READ_COLUMNS)
+    shape, dtype = (rows, READ_COLUMNS), torch.bfloat16
+    source = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+    checked = slice(0, CHECKED_ROWS)
+    return Ceiling(
+        lambda: torch.sum(source, dim=1, dtype=torch.float32),
+        Work({}, READ_BYTES, 4.0 * rows),
+        lambda sums: [(sums[checked], source[checked].double().sum(1))],
     )
 
 

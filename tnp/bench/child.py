@@ -35,6 +35,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.host import measure_host
 
             note(tables={"host_calls": measure_host(parameters)})
+        elif kind == "profile":
+            from tnp.bench.profiles import measure_profiles
+
+            note(tables={"profiles": measure_profiles(parameters)})
         elif kind == "costs":
             from tnp.bench.costs import measure_costs
 

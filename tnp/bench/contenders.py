@@ -97,9 +97,12 @@ class Contenders:
         parameters: what `tnp.bench.outcome.op_job` gives.
         pass_: "forward" or "backward".
         device: where it runs.
+        n_sets: of inputs; by default as many as exceed the cache.
     """
 
-    def __init__(self, parameters: dict, pass_: str, device: torch.device) -> None:
+    def __init__(
+        self, parameters: dict, pass_: str, device: torch.device, n_sets: int | None = None
+    ) -> None:
         self.operator = catalog().operator(parameters["op"])
         problem = self.operator.from_json(parameters["problem"])
         self.case = Case(problem, tuple(sorted(parameters.get("draw", {}).items())))
@@ -112,7 +115,7 @@ class Contenders:
         replicate = parameters["replicate"]
         random = Random(self.case, device, replicate)
         least = self.operator.work(self.case, pass_).bytes
-        for i in range(input_sets(least, device)):
+        for i in range(n_sets or input_sets(least, device)):
             drawn = self.operator.draw(self.case, random)
             self.sets.append({name: drawn.get(name) for name in self.operator.tensors})
             # Drawn when the first contender's outputs are there: the same for all.

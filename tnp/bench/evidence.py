@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from tnp.bench.policy import Policy
+from tnp.bench.policy import policy_of, question
 from tnp.catalog import catalog, is_automatic, version
 from tnp.contract import OWN
 from tnp.definitions import digest
@@ -49,6 +49,7 @@ def of_op(parameters: dict) -> dict[str, object]:
     """
     op, name = parameters["op"], parameters["implementation"]
     known = _known(parameters, parameters.get("definitions", {}).get(name))
+    known["timing"] = question(parameters["timing"])
     if "problem" not in parameters:
         asked = {name: parameters.get(name) for name in ("op", "n_q", "dtype")}
         return known | {"spec_hash": _hash(asked), "gates": ""}
@@ -113,7 +114,7 @@ def _known(parameters: dict, definitions: dict[str, str] | None) -> dict[str, st
     """Of the code and of how it is timed."""
     return {
         "source_hash": _hash(definitions) if definitions else None,
-        "timing_hash": _hash(asdict(Policy.from_parameters(parameters["timing"]))),
+        "timing_hash": _hash(asdict(policy_of(parameters["timing"]))),
     }
 
 

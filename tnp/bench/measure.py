@@ -21,11 +21,17 @@ from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
 from tnp.bench.kernel_code import launches
 from tnp.bench.outcome import Rows, classify, implementation_of, key, of_contender, passes
-from tnp.bench.policy import Policy
+from tnp.bench.policy import Latency, policy_of
 from tnp.bench.provenance import Conditions
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
-from tnp.bench.timing import call_ms, first_call, measure_interleaved, synchronize
+from tnp.bench.timing import (
+    call_ms,
+    first_call,
+    measure_interleaved,
+    measure_latency,
+    synchronize,
+)
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Work
 
@@ -37,13 +43,14 @@ GRAPH_LAUNCHES = 20
 
 # Of an operation, by its number format, of one at the datasheet's rate: a product in 16 bits.
 SHARES = {"bfloat16": 1.0, "float16": 1.0, "float8_e4m3fn": 0.5, "e4m3": 0.5, "int8": 0.5}
+SHARES |= {"tf32": 2.0}
 
 # Share of the largest reference value that an output may be off. An absolute bound sees nothing
 # at 200,000 keys, where an attention output is about as small as the bound; the gates hold those.
 MAX_RELATIVE_ERROR = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
 # The same of products in narrower formats: some five standard deviations of what their rounding
 # leaves in a product of normal numbers, over the largest of as many deviations.
-MAX_RELATIVE_ERROR |= {"e4m3": 1e-1, "int8": 5e-2, "int4": 2.5e-1}
+MAX_RELATIVE_ERROR |= {"e4m3": 1e-1, "int8": 5e-2, "int4": 2.5e-1, "tf32": 5e-3}
 
 
 class Inaccurate(ValueError):
@@ -177,15 +184,17 @@ def _measure_pass(
         return Contender.of(calls, compile_s, device)
 
     contenders = each(prepare, parameters["implementations"])
-    n_launches = launches_per_run(contenders.values(), device)
+    policy = policy_of(parameters["timing"])
+    single = isinstance(policy, Latency)
+    n_launches = 1 if single else launches_per_run(contenders.values(), device)
     runs = each(lambda name: replayed(contenders[name].calls, n_launches), contenders)
     suspect(list(runs))
     with Conditions(device.type) as conditions:
-        measurements = measure_interleaved(
-            [timed for timed, _ in runs.values()],
-            device,
-            Policy.from_parameters(parameters["timing"]),
-            n_launches,
+        timed = [calls for calls, _ in runs.values()]
+        measurements = (
+            measure_latency(timed, device, policy)
+            if single
+            else measure_interleaved(timed, device, policy, n_launches)
         )
     measured = dict(zip(runs, measurements, strict=True))
 
@@ -248,7 +257,7 @@ def detached(output: Output) -> Output:
 
 
 def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
-    """The columns flops, bytes, tflops and gb_per_s.
+    """The columns flops, bytes, bytes_written, tflops and gb_per_s.
 
     Raises AboveCeiling where the datasheet of the device of this name says that no kernel runs at
     these rates.
@@ -264,7 +273,13 @@ def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
         ):
             if rate > best:
                 raise AboveCeiling(f"{rate:.0f} {unit} is above what {gpu} can do, {best:.0f}")
-    return {"flops": flops, "bytes": work.bytes, "tflops": tflops, "gb_per_s": gb_per_s}
+    return {
+        "flops": flops,
+        "bytes": work.bytes,
+        "bytes_written": work.written,
+        "tflops": tflops,
+        "gb_per_s": gb_per_s,
+    }
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:

@@ -5,7 +5,15 @@ from collections.abc import Iterable
 from tnp.bench import evidence
 from tnp.catalog import catalog
 from tnp.contract import Problem
-from tnp.schemas import CONTRACT, OP_KEY, OP_SIZES, PREDICTION_KEY, STEP_KEY, VARIANT
+from tnp.schemas import (
+    CONTRACT,
+    OP_KEY,
+    OP_SIZES,
+    PREDICTION_KEY,
+    PROFILE_KEY,
+    STEP_KEY,
+    VARIANT,
+)
 
 Rows = dict[str, list[dict[str, object]]]  # by table
 
@@ -101,6 +109,13 @@ def of_form(parameters: dict, form: str) -> dict[str, object]:
     return known | evidence.of_prediction(parameters)
 
 
+def of_profile(parameters: dict, pass_: str) -> dict[str, object]:
+    """The columns of a row of profiles that are known before there is one."""
+    whole = catalog().operator(parameters["op"]).backward_with_forward and pass_ == "backward"
+    about = parameters | {"pass": pass_, "with_forward": whole}
+    return {name: about[name] for name, _ in PROFILE_KEY}
+
+
 def twins(implementation: str, n: int) -> list[str]:
     """Names of `n` further contenders of the same implementation: what they differ by is noise."""
     return [f"{implementation}{_TWIN}{i}" for i in range(1, n + 1)]
@@ -120,6 +135,9 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
         return {"steps": [key(kind, parameters) | outcome]}
     if kind == "prediction":
         return {"predictions": [of_form(parameters, form) | outcome for form in FORMS]}
+    if kind == "profile":
+        rows = [of_profile(parameters, pass_) | outcome for pass_ in passes(parameters)]
+        return {"profiles": rows}
     if kind == "host":
         return {
             "host_calls": [

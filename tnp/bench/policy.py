@@ -1,6 +1,14 @@
-"""How long to warm up and how often to sample: `timing` in config.yaml. Imports no torch."""
+"""How long to warm up and how often to sample: `timing` in config.yaml. Imports no torch.
 
+Operators are timed for one of two questions. Throughput is what a launch takes among many: the mean
+of a CUDA graph's, where they are short. Latency is what a single launch takes, and how much longer
+the slowest of a thousand do. Rows say which of the two they answer, in column `timing`.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+THROUGHPUT, LATENCY = "throughput", "latency"
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,26 @@ class Policy:
         return max(self.long_samples, min(int(self.max_sampling_s / round_s), self.min_samples))
 
     @classmethod
-    def from_parameters(cls, timing: dict) -> "Policy":
+    def from_parameters(cls, timing: Mapping) -> "Policy":
         """Of config.yaml's `timing`, whose other keys are not about sampling."""
         return cls(**{field.name: timing[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Call `warmup_calls` times, then sample `launches` single calls: `timing.latency`."""
+
+    warmup_calls: int
+    launches: int
+
+
+def question(timing: Mapping) -> str:
+    """What a job's `timing` asks for: of latency it has the numbers, else it has none of them."""
+    return LATENCY if LATENCY in timing else THROUGHPUT
+
+
+def policy_of(timing: Mapping) -> Policy | Latency:
+    """How the question of a job's `timing` is answered."""
+    if question(timing) == LATENCY:
+        return Latency(**timing[LATENCY])
+    return Policy.from_parameters(timing)

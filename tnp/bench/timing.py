@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from tnp.bench.policy import Policy
+from tnp.bench.policy import Latency, Policy
 
 # Warm-up has settled when the medians of two successive chunks agree within this share …
 WARM_WITHIN = 0.02
@@ -31,6 +31,9 @@ SETTLED_WITHIN = 0.01
 # Successive samples are alike, so that their own spread says little of their mean's. Means of ten
 # batches are nearly independent; 2.26 is Student's 97.5 % quantile of 9 degrees of freedom.
 N_BATCHES, T_QUANTILE = 10, 2.26
+
+# Where single launches are timed, L2 caches are overwritten by so many times their size.
+FLUSHED_CACHES = 2
 
 Mark = torch.cuda.Event | float
 Call = Callable[[], object]
@@ -127,6 +130,47 @@ def measure_interleaved(
     synchronize(device)
     began, origin = time.perf_counter(), mark(device)
     taken = rounds(policy.long_rounds(round_ms / 1e3)) if is_long else _sample(rounds, policy)
+    return _measurements(taken, origin, began, start, n_warmup, launches_per_call)
+
+
+def measure_latency(
+    contenders: Sequence[Sequence[Call]], device: torch.device, policy: Latency
+) -> list[Measurement]:
+    """Time single calls of several contenders in rounds, one call of each a round.
+
+    As in `measure_interleaved`, but for this: the L2 cache is overwritten before each call, outside
+    its marks, and nothing is captured, repeated or added. While the device does that the host
+    launches the call, so that a sample has the launch's own time on the device, and the host's
+    where it takes longer to launch than the device to overwrite the cache.
+    """
+    if not contenders:
+        return []
+    start = time.perf_counter()
+    rounds = partial(_rounds, _turns(contenders), len(contenders), device)
+    flush = _flush(device)
+    rounds(policy.warmup_calls, flush)
+    began, origin = time.perf_counter(), mark(device)
+    taken = rounds(policy.launches, flush)
+    return _measurements(taken, origin, began, start, policy.warmup_calls, 1)
+
+
+def _flush(device: torch.device) -> Call:
+    """Overwrites the L2 cache; of a CPU, whose caches only the calls themselves fill, nothing."""
+    if device.type != "cuda":
+        return lambda: None
+    size = FLUSHED_CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.empty(size, dtype=torch.int8, device=device).zero_
+
+
+def _measurements(
+    taken: list[Spans],
+    origin: Mark,
+    began: float,
+    start: float,
+    n_warmup: int,
+    launches_per_call: int,
+) -> list[Measurement]:
+    """Of each contender, from the marks of its calls; `start` is when warm-up began."""
     measure_s = time.perf_counter() - start
     has_settled = settled(
         [sum(elapsed_ms(*span) for span in one) for one in zip(*taken, strict=True)]
@@ -156,11 +200,16 @@ def _turns(contenders: Sequence[Sequence[Call]]) -> Iterator[tuple[int, Call]]:
 
 
 def _rounds(
-    turns: Iterator[tuple[int, Call]], n_contenders: int, device: torch.device, n_rounds: int
+    turns: Iterator[tuple[int, Call]],
+    n_contenders: int,
+    device: torch.device,
+    n_rounds: int,
+    before: Call = lambda: None,
 ) -> list[Spans]:
-    """Marks around the next `n_rounds` calls of each contender."""
+    """Marks around the next `n_rounds` calls of each contender, `before` ahead of each."""
     spans: list[Spans] = [[] for _ in range(n_contenders)]
     for contender, call in itertools.islice(turns, n_rounds * n_contenders):
+        before()
         start = mark(device)
         call()
         spans[contender].append((start, mark(device)))

@@ -81,7 +81,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             blocks.append(layout.block(panels, title, data.joined([when, dtypes]), len(passes)))
     subtitle = [
         "The roofline is the most that the device can do: the rate of a large matmul or of a "
-        "memory copy, whichever binds, both measured on it. Medians "
+        "memory copy, whichever binds, both measured on it; what hardly writes is held against a "
+        "sum that only reads, where that was measured. Medians "
         "with cold caches; whiskers: the shortest and the longest run. Intensity: operations per "
         "byte, where each operand passes through memory once.",
         "“All else” are slower implementations, ours and others'; the tooltips name them. Hollow: "
@@ -207,7 +208,9 @@ def _roof(rows: list[Row]) -> list[Row]:
     """The roofline's corners, beyond the intensities of `rows` by a factor of two."""
     if not rows:
         return []
-    compute, copy = rows[0]["ceiling_tflops"], rows[0]["ceiling_gb_per_s"]
+    # Of implementations in several number formats the lowest: the others' points lie above it.
+    compute = min(row["ceiling_tflops"] for row in rows)
+    copy = min(row["ceiling_gb_per_s"] for row in rows)
     ridge = compute / copy * 1000
     intensities = [row["intensity"] for row in rows]
     ends = [min(*intensities, ridge) / 2, ridge, max(*intensities, ridge) * 2]

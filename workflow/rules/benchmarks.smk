@@ -66,6 +66,27 @@ rule host_calls:
         "../scripts/host.py"
 
 
+# It times nothing that is compared, so it waits for no gate.
+rule profile:
+    output:
+        **outputs("profile", REPLICATE),
+    log:
+        f"{LOGS}/{REPLICATE}.log",
+    wildcard_constraints:
+        config_id=one_of(PROFILES),
+    priority: priority_of
+    threads: workflow.cores
+    resources:
+        gpu=GPUS,
+    params:
+        code=lambda wildcards: code("profile", wildcards.config_id),
+        parameters=lambda wildcards: parameters_of("profile", wildcards),
+        # For Nsight Compute's own window. Not an output: it is there only where profiling worked.
+        reports=f"{RUNS}/ncu/{REPLICATE}",
+    script:
+        "../scripts/profile.py"
+
+
 # What `--config again=NAME` names, once more, and nothing else.
 rule again:
     input:

@@ -16,7 +16,7 @@ from tnp.definitions import digest
 from tnp.gates import GATES, gates_of, generic_gates
 from tnp.schemas import CEILINGS
 from tnp.story import STORY
-from workflow import plan, sources, start, summary
+from workflow import operator_plan, plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, is_of, keep, named
 from workflow.progress import Progress
 from workflow.faults import unknown
@@ -48,16 +48,18 @@ except ValueError as error:
 PLANNED_GATES = plan.gates(config)
 STEPS = plan.steps(config, DEVICE, SLUG)
 OPS = plan.ops(config, DEVICE, SLUG)
-TUNING = plan.tuning(config, DEVICE, SLUG)  # on demand alone
+TUNING = operator_plan.tuning(config, DEVICE, SLUG)  # on demand alone
 OF_OPERATORS = OPS | TUNING
 TRAINING = plan.training(config, DEVICE, SLUG)
 HOST = plan.host(config, DEVICE, SLUG)
 PREDICTIONS = plan.predictions(config, DEVICE, SLUG)
+PROFILES = plan.profiles(config, DEVICE, SLUG)
 BENCHMARKS = {"step": STEPS, "op": OPS, "prediction": PREDICTIONS, "host": HOST}
+BENCHMARKS |= {"profile": PROFILES}
 JOBS = BENCHMARKS | {"op": OF_OPERATORS, "train": TRAINING}
 SCRIPTS = dict.fromkeys(("step", "op", "prediction"), "benchmark")
-SCRIPTS |= {"host": "host", "train": "train"}
-OF_BENCHMARKS = STEPS | OPS | PREDICTIONS | HOST
+SCRIPTS |= {"host": "host", "profile": "profile", "train": "train"}
+OF_BENCHMARKS = STEPS | OPS | PREDICTIONS | HOST | PROFILES
 
 # Gates first, then the benchmarks round by round, training last.
 ORDER = plan.running_order(OF_BENCHMARKS)

@@ -10,7 +10,7 @@ TRIALS = [
 ]
 TIMED = [
     planned("op", f"{config_id}--r{replicate}")
-    for config_id, replicate in plan.deciding(config, OPS)
+    for config_id, replicate in operator_plan.deciding(config, OPS)
 ]
 
 

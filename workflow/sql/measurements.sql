@@ -1,6 +1,6 @@
 -- Grain: device × run × config_id × pass: every measurement of a step (pass "step"), of predictions
 -- (pass "prediction") or an operator that the store holds, failed ones included, with the question
--- it answers and its generation.
+-- it answers and its generation. An operator's latency is another question than its throughput.
 --
 -- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
 -- equal. They are of one generation where they also agree in the hashes of what was asked for, what
@@ -113,7 +113,8 @@ operators_as_measured as (
                 end,
                 '{}'
             ),
-            forced
+            forced,
+            nullif(timing, 'throughput')
         ) as question,
         time_ms_p50 as median_ms,
         coalesce(time_ms_mean, time_ms_p50) as mean_ms,

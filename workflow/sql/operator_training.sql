@@ -12,7 +12,10 @@ with runs as (
             over (partition by device, op, shape, dtype, run)
             as has_auto
     from judged_ops
-    where not is_ceiling(op) and not coalesce(twin, false)
+    where
+        not is_ceiling(op)
+        and not coalesce(twin, false)
+        and timing is distinct from 'latency'
 ),
 
 used as (

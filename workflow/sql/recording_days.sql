@@ -135,6 +135,15 @@ measured as (
     where
         host_calls.status = 'ok'
         and host_calls.recorded_at between host.first_recorded_at and host.recorded_at
+    union all
+    select
+        'profiled_passes' as view_name,
+        device,
+        problem as question,
+        origin,
+        profiles.recorded_at
+    from profiled_passes
+    inner join profiles using (device, op, problem, implementation, pass, recorded_at)
 )
 
 select

@@ -2,10 +2,14 @@
 -- generation against what the device itself reached in a large matmul and a memory copy (view
 -- `ceilings`).
 --
+-- The matmul is one in the number format that the implementation computes in, or in 16 bits where
+-- that one was not measured. What writes less than a tenth of the bytes that it moves is held
+-- against a sum that only reads, where that was measured, in place of the copy.
+--
 -- Which runs are used is as in view `step_summary`. `own` are this project's implementations. Where
 -- only bytes are counted (`flops` is null) the memory copy is the roofline. `share_low` and `_high`
 -- are of the longest and the shortest run; there is no share of what is known not to count. Not
--- `auto`, which is one of the others: view `auto_regret` has it.
+-- `auto`, which is one of the others: view `auto_regret` has it. Nor latency: view `latency`.
 create or replace view roofline as
 with runs as (
     select
@@ -17,7 +21,10 @@ with runs as (
             false
         ) as is_used
     from current_ops
-    where implementation != 'auto' and not coalesce(twin, false)
+    where
+        implementation != 'auto'
+        and not coalesce(twin, false)
+        and timing is distinct from 'latency'
 ),
 
 operators as (
@@ -27,7 +34,7 @@ operators as (
         any_value(columns([
             'generation', 'op', 'pass', 'implementation', 'role', 'shape', 'batch', 'n_q', 'n_k',
             'n_heads', 'head_dim', 'd_model', 'd_ff', 'd_ff_storage', 'n_components', 'dtype',
-            'flops', 'bytes'
+            'flops', 'bytes', 'bytes_written', 'precision'
         ])),
         min(config_id) as config_id,
         any_value(role) = 'own' as own,
@@ -58,6 +65,23 @@ timed as (
     from operators
 ),
 
+limits as (
+    select
+        timed.* exclude (bytes_written, precision),
+        coalesce(own.tflops, ceilings.ceiling_tflops) as ceiling_tflops,
+        case
+            when bytes_written < 0.1 * bytes then coalesce(ceiling_read_gb_per_s, ceiling_gb_per_s)
+            else ceiling_gb_per_s
+        end as ceiling_gb_per_s
+    from timed
+    left join ceilings using (device)
+    left join format_ceilings as own
+        on
+            timed.device = own.device
+            and own.op = 'ceiling_matmul'
+            and own.dtype = coalesce(nullif(timed.precision, ''), timed.dtype)
+),
+
 bounds as (
     select
         *,
@@ -68,8 +92,7 @@ bounds as (
             when 'compute' then flops / (ceiling_tflops * 1e9)
             when 'memory' then bytes / (ceiling_gb_per_s * 1e6)
         end as shortest_ms
-    from timed
-    left join ceilings using (device)
+    from limits
 )
 
 select

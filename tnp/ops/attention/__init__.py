@@ -7,8 +7,9 @@ A query sees all keys of its sample; where asked to, those up to its own (`causa
 keys these are is answered in `keys`.
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
-and dv and then dq, whose results are equal from run to run; or one. `e4m3` has both products of the
-forward pass in 8 bits, and no backward.
+and dv and then dq, whose results are equal from run to run; or one. `portable` is `separate`
+without Hopper's warp-specialized kernels. `e4m3` has both products of the forward pass in 8 bits,
+and no backward.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ SEPARATE = _operation(
     "separate", "few_keys:BACKWARD", "hopper_backward:SEPARATE", "triton_backward:SEPARATE"
 )
 FUSED = _operation("fused", "few_keys:BACKWARD", "hopper_backward:FUSED", "triton_backward:FUSED")
+PORTABLE_FORWARD = _operation("portable_forward", "triton_forward:FORWARD")
+PORTABLE_BACKWARD = _operation("portable_backward", "triton_backward:SEPARATE")
 IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWARD")
 OPERATOR = Operator(
     "attention",
@@ -179,6 +182,14 @@ OPERATOR = Operator(
             backward=FUSED,
             supported=_ours,
             options=definition.OF_ANY_KIND,
+        ),
+        Implementation(
+            "portable",
+            forward=PORTABLE_FORWARD,
+            backward=PORTABLE_BACKWARD,
+            supported=_ours,
+            options=definition.OF_ANY_KIND,
+            selectable=False,
         ),
         Implementation(
             "e4m3",

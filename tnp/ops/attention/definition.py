@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 SCALE = 0.125  # that gates and benchmarks pass
 OPTIONS = ("base2", "n_keys")  # that all kernels of ours take
+PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 # And those that take attention of any kind.
-OF_ANY_KIND = (
-    *OPTIONS, "causal", "cu_seqlens_k", "cu_seqlens_q", "n_kv_heads", "n_sequences", "window",
-)  # fmt: skip
+OF_ANY_KIND = (*OPTIONS, *PACKED, "causal", "n_kv_heads", "n_sequences", "window")
 
 
 def n_kv_heads(problem: Problem) -> int:
@@ -217,6 +216,17 @@ _TYPES = (
     *((dtype, head_dim, ("n_keys",)) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
     ("bfloat16", 128, ("n_keys",)),  # float32 spills there in every tile: slow, and still right
 )
+# Of any kind: what a language model trains with, and all at once, which needs most registers. Of
+# head_dims between two powers of two a tile's columns are masked too.
+_CAUSAL = {"causal": True, "n_kv_heads": 2}
+_ALL_AT_ONCE = _CAUSAL | {"window": 100} | dict.fromkeys(PACKED, True) | {"n_sequences": 3}
+_KINDS = (
+    ("bfloat16", 64, _ALL_AT_ONCE),
+    ("bfloat16", 128, _CAUSAL),
+    ("bfloat16", 128, _ALL_AT_ONCE),
+    *(("bfloat16", head_dim, _ALL_AT_ONCE) for head_dim in (48, 80, 192, 256)),
+    ("float32", 64, _ALL_AT_ONCE),
+)
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
 # keys that the forward pass splits tiles along them.
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
@@ -226,10 +236,13 @@ def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     """What kernels are compiled for, of 8 heads; at other sizes they are the same.
 
     Every type for the GPU that has all kernels, the model's own for the others; other head_dims
-    for many keys and for few alone.
+    for many keys and for few alone; every kind for many keys.
     """
     types = _TYPES if target.capability == 90 else _TYPES[:2]
     for dtype, head_dim, options in types:
         for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:
             sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
             yield operator.problem(dtype, **sizes, **dict.fromkeys(options, True))
+    sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}
+    for dtype, head_dim, kind in _KINDS:
+        yield operator.problem(dtype, **sizes, head_dim=head_dim, **kind)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel, Problem
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OF_ANY_KIND, OPTIONS
+from tnp.ops.attention.definition import OF_ANY_KIND
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
-from tnp.ops.attention.hopper_dq import TILE_ROWS as DQ_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
-from tnp.ops.attention.hopper_primitives import supported, supported_at_64, without_reference
+from tnp.ops.attention.hopper_forward import section
+from tnp.ops.attention.hopper_primitives import supported, without_reference
 from tnp.ops.attention.keys import Tiles, place
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -225,6 +225,10 @@ def _forms(call: Call) -> tuple[bool, ...]:
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
+    if not plain(call.problem):
+        n_stages = 2 if call.problem["head_dim"] == 128 else 4
+        dkdv, dq = DkdvConfig(n_stages, 1, 240, False), DqConfig(64, n_stages, 240)
+        return (SeparateConfig(dkdv, dq),)
     return tuple(
         SeparateConfig(dkdv, dq)
         for persistent in _forms(call)
@@ -236,7 +240,7 @@ def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     """Candidates, the default first."""
     if call.problem["head_dim"] == 128:
-        return tuple(DkdvConfig(2, 1, r, False) for r in (208, 216, 200))
+        return (DkdvConfig(2, 1, 208, False),)
     if not plain(call.problem):
         return (DkdvConfig(4, 1, 208, False),)
     forms = _forms(call) if call.problem["n_q"] < LONG_WALK else (False,)
@@ -295,7 +299,8 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
 
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """As of `fused`; and for dq query tiles of the busiest multiprocessor, and their key blocks."""
-    tiles = triton.cdiv(n_query_tiles(call, DQ_ROWS.value), call.target.multiprocessors)
+    n_tiles = n_query_tiles(call, config.dq.tile_rows)
+    tiles = triton.cdiv(n_tiles, call.target.multiprocessors)
     blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
     of_statistics = PaddedRows(call).n_all / call.target.multiprocessors
     return 1, *_items(call, config.dkdv), of_statistics, tiles, tiles * blocks
@@ -309,22 +314,23 @@ def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
     of_q, of_keys, of_statistics = rows_layout(q), KeyGradients(k, call.apart), flat(2 * rows)
     statistics_kernel = padded.statistics(o, do, fused=False)
     dkdv_kernel = bound_dkdv(call, q, k, padded.of_head, config.dkdv, fused=False)
-    counted = lengths[0] is not None
-    dq_kernel = bound_dq(q, k, counted, config.dq, call.target.multiprocessors)
+    key_tiles = Tiles(call, "n_k", BLOCK_N.value)
+    query_tiles = Tiles(call, "n_q", config.dq.tile_rows)
+    dq_kernel = bound_dq(call, q, k, query_tiles, padded.of_head, section(call), config.dq)
 
     def launch(do, q, k, v, lengths, o, lse, scale):
         statistics = lse.new_empty_strided(*of_statistics)
         delta = statistics.narrow(0, rows, rows)
-        statistics_kernel(o, do, lse, statistics, statistics, do, lse, lse, lse)
+        of_queries = padded.table.pointers(lengths, lse)[:3]
+        statistics_kernel(o, do, lse, statistics, statistics, do, *of_queries)
         dk, dv = of_keys.allocate(k)
-        n_keys = lse if lengths[0] is None else lengths[0]
         scales = scale, scale * LOG2_E
         dkdv_kernel(
-            q, do, k, v, statistics, delta, statistics, dk, dv, lse, lse, lse, n_keys, lse, lse,
-            *scales,
+            q, do, k, v, statistics, delta, statistics, dk, dv,
+            *key_tiles.pointers(lengths, lse), lse, lse, *scales,
         )  # fmt: skip
         dq = q.new_empty_strided(*of_q)
-        dq_kernel(q, do, k, v, dq, statistics, n_keys, *scales)
+        dq_kernel(q, do, k, v, dq, dq, statistics, *query_tiles.pointers(lengths, lse), *scales)
         return dq, dk, dv
 
     return launch
@@ -382,7 +388,7 @@ def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
 
 
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported_at_64, separate_configs, OPTIONS,
+    "hopper", empty_backward, prepare_separate, supported, separate_configs, OF_ANY_KIND,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(

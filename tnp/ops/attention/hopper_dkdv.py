@@ -191,7 +191,7 @@ def _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP
     if pipe.PLAIN:
         dk, dv = _walk_plainly(pipe, item, k, v, scale_log2, WARPGROUP)
     else:
-        dk, dv = walk_visible(pipe, k, v, scale_log2, item, WARPGROUP)
+        dk, dv = walk_visible(pipe, scale_log2, item, WARPGROUP)
     if pipe.PERSISTENT:
         slot, _phase, _step = pipe.turn(item)
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)

@@ -85,9 +85,7 @@ class Pipeline:
         self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
         self.HAS_N_KEYS, self.PACKED = gl.constexpr(HAS_N_KEYS), gl.constexpr(PACKED)
         self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.PLAIN = gl.constexpr(
-            HEAD_DIM == 64 and GROUP == 1 and not (LEFT or RIGHT or PACKED)
-        )
+        self.PLAIN = gl.constexpr(HEAD_DIM == 64 and GROUP == 1 and not (LEFT or RIGHT or PACKED))
         self.FUSED = gl.constexpr(FUSED)
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
         self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)

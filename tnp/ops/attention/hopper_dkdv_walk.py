@@ -151,66 +151,55 @@ def walk(
 
 
 @gluon.jit
-def _part_of_walk(pipe, item, member, PART: gl.constexpr, WARPGROUP: gl.constexpr):
-    """First and last + 1 stage of a part of a consumer's walk over the queries of an item's
-    member-th head, its first key and the row of queries of stage 0, both in their sequence, and the
-    sequence's queries and keys. In parts 0 and 2 some scores are hidden.
-
-    Found anew for each part: kept through the walk it would spill.
+def _hidden_as_zero(pipe, p, key, row, n_rows, keys):
+    """p [64, 64] of keys key … and queries row … of a sequence, 0 where a query does not see a
+    key.
     """
-    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
-    first, _full_first, _full_last, last = pipe.tiles(key, n_rows, keys, BLOCK_N)
-    key += WARPGROUP * ROWS
-    _first, plain, hidden, _last = pipe.tiles(key, n_rows, keys, ROWS)
-    # Where some keys are past the last, something is hidden everywhere.
-    plain = gl.where(key + ROWS <= keys, gl.minimum(gl.maximum(plain, first), last), last)
-    hidden = gl.minimum(gl.maximum(hidden, plain), last)
-    if PART == 0:
-        begin, end = first, plain
-    elif PART == 1:
-        begin, end = plain, hidden
-    else:
-        begin, end = hidden, last
-    stage_0 = first - opaque(member) * (last - first)  # tile of queries of stage 0
-    return begin - stage_0, end - stage_0, key, stage_0 * ROWS, n_rows, keys
+    S: gl.constexpr = p.type.layout
+    # Opaque: kept through the loop, indices and masks would spill.
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S)) + opaque(row)
+    columns = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + opaque(key)
+    visible = seen(
+        rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
+    )
+    return gl.where(visible, p, 0.0)
 
 
 @gluon.jit
-def _add_tiles(
-    pipe, k, v, dk, dv, scale_log2, item, member, PART: gl.constexpr, WARPGROUP: gl.constexpr
-):  # fmt: skip
-    """dk and dv with what the tiles of queries of a part of the walk contribute."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
+    """dk (unscaled) and dv of a warpgroup's keys over the queries of all heads that share them.
+
+    Of a program's item, which must be its only one. No matmul is under way where what is hidden is
+    branched on: ptxas would wait for every one.
+    """
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
-    # Beside dq's warpgroup there are no registers for a second tile of scores at D = 128.
-    EARLY: gl.constexpr = pipe.HEAD_DIM == 64 or not pipe.FUSED
-    begin, end, key, row, n_rows, keys = _part_of_walk(pipe, item, member, PART, WARPGROUP)
-    for i in range(begin, end):
+    dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
+    dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
+    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
+    first, _plain, _hidden, last = pipe.tiles(key, n_rows, keys, BLOCK_N)
+    key += WARPGROUP * ROWS
+    _first, plain, hidden, _last = pipe.tiles(key, n_rows, keys, ROWS)
+    n = last - first
+    # Of a head's walk something is hidden in the tiles of queries before `plain` and from `hidden`
+    # on, and in all of them where some keys are past the last.
+    plain = gl.where(key + ROWS <= keys, gl.minimum(plain - first, n), n)
+    hidden = gl.minimum(hidden - first, n)
+    at = 0
+    for i in range(n * pipe.GROUP):
         stage, phase = ring(i, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
         q = tile(pipe.q, stage)
         do = tile(pipe.do, stage)
-        s_started = _times_transposed(k, q)
-        if EARLY:
-            dp_started = _start_dp(pipe, v, do, stage, 0)
-            s = warpgroup_mma_wait(1, deps=[s_started])
-        else:
-            s = warpgroup_mma_wait(0, deps=[s_started])
+        # Opaque, or their descriptors would be kept through the loop, and spill.
+        own = opaque(i * 0 + WARPGROUP)
+        s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
         p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage, 0))
-        if PART != 1:
-            # Opaque, or indices and masks would be kept through the loops, and spill.
-            rows = opaque(row) + i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
-            columns = opaque(key) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-            visible = seen(
-                rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right,
-                pipe.LEFT, pipe.RIGHT,
-            )  # fmt: skip
-            p = gl.where(visible, p, 0.0)
+        if (at < plain) | (at >= hidden):
+            p = _hidden_as_zero(pipe, p, key, (first + at) * ROWS, n_rows, keys)
         p_operand = gl.convert_layout(p.to(DTYPE), A)
-        if not EARLY:
-            dp_started = _start_dp(pipe, v, do, stage, 0)
+        dp_started = _start_dp(pipe, tile(pipe.v, own), do, stage, 0)
         dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
         delta = 0.0
         if not pipe.FUSED:
@@ -225,21 +214,5 @@ def _add_tiles(
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
-    return dk, dv
-
-
-@gluon.jit
-def walk_visible(pipe, k, v, scale_log2, item, WARPGROUP: gl.constexpr):
-    """dk (unscaled) and dv of a warpgroup's keys over the queries of all heads that share them.
-
-    Of a program's item, which must be its only one.
-    """
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
-    dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
-    dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
-    for member in range(pipe.GROUP):
-        dk, dv = _add_tiles(pipe, k, v, dk, dv, scale_log2, item, member, 0, WARPGROUP)
-        dk, dv = _add_tiles(pipe, k, v, dk, dv, scale_log2, item, member, 1, WARPGROUP)
-        if pipe.LEFT:
-            dk, dv = _add_tiles(pipe, k, v, dk, dv, scale_log2, item, member, 2, WARPGROUP)
+        at = gl.where(at + 1 == n, 0, at + 1)
     return dk, dv

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
-from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, tile, written
+from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, store_some, tile, written
 from tnp.ops.attention.keys import key_range, seen
 from tnp.ops.hopper_primitives import barriers, opaque
 
@@ -296,16 +296,6 @@ def _sees(pipe, place, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_some(pipe, o_ptr, o, bh, row, end):
-    """Store the rows before `end` of o [64, D], which begins with `row`."""
-    OUT: gl.constexpr = o.type.layout
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    offs_d = opaque(gl.arange(0, pipe.HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
-    of_row = (rows.to(gl.int64) * pipe.n_heads + bh) * pipe.HEAD_DIM
-    gl.store(o_ptr + of_row[:, None] + offs_d[None, :], o, mask=(rows < end)[:, None])
-
-
-@gluon.jit
 def _consume(
     pipe, o_desc, o_ptr, lse_ptr, part_ptr, n, step, WARPGROUP: gl.constexpr, ONLINE: gl.constexpr
 ):  # fmt: skip
@@ -369,7 +359,7 @@ def _consume(
                         pipe.q.index(q_slot),
                     )  # fmt: skip
                 else:  # the rows that follow are another sequence's
-                    _store_some(pipe, o_ptr, acc.to(DTYPE), bh, row, n_q)
+                    store_some(o_ptr, acc.to(DTYPE), bh, row, n_q, pipe.n_heads)
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
                 gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < n_q)
             else:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import load_tile, ring
+from tnp.ops.attention.hopper_primitives import load_tile, ring, tile_in_turn
 from tnp.ops.attention.keys import key_range, place
 from tnp.ops.hopper_primitives import opaque
 
@@ -116,20 +116,7 @@ class Pipeline:
         """Index, head of the batch, first query row in its sequence, first row of the sequence's
         queries and how many they are, first row of its keys and how many they are.
         """
-        i = opaque(i)
-        program = opaque(gl.program_id(0))
-        n_programs = gl.num_programs(0)
-        index = i * n_programs + gl.where((i & 1) == 0, program, n_programs - 1 - program)
-        # A section's tiles from the last to the first, of each of its heads in turn.
-        of_head = opaque(self.of_head)
-        n_heads = opaque(self.n_tiles) // of_head
-        begin = index // (of_head * self.section) * self.section
-        of_section = gl.maximum(gl.minimum(self.section, n_heads - begin), 1)
-        at = index - begin * of_head
-        bh = begin + at % of_section
-        tile = gl.maximum(of_head - 1 - at // of_section, 0)
-        exists = index < self.n_tiles
-        bh = gl.where(exists, bh, 0)
+        index, bh, tile = tile_in_turn(i, self.n_tiles, self.of_head, self.section)
         rows: gl.constexpr = self.CONSUMERS * ROWS
         row, first_q, n_rows, first_k, keys = place(
             tile, bh // self.n_heads, self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tnp.contract import Call, Reason
+from tnp.ops.hopper_primitives import opaque
 
 HEAD_DIMS = (64, 128)
 ELEMENTS = {
@@ -62,13 +63,6 @@ def supported(call: Call) -> Reason:
     return None
 
 
-def supported_at_64(call: Call) -> Reason:
-    """As `supported`, of kernels that are written for D = 64 alone."""
-    if call.problem["head_dim"] != 64:
-        return f"it is written for D = 64, not {call.problem['head_dim']}"
-    return supported(call)
-
-
 def without_reference(call: Call) -> bool:
     """Whether weights are 2^s as they are: float16 has too few exponents for that."""
     return bool(call.problem["base2"]) and call.problem.dtype == "bfloat16"
@@ -97,6 +91,39 @@ def load_tile(desc, b, h, row, barrier, buffers, index, pred=True):
 def ring(n, STAGES: gl.constexpr):
     """Which of STAGES buffers, a power of two, the n-th use takes, and its barriers' phase."""
     return n & (STAGES - 1), (n >> (STAGES.bit_length() - 1)) & 1
+
+
+@gluon.jit
+def tile_in_turn(i, n_tiles, of_head, section):
+    """Index, head of the batch and tile in it of a program's i-th tile of queries, `of_head` of
+    each head: programs take tiles there and back, so that each has as much to do where those that
+    see most come first. There is no tile where the index is n_tiles or more.
+
+    Heads are taken in sections, a section's tiles from the last to the first, of each of its heads
+    in turn.
+    """
+    i = opaque(i)
+    program = opaque(gl.program_id(0))
+    n_programs = gl.num_programs(0)
+    index = i * n_programs + gl.where((i & 1) == 0, program, n_programs - 1 - program)
+    of_head = opaque(of_head)
+    n_heads = opaque(n_tiles) // of_head
+    begin = index // (of_head * section) * section
+    of_section = gl.maximum(gl.minimum(section, n_heads - begin), 1)
+    at = index - begin * of_head
+    bh = gl.where(index < n_tiles, begin + at % of_section, 0)
+    return index, bh, gl.maximum(of_head - 1 - at // of_section, 0)
+
+
+@gluon.jit
+def store_some(ptr, x, bh, row, end, n_heads):
+    """Store the rows before `end` of x [64, D], which begins with `row`, in [L, H, D]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    HEAD_DIM: gl.constexpr = x.shape[1]
+    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT)))
+    of_row = (rows.to(gl.int64) * n_heads + bh) * HEAD_DIM
+    gl.store(ptr + of_row[:, None] + offs_d[None, :], x, mask=(rows < end)[:, None])
 
 
 @gluon.jit

@@ -109,13 +109,14 @@ def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def seen(queries, keys, n_q, n_keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Which of `keys` which of `queries` see: indices that broadcast to a tile."""
-    beside = keys - queries - (n_keys - n_q)
-    visible = keys < n_keys
+    """Which of `keys` which of `queries` see: indices that broadcast to a tile.
+
+    As comparisons with each query's first and last key, which are no tiles.
+    """
+    beside = queries + (n_keys - n_q)
+    visible = keys <= tl.minimum(beside + right, n_keys - 1) if RIGHT else keys < n_keys
     if LEFT:
-        visible = visible & (beside >= -left)
-    if RIGHT:
-        visible = visible & (beside <= right)
+        visible = visible & (keys >= beside - left)
     return visible
 
 

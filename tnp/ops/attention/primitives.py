@@ -32,14 +32,20 @@ class LaunchConfig(KernelConfig):
     num_stages: int
 
 
-def candidates(configs: dict, call: Call) -> tuple:
+def candidates(call: Call, configs: dict, masked: dict | None = None) -> tuple:
     """The entry of the problem's bytes per element and columns of a tile, 64's where there is none.
 
-    float32 from 128 on has none: every tile spills there, which is slow and still right.
+    float32 from 128 on has none: every tile spills there, which is slow and still right. A kernel
+    that masks more than the ends of rows needs more registers: of it `masked` has the default.
     """
-    itemsize = call.problem.itemsize
-    width = triton.next_power_of_2(call.problem["head_dim"])
-    return configs.get((itemsize, width)) or configs[itemsize, 64]
+    p = call.problem
+    width = triton.next_power_of_2(p["head_dim"])
+    masks = width > p["head_dim"] or any(
+        p[option] for option in ("causal", "window", "n_sequences", "n_kv_heads")
+    )
+    key = p.itemsize, width if (p.itemsize, width) in configs else 64
+    first = masked.get(key, ()) if masked and masks else ()
+    return tuple(dict.fromkeys(first + configs[key]))
 
 
 def n_query_tiles(call: Call, rows: int) -> int:

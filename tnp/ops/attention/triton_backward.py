@@ -73,19 +73,25 @@ class FusedConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element and columns of a tile, the default first; none spills on any target. In 16
-# bits at 64 the defaults of `separate` are the fastest of ten measured on an H200 (B=4, 11,000
-# queries, 10,000 keys). The others: the largest tiles that do not spill, unmeasured.
+# By bytes per element and columns of a tile, the default first; none spills on any target, those
+# for masks not with masks either. In 16 bits at 64 the defaults of `separate` are the fastest of
+# ten measured on an H200 (B=4, 11,000 queries, 10,000 keys). The others: the largest tiles that do
+# not spill, unmeasured.
 DKDV_CONFIGS = {
     (2, 64): (LaunchConfig(32, 64, 4, 3), LaunchConfig(32, 64, 4, 2)),
     (2, 128): (LaunchConfig(16, 128, 8, 2),),
-    (2, 256): (LaunchConfig(16, 64, 8, 1),),
-    (4, 64): (LaunchConfig(32, 16, 4, 1),),
+    (2, 256): (LaunchConfig(16, 32, 8, 1),),
+    (4, 64): (LaunchConfig(16, 32, 4, 1),),
+}
+MASKED_DKDV_CONFIGS = {
+    (2, 64): (LaunchConfig(16, 64, 4, 1),),
+    (2, 128): (LaunchConfig(16, 64, 8, 2),),
+    (4, 64): (LaunchConfig(16, 32, 8, 1),),
 }
 DQ_CONFIGS = {
     (2, 64): (LaunchConfig(128, 64, 8, 3), LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 8, 2)),
     (2, 128): (LaunchConfig(128, 32, 8, 2),),
-    (2, 256): (LaunchConfig(64, 32, 8, 1),),
+    (2, 256): (LaunchConfig(32, 64, 8, 1),),
     (4, 64): (LaunchConfig(16, 32, 4, 1),),
 }
 FUSED_CONFIGS = {
@@ -96,20 +102,24 @@ FUSED_CONFIGS = {
         FusedConfig(32, 128, 128, 64, 8, 3),
     ),
     (2, 128): (FusedConfig(16, 128, 128, 32, 8, 2),),
-    (2, 256): (FusedConfig(16, 64, 64, 32, 8, 1),),
+    (2, 256): (FusedConfig(16, 32, 32, 64, 8, 1),),
     (4, 64): (FusedConfig(16, 16, 16, 32, 4, 1),),
+}
+MASKED_FUSED_CONFIGS = {
+    (2, 64): (FusedConfig(16, 64, 64, 32, 4, 1),),
+    (2, 128): (FusedConfig(16, 64, 128, 32, 8, 2),),
 }
 
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
     """Candidates, the default first."""
-    pairs = product(candidates(DKDV_CONFIGS, call), candidates(DQ_CONFIGS, call))
-    return tuple(SeparateConfig(dkdv, dq) for dkdv, dq in pairs)
+    of_dkdv = candidates(call, DKDV_CONFIGS, MASKED_DKDV_CONFIGS)
+    return tuple(SeparateConfig(*two) for two in product(of_dkdv, candidates(call, DQ_CONFIGS)))
 
 
 def fused_configs(call: Call) -> tuple[FusedConfig, ...]:
     """Candidates, the default first."""
-    return candidates(FUSED_CONFIGS, call)
+    return candidates(call, FUSED_CONFIGS, MASKED_FUSED_CONFIGS)
 
 
 def _bound_delta(o: Tensor, do: Tensor) -> Bound:

@@ -92,7 +92,7 @@ def attention_bwd_dkdv_kernel(
         end = tl.where(end > 0, tl.minimum(first + segment, n_rows), first)
         full_first = first
         full_last = first + (end - first) // BLOCK_M * BLOCK_M
-    for member in tl.static_range(GROUP):
+    for member in tl.range(GROUP):
         pid_bh = pid_kv * GROUP + member
         of_q = row_ptr(head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads), first_q, stride_qm)
         of_do = row_ptr(

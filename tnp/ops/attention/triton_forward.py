@@ -46,10 +46,10 @@ from tnp.ops.attention.primitives import (
 )
 from tnp.ops.primitives import add_dot, cast, dot
 
-# By bytes per element and columns of a tile, the default first; none spills on any target. In 16
-# bits at 64 the default is the fastest of ten measured on an H200 (B=4, 11,000 queries, 10,000
-# keys). The last two were the fastest for 113 queries and 920 keys (11 µs). The others: the largest
-# tiles that do not spill, unmeasured.
+# By bytes per element and columns of a tile, the default first; none spills on any target, those
+# for masks not with masks either. In 16 bits at 64 the default is the fastest of ten measured on an
+# H200 (B=4, 11,000 queries, 10,000 keys). The last two were the fastest for 113 queries and 920
+# keys (11 µs). The others: the largest tiles that do not spill, unmeasured.
 CONFIGS = {
     (2, 64): (
         LaunchConfig(128, 64, 8, 3),
@@ -60,8 +60,12 @@ CONFIGS = {
         LaunchConfig(64, 128, 4, 3),
     ),
     (2, 128): (LaunchConfig(128, 64, 8, 3),),
-    (2, 256): (LaunchConfig(64, 64, 8, 1),),
+    (2, 256): (LaunchConfig(64, 32, 8, 2),),
     (4, 64): (LaunchConfig(16, 32, 4, 1),),
+}
+MASKED_CONFIGS = {
+    (2, 128): (LaunchConfig(128, 32, 8, 3),),
+    (4, 64): (LaunchConfig(32, 32, 8, 1),),
 }
 
 
@@ -152,7 +156,7 @@ def _attention_fwd_kernel(
 
 def configs(call: Call) -> tuple[LaunchConfig, ...]:
     """Candidates, the default first."""
-    return candidates(CONFIGS, call)
+    return candidates(call, CONFIGS, MASKED_CONFIGS)
 
 
 def counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:

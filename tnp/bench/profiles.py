@@ -1,0 +1,62 @@
+"""Profiles of one implementation of an operator: what Nsight Compute counts of each kernel.
+
+Every pass is one launch in a process of its own (`tnp.bench.profile_launch`), under Nsight Compute.
+The times are no benchmark: kernels are launched one by one, between caches that were emptied, and
+are compared with nothing. They say what a kernel is limited by.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tnp.bench import ncu
+from tnp.bench.outcome import classify, of_profile, passes
+
+
+class NotLaunched(RuntimeError):
+    """The pass did not run: status and reason."""
+
+
+def measure_profiles(parameters: dict) -> list[dict[str, object]]:
+    """Rows of table "profiles" without provenance: one a kernel of each pass.
+
+    A pass without a profile has one row that says why: "unsupported" where Nsight Compute is not
+    installed, the driver keeps its counters or the implementation does not run here.
+
+    Args:
+        parameters: what `tnp.bench.outcome.op_job` gives, with `implementation`, `sections` and
+            `reports`, the folder that keeps what Nsight Compute's own window opens.
+    """
+    return [row for pass_ in passes(parameters) for row in _of_pass(parameters, pass_)]
+
+
+def _of_pass(parameters: dict, pass_: str) -> list[dict[str, object]]:
+    known = of_profile(parameters, pass_)
+    try:
+        program = ncu.executable()
+        kernels = _profiled(program, parameters, pass_)
+    except Exception as error:  # whatever it was, it is this pass's result
+        status, reason = error.args if isinstance(error, NotLaunched) else classify(error)
+        if status != "unsupported":
+            traceback.print_exc()
+        return [known | {"status": status, "reason": reason}]
+    outcome = {"status": "ok", "reason": None, "ncu": ncu.version(program)}
+    return [known | outcome | kernel for kernel in kernels]
+
+
+def _profiled(program: str, parameters: dict, pass_: str) -> list[dict]:
+    """Rows of the kernels of one pass."""
+    report = Path(parameters["reports"], f"{pass_}.ncu-rep").absolute()
+    with TemporaryDirectory() as folder:
+        asked, failure = Path(folder, "asked.json"), Path(folder, "failure.json")
+        asked.write_text(json.dumps(parameters | {"pass": pass_}))
+        launch = (sys.executable, "-m", "tnp.bench.profile_launch", str(asked), str(failure))
+        try:
+            return ncu.profile(program, parameters["sections"], report, launch)
+        except ncu.Failed:
+            # Nsight Compute saw that nothing was launched, and the launch knows why.
+            if failure.exists():
+                raise NotLaunched(*json.loads(failure.read_text())) from None
+            raise

@@ -1,0 +1,20 @@
+-- # What a single launch takes
+-- Microseconds of one launch among many single ones, each between two events of its own, without a
+-- CUDA graph. The L2 cache is overwritten before each, and implementations take turns. p95 and p99
+-- are what 95 and 99 of 100 launches stay below. None of it is compared with the tables of times
+-- that are means of many launches, and there is no verdict here.
+select
+    device,
+    op as operator,
+    pass,
+    shape,
+    implementation,
+    case when own then 'ours' else 'others' end as whose,
+    format('{:.2f}', 1000 * p50_ms) as p50_in_µs,
+    format('{:.2f}', 1000 * p95_ms) as p95_in_µs,
+    format('{:.2f}', 1000 * p99_ms) as p99_in_µs,
+    n_launches as launches,
+    evidence_cell(counts, why_not) as evidence
+from latency
+where status = 'ok'
+order by device asc, op asc, pass desc, shape asc, p50_ms asc, implementation asc;
