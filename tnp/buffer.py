@@ -216,6 +216,7 @@ class Buffer:
         if cuda_graph:
             self._graphs = DecodeGraphs(model.parameters(), Captures(k.device))
 
+    @torch.no_grad()
     def predict(self, x_target: torch.Tensor, entering: Points | None = None) -> Prediction:
         """At one target a sample, x_target [B, 1, d_x], of which `entering` are known.
 
@@ -238,8 +239,8 @@ class Buffer:
                     f"the buffer is full: it has room for {self._room} points, and they must join "
                     "the context, which is encoded anew"
                 )
-            self._n += 1
             points = torch.cat([x_target, *model.prepared_context(*entering)], -1)
+            self._n += 1
             found = self._graphs(self._both, points) if self._graphs else self._both(points)
         return Prediction(found, model.config.sigma_min, model.normalization)
 

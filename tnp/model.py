@@ -226,7 +226,8 @@ class TransformerNP(nn.Module):
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar.
 
-        The mean is over all targets of the batch that are no padding.
+        The mean is over all targets of the batch that are no padding. Where the model has a buffer,
+        half of them see what is in it (`tnp.buffer`).
         """
         return self.nll(*task)
 
@@ -242,7 +243,6 @@ class TransformerNP(nn.Module):
     ) -> torch.Tensor:
         """The loss of the tensors of a task: what `torch.compile` is given.
 
-        Where the model has a buffer, half of the targets see what is in it (`tnp.buffer`).
         With a `capacity` samples of sizes of their own are packed into so many context and target
         rows, each more than there are points (`tnp.packing`). Both lengths must be given then.
         """
@@ -263,7 +263,9 @@ class TransformerNP(nn.Module):
             parameters = self(*given)
         else:
             context = Context(x_context, y_context, context_lengths)
-            parameters = buffer.training_parameters(self, context, x_target, y_target, n_targets)
+            parameters = buffer.training_parameters(
+                self, context, x_target, y_target, target_lengths
+            )
         y_target = self.in_units("y", y_target)
         if packing is not None:
             y_target = packing.pack(without_padding(y_target, target_lengths), "target")
