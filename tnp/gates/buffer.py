@@ -139,7 +139,8 @@ def checks(device: torch.device) -> Iterator[Check]:
                         relative_error(other, joint), FLOAT64_BOUND)  # fmt: skip
         for what, other in _broken(exact, one_run_double):
             yield Check(f"control must fail: {what}", "relative_error",
-                        relative_error(other, joint), CONTROL_BOUND, larger_is_better=True)  # fmt: skip
+                        relative_error(other, joint), CONTROL_BOUND,
+                        larger_is_better=True)  # fmt: skip
     _, own = _by(masked_training, plain, batch)
     for name, variant in _variants(device):
         model = build(device, variant)
