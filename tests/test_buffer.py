@@ -272,7 +272,7 @@ def test_gradients_by_differences():
         return value
 
     assert torch.autograd.gradcheck(of(lambda: model.loss(task)), start, fast_mode=True)
-    few = replace(task, x_target=task.x_target[:, :3], y_target=task.y_target[:, :3])
+    few = replace(task, x_target=task.x_target[:, :4], y_target=task.y_target[:, :4])
     assert torch.autograd.gradcheck(of(lambda: model.joint_log_density(few)), start, fast_mode=True)
 
 

@@ -161,21 +161,27 @@ def training_parameters(
     return found[:, order.argsort()]
 
 
-def log_densities(model: TransformerNP, context: Context, x: torch.Tensor, y: torch.Tensor):
-    """log p(y_i | x_i, context, points before i) of each of N ≥ 2 points, [B, N], in one pass.
+def log_densities(
+    model: TransformerNP, context: Context, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """log p(y_i | x_i, context, points before i) of each of N points, [B, N], in one pass.
 
-    All but the last enter the buffer, and all but the first see what has entered before them.
+    All but the last enter the buffer, and all but the first see what has entered before them. One
+    point alone needs no buffer, and so any model serves.
     """
-    x_context, y_context = model.prepared_context(*context)
-    x_in, y_in = model.prepared_x(x), model.in_units("y", y)
-    found = parameters(
-        model,
-        Context(x_context, y_context, context.lengths),
-        (x_in[:, :-1], y_in[:, :-1]),
-        torch.cat([x_in[:, 1:], x_in[:, :1]], 1),
-        n_groups=1,
-    )
-    found = torch.cat([found[:, -1:], found[:, :-1]], 1)
+    if x.shape[1] <= 1:
+        found = model(*context[:2], x, context.lengths)
+    else:
+        x_context, y_context = model.prepared_context(*context)
+        x_in, y_in = model.prepared_x(x), model.in_units("y", y)
+        found = parameters(
+            model,
+            Context(x_context, y_context, context.lengths),
+            (x_in[:, :-1], y_in[:, :-1]),
+            torch.cat([x_in[:, 1:], x_in[:, :1]], 1),
+            n_groups=1,
+        )
+        found = torch.cat([found[:, -1:], found[:, :-1]], 1)
     return Prediction(found, model.config.sigma_min, model.normalization).log_prob(y)
 
 

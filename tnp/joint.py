@@ -58,15 +58,10 @@ def log_density(model: TransformerNP, task: Task, buffer: bool | None) -> torch.
     require_tasks("task", [task])
     size, lengths, context = _run_size(model, buffer), task.target_lengths, task.context
     x_target, y_target = (without_padding(x, lengths) for x in (task.x_target, task.y_target))
-    found, first = [], 0
+    found = []
     for x, y in zip(x_target.split(size, 1), y_target.split(size, 1), strict=True):
-        n = x.shape[1]
-        if n == 1:
-            found.append(model.predict(context, x).log_prob(y))
-        else:
-            found.append(log_densities(model, context, x, y))
-        n_real = None if lengths is None else (lengths - first).clamp(0, n)
-        context, first = _joined(context, x, y, n_real), first + n
+        found.append(log_densities(model, context, x, y))
+        context = _joined(context, x, y)  # where that is padding, so are all targets of later runs
     densities = torch.cat(found, 1)
     if lengths is not None:
         densities = densities.masked_fill(is_padding(lengths, task.n_target), 0.0)
@@ -100,17 +95,12 @@ def _repeated(context: Context, repeats: int) -> Context:
     return Context(x, y, None if context.lengths is None else context.lengths.repeat(repeats))
 
 
-def _joined(
-    context: Context, x: torch.Tensor, y: torch.Tensor, n_real: torch.Tensor | None = None
-) -> Context:
-    """The context with points behind each sample's own; n_real [B] of them are no padding."""
-    n_first, n, lengths = context.x.shape[1], x.shape[1], context.lengths
+def _joined(context: Context, x: torch.Tensor, y: torch.Tensor) -> Context:
+    """The context with points behind each sample's own."""
     pairs = (context.x, x.to(context.x.dtype)), (context.y, y.to(context.y.dtype))
     both = [torch.cat(pair, 1) for pair in pairs]
-    if lengths is None and n_real is None:
+    if context.lengths is None:
         return Context(*both)
-    if lengths is None:
-        lengths = torch.full_like(n_real, n_first)
-    order = behind(lengths, n_first, n)[..., None]
+    order = behind(context.lengths, context.x.shape[1], x.shape[1])[..., None]
     points = (each.gather(1, order.expand_as(each)) for each in both)
-    return Context(*points, lengths + (n if n_real is None else n_real))
+    return Context(*points, context.lengths + x.shape[1])

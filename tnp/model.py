@@ -389,8 +389,8 @@ class TransformerNP(nn.Module):
         """log p of all targets of each sample together, [B] in nats, given its context.
 
         Σ log p(y_i | x_i, context, targets before i), which depends on their order. Through the
-        buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, which gradients go
-        through; without a buffer a prediction for each target.
+        buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, without a buffer one for
+        each target. Gradients go through it.
 
         Args:
             task: whose targets; padding has no part.
