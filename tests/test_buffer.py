@@ -337,6 +337,7 @@ def test_training_with_a_buffer_learns_what_the_targets_before_say():
         y = torch.randn(32, 1, 1, generator=generator).expand(-1, 4, -1)
         return Task(x[:, :1], torch.zeros(32, 1, 1), x[:, 1:], y.clone())
 
+    assert step.n_rows(draw()) == 32 * (1 + 2 + 4)
     for _ in range(100):
         step(draw())
     task = draw()

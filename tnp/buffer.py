@@ -125,6 +125,12 @@ def parameters(
     return model.of_targets(h, m + n, context.lengths, rows)
 
 
+def n_entering(model: TransformerNP, n_target: int) -> int:
+    """Points that a training step of so many targets puts into the buffer of a sample."""
+    room = model.config.buffer
+    return 0 if room is None else min(room, n_target // 2)
+
+
 def training_parameters(
     model: TransformerNP,
     context: Context,
@@ -140,7 +146,7 @@ def training_parameters(
     whoever sees a point stands behind it, and no padding is seen. They must stand in random order.
     """
     n_target = x_target.shape[1]
-    n = min(model.config.buffer, n_target // 2)
+    n = n_entering(model, n_target)
     if n == 0:
         return model(*context[:2], x_target, context.lengths, target_lengths)
     x_context, y_context = model.prepared_context(*context)
