@@ -10,7 +10,7 @@ from tests.test_model import CONFIG, build, make_task
 from tnp import archive
 from tnp.buffer import Buffer, log_densities
 from tnp.decode_graphs import DecodeGraphs
-from tnp.gates.buffer import masked, masked_log_density, one_by_one
+from tnp.gates.buffer import in_training, masked, masked_log_density, masked_loss, one_by_one
 from tnp.model import TNPConfig, TransformerNP
 from tnp.normalization import Normalization
 from tnp.ops.mixture_nll import mixture_nll
@@ -74,30 +74,14 @@ def test_more_dimensions_than_one():
     assert_equal(model.joint_log_density(task), expected.sum(1))
 
 
-def n_seen_in_training(n_target: int, room: int) -> tuple[list[int], list[int]]:
-    """Targets that enter the buffer, and of how many points each target knows."""
-    n = min(room, n_target // 2)
-    per_turn = 2 * (n_target // (2 * n))
-    seen = [
-        i // per_turn + 1 if i < n * per_turn and i % per_turn >= per_turn // 2 else 0
-        for i in range(n_target)
-    ]
-    return [turn * per_turn for turn in range(n)], seen
-
-
 @lengths
 @pytest.mark.parametrize("n_target", [2, 3, 5, 6, 13, 14])
 def test_the_training_loss_and_its_gradients_are_those_under_the_mask(lengths, n_target):
     task = task_of(n_target, lengths)
-    entering, seen = n_seen_in_training(n_target, ROOM)
-    assert all(place < at for at, n in enumerate(seen) for place in entering[:n])
     model, other = exact(), exact(skip_unread=True)
     loss = other.loss(task)
     loss.backward()
-    entered = task.x_target[:, entering], task.y_target[:, entering]
-    context = Context(*other.prepared_context(*task.context), lengths)
-    found = masked(model, context, entered, task.x_target, torch.tensor(seen))
-    expected = mixture_nll(found, task.y_target)
+    expected = masked_loss(model, task)
     expected.backward()
     assert_equal(loss, expected)
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
@@ -106,11 +90,12 @@ def test_the_training_loss_and_its_gradients_are_those_under_the_mask(lengths, n
 
 @pytest.mark.parametrize("n_target, room", [(500, 128), (500, 16), (12, 3), (2, 5)])
 def test_half_of_the_targets_see_the_buffer_and_each_prefix_as_often(n_target, room):
-    _, seen = n_seen_in_training(n_target, room)
+    entering, seen = in_training(n_target, room)
     n = min(room, n_target // 2)
     counts = [seen.count(i) for i in range(n + 1)]
-    assert len(set(counts[1:])) == 1 and counts[1] == n_target // (2 * n)
+    assert len(entering) == n and set(counts[1:]) == {n_target // (2 * n)}
     assert sum(counts[1:]) <= n_target / 2 < sum(counts[1:]) + n
+    assert all(place < at for at, n_seen in enumerate(seen) for place in entering[:n_seen])
 
 
 def test_one_target_is_trained_on_without_the_buffer():

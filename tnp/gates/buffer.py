@@ -6,19 +6,20 @@ model's dtype every implementation of attention, and all operators of ours, come
 PyTorch's formula does. A diagonal that is one off, and a buffer taken for context, must fail.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from tnp import buffer, targets
-from tnp.buffer import Buffer, Points
+from tnp import targets
+from tnp.buffer import Buffer, Points, log_densities
 from tnp.contract import OWN, Budget, Call
 from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
 from tnp.model import TransformerNP
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.torch_forms import attend, softmax_scale
+from tnp.ops.mixture_nll import mixture_nll
 from tnp.ops.projection import linear
 from tnp.prediction import Prediction
 from tnp.tasks import Context, Task
@@ -30,11 +31,13 @@ LOSS_BOUND = 1e-3  # nats a target
 # Points of the buffer: training takes two groups of as many targets.
 ROOM = {"cuda": 40, "cpu": 3}
 
-Parameters = Callable[..., torch.Tensor]
-
 
 def masked(
-    model: TransformerNP, context: Context, entered: Points, x_target: torch.Tensor, n_seen
+    model: TransformerNP,
+    context: Context,
+    entered: Points,
+    x_target: torch.Tensor,
+    n_seen: torch.Tensor,
 ) -> torch.Tensor:
     """Mixture parameters [B, N, K, 1 + 2·d_y] by a pass of all rows under a mask: the definition.
 
@@ -88,14 +91,22 @@ def masked_log_density(model: TransformerNP, task: Task, more: int = 0) -> torch
     return Prediction(found, model.config.sigma_min, model.normalization).log_prob(task.y_target)
 
 
-def masked_training(
-    model: TransformerNP, context: Context, entered: Points, x_target: torch.Tensor, n_groups: int
-) -> torch.Tensor:
-    """What `buffer.parameters` gives, by `masked`."""
-    n = entered[0].shape[1]
-    followers = torch.arange(1, n + 1, device=x_target.device).repeat(n_groups)
-    n_seen = torch.nn.functional.pad(followers, (0, x_target.shape[1] - n_groups * n))
-    return masked(model, context, entered, x_target, n_seen)
+def in_training(n_target: int, room: int) -> tuple[list[int], list[int]]:
+    """Targets of a training task that enter the buffer, and how many of these each target sees."""
+    n = min(room, n_target // 2)
+    turn = 2 * (n_target // (2 * n))  # targets of a turn: the last half of them see the buffer
+    sees = [i < n * turn and i % turn >= turn // 2 for i in range(n_target)]
+    return [i * turn for i in range(n)], [(i // turn + 1) * sees[i] for i in range(n_target)]
+
+
+def masked_loss(model: TransformerNP, task: Task) -> torch.Tensor:
+    """`model.loss` by `masked`."""
+    entering, n_seen = in_training(task.n_target, model.config.buffer)
+    context = Context(*model.prepared_context(*task.context), task.context_lengths)
+    x, y = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
+    seen = torch.tensor(n_seen, device=x.device)
+    found = masked(model, context, (x[:, entering], y[:, entering]), x, seen)
+    return mixture_nll(found, y, model.config.sigma_min)
 
 
 def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
@@ -123,7 +134,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     double = batch.to(dtype=torch.float64)
     plain = build(device, Variant("plain", attention="reference"))
     exact = models.exact(plain)
-    loss, gradients = _by(masked_training, exact, double)
+    loss, gradients = _by_mask(exact, double)
     found, by_tensor = models.gradients_by_tensor(exact, double)
     yield Check("float64 loss against the mask", "max_abs_error",
                 max_abs_error(found, loss), FLOAT64_BOUND)  # fmt: skip
@@ -141,7 +152,7 @@ def checks(device: torch.device) -> Iterator[Check]:
             yield Check(f"control must fail: {what}", "relative_error",
                         relative_error(other, joint), CONTROL_BOUND,
                         larger_is_better=True)  # fmt: skip
-    _, own = _by(masked_training, plain, batch)
+    _, own = _by_mask(plain, batch)
     for name, variant in _variants(device):
         model = build(device, variant)
         found, by_tensor = models.gradients_by_tensor(model, batch)
@@ -173,18 +184,14 @@ def _one_run(task: Task) -> Task:
     return replace(task, x_target=task.x_target[:, :n], y_target=task.y_target[:, :n])
 
 
-def _by(parameters: Parameters, model: TransformerNP, batch: Task):
-    """Loss and gradients where `parameters` stands in for the pass of `tnp.buffer`."""
-    own, buffer.parameters = buffer.parameters, parameters
-    try:
-        return models.gradients_by_tensor(model, batch)
-    finally:
-        buffer.parameters = own
+def _by_mask(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients, by the parameter's name."""
+    return models.gradients_by_tensor(model, batch, lambda *given: masked_loss(model, Task(*given)))
 
 
 def _densities(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tensor]]:
     points = task.x_target, task.y_target
-    yield "in one pass", buffer.log_densities(model, task.context, *points)
+    yield "in one pass", log_densities(model, task.context, *points)
     yield "one by one", one_by_one(model, task)
 
 
