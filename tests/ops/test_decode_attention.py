@@ -155,9 +155,9 @@ def test_a_cache_without_pages_in_order_is_one_with_pages():
 
 
 def test_views_are_read_where_they_lie_in_two_launches_or_one():
-    """Blocks of the default have more than 96 keys at head_dim 16, and fewer than 300."""
-    for n_keys, launches in ((96, 1), (300, 2)):
-        inputs = draw([50, 96], n_keys=n_keys)
+    """Blocks of the default have 16 keys in float32."""
+    for n_keys, launches in ((16, 1), (17, 2)):
+        inputs = draw([5, 16], n_keys=n_keys)
         with recorded() as seen:
             o = ours(*inputs)
         assert len(seen) == launches and reads(seen[0], *inputs[:4])
@@ -233,7 +233,7 @@ def test_blocks_fit_beside_each_other(gpu):
         "bfloat16", batch=8, heads=32, kv_heads=8, n_queries=1, n_keys=8192, head_dim=128, page=8192
     )
     found = configs(plans.Call(problem, target))
-    assert len(found) == len(set(found)) > 1
+    assert len(found) == len(set(found)) > 0
     for config in found:
         blocks = (config.num_stages - 1) * 2 * config.block_n * 128 * 2
         assert config.programs * blocks <= target.shared_bytes
@@ -321,7 +321,7 @@ def test_limits_of_ours():
         (draw([5], head_dim=24), "it takes head_dim 16, 32, .* not 24"),
         (draw([5], page=24), "it takes pages of a multiple of 16 tokens, not 24"),
         (draw([1] * 1025, 1, 1, n_keys=1), "it takes up to 1024 sequences, not 1025"),
-        (draw([5], 1, 64, 5, head_dim=32), "takes up to 256 queries that read the same keys"),
+        (draw([5], 1, 64, 5, head_dim=32), "takes up to 128 queries that read the same keys"),
     ]
     for inputs, message in wrong:
         with pytest.raises(RuntimeError, match=message):

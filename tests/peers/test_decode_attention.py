@@ -34,12 +34,10 @@ def expected(of: list) -> torch.Tensor:
 
 @pytest.fixture
 def fa3(monkeypatch):
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens, page_table, softmax_scale, causal
-    ):  # fmt: skip
+    def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal):
         assert causal and cache_seqlens.dtype == torch.int32
         q, k, v = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
-        o = OPERATOR.reference(q, k, v, cache_seqlens, page_table, None, None, softmax_scale)
+        o = OPERATOR.reference(q, k, v, cache_seqlens, None, None, None, softmax_scale)
         return o.transpose(1, 2).contiguous()
 
     module = types.ModuleType("fa3_fwd_interface")
@@ -47,10 +45,9 @@ def fa3(monkeypatch):
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
 
 
-@pytest.mark.parametrize("page", [None, 32])
 @pytest.mark.parametrize("n_queries", [1, 5])
-def test_layouts_of_fa3(fa3, page, n_queries):
-    of = inputs(page, n_queries=n_queries)
+def test_layouts_of_fa3(fa3, n_queries):
+    of = inputs(page=None, n_queries=n_queries)
     torch.testing.assert_close(peers.FA3.run(*of, 0.3), expected(of))
 
 
@@ -118,9 +115,10 @@ def test_flashinfer_keeps_so_many_plans(plans, monkeypatch):
 @pytest.mark.parametrize(
     "peer, change, reason",
     [
-        (peers.FA3, {"head_dim": 48}, "it takes head_dim 64, 128, not 48"),
-        (peers.FA3, {"cache": "e4m3"}, "it does not take cache=e4m3"),
-        (peers.FA3, {}, None),
+        (peers.FA3, {"page_table": False, "head_dim": 48}, "it takes head_dim 64, 128, not 48"),
+        (peers.FA3, {"page_table": False, "cache": "e4m3"}, "it does not take cache=e4m3"),
+        (peers.FA3, {"page_table": False}, None),
+        (peers.FA3, {}, "it does not take page_table=True"),
         (peers.FLASHINFER, {}, None),
         (peers.FLASHINFER, {"page_table": False}, "it takes a cache in pages alone"),
         (peers.FLASHINFER, {"n_queries": 5}, "it takes n_queries 1, not 5"),

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 PAGE_MULTIPLE = 16  # keys of a page
 MOST_SEQUENCES = 1024  # whose lengths a program reads at once
-TILE_BYTES = 32 * 1024  # of the queries that a program has at once: registers hold no more
+# Of the queries that a program has at once, by itemsize: registers hold no more.
+TILE_NUMBERS = {2: 16_384, 4: 4_096}
 _INFINITY = float("inf")
 _triton = triton_from(80)
 
@@ -129,7 +130,7 @@ def _ours(call: Call) -> Reason:
         return f"it takes up to {MOST_SEQUENCES} sequences, not {p['batch']}"
     if p["cache"] and call.target.kind == "cuda" and call.target.capability < 89:
         return "a cache in e4m3 needs compute capability 8.9 or newer"
-    most = TILE_BYTES // p.itemsize // (1 << (head_dim - 1).bit_length())
+    most = TILE_NUMBERS[p.itemsize] // (1 << (head_dim - 1).bit_length())
     if rows > most:
         return (
             f"at head_dim {head_dim} in {p.dtype} it takes up to {most} queries that read the same "

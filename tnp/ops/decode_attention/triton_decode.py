@@ -8,7 +8,9 @@ for any. All queries that read a kv head's keys, heads of a group and tokens, ar
 A pair that lies in one program is finished there. Of a pair that lies in several each leaves a part
 in a workspace: rows not yet divided, their maxima and their sums. A program has two at most, of the
 pair that it begins inside of and of the one that it ends inside of. A second kernel finds by the
-same arithmetic which programs have parts of a pair, and adds them up in their order.
+same arithmetic which programs have parts of a pair, and adds them up in their order. On Hopper and
+newer it is launched while the first runs (programmatic dependent launch), does that arithmetic and
+waits: `lengths` it may read, since the first kernel began when all before it had ended.
 
 Products accumulate in float32 and softmax is to base 2, by a running maximum, as in
 `tnp.ops.attention.triton_forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
@@ -35,8 +37,8 @@ LEAST_BATCH = 64  # lengths that are read at once: up to so many sequences share
 # What a block of the default has at most: bytes of keys and values, and keys times head_dim.
 BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
 MOST_STAGES = 8
-# Numbers of the parts of a row that are read at once, 64 a thread.
-PARTS_AT_ONCE = 8192
+# Numbers of the parts of a row that are read at once, and by a warp: 64 a thread.
+PARTS_AT_ONCE, PARTS_A_WARP = 8192, 2048
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,14 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it."""
+    """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it.
+
+    FOLLOWED: `_add_parts_kernel` may start as soon as every program has.
+    """
+    if FOLLOWED:
+        tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     n_rows: tl.constexpr = GROUP * TOKENS
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -213,9 +221,13 @@ def _add_parts_kernel(
     programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """A row of a pair that several programs have parts of: Σ 2^(m − max m)·acc over
     Σ 2^(m − max m)·l.
+
+    FOLLOWS: the decode kernel may still run. All programs wait for it, those with nothing to add
+    too: what is launched next waits for this kernel alone.
     """
     n_rows: tl.constexpr = GROUP * TOKENS
     row, pair = tl.program_id(0) % n_rows, tl.program_id(0) // n_rows
@@ -226,6 +238,8 @@ def _add_parts_kernel(
     begin = tl.sum(tl.where(sequence < b, units, 0), 0) + h * n_blocks
     first = _holder(begin, total, programs)
     last = _holder(begin + n_blocks - 1, total, programs)
+    if FOLLOWS:
+        tl.extra.cuda.gdc_wait()
     if first < last:
         offs_d = tl.arange(0, WIDTH)
         acc = tl.zeros([WIDTH], tl.float32)
@@ -254,45 +268,44 @@ def _add_parts_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Candidates, the default first: those whose programs' blocks fit beside each other.
-
-    Of 16 bits the defaults do not spill on Hopper. Those of float32 do at head_dim 256, and at 128
-    from 64 rows on.
-    """
+    """Candidates, the default first: those whose programs' blocks fit beside each other."""
     p, target = call.problem, call.target
     width = triton.next_power_of_2(p["head_dim"])
     row_bytes, rows = width * cache_itemsize(p), _tile_rows(p)
-    most = min(MOST_KEYS, BLOCK_BYTES // (2 * row_bytes), BLOCK_NUMBERS // width)
+    most = min(MOST_KEYS, BLOCK_BYTES // (2 * row_bytes), BLOCK_NUMBERS // max(width, rows))
+    if p.itemsize == 4:  # products in three parts, whose operands fill the registers
+        most = LEAST
     keys, fewer = max(LEAST, most), max(LEAST, most // 2)
-    warps = 4 if rows <= 32 and row_bytes < 1024 else 8
+    warps = 4 if rows <= 32 and rows * width <= 4096 and row_bytes < 1024 else 8
+    # A block is free as soon as it is in registers; from 64 rows on products read it where it lies.
+    in_use = 0 if rows >= 64 else 1
 
     def config(block_n: int, programs: int, num_warps: int, kib: int) -> Config:
-        """With so many KiB of keys and values in shared memory a program: stages less one."""
+        """With so many KiB of keys and values in shared memory a program."""
         blocks = kib * 1024 // (2 * block_n * row_bytes)
-        return Config(block_n, programs, num_warps, min(max(2, blocks + 1), MOST_STAGES))
+        return Config(block_n, programs, num_warps, min(max(2, blocks + in_use), MOST_STAGES))
 
     found = (
         config(keys, 2, warps, 96),
-        config(keys, 1, warps, 192),
-        config(keys, 3, warps, 64),
-        config(fewer, 4, warps, 48),
+        config(fewer, 3, warps, 64),
         config(fewer, 2, warps, 96),
-        config(keys, 1, 8, 160),
+        config(keys, 2, warps, 64),
+        config(keys, 1, warps, 192),
         config(keys, 1, warps, 96),
-        config(fewer, 1, 8, 32),
-        config(LEAST, 1, 8, 0),  # the smallest there is
+        config(keys, 1, warps, 64),
     )
 
     def fits(config: Config) -> bool:
-        blocks = (config.num_stages - 1) * 2 * config.block_n * row_bytes
+        blocks = (config.num_stages - in_use) * 2 * config.block_n * row_bytes
         # Beside them lie q and weights as operands, in float32 more than once, or results.
         operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
         beside = max(operands, rows * width * 4)
-        return config.programs * (blocks + beside) <= target.shared_bytes
+        shared = config.programs * (blocks + beside) <= target.shared_bytes
+        return shared and config.programs <= max(1, 64 // rows)  # as registers allow, too
 
     if not target.shared_bytes:  # the interpreter
         return found
-    return tuple(filter(fits, dict.fromkeys(found))) or found[-1:]
+    return tuple(filter(fits, dict.fromkeys(found))) or (config(LEAST, 1, 8, 0),)
 
 
 def _tile_rows(problem: Problem) -> int:
@@ -325,23 +338,27 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         KV_HEADS=kv_heads, GROUP=p["heads"] // kv_heads, TOKENS=p["n_queries"], HEAD_DIM=head_dim,
         WIDTH=width, BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)), BLOCK_N=config.block_n,
     )  # fmt: skip
+    split = capacity > config.block_n  # a pair may be
+    overlap = split and call.target.kind == "cuda" and call.target.capability >= 90
     kernel = Bound(
         _decode_kernel, (programs,),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
         *((0, 0) if table is None else table.stride()),
         *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
         ROWS=_tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
-        K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, **of_pairs,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, FOLLOWED=overlap,
+        **of_pairs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     add_parts = None
-    if capacity > config.block_n:
+    if split:
         # As many as a pair has where all are alike; of more some are read after others.
         alike = triton.next_power_of_2(triton.cdiv(programs, batch * kv_heads) + 1)
+        at_once = max(4, min(alike, PARTS_AT_ONCE // width))
         add_parts = Bound(
             _add_parts_kernel, (batch * kv_heads * n_rows,),
-            *of_o[1][:3], lengths.stride(0), batch, capacity, programs,
-            PARTS=max(4, min(alike, PARTS_AT_ONCE // width)), **of_pairs, num_warps=4,
+            *of_o[1][:3], lengths.stride(0), batch, capacity, programs, PARTS=at_once,
+            FOLLOWS=overlap, **of_pairs, num_warps=max(1, at_once * width // PARTS_A_WARP),
+            **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
 
     def launch(inputs, scalars):
