@@ -18,11 +18,24 @@ from tnp.ops.swiglu import OPERATOR, triton_swiglu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def kernels(own: Implementation) -> set[str]:
+    return {
+        one for operation in (own.forward, own.backward) if operation for one in operation.kernels
+    }
+
+
 def gates() -> list:
-    """Of all implementations; those of operators that PyTorch multiplies for meet its BLAS."""
+    """Of all implementations; those of operators that PyTorch multiplies for meet its BLAS.
+
+    In the interpreter without those whose kernels are some of another's, which takes no other path.
+    """
     here, found = targets.of_device(DEVICE), []
     for gate in generic_gates():
-        operator = catalogs.catalog().operator(gate.split("--")[1])
+        _, op, name = gate.split("--")
+        operator = catalogs.catalog().operator(op)
+        own = {one.name: kernels(one) for one in operator.implementations}
+        if here.kind != "cuda" and own.get(name) and any(own[name] < of for of in own.values()):
+            continue
         multiplies = operator.work(next(iter(operator.cases(here))), "forward").flops
         found.append(pytest.param(gate, marks=[pytest.mark.blas] * bool(multiplies)))
     return found

@@ -216,16 +216,16 @@ _TYPES = (
     *((dtype, head_dim, ("n_keys",)) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
     ("bfloat16", 128, ("n_keys",)),  # float32 spills there in every tile: slow, and still right
 )
-# Of any kind: what a language model trains with, and all at once, which needs most registers. Of
-# head_dims between two powers of two a tile's columns are masked too.
-_CAUSAL = {"causal": True, "n_kv_heads": 2}
-_ALL_AT_ONCE = _CAUSAL | {"window": 100} | dict.fromkeys(PACKED, True) | {"n_sequences": 3}
+# Of other kinds, with masks that need most registers: what language models train with, and at
+# head_dims that the portable kernels alone take, whose columns are masked too, all at once.
+_GROUPED = {"causal": True, "n_kv_heads": 2}
+_WINDOW = {"causal": True, "window": 300, "n_sequences": 4} | dict.fromkeys(PACKED, True)
 _KINDS = (
-    ("bfloat16", 64, _ALL_AT_ONCE),
-    ("bfloat16", 128, _CAUSAL),
-    ("bfloat16", 128, _ALL_AT_ONCE),
-    *(("bfloat16", head_dim, _ALL_AT_ONCE) for head_dim in (48, 80, 192, 256)),
-    ("float32", 64, _ALL_AT_ONCE),
+    ("bfloat16", 128, _GROUPED),
+    ("bfloat16", 128, _WINDOW),
+    ("bfloat16", 64, {"causal": True, "n_keys": True}),
+    *(("bfloat16", head_dim, _GROUPED | _WINDOW) for head_dim in (48, 80, 192)),
+    ("float32", 64, _GROUPED | _WINDOW),
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
 # keys that the forward pass splits tiles along them.
