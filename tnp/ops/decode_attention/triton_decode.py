@@ -19,36 +19,21 @@ along the keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., arXiv 2309
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem
+from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.attention.primitives import CHECK_VARIABLE, LOG2_E, flat, rows_layout
-from tnp.ops.decode_attention.definition import OPTIONS, cache_itemsize, rows_of
-from tnp.ops.primitives import INTERPRETED, KernelConfig, add_dot, cast, dot, widened
+from tnp.ops.decode_attention.configs import Config, configs, tile_rows
+from tnp.ops.decode_attention.definition import OPTIONS, rows_of
+from tnp.ops.primitives import INTERPRETED, add_dot, cast, dot, widened
 
-LEAST = 16  # rows and keys of a tensor core's tile
-MOST_KEYS = 128  # of a block
 LEAST_BATCH = 64  # lengths that are read at once: up to so many sequences share a compiled kernel
-# What a block of the default has at most: bytes of keys and values, and keys times head_dim.
-BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
-MOST_STAGES = 8
 # Numbers of the parts of a row that are read at once, and by a warp: 64 a thread.
 PARTS_AT_ONCE, PARTS_A_WARP = 8192, 2048
-
-
-@dataclass(frozen=True)
-class Config(KernelConfig):
-    """Keys a block, programs a multiprocessor, warps, and blocks on their way and in use."""
-
-    block_n: int
-    programs: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -271,51 +256,6 @@ def _add_parts_kernel(
         tl.store(o_of + offs_d, cast(o, o_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
 
 
-def configs(call: Call) -> tuple[Config, ...]:
-    """Candidates, the default first: those whose programs' blocks fit beside each other."""
-    p, target = call.problem, call.target
-    width = triton.next_power_of_2(p["head_dim"])
-    row_bytes, rows = width * cache_itemsize(p), _tile_rows(p)
-    most = min(MOST_KEYS, BLOCK_BYTES // (2 * row_bytes), BLOCK_NUMBERS // max(width, rows))
-    if p.itemsize == 4:  # products in three parts, whose operands fill the registers
-        most = LEAST
-    keys, fewer = max(LEAST, most), max(LEAST, most // 2)
-    warps = 4 if rows <= 32 and rows * width <= 4096 and row_bytes < 1024 else 8
-    # A block is free as soon as it is in registers; from 64 rows on products read it where it lies.
-    in_use = 0 if rows >= 64 else 1
-
-    def config(block_n: int, programs: int, num_warps: int, kib: int) -> Config:
-        """With so many KiB of keys and values in shared memory a program."""
-        blocks = kib * 1024 // (2 * block_n * row_bytes)
-        return Config(block_n, programs, num_warps, min(max(2, blocks + in_use), MOST_STAGES))
-
-    found = (
-        config(keys, 2, warps, 96),
-        config(fewer, 3, warps, 64),
-        config(fewer, 2, warps, 96),
-        config(keys, 2, warps, 64),
-        config(keys, 1, warps, 192),
-        config(keys, 1, warps, 96),
-        config(keys, 1, warps, 64),
-    )
-
-    def fits(config: Config) -> bool:
-        blocks = (config.num_stages - in_use) * 2 * config.block_n * row_bytes
-        # Beside them lie q and weights as operands, in float32 more than once, or results.
-        operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
-        beside = max(operands, rows * width * 4)
-        shared = config.programs * (blocks + beside) <= target.shared_bytes
-        return shared and config.programs <= max(1, 64 // rows)  # as registers allow, too
-
-    if not target.shared_bytes:  # the interpreter
-        return found
-    return tuple(filter(fits, dict.fromkeys(found))) or (config(LEAST, 1, 8, 0),)
-
-
-def _tile_rows(problem: Problem) -> int:
-    return max(LEAST, triton.next_power_of_2(rows_of(problem)))
-
-
 def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
     """o [B, H, T, D] laid out [B, T, H, D]."""
     q = inputs[0]
@@ -349,7 +289,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
         *((0, 0) if table is None else table.stride()),
         *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
-        ROWS=_tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
+        ROWS=tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
         K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, FOLLOWED=overlap,
         **of_pairs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

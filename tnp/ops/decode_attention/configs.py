@@ -1,0 +1,71 @@
+"""Configurations of decode attention's kernel: how much of the cache is on its way, and in use."""
+
+from dataclasses import dataclass
+
+import triton
+
+from tnp.contract import Call, Problem
+from tnp.ops.decode_attention.definition import cache_itemsize, rows_of
+from tnp.ops.primitives import KernelConfig
+
+LEAST = 16  # rows and keys of a tensor core's tile
+MOST_KEYS = 128  # of a block
+# What a block has at most: bytes of keys and values, and keys times head_dim or rows.
+BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
+MOST_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Keys a block, programs a multiprocessor, warps, and blocks on their way and in use."""
+
+    block_n: int
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_rows(problem: Problem) -> int:
+    """Rows of the tile of queries that read the same keys."""
+    return max(LEAST, triton.next_power_of_2(rows_of(problem)))
+
+
+def configs(call: Call) -> tuple[Config, ...]:
+    """Candidates, the default first: those whose programs' blocks fit beside each other."""
+    p, target = call.problem, call.target
+    width = triton.next_power_of_2(p["head_dim"])
+    row_bytes, rows = width * cache_itemsize(p), tile_rows(p)
+    most = min(MOST_KEYS, BLOCK_BYTES // (2 * row_bytes), BLOCK_NUMBERS // max(width, rows))
+    if p.itemsize == 4:  # products in three parts, whose operands fill the registers
+        most = LEAST
+    keys, fewer = max(LEAST, most), max(LEAST, most // 2)
+    warps = 4 if rows <= 32 and rows * width <= 4096 and row_bytes < 1024 else 8
+    # A block is free as soon as it is in registers; from 64 rows on products read it where it lies.
+    in_use = 0 if rows >= 64 else 1
+
+    def config(block_n: int, programs: int, num_warps: int, kib: int) -> Config:
+        """With so many KiB of keys and values in shared memory a program."""
+        blocks = kib * 1024 // (2 * block_n * row_bytes)
+        return Config(block_n, programs, num_warps, min(max(2, blocks + in_use), MOST_STAGES))
+
+    found = (
+        config(keys, 2, warps, 96),
+        config(fewer, 3, warps, 64),
+        config(fewer, 2, warps, 96),
+        config(keys, 2, warps, 64),
+        config(keys, 1, warps, 192),
+        config(keys, 1, warps, 96),
+        config(keys, 1, warps, 64),
+    )
+
+    def fits(config: Config) -> bool:
+        blocks = (config.num_stages - in_use) * 2 * config.block_n * row_bytes
+        # Beside them lie q and weights as operands, in float32 more than once, or results.
+        operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
+        beside = max(operands, rows * width * 4)
+        shared = config.programs * (blocks + beside) <= target.shared_bytes
+        return shared and config.programs <= max(1, 64 // rows)  # as registers allow, too
+
+    if not target.shared_bytes:  # the interpreter
+        return found
+    return tuple(filter(fits, dict.fromkeys(found))) or (config(LEAST, 1, 8, 0),)
