@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tnp.inputs import require_count
+from tnp.ops.attention.layouts import to_rows
 
 
 class CacheFull(RuntimeError):
@@ -133,8 +134,7 @@ class PagedCache:
         self._grow(several, layer, n_tokens)
         slots = torch.cat([self._slots(one, layer, n_tokens) for one in several]).to(self.device)
         for memory, x in ((self._k[layer], k), (self._v[layer], v)):
-            rows = x.transpose(1, 2).flatten(0, 1)
-            _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(rows))
+            _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
         for one in several:
             one._lengths[layer] += n_tokens
 
