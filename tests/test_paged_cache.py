@@ -190,6 +190,81 @@ def test_decode_attention_over_it_is_attention_over_plain_tensors(implementation
             torch.testing.assert_close(found[b : b + 1], alone, rtol=1e-5, atol=1e-5)
 
 
+def captured(step):
+    """What replays a step: on a GPU its graph, elsewhere the step itself."""
+    if DEVICE.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def test_a_captured_step_writes_where_its_tensors_say():
+    """Over pages' edges, beside a fork, in every layer: as `append` does it."""
+    of, same = cache(n_pages=24), cache(n_pages=24)
+    both, prompts = [], [tokens(2, 2, 3, 4) for _ in range(2)]
+    for one in (of, same):
+        handles = [one.allocate(), one.allocate(9)]
+        for layer, prompt in enumerate(prompts):
+            one.append(handles, *prompt, layer)
+        both.append([*handles, one.fork(handles[1])])
+    new = [tokens(3, 2, 2, 4) for _ in range(2)]
+    lengths = torch.full((3,), 2, dtype=torch.int32, device=DEVICE)
+    table = torch.arange(15, dtype=torch.int32, device=DEVICE).view(3, 5)
+
+    def step():
+        for layer, (k, v) in enumerate(new):
+            of.write(k, v, lengths, table, layer)
+
+    before = [[x.clone() for x in of.layer(layer)] for layer in range(2)]
+    replay = captured(step)
+    for layer, kept in enumerate(before):  # what the capture's first run wrote goes
+        for memory, x in zip(of.layer(layer), kept, strict=True):
+            memory.copy_(x)
+    for _ in range(5):
+        for x in (x for pair in new for x in pair):
+            x.normal_()
+        of.extend(both[0], 2)
+        lengths.copy_(of.lengths(both[0]))
+        table.copy_(of.page_table(both[0], columns=5))
+        replay()
+        for layer, (k, v) in enumerate(new):
+            same.append(both[1], k, v, layer)
+        for layer in range(2):
+            for found, expected in zip(*both, strict=True):
+                assert_holds(of, found, layer, contents(same, expected, layer))
+    assert of.n_free == same.n_free == 24 - 3 * 4
+
+
+def test_an_extension_that_does_not_fit_changes_nothing():
+    of = cache(n_pages=2)
+    handle = of.allocate()
+    of.extend(handle, 7)
+    with pytest.raises(CacheFull, match="1 pages of 4 tokens are needed and 0 of 2 are free"):
+        of.extend(handle, 2)
+    of.extend(handle, 0)
+    assert of.lengths(handle, 1).tolist() == [7]
+    other = cache()
+    uneven = other.allocate()
+    other.append(uneven, *tokens(2, 3, 4), layer=1)
+    with pytest.raises(ValueError, match=r"handle 0 has \[0, 3\] tokens in its layers"):
+        other.extend(uneven, 1)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
+@pytest.mark.parametrize("length", [1, 33])
+def test_lengths_that_a_table_has_no_room_for_are_found_out(length):
+    lengths = torch.tensor([length], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        cache().write(*tokens(1, 2, 2, 4), lengths, torch.arange(8).view(1, 8).int())
+
+
 def test_bad_input_is_one_sentence():
     of, other = cache(), cache()
     handle, freed, theirs = of.allocate(), of.allocate(), other.allocate()
@@ -208,6 +283,9 @@ def test_bad_input_is_one_sentence():
         (lambda: of.append(handle, k[:1], v[:1]), r"k has shape \(1, 1, 3, 4\): it must be \[1, 2"),
         (lambda: of.append([handle], k, v), r"k has shape \(2, 3, 4\): it must be \[1, 2, T, 4\]"),
         (lambda: of.append(handle, k, v[:, :2]), "they must be equal"),
+        (lambda: of.write(k[None], v[None], of.lengths(handle), of.page_table([])), "page_table"),
+        (lambda: of.write(k, v, of.lengths(handle), of.page_table(handle)), "k has shape"),
+        (lambda: of.extend(handle, -1), "n_tokens is -1: it must be a whole number, at least 0"),
         (lambda: of.allocate(-1), "n_tokens is -1: it must be a whole number, at least 0"),
         (lambda: cache(n_pages=0), "n_pages is 0: it must be a whole number, at least 1"),
         (lambda: cache(head_dim=2.5), "head_dim is 2.5: it must be a whole number"),

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from tnp.ops.attention import attention
+from tnp.ops.attention.torch_forms import LN_2
+from tnp.ops.decode_attention import decode_attention
 from tnp.ops.embedding import embed_rows
 from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mlp import mlp
@@ -23,6 +25,7 @@ from tnp.packing import Packing
 from tnp.variants import Variant
 
 if TYPE_CHECKING:
+    from tnp.buffer import BufferedRows
     from tnp.model import TNPConfig
 
 NORM_EPS = 1e-6
@@ -63,6 +66,9 @@ class Embedding(nn.Module):
     The flag is −1 for context and +1 for targets, whose y is 0: never zero, it doubles as the bias
     the linear layers lack. The first layer runs in float32, because bfloat16 cannot tell
     neighbouring pixels of a 512-pixel row apart.
+
+    A point of the buffer is a context point, and `role` is added to it. That starts at 0, so that a
+    model with a buffer begins as the model without, and draws the same first weights.
     """
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
@@ -70,6 +76,8 @@ class Embedding(nn.Module):
         d_in = config.d_x + config.d_y + 1
         self.input = _parameter(config.d_model, d_in, fan_in=d_in)
         self.output = _parameter(config.d_model, config.d_model, fan_in=config.d_model)
+        if config.buffer is not None:
+            self.role = nn.Parameter(torch.zeros(config.d_model))
         self.variant = variant
 
     def forward(
@@ -87,6 +95,20 @@ class Embedding(nn.Module):
             x_context, y_context, x_target, self.input, dtype, implementation=self.variant.embedding
         )
         return linear(hidden, self.output, implementation=self.variant.projection)
+
+    def buffered(
+        self,
+        x_known: torch.Tensor,
+        y_known: torch.Tensor,
+        n_buffer: int,
+        x_target: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The same where the last `n_buffer` of the known points are in the buffer."""
+        h = self(x_known, y_known, x_target, dtype)
+        m = x_known.shape[1] - n_buffer
+        context, buffer, targets = h.split([m, n_buffer, x_target.shape[1]], 1)
+        return torch.cat([context, buffer + self.role.to(dtype), targets], 1)
 
 
 class Attention(nn.Module):
@@ -139,19 +161,42 @@ class Attention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         n_keys: torch.Tensor | None = None,
-        packing: Packing | None = None,
+        layout: Packing | BufferedRows | None = None,
     ) -> torch.Tensor:
         """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all.
 
-        With a packing rows are packed, and so is their update.
+        With a layout rows stand as it says, and so does their update.
         """
 
-        def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            implementation = self.variant.attention
-            o = attention(q, k, v, base2=self.base2, n_keys=n_keys, implementation=implementation)
+        def heads(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            n_keys: torch.Tensor | None = n_keys,
+            causal: bool = False,
+        ) -> torch.Tensor:
+            o = attention(
+                q, k, v, base2=self.base2, causal=causal, n_keys=n_keys,
+                implementation=self.variant.attention,
+            )  # fmt: skip
             return o.transpose(1, 2).flatten(-2)
 
-        o = heads(q, k, v) if packing is None else packing.around(heads, q, k, v)
+        o = heads(q, k, v) if layout is None else layout.around(heads, q, k, v)
+        return linear(o, self.output, implementation=self.variant.projection)
+
+    def attend_cache(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """The update of a few rows that all see the first lengths[b] keys of a cache.
+
+        They go through as heads of one token, which share their keys. No gradient.
+        """
+        n_heads, n_rows = q.shape[1:3]
+        o = decode_attention(
+            q.flatten(1, 2).unsqueeze(2), k, v, lengths, scale=LN_2 if self.base2 else None,
+            implementation=self.variant.decode_attention,
+        )  # fmt: skip
+        o = o.reshape(len(q), n_heads, n_rows, -1).transpose(1, 2).flatten(-2)
         return linear(o, self.output, implementation=self.variant.projection)
 
     def forward(
@@ -161,7 +206,7 @@ class Attention(nn.Module):
         n_context: int,
         n_keys: torch.Tensor | None,
         first: int,
-        packing: Packing | None = None,
+        layout: Packing | BufferedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h + update of the rows from `first` on, and what attention adds to them."""
         h, x = self.norm(h, update)
@@ -171,7 +216,7 @@ class Attention(nn.Module):
             q, k, v = self.project(x)
             k, v = k[:, :, :n_context], v[:, :, :n_context]
         # The gradient of a slice is a copy of the whole, even where nothing is cut off.
-        return h[:, first:] if first else h, self.attend(q, k, v, n_keys, packing)
+        return h[:, first:] if first else h, self.attend(q, k, v, n_keys, layout)
 
 
 class MLP(nn.Module):
@@ -228,10 +273,10 @@ class Block(nn.Module):
         n_context: int,
         n_keys: torch.Tensor | None,
         first: int,
-        packing: Packing | None = None,
+        layout: Packing | BufferedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream of the rows from `first` on, and what is still to be added to it.
 
         Each layer leaves its addition to the next norm, which reads the stream anyway.
         """
-        return self.mlp(*self.attention(h, update, n_context, n_keys, first, packing))
+        return self.mlp(*self.attention(h, update, n_context, n_keys, first, layout))

@@ -10,9 +10,7 @@ AdamW's updates are some 1e-4 of a weight, and bfloat16 resolves 4e-3, so weight
 alone would drop most of them. The cast costs under 1 % of a step at the shapes measured.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Self
@@ -25,9 +23,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tnp import prediction, saved_model
+from tnp import buffer, joint, prediction, saved_model
 from tnp.inputs import require_count, require_floats
 from tnp.layers import Block, Embedding, MixtureHeads
+from tnp.model_config import TNPConfig
 from tnp.normalization import Normalization
 from tnp.opaque import custom_op
 from tnp.ops.attention import OPERATOR as attention_operator
@@ -37,42 +36,6 @@ from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context, Task
 from tnp.tasks.task import check_lengths, without_padding
 from tnp.variants import Variant
-
-
-@dataclass(frozen=True)
-class TNPConfig:
-    """Sizes of the model; the defaults are the specification's.
-
-    `sigma_min` is in units of y, of its deviation where the model has a normalization.
-
-    `heads_gain` scales the first weights of the heads' last layer. At 0.1 all components start near
-    N(0, 1). At 1, as other layers are drawn, some start with deviations of 0.08, gradients are many
-    times what Adam has seen, and the loss leaps (DESIGN.md).
-    """
-
-    d_x: int = 1
-    d_y: int = 1
-    d_model: int = 512
-    n_layers: int = 12
-    n_heads: int = 8
-    d_ff: int = 1365
-    n_components: int = 10
-    sigma_min: float = 0.0
-    heads_gain: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name not in ("sigma_min", "heads_gain"):
-                require_count(name, value, at_least=1)
-        if self.d_model % self.n_heads:
-            raise ValueError(
-                f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}: "
-                "each head takes an equal share"
-            )
-        if not 0 <= self.sigma_min < math.inf:
-            raise ValueError(f"sigma_min is {self.sigma_min}: it must be finite and not negative")
-        if not 0 < self.heads_gain < math.inf:
-            raise ValueError(f"heads_gain is {self.heads_gain}: it must be positive and finite")
 
 
 @cache
@@ -130,6 +93,8 @@ class TransformerNP(nn.Module):
                 f"variant {variant.name!r} stores d_ff_storage {variant.d_ff_storage}: it must be "
                 f"at least d_ff {config.d_ff}"
             )
+        if config.buffer is not None:
+            buffer.require_variant(variant)
         self.config = config
         self.variant = variant
         self.compute_dtype = compute_dtype
@@ -173,21 +138,37 @@ class TransformerNP(nn.Module):
         if packing is not None:
             x_context, y_context = (packing.pack(x, "context") for x in (x_context, y_context))
             x_target = packing.pack(x_target, "target")
-        n_context = x_context.shape[1]
-        h, update = self.embed(x_context, y_context, x_target, self.compute_dtype), None
-        run = self._recomputing(h.shape[0] * h.shape[1])
+        h = self.embed(x_context, y_context, x_target, self.compute_dtype)
+        return self.of_targets(h, x_context.shape[1], context_lengths, packing)
+
+    def of_targets(
+        self,
+        h: torch.Tensor,
+        n_known: int,
+        context_lengths: torch.Tensor | None,
+        layout: Packing | buffer.BufferedRows | None,
+    ) -> torch.Tensor:
+        """Mixture parameters of the rows of h behind `n_known` others, which are keys and values.
+
+        Args:
+            h: what `embed` gives.
+            n_known: its first rows: points whose y is known.
+            context_lengths: int32 [B], keys that each sample has, or None.
+            layout: how rows stand, where they are not all samples of one size.
+        """
+        update, run = None, self._recomputing(h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
             # Of the last block only the targets reach the loss.
             last = index == len(self.blocks) - 1
-            first = n_context if last and self.variant.skip_unread else 0
+            first = n_known if last and self.variant.skip_unread else 0
             if run is None:
-                h, update = block(h, update, n_context, context_lengths, first, packing)
+                h, update = block(h, update, n_known, context_lengths, first, layout)
             else:  # what a block is given is kept: one tensor, not two
-                h, update = run(block, h, update, n_context, context_lengths, first, packing)
+                h, update = run(block, h, update, n_known, context_lengths, first, layout)
                 h, update = h + update, None
         if not self.variant.skip_unread:
-            h = h[:, n_context:]
-            update = None if update is None else update[:, n_context:]
+            h = h[:, n_known:]
+            update = None if update is None else update[:, n_known:]
         return self.heads(h, update)
 
     def prepared_context(
@@ -200,16 +181,16 @@ class TransformerNP(nn.Module):
         self._check("x_context", x, "d_x", lengths)
         self._check("y_context", y, "d_y", lengths)
         return (
-            without_padding(self._in_units("x", x), lengths),
-            without_padding(self._in_units("y", y), lengths),
+            without_padding(self.in_units("x", x), lengths),
+            without_padding(self.in_units("y", y), lengths),
         )
 
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """The same of targets, of which there must be one at least."""
         self._check("x_target", x, "d_x", lengths)
-        return without_padding(self._in_units("x", x), lengths)
+        return without_padding(self.in_units("x", x), lengths)
 
-    def _in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
+    def in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
         """x or y in the model's units and in float32, in float64 where the model computes in it."""
         if self.normalization is not None:
             values = getattr(self.normalization, of)(values)
@@ -245,7 +226,8 @@ class TransformerNP(nn.Module):
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar.
 
-        The mean is over all targets of the batch that are no padding.
+        The mean is over all targets of the batch that are no padding. Where the model has a buffer,
+        half of them see what is in it (`tnp.buffer`).
         """
         return self.nll(*task)
 
@@ -271,11 +253,20 @@ class TransformerNP(nn.Module):
                     "a capacity is given and no lengths: packing needs context_lengths and "
                     "target_lengths, which task.padded(…) makes"
                 )
+            if self.config.buffer is not None:
+                raise ValueError("a capacity is given: a model with a buffer packs no rows")
             padded = x_context.shape[1], x_target.shape[1]
             packing = Packing(context_lengths, target_lengths, padded, capacity)
             n_targets = packing.n_targets
-        parameters = self(x_context, y_context, x_target, context_lengths, target_lengths, packing)
-        y_target = self._in_units("y", y_target)
+        if self.config.buffer is None:
+            given = x_context, y_context, x_target, context_lengths, target_lengths, packing
+            parameters = self(*given)
+        else:
+            context = Context(x_context, y_context, context_lengths)
+            parameters = buffer.training_parameters(
+                self, context, x_target, y_target, target_lengths
+            )
+        y_target = self.in_units("y", y_target)
         if packing is not None:
             y_target = packing.pack(without_padding(y_target, target_lengths), "target")
         loss = mixture_nll(
@@ -366,12 +357,43 @@ class TransformerNP(nn.Module):
 
     @torch.no_grad()
     def sample_jointly(
-        self, context: Context, x_target: torch.Tensor, n_samples: int = 1
+        self,
+        context: Context,
+        x_target: torch.Tensor,
+        n_samples: int = 1,
+        buffer: bool | None = None,
+        cuda_graph: bool = False,
     ) -> torch.Tensor:
         """Functions that hang together, [n_samples, B, N, d_y].
 
-        Targets are drawn in the order of x_target [B, N, d_x]. Each drawn point joins the context
-        of those behind it, which is encoded anew for each (Bruinsma and others, Autoregressive
-        Conditional Neural Processes, arXiv 2303.14468): N times the work of a prediction.
+        Targets are drawn in the order of x_target [B, N, d_x], each knowing those before it.
+        Through the buffer the context is encoded once, and a drawn point is one more key and value
+        of each block; where the buffer is full its points join the context, which is encoded anew.
+        Without a buffer that is done for every point: N times the work of a prediction (Bruinsma
+        and others, Autoregressive Conditional Neural Processes, arXiv 2303.14468).
+
+        Args:
+            context: points to predict from, as in `task.context`.
+            x_target: where to draw.
+            n_samples: draws of each function.
+            buffer: whether to go through the buffer; None: where the model has one.
+            cuda_graph: for many targets on a GPU: the second point of a buffer records its way
+                through the model, and those behind it replay it.
+
+        Raises:
+            ValueError: the model has no buffer, and one is asked for.
         """
-        return prediction.sample_jointly(self, context, x_target, n_samples)
+        return joint.sample(self, context, x_target, n_samples, buffer, cuda_graph)
+
+    def joint_log_density(self, task: Task, buffer: bool | None = None) -> torch.Tensor:
+        """log p of all targets of each sample together, [B] in nats, given its context.
+
+        Σ log p(y_i | x_i, context, targets before i), which depends on their order. Through the
+        buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, without a buffer one for
+        each target. Gradients go through it.
+
+        Args:
+            task: whose targets; padding has no part.
+            buffer: as for `sample_jointly`.
+        """
+        return joint.log_density(self, task, buffer)

@@ -2,7 +2,8 @@
 
 A page holds so many tokens of every layer. Sequences take pages as they grow, in any order, and
 give them back; forks share pages until one of them writes (Kwon et al., PagedAttention, arXiv
-2309.06180). Which page is whose the host knows: no question of it waits for the device.
+2309.06180). Which page is whose the host knows: no question of it waits for the device. A captured
+step writes and reads by `lengths` and `page_table`, tensors that the host fills before it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,9 @@ class PagedCache:
     def append(self, handles: Handles, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Writes new tokens' keys and values of a layer behind those that the layer has.
 
+        The host counts tokens and takes pages here, so that no step with it can be captured:
+        `extend` and `write` are its two halves, for those that are.
+
         Args:
             handles: a sequence, or several, each once.
             k, v: [n_kv_heads, T, head_dim] of one, [B, n_kv_heads, T, head_dim] of several, in the
@@ -132,11 +136,69 @@ class PagedCache:
         if n_tokens == 0 or not several:
             return
         self._grow(several, layer, n_tokens)
-        slots = torch.cat([self._slots(one, layer, n_tokens) for one in several]).to(self.device)
-        for memory, x in ((self._k[layer], k), (self._v[layer], v)):
-            _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
         for one in several:
             one._lengths[layer] += n_tokens
+        self.write(k, v, self.lengths(several, layer), self.page_table(several), layer)
+
+    def extend(self, handles: Handles, n_tokens: int) -> None:
+        """Counts so many new tokens in every layer, with pages of their own, that `write` fills.
+
+        Before a captured step: `lengths` and `page_table` after it are what the step is to read.
+
+        Args:
+            handles: a sequence, or several, each once.
+            n_tokens: of each.
+
+        Raises:
+            ValueError: a handle does not fit, a sequence has layers of different lengths, or
+                n_tokens is no whole number from 0 on.
+            CacheFull: there are not as many pages; nothing was changed.
+        """
+        several = self._several(handles)
+        require_count("n_tokens", n_tokens, 0)
+        if n_tokens == 0:
+            return
+        for at, one in enumerate(several):
+            if len(set(one._lengths)) > 1:
+                raise ValueError(
+                    f"handle {at} has {one._lengths} tokens in its layers: they must be equal"
+                )
+        self._grow(several, 0, n_tokens)
+        for one in several:
+            one._lengths = [length + n_tokens for length in one._lengths]
+
+    def write(
+        self, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor, layer: int = 0
+    ) -> None:
+        """Writes the last tokens of sequences where `lengths` and `page_table` say they lie.
+
+        The host reads no number of theirs, so that a captured step writes where they say then.
+
+        Args:
+            k, v: [B, n_kv_heads, T, head_dim], the last T tokens of each sequence, in the cache's
+                dtype and on its device; any strides.
+            lengths: int32 [B] as `lengths` gives, with these tokens; at least T. What is less, or
+                past the table, the device asserts.
+            page_table: int32 [B, columns] as `page_table` gives.
+            layer: which layer.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or the layer do not fit.
+        """
+        self._require_layer(layer)
+        self._require_tokens(len(lengths), k=k, v=v)
+        if page_table.dim() != 2 or len(page_table) != len(lengths):
+            raise ValueError(
+                f"page_table has shape {tuple(page_table.shape)}: it must be [{len(lengths)}, "
+                "columns]"
+            )
+        n_tokens = k.shape[2]
+        ahead = torch.arange(-n_tokens, 0, device=lengths.device)
+        position = lengths[:, None] + ahead
+        pages = page_table.gather(1, position // self.page)
+        slots = (pages.long() * self.page + position % self.page).flatten()
+        for memory, x in ((self._k[layer], k), (self._v[layer], v)):
+            _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
 
     def lengths(self, handles: Handles, layer: int = 0) -> Tensor:
         """int32 [B] on the cache's device: tokens of each sequence in a layer."""
@@ -165,12 +227,6 @@ class PagedCache:
         rows = [one._pages + [0] * (columns - len(one._pages)) for one in several]
         table = torch.tensor(rows, dtype=torch.int32).reshape(len(several), columns)
         return table.to(self.device)
-
-    def _slots(self, handle: Handle, layer: int, n_tokens: int) -> Tensor:
-        """Rows of the pool, on the host, that the next tokens of a sequence lie in."""
-        position = torch.arange(n_tokens) + handle._lengths[layer]
-        pages = torch.tensor(handle._pages)
-        return pages[position // self.page] * self.page + position % self.page
 
     def _grow(self, handles: list[Handle], layer: int, n_tokens: int) -> None:
         """Pages for so many more tokens, none of them shared: of all the sequences or of none."""

@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from tnp.captures import Captures
 from tnp.decode_graphs import DecodeGraphs
-from tnp.inputs import require_count, require_one_device
+from tnp.inputs import require_one_device
 from tnp.ops.mixture_nll import split_parameters
 from tnp.tasks import Context, Task
 from tnp.tasks.task import require_finite
@@ -142,37 +142,3 @@ def bytes_per_target(model: TransformerNP) -> int:
     width = model.variant.d_ff_storage or config.d_ff
     n = 6 * config.d_model + (2 + config.n_components) * width
     return n * model.compute_dtype.itemsize
-
-
-def sample_jointly(
-    model: TransformerNP, context: Context, x_target: torch.Tensor, n_samples: int
-) -> torch.Tensor:
-    """One target after another: each drawn point joins the context, which is encoded anew."""
-    require_count("n_samples", n_samples, at_least=1)
-    require_context(context)
-    model.prepared_context(*context)
-    model.prepared_x(x_target)
-    if len(x_target) != len(context.x):
-        raise ValueError(
-            f"x_target has {len(x_target)} samples and the context {len(context.x)}: they must "
-            "have as many"
-        )
-    m, n = context.x.shape[1], x_target.shape[1]
-    x, y, x_target = (each.repeat(n_samples, 1, 1) for each in (context.x, context.y, x_target))
-    lengths = None if context.lengths is None else context.lengths.repeat(n_samples)
-    x = torch.cat([x, x_target], 1)
-    y = torch.cat([y, y.new_zeros(len(y), n, y.shape[-1])], 1)
-    if lengths is not None:
-        # The first free place of each sample; what stands there is padding until it is drawn.
-        places, rows = lengths.long(), torch.arange(len(x), device=x.device)
-    drawn = []
-    for i in range(n):
-        known = Context(x[:, : m + i], y[:, : m + i], None if lengths is None else lengths + i)
-        at = x_target[:, i : i + 1]
-        value = model.predict(known, at).sample().to(y.dtype)
-        if lengths is None:
-            y[:, m + i] = value[:, 0]
-        else:
-            x[rows, places + i], y[rows, places + i] = at[:, 0].to(x.dtype), value[:, 0]
-        drawn.append(value)
-    return torch.cat(drawn, 1).unflatten(0, (n_samples, -1))

@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 
 from tnp.buckets import Buckets
+from tnp.buffer import n_entering
 from tnp.captures import Captures
 from tnp.contract import OWN
 from tnp.model import TransformerNP
@@ -149,7 +150,8 @@ class TrainingStep:
         sizes, capacity = self._sizes((task,)), None
         if sizes is not None:
             (task,), capacity = self._sized((task,), sizes)
-        return sum(capacity or (task.batch * task.n_context, task.batch * task.n_target))
+        known = task.n_context + n_entering(self.model, task.n_target)
+        return sum(capacity or (task.batch * known, task.batch * task.n_target))
 
     def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:
         """The size that all tasks get, so that few graphs serve; None: no bucket holds them."""

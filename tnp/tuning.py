@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Mapping
+from operator import attrgetter
 from statistics import median
 from typing import Any, TypeVar
 
@@ -23,9 +24,12 @@ TRAINING, INFERENCE = "training", "inference"
 
 
 def operations(operator: Operator) -> dict[str, tuple[str, str]]:
-    """{operation: the first implementation of ours that runs it, and in which pass}"""
+    """{operation: the first implementation of ours that runs it, and in which pass}
+
+    Of implementations that "auto" may take: what stands for comparison is not tuned.
+    """
     found: dict[str, tuple[str, str]] = {}
-    for own in operator.implementations:
+    for own in filter(attrgetter("selectable"), operator.implementations):
         for pass_, operation in (("forward", own.forward), ("backward", own.backward)):
             if operation is not None:
                 found.setdefault(operation.name, (own.name, pass_))

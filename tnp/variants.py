@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from tnp.catalog import catalog, is_automatic
+from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.inputs import require_count
 
@@ -89,6 +89,13 @@ class Variant:
             return self.projection != "torch"
         own = catalog().listed("attention", self.attention).own
         return own is None or "base2" in own.options
+
+    @property
+    def decode_attention(self) -> str:
+        """The implementation of `decode_attention` that goes with that of attention."""
+        if is_automatic(self.attention):
+            return AUTO
+        return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":

@@ -130,6 +130,34 @@ def test_a_sample_ends_with_its_own_keys(implementation, kind):
         assert_close(of_sample, expected)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="on CUDA other functions of PyTorch do it")
+@pytest.mark.parametrize("n_q, n_k", [(7, 20), (20, 7)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"causal": True},
+        {"window": 3},
+        {"causal": True, "n_keys": torch.tensor([4, 7], dtype=torch.int32)},
+        {"window": 2, "n_keys": torch.tensor([4, 7], dtype=torch.int32)},
+    ],
+    ids=str,
+)
+def test_flash_on_the_cpu_takes_every_mask(n_q, n_k, kind):
+    """Grouped heads with it, and 0 where a query sees no key."""
+    inputs = draw(n_q, n_k, (4, 2), batch=2)
+    expected = run(inputs, implementation="reference", **kind)
+    assert_close(run(inputs, implementation="sdpa_flash", **kind), expected)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="on CUDA other functions of PyTorch do it")
+def test_flash_on_the_cpu_takes_packed_sequences():
+    inputs = draw(20, 33)
+    asked = {"cu_seqlens_q": cu_seqlens((5, 0, 15)), "cu_seqlens_k": cu_seqlens((3, 9, 21))}
+    for kind in ({}, {"causal": True}):
+        expected = run(inputs, implementation="reference", **asked, **kind)
+        assert_close(run(inputs, implementation="sdpa_flash", **asked, **kind), expected)
+
+
 # ----------------------------------------------------------------------------------- grouped heads
 
 
@@ -396,13 +424,9 @@ REFUSED = [
     ("sdpa_cudnn", {"window": 3}, "it does not take window=3"),
     ("sdpa_cudnn", CU, "it does not take cu_seqlens_k=True"),
 ]
-ON_CPU = [
-    ("sdpa_flash", {"window": 3}, "PyTorch has windows, packed sequences"),
-    ("sdpa_flash", CU, "PyTorch has windows, packed sequences"),
-]
 
 
-@pytest.mark.parametrize("name, kind, reason", REFUSED + ON_CPU * (DEVICE.type == "cpu"))
+@pytest.mark.parametrize("name, kind, reason", REFUSED)
 def test_what_does_not_take_a_kind_says_so(name, kind, reason):
     x = torch.zeros(1, 2, 20, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(RuntimeError, match=f"'{name}' cannot run here: {reason}"):

@@ -39,6 +39,7 @@ GATES = {
     "checkpointing": Gate(9),
     "cuda_graphs": Gate(10),
     "ragged": Gate(10, ours=True),
+    "buffer": Gate(10, ours=True),
     COMPILED: Gate(11),
 }
 

@@ -216,7 +216,8 @@ def _visible_or_zero(pipe, p, row, block, n_rows, keys):
     S: gl.constexpr = p.type.layout
     # Opaque: kept through the loops, indices and masks would spill.
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + opaque(row)
-    columns = gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S)) + opaque(block) * pipe.BLOCK_N
+    columns = opaque(gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S)))
+    columns += block * pipe.BLOCK_N
     visible = seen(
         rows[:, None], columns[None, :], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
     )

@@ -173,16 +173,22 @@ def sdpa_flash(
 ):
     """PyTorch's flash backend; RuntimeError where it cannot run.
 
-    It takes no mask. Where samples have numbers of keys of their own, a dimension more tells
-    padding from keys, which is exact, and costs what a wider head costs. Windows, packed sequences,
-    and causal attention with fewer queries than keys are `varlen_attn`'s.
+    On CUDA it takes no mask. Where samples have numbers of keys of their own, a dimension more
+    tells padding from keys, which is exact, and costs what a wider head costs. Windows, packed
+    sequences, and causal attention with fewer queries than keys are `varlen_attn`'s; on the CPU,
+    where the backend takes masks, these are masks.
     """
     import torch
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import pad
 
     scale = softmax_scale(scale, base2)
-    if window or cu_seqlens_q is not None or (causal and q.shape[2] != k.shape[2]):
+    of_varlen = window or cu_seqlens_q is not None or (causal and q.shape[2] != k.shape[2])
+    if not q.is_cuda and (of_varlen or (causal and n_keys is not None)):
+        seen = visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal, window)
+        blind = ~seen.any(-1, keepdim=True)
+        return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale, seen | blind).masked_fill(blind, 0)
+    if of_varlen:
         return _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window)
     if n_keys is None:
         return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, scale, causal=causal)
@@ -223,10 +229,7 @@ def _on_cuda(call, backend):
 def flash_supported(call):
     """Any of its dtypes on the CPU, 16-bit floats on GPUs from 8.0 on."""
     p = call.problem
-    of_varlen = p["window"] or p["n_sequences"] or (p["causal"] and p["n_q"] != p["n_k"])
     if call.target.kind != "cuda":
-        if of_varlen or (p["causal"] and p["n_keys"]):
-            return "PyTorch has windows, packed sequences and fewer queries than keys on CUDA alone"
         return None
     if p["window"] and p["n_keys"]:
         return "PyTorch's flash kernel takes no window with n_keys"

@@ -222,10 +222,11 @@ def decode_attention(
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
         scale: a number, positive and finite; 1/√D where None.
         implementation: a name of `tnp.catalog`, or "auto". `triton` takes D of `HEAD_DIMS`, pages
-            of a multiple of 16 tokens, up to 1,024 sequences, and up to 32 KB of queries that read
-            the same keys: 128 of D = 128, heads of a group times tokens. It clamps lengths and
-            pages that are out of range; with TNP_CHECK=1 in the environment when a shape is first
-            met, it asserts them instead, on CUDA at the next synchronization.
+            of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
+            same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
+            and 32 in float32. It clamps lengths and pages that are out of range; with TNP_CHECK=1
+            in the environment when a shape is first met, it asserts them instead, on CUDA at the
+            next synchronization.
 
     Returns:
         [B, H, T, D] in q's dtype, without a gradient; laid out [B, T, H, D] by ours, and equal from

@@ -114,7 +114,10 @@ def _cache_tile(
     if HEAD_DIM < WIDTH:
         mask &= offs_d[None, :] < HEAD_DIM
     x = tl.load(ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    return widened(x) if INTERPRETED else x.to(dtype)
+    if INTERPRETED:
+        return widened(x)
+    # By way of float32: e4m3 in bfloat16 is else a conversion F2F an element in sm_90a's code.
+    return x.to(tl.float32).to(dtype) if x.dtype != dtype else x
 
 
 @triton.jit
@@ -178,7 +181,8 @@ def _decode_kernel(
             next_page = page
             if PAGED:
                 slot = key % PAGE
-                # A block ahead: keys and values wait for their page's number.
+                # A block ahead, for Triton's pipeline: with 4 stages three blocks of keys are on
+                # their way. Were it read where it is used, one would be (counted, triton 3.7.1).
                 next_key = (block + 1) * BLOCK_N
                 next_page = _pages(table_of, stride_tn, next_key, n_keys, n_pages, PAGE, BLOCK_N)
             k = _cache_tile(k_of, page, slot, stride_kb, stride_kn, there, HEAD_DIM, WIDTH, dtype)

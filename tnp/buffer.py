@@ -1,0 +1,303 @@
+"""The causal buffer: points that enter behind a context which is encoded once and kept.
+
+A point of the buffer sees the context, the points that entered before it, and itself. A target sees
+the context and what is in the buffer. The context sees neither, so its keys and values stay what
+they are (Hassan and others, Efficient Autoregressive Inference for Transformer Probabilistic
+Models, arXiv 2510.09477).
+
+Behind keys [context, buffer] that is causal attention: of n queries beside n points of the buffer
+query i sees the context and points 0 … i. Points of the buffer and targets that see as many of them
+are heads that share their keys, so no mask is made. Points carry no number of their place, since
+without one that paper found no difference (its appendix H.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tnp.captures import Captures
+from tnp.decode_graphs import DecodeGraphs
+from tnp.prediction import Encoding, Prediction
+from tnp.tasks import Context
+from tnp.tasks.task import without_padding
+from tnp.variants import Variant
+
+if TYPE_CHECKING:
+    from tnp.model import TransformerNP
+
+Points = tuple[torch.Tensor, torch.Tensor]  # x [B, n, d_x], y [B, n, d_y]
+
+
+def require_variant(variant: Variant) -> None:
+    """Raises ValueError for a variant that cannot run a model with a buffer."""
+    if variant.centred_keys:
+        raise ValueError(
+            f"variant {variant.name!r} has centred_keys: a mean of a sample's keys would change "
+            "with every point of the buffer"
+        )
+    if variant.pack:
+        raise ValueError(f"variant {variant.name!r} packs rows: a model with a buffer does not")
+
+
+def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
+    """int64 [B, n_first + n]: the order in which n rows follow each sample's first lengths[b].
+
+    Rows are n_first of a sample and n others; what is padding comes last.
+    """
+    place = torch.arange(n_first + n, device=lengths.device)
+    moved = (place + n_first - lengths[:, None]).clamp(max=n_first + n - 1)
+    return torch.where(place < lengths[:, None], place, moved)
+
+
+@dataclass(frozen=True)
+class BufferedRows:
+    """Rows [context, buffer, followers, others], and what each of them sees.
+
+    Followers are `n_groups` groups of as many targets as there are points in the buffer: the i-th
+    of a group sees points 0 … i. Others see the context alone.
+    """
+
+    n_context: int
+    n_buffer: int
+    n_groups: int
+    n_rows: int
+    lengths: torch.Tensor | None  # int32 [B], of the context
+
+    def around(
+        self, heads: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, rows of q, width]: heads(q, k, v, n_keys, causal) of each kind of rows.
+
+        Args:
+            heads: [B, H, n_q, D] and keys and values → [B, n_q, H · D].
+            q: [B, H, rows, D], of all rows, or of followers and others alone.
+            k, v: [B, H, n_context + n_buffer, D].
+        """
+        m, n = self.n_context, self.n_buffer
+        of_all = q.shape[2] == self.n_rows
+        n_first, n_groups = (m, 1 + self.n_groups) if of_all else (0, self.n_groups)
+        sizes = n_first, n_groups * n, q.shape[2] - n_first - n_groups * n
+        of_context, beside, others = q.split(sizes, 2)
+        context = k[:, :, :m], v[:, :, :m]
+        found = [heads(of_context, *context, self.lengths)] if n_first else []
+        # Group g of head h becomes head h · n_groups + g, which reads keys of head h.
+        grouped = beside.unflatten(2, (n_groups, n)).flatten(1, 2)
+        n_keys = None if self.lengths is None else self.lengths + n
+        o = heads(grouped, self._following(k), self._following(v), n_keys, causal=True)
+        o = o.unflatten(2, (q.shape[1], n_groups, -1)).movedim(3, 1)
+        found.append(o.flatten(3).flatten(1, 2))
+        if sizes[2]:
+            found.append(heads(others, *context, self.lengths))
+        return torch.cat(found, 1)
+
+    def _following(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values where each sample's buffer follows its own context."""
+        if self.lengths is None:
+            return x
+        order = behind(self.lengths, self.n_context, self.n_buffer)
+        return x.gather(2, order[:, None, :, None].expand_as(x))
+
+
+def parameters(
+    model: TransformerNP,
+    context: Context,
+    buffer: Points,
+    x_target: torch.Tensor,
+    n_groups: int,
+) -> torch.Tensor:
+    """Mixture parameters [B, N, K, 1 + 2·d_y] at all targets, in one pass.
+
+    Args:
+        model: with a buffer.
+        context: in the model's units, without padding; so are all others.
+        buffer: n points, in the order in which they enter.
+        x_target: [B, N, d_x]: n_groups · n followers, a group behind the other, and others.
+        n_groups: of followers.
+    """
+    m, n = context.x.shape[1], buffer[0].shape[1]
+    x, y = (torch.cat(both, 1) for both in ((context.x, buffer[0]), (context.y, buffer[1])))
+    h = model.embed.buffered(x, y, n, x_target, model.compute_dtype)
+    rows = BufferedRows(m, n, n_groups, h.shape[1], context.lengths)
+    return model.of_targets(h, m + n, context.lengths, rows)
+
+
+def n_entering(model: TransformerNP, n_target: int) -> int:
+    """Points that a training step of so many targets puts into the buffer of a sample."""
+    room = model.config.buffer
+    return 0 if room is None else min(room, n_target // 2)
+
+
+def training_parameters(
+    model: TransformerNP,
+    context: Context,
+    x_target: torch.Tensor,
+    y_target: torch.Tensor,
+    target_lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """Mixture parameters [B, N, K, 1 + 2·d_y], at targets of which half see the buffer.
+
+    The others see the context alone, and some of these fill the buffer: the published mixture,
+    whose prefix lengths are drawn, while here each of 1 … n is as often taken. Targets are taken in
+    n turns of 2r: the first of a turn enters the buffer, and the last r see what has entered. So
+    whoever sees a point stands behind it, and no padding is seen. They must stand in random order.
+    """
+    n_target = x_target.shape[1]
+    n = n_entering(model, n_target)
+    if n == 0:
+        return model(*context[:2], x_target, context.lengths, target_lengths)
+    x_context, y_context = model.prepared_context(*context)
+    x_target = model.prepared_x(x_target, target_lengths)
+    y_target = without_padding(model.in_units("y", y_target), target_lengths)
+    n_groups = n_target // (2 * n)
+    place = torch.arange(n_target, device=x_target.device)
+    turns = place[: 2 * n_groups * n].view(n, 2, n_groups)
+    entering, (others, followers) = turns[:, 0, 0], turns.unbind(1)
+    order = torch.cat([followers.T.flatten(), others.flatten(), place[2 * n_groups * n :]])
+    found = parameters(
+        model,
+        Context(x_context, y_context, context.lengths),
+        (x_target[:, entering], y_target[:, entering]),
+        x_target[:, order],
+        n_groups,
+    )
+    return found[:, order.argsort()]
+
+
+def log_densities(
+    model: TransformerNP, context: Context, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """log p(y_i | x_i, context, points before i) of each of N points, [B, N], in one pass.
+
+    All but the last enter the buffer, and all but the first see what has entered before them. One
+    point alone needs no buffer, and so any model serves.
+    """
+    if x.shape[1] <= 1:
+        found = model(*context[:2], x, context.lengths)
+    else:
+        x_context, y_context = model.prepared_context(*context)
+        x_in, y_in = model.prepared_x(x), model.in_units("y", y)
+        found = parameters(
+            model,
+            Context(x_context, y_context, context.lengths),
+            (x_in[:, :-1], y_in[:, :-1]),
+            torch.cat([x_in[:, 1:], x_in[:, :1]], 1),
+            n_groups=1,
+        )
+        found = torch.cat([found[:, -1:], found[:, :-1]], 1)
+    return Prediction(found, model.config.sigma_min, model.normalization).log_prob(y)
+
+
+class Buffer:
+    """Keys and values of a context, and of the points that have entered behind it.
+
+    Args:
+        model: with a buffer.
+        encoding: what `encode` made of the context.
+        room: points that may enter.
+        repeats: how often each sample stands there, with points of its own; the first of all
+            samples come first.
+        cuda_graph: replay what every point but the first goes through.
+
+    Raises:
+        ValueError: the model has no buffer.
+    """
+
+    def __init__(
+        self,
+        model: TransformerNP,
+        encoding: Encoding,
+        room: int,
+        repeats: int = 1,
+        cuda_graph: bool = False,
+    ) -> None:
+        require_buffer(model)
+        self._model, self._queries = model, encoding.queries
+        self._n, self._room = 0, room
+        self._blocks = [tuple(_roomy(x, room, repeats) for x in kv) for kv in encoding.blocks]
+        k, _ = encoding.blocks[0]
+        lengths = encoding.lengths
+        if lengths is None:
+            lengths = torch.full((len(k),), k.shape[2], dtype=torch.int32, device=k.device)
+        self._lengths = lengths.repeat(repeats)  # keys that there are
+        self._samples = torch.arange(len(self._lengths), device=k.device)
+        self._graphs = None
+        if cuda_graph:
+            self._graphs = DecodeGraphs(model.parameters(), Captures(k.device))
+
+    @torch.no_grad()
+    def predict(self, x_target: torch.Tensor, entering: Points | None = None) -> Prediction:
+        """At one target a sample, x_target [B, 1, d_x], of which `entering` are known.
+
+        They go through the model together: the point leaves its keys and values.
+
+        Args:
+            x_target: where to predict.
+            entering: x [B, 1, d_x] and y [B, 1, d_y] of a point that enters first.
+
+        Raises:
+            ValueError: the buffer is full, or points of another width.
+        """
+        model = self._model
+        x_target = model.prepared_x(x_target)
+        if entering is None:
+            found = self._targets(x_target)
+        else:
+            if self._n == self._room:
+                raise ValueError(
+                    f"the buffer is full: it has room for {self._room} points, and they must join "
+                    "the context, which is encoded anew"
+                )
+            points = torch.cat([x_target, *model.prepared_context(*entering)], -1)
+            self._n += 1
+            found = self._graphs(self._both, points) if self._graphs else self._both(points)
+        return Prediction(found, model.config.sigma_min, model.normalization)
+
+    def _targets(self, x_target: torch.Tensor) -> torch.Tensor:
+        model = self._model
+        h, update = model.embed(None, None, x_target, model.compute_dtype), None
+        of_blocks = zip(model.blocks, self._blocks, self._queries, strict=True)
+        for block, (k, v), weight in of_blocks:
+            h, x = block.attention.norm(h, update)
+            q = block.attention.project_queries(x, weight)
+            h, update = block.mlp(h, block.attention.attend_cache(q, k, v, self._lengths))
+        return model.heads(h, update)
+
+    def _both(self, points: torch.Tensor) -> torch.Tensor:
+        """Of a target behind a point that enters: [B, 1, d_x + d_x + d_y], x, x and y.
+
+        Waits for nothing and makes nothing that outlives it, so a graph can replay it.
+        """
+        model = self._model
+        d_x, d_y = model.config.d_x, model.config.d_y
+        x_target, x, y = points.split([d_x, d_x, d_y], -1)
+        h, update = model.embed.buffered(x, y, 1, x_target, model.compute_dtype), None
+        place = self._lengths.long()
+        self._lengths += 1
+        for block, (k, v) in zip(model.blocks, self._blocks, strict=True):
+            h, x = block.attention.norm(h, update)
+            # Of the last block only the target is read.
+            first = 1 if block is model.blocks[-1] else 0
+            q, *new = block.attention.project(x, 1, first)
+            for kept, one in zip((k, v), new, strict=True):
+                kept[self._samples, :, place] = one[:, :, 0]
+            update = block.attention.attend_cache(q, k, v, self._lengths)
+            h, update = block.mlp(h[:, first:], update)
+        return model.heads(h, update)
+
+
+def require_buffer(model: TransformerNP) -> None:
+    """Raises ValueError where the model has none."""
+    if model.config.buffer is None:
+        raise ValueError("the model has no buffer: TNPConfig(buffer=…) makes one, to train with it")
+
+
+def _roomy(x: torch.Tensor, room: int, repeats: int) -> torch.Tensor:
+    """Keys or values [B, H, M, D] → [repeats · B, H, M + room, D], with zeros behind."""
+    batch, n_heads, m, width = x.shape
+    wide = x.new_zeros(repeats, batch, n_heads, m + room, width)
+    wide[:, :, :, :m] = x
+    return wide.flatten(0, 1)

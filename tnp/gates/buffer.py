@@ -1,0 +1,223 @@
+"""Phase 10: what goes through the buffer is the computation in full, under an explicit mask.
+
+In float64 the training loss and its gradients, the joint density of one pass, and that of points
+which enter one by one are those of `masked`, to the rounding of sums in another order. In the
+model's dtype every implementation of attention, and all operators of ours, come as near to that as
+PyTorch's formula does. A diagonal that is one off, and a buffer taken for context, must fail.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tnp import targets
+from tnp.buffer import Buffer, Points, log_densities
+from tnp.contract import OWN, Budget, Call
+from tnp.gates import models
+from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+from tnp.model import TransformerNP
+from tnp.ops.attention import OPERATOR
+from tnp.ops.attention.torch_forms import attend, softmax_scale
+from tnp.ops.mixture_nll import mixture_nll
+from tnp.ops.projection import linear
+from tnp.prediction import Prediction
+from tnp.tasks import Context, Task
+from tnp.variants import Variant
+
+FLOAT64_BOUND = 1e-12  # some ten sums of up to a thousand products, each in an order of its own
+CONTROL_BOUND = 1e-6  # of an untrained model, to which one point more or less is little
+LOSS_BOUND = 1e-3  # nats a target
+# Points of the buffer: training takes two groups of as many targets.
+ROOM = {"cuda": 40, "cpu": 3}
+
+
+def masked(
+    model: TransformerNP,
+    context: Context,
+    entered: Points,
+    x_target: torch.Tensor,
+    n_seen: torch.Tensor,
+) -> torch.Tensor:
+    """Mixture parameters [B, N, K, 1 + 2·d_y] by a pass of all rows under a mask: the definition.
+
+    Args:
+        model: with a buffer.
+        context: in the model's units, without padding; so are all others.
+        entered: x [B, n, d_x] and y [B, n, d_y] of the buffer's points in their order.
+        x_target: [B, N, d_x].
+        n_seen: int64 [N], how many of the buffer's points a target sees.
+    """
+    dtype = model.compute_dtype
+    h = torch.cat(
+        [
+            model.embed(context.x, context.y, None, dtype),
+            model.embed(*entered, None, dtype) + model.embed.role.to(dtype),
+            model.embed(None, None, x_target, dtype),
+        ],
+        1,
+    )
+    m, n = context.x.shape[1], entered[0].shape[1]
+    seen, update = visible(context, n, n_seen), None
+    for block in model.blocks:
+        own = block.attention
+        h, x = own.norm(h, update)
+        q, k, v = own.project(x)
+        o = attend(q, k, v, seen, softmax_scale(q.shape[-1] ** -0.5, own.base2))
+        h, update = block.mlp(h, linear(o.transpose(1, 2).flatten(-2), own.output))
+    return model.heads(h[:, m + n :].contiguous(), update[:, m + n :].contiguous())
+
+
+def visible(context: Context, n_buffer: int, n_seen: torch.Tensor) -> torch.Tensor:
+    """bool [B, 1, rows, rows] of context, buffer and targets: which row sees which."""
+    m, n = context.x.shape[1], n_buffer
+    row = torch.arange(m + n + len(n_seen), device=context.x.device)
+    place = row - m  # in the buffer
+    last = torch.cat([torch.full_like(row[:m], -1), place[m : m + n], n_seen - 1])
+    of_buffer = (place >= 0) & (place < n) & (place <= last[:, None])
+    lengths = context.lengths
+    if lengths is None:
+        lengths = torch.full_like(context.x[:, 0, 0], m, dtype=torch.int32)
+    of_context = (row < m) & (row < lengths[:, None])
+    return (of_context[:, None] | of_buffer)[:, None]
+
+
+def masked_log_density(model: TransformerNP, task: Task, more: int = 0) -> torch.Tensor:
+    """log p(y_i | x_i, context, targets before i), [B, N], of `masked`; or of `more` targets."""
+    context = Context(*model.prepared_context(*task.context), task.context_lengths)
+    points = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
+    n_seen = torch.arange(task.n_target, device=task.x_target.device) + more
+    found = masked(model, context, points, points[0], n_seen)
+    return Prediction(found, model.config.sigma_min, model.normalization).log_prob(task.y_target)
+
+
+def in_training(n_target: int, room: int) -> tuple[list[int], list[int]]:
+    """Targets of a training task that enter the buffer, and how many of these each target sees."""
+    n = min(room, n_target // 2)
+    turn = 2 * (n_target // (2 * n))  # targets of a turn: the last half of them see the buffer
+    sees = [i < n * turn and i % turn >= turn // 2 for i in range(n_target)]
+    return [i * turn for i in range(n)], [(i // turn + 1) * sees[i] for i in range(n_target)]
+
+
+def masked_loss(model: TransformerNP, task: Task) -> torch.Tensor:
+    """`model.loss` by `masked`."""
+    entering, n_seen = in_training(task.n_target, model.config.buffer)
+    context = Context(*model.prepared_context(*task.context), task.context_lengths)
+    x, y = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
+    seen = torch.tensor(n_seen, device=x.device)
+    found = masked(model, context, (x[:, entering], y[:, entering]), x, seen)
+    return mixture_nll(found, y, model.config.sigma_min)
+
+
+def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
+    """The same as `masked_log_density` of points that enter one after another."""
+    known = Buffer(model, model.encode(task.context), task.n_target - 1)
+    entering, found = None, []
+    for x, y in zip(task.x_target.split(1, 1), task.y_target.split(1, 1), strict=True):
+        found.append(known.predict(x, entering).log_prob(y))
+        entering = x, y
+    return torch.cat(found, 1)
+
+
+def build(device: torch.device, variant: Variant) -> TransformerNP:
+    """The gates' model with a buffer, whose points differ from those of a context."""
+    plain = models.build_model(device, variant)
+    config = replace(plain.config, buffer=ROOM[device.type])
+    model = TransformerNP(config, variant, plain.compute_dtype).to(device)
+    weights = {"embed.role": torch.linspace(-1.0, 1.0, config.d_model)}
+    model.load_state_dict(plain.state_dict() | weights)
+    return model
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    batch = _ragged(models.task(device, 0))
+    double = batch.to(dtype=torch.float64)
+    plain = build(device, Variant("plain", attention="reference"))
+    exact = models.exact(plain)
+    loss, gradients = _by_mask(exact, double)
+    found, by_tensor = models.gradients_by_tensor(exact, double)
+    yield Check("float64 loss against the mask", "max_abs_error",
+                max_abs_error(found, loss), FLOAT64_BOUND)  # fmt: skip
+    for name, reference in gradients.items():
+        yield Check(f"float64 gradient of {name} against the mask", "relative_error",
+                    relative_error(by_tensor[name], reference), FLOAT64_BOUND)  # fmt: skip
+    with torch.no_grad():
+        one_run, one_run_double = _one_run(batch), _one_run(double)
+        joint = masked_log_density(exact, one_run_double)
+        own_joint = masked_log_density(plain, one_run)
+        for how, other in _densities(exact, one_run_double):
+            yield Check(f"float64 joint density, {how}, against the mask", "relative_error",
+                        relative_error(other, joint), FLOAT64_BOUND)  # fmt: skip
+        for what, other in _broken(exact, one_run_double):
+            yield Check(f"control must fail: {what}", "relative_error",
+                        relative_error(other, joint), CONTROL_BOUND,
+                        larger_is_better=True)  # fmt: skip
+    _, own = _by_mask(plain, batch)
+    for name, variant in _variants(device):
+        model = build(device, variant)
+        found, by_tensor = models.gradients_by_tensor(model, batch)
+        attention = variant.attention
+        yield Check(f"{name}: loss against float64", "abs_error_nats",
+                    max_abs_error(found, loss), LOSS_BOUND, attention)  # fmt: skip
+        for what, reference in gradients.items():
+            gradient = by_tensor[what][tuple(map(slice, reference.shape))]
+            yield Check(f"{name}: gradient of {what} against float64", "error_ratio",
+                        error_ratio(gradient, own[what], reference), Budget.gradients,
+                        attention)  # fmt: skip
+        with torch.no_grad():
+            for how, other in _densities(model, one_run):
+                yield Check(f"{name}: joint density, {how}, against float64", "error_ratio",
+                            error_ratio(other, own_joint, joint), Budget.gradients,
+                            attention)  # fmt: skip
+
+
+def _ragged(task: Task) -> Task:
+    """Over contexts of two sizes."""
+    most = task.n_context
+    lengths = torch.tensor([most, most // 3], dtype=torch.int32, device=task.x_context.device)
+    return replace(task, context_lengths=lengths.repeat(task.batch // 2))
+
+
+def _one_run(task: Task) -> Task:
+    """As many of its targets as go through the buffer in one run."""
+    n = ROOM[task.x_target.device.type] + 1
+    return replace(task, x_target=task.x_target[:, :n], y_target=task.y_target[:, :n])
+
+
+def _by_mask(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients, by the parameter's name."""
+    return models.gradients_by_tensor(model, batch, lambda *given: masked_loss(model, Task(*given)))
+
+
+def _densities(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tensor]]:
+    points = task.x_target, task.y_target
+    yield "in one pass", log_densities(model, task.context, *points)
+    yield "one by one", one_by_one(model, task)
+
+
+def _broken(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tensor]]:
+    """Densities by masks that are wrong, and without what tells the buffer from the context."""
+    yield "the diagonal one off, a target sees itself", masked_log_density(model, task, more=1)
+    yield "the diagonal one off the other way", masked_log_density(model, task, more=-1)
+    other = models.exact(model)
+    other.embed.role.zero_()
+    yield "points of the buffer taken for context points", masked_log_density(other, task)
+
+
+def _variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
+    """PyTorch's operators and all of ours with each attention that takes this mask here."""
+    chosen = models.scale(device)
+    n_heads, dtype = chosen.config.n_heads, str(chosen.dtype).removeprefix("torch.")
+    room = ROOM[device.type]
+    problem = OPERATOR.problem(
+        dtype, batch=chosen.batch, n_heads=3 * n_heads, n_kv_heads=n_heads, n_q=room,
+        n_k=chosen.n_context + room, head_dim=chosen.config.d_model // n_heads, causal=True,
+        n_keys=True,
+    )  # fmt: skip
+    call = Call(problem, targets.of_device(device), OPERATOR.differentiated)
+    for own in OPERATOR.implementations:
+        if own.selectable and own.refuses(call) is None:
+            if own.provider == OWN:
+                yield f"all operators of ours, {own.name}", models.ours(device, own.name)
+            else:
+                yield own.name, Variant(own.name, attention=own.name)

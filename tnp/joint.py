@@ -1,0 +1,106 @@
+"""Joint samples and joint densities: targets one after another, each knowing those before it.
+
+They go in runs. The targets of a run share one encoding of the context, and know each other through
+the buffer (`tnp.buffer`); behind it they join the context. A run of one target is a prediction, and
+needs no buffer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tnp.buffer import Buffer, behind, log_densities, require_buffer
+from tnp.inputs import require_count
+from tnp.prediction import require_context
+from tnp.tasks import Context, Task
+from tnp.tasks.task import is_padding, require_tasks, without_padding
+
+if TYPE_CHECKING:
+    from tnp.model import TransformerNP
+
+
+def sample(
+    model: TransformerNP,
+    context: Context,
+    x_target: torch.Tensor,
+    n_samples: int,
+    buffer: bool | None,
+    cuda_graph: bool,
+) -> torch.Tensor:
+    """What `TransformerNP.sample_jointly` says."""
+    require_count("n_samples", n_samples, at_least=1)
+    require_context(context)
+    model.prepared_context(*context)
+    model.prepared_x(x_target)
+    if len(x_target) != len(context.x):
+        raise ValueError(
+            f"x_target has {len(x_target)} samples and the context {len(context.x)}: they must "
+            "have as many"
+        )
+    device = x_target.device
+    if cuda_graph and device.type != "cuda":
+        raise RuntimeError(f"a CUDA graph needs a CUDA device: x_target is on {device}")
+    size, repeats, drawn = _run_size(model, buffer), n_samples, []
+    for x in x_target.repeat(n_samples, 1, 1).split(size, 1):
+        if x.shape[1] == 1:
+            y = model.predict(_repeated(context, repeats), x).sample()
+        else:
+            y = _through_buffer(model, context, x, repeats, cuda_graph)
+        drawn.append(y.to(context.y.dtype))
+        context, repeats = _joined(_repeated(context, repeats), x, y), 1
+    return torch.cat(drawn, 1).unflatten(0, (n_samples, -1))
+
+
+def log_density(model: TransformerNP, task: Task, buffer: bool | None) -> torch.Tensor:
+    """What `TransformerNP.joint_log_density` says."""
+    require_tasks("task", [task])
+    size, lengths, context = _run_size(model, buffer), task.target_lengths, task.context
+    x_target, y_target = (without_padding(x, lengths) for x in (task.x_target, task.y_target))
+    found = []
+    for x, y in zip(x_target.split(size, 1), y_target.split(size, 1), strict=True):
+        found.append(log_densities(model, context, x, y))
+        context = _joined(context, x, y)  # where that is padding, so are all targets of later runs
+    densities = torch.cat(found, 1)
+    if lengths is not None:
+        densities = densities.masked_fill(is_padding(lengths, task.n_target), 0.0)
+    return densities.sum(1)
+
+
+def _run_size(model: TransformerNP, buffer: bool | None) -> int:
+    """Targets of a run: the first sees the context alone, and all but the last enter."""
+    if buffer:
+        require_buffer(model)
+    has_one = model.config.buffer is not None
+    return 1 + model.config.buffer if has_one and buffer is not False else 1
+
+
+def _through_buffer(
+    model: TransformerNP, context: Context, x: torch.Tensor, repeats: int, cuda_graph: bool
+) -> torch.Tensor:
+    """A run's draws [B, n, d_y] at x [B, n, d_x], where B are `repeats` times the context's."""
+    encoding = model.encode(context)
+    buffer = Buffer(model, encoding, x.shape[1] - 1, repeats, cuda_graph)
+    entering, drawn = None, []
+    for at in x.split(1, 1):
+        y = buffer.predict(at, entering).sample()
+        entering = at, y
+        drawn.append(y)
+    return torch.cat(drawn, 1)
+
+
+def _repeated(context: Context, repeats: int) -> Context:
+    x, y = (each.repeat(repeats, 1, 1) for each in context[:2])
+    return Context(x, y, None if context.lengths is None else context.lengths.repeat(repeats))
+
+
+def _joined(context: Context, x: torch.Tensor, y: torch.Tensor) -> Context:
+    """The context with points behind each sample's own."""
+    pairs = (context.x, x.to(context.x.dtype)), (context.y, y.to(context.y.dtype))
+    both = [torch.cat(pair, 1) for pair in pairs]
+    if context.lengths is None:
+        return Context(*both)
+    order = behind(context.lengths, context.x.shape[1], x.shape[1])[..., None]
+    points = (each.gather(1, order.expand_as(each)) for each in both)
+    return Context(*points, context.lengths + x.shape[1])
