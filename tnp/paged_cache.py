@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tnp.inputs import require_count
+from tnp.ops.attention.layouts import to_rows
 
 
 class CacheFull(RuntimeError):
@@ -197,8 +198,7 @@ class PagedCache:
         pages = page_table.gather(1, position // self.page)
         slots = (pages.long() * self.page + position % self.page).flatten()
         for memory, x in ((self._k[layer], k), (self._v[layer], v)):
-            rows = x.transpose(1, 2).flatten(0, 1)
-            _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(rows))
+            _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
 
     def lengths(self, handles: Handles, layer: int = 0) -> Tensor:
         """int32 [B] on the cache's device: tokens of each sequence in a layer."""

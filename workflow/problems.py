@@ -74,11 +74,17 @@ def implementations(op: str, spec: dict) -> list[str]:
 
 
 def without_case(problem: Problem, device: str) -> str | None:
-    """Why no gate could prove it: a sentence, or None where a case has its dtype and options."""
+    """Why no gate could prove it: a sentence, or None where a case has its dtype and options.
+
+    Options that are numbers, such as heads or a window, may be others: a gate has small ones.
+    """
     operator = catalog().operator(problem.op)
-    wanted = problem.dtype, problem.options
-    cases = operator.cases(target(device))
-    if any((case.problem.dtype, case.problem.options) == wanted for case in cases):
+
+    def kind(one: Problem) -> tuple:
+        numbers = {name for name, of in operator.options.items() if of is int}
+        return one.dtype, [(name, name in numbers or value) for name, value in one.options]
+
+    if any(kind(case.problem) == kind(problem) for case in operator.cases(target(device))):
         return None
     options = ", ".join(f"{name} {value}" for name, value in problem.options) or "no option"
     return f"no gate case of {problem.op} has {problem.dtype} and {options}: nothing would prove it"

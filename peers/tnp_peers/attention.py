@@ -1,48 +1,67 @@
-"""Attention of PyTorch's flex_attention and of FlashAttention 3 and 4, of 3 in 8 bits too.
+"""Attention of FlashAttention 3 and 4, of 3 in 8 bits too. PyTorch's flex_attention is in `flex`.
 
-All take q [B, H, n_q, D], k and v [B, H, n_k, D] with any strides whose last dimension is
-contiguous, and return [B, H, n_q, D] in q's dtype; none takes n_keys. FlashAttention's layout is
-[B, L, H, D], of which these are views.
+All take q [B, H, n_q, D], k and v [B, H_kv, n_k, D] with any strides whose last dimension is
+contiguous, and return [B, H, n_q, D] in q's dtype. FlashAttention's layout is [B, L, H, D], of
+which these are views, and packed sequences lie in rows [L, H, D]. Both align causal attention and
+windows as we do, the last query beside the last key, and give 0 where a query sees no key.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tnp.contract import Implementation, on_cuda
-from tnp.ops.attention import eight_bit
-from tnp.ops.attention.torch_forms import softmax_scale
+from tnp.contract import Call, Implementation, Reason, on_cuda
+from tnp.ops.attention import HEAD_DIMS, eight_bit
+from tnp.ops.attention.definition import PACKED
+from tnp.ops.attention.layouts import from_rows, heads_first, to_rows, tokens_first
+from tnp.ops.attention.torch_forms import longest_sequence, softmax_scale
 from tnp_peers.support import both, sizes
 
-HEAD_DIMS = (16, 32, 64, 128)  # those that ours are compared at
+OPTIONS = ("base2", "causal", "n_kv_heads", "n_sequences", "window", *PACKED)
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 LEAST = 1e-30  # that the largest element of a head counts as, so that zeros have a scale
 
 
-@cache
-def _compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
+def _flash(
+    dense: Callable, varlen: Callable, q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, **asked,
+) -> Tensor:  # fmt: skip
+    """By a package's function for batches, or by its function for packed sequences."""
+    if cu_seqlens_q is None:
+        return heads_first(dense(*map(tokens_first, (q, k, v)), **asked))
+    o = varlen(
+        *map(to_rows, (q, k, v)), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest_sequence(cu_seqlens_q), max_seqlen_k=longest_sequence(cu_seqlens_k),
+        **asked,
+    )  # fmt: skip
+    return from_rows(o, len(q))
 
-    # One kernel per shape. Past dynamo's limit of shapes, `fullgraph` raises where the default
-    # would go on uncompiled, with all scores in memory.
-    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+# ---------------------------------------------------------------------------------------------- 3
 
 
-def flex(
-    q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False
-) -> Tensor:
-    """PyTorch's flex_attention without a mask, compiled."""
-    return _compiled_flex_attention()(q, k, v, scale=softmax_scale(scale, base2))
+def fa3(
+    q: Tensor, k: Tensor, v: Tensor, n_keys: None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float, base2: bool = False, causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """FlashAttention-3 of package fa3-fwd, whose wheel holds sm_80 and sm_90a."""
+    from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+
+    return _flash(
+        flash_attn_func, flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k,
+        softmax_scale=softmax_scale(scale, base2), causal=causal,
+    )  # fmt: skip
 
 
-def fa3(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False) -> Tensor:
-    """FlashAttention-3 of package fa3-fwd, whose wheel holds sm_80 and sm_90a and no backward."""
-    from fa3_fwd_interface import flash_attn_func
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return flash_attn_func(q, k, v, softmax_scale=softmax_scale(scale, base2)).transpose(1, 2)
+def _fa3_supported(call: Call) -> Reason:
+    """What the wheel was built without: its fa3_fwd_config.py says DISABLE_LOCAL, DISABLE_FP16 and
+    DISABLE_BACKWARD.
+    """
+    return "fa3-fwd is built without windows" if call.problem["window"] else None
 
 
 def _in_8_bits(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -61,8 +80,9 @@ def _compiled_in_8_bits():
 
 
 def fa3_e4m3(
-    q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, n_keys: None, cu_seqlens_q: None, cu_seqlens_k: None,
+    scale: float, base2: bool = False,
+) -> Tensor:  # fmt: skip
     """FlashAttention-3 in e4m3, with what makes e4m3 of q, k and v.
 
     The package takes one scale for each head of a sample. Its authors' paper has scales of blocks
@@ -70,34 +90,62 @@ def fa3_e4m3(
     """
     from fa3_fwd_interface import flash_attn_func
 
-    quantized = _compiled_in_8_bits()(*(x.transpose(1, 2) for x in (q, k, v)))
+    quantized = _compiled_in_8_bits()(*map(tokens_first, (q, k, v)))
     (q, q_descale), (k, k_descale), (v, v_descale) = quantized
     o = flash_attn_func(
         q, k, v, softmax_scale=softmax_scale(scale, base2),
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
-    return o.transpose(1, 2)  # bfloat16
+    return heads_first(o)  # bfloat16
 
 
-def fa4(q: Tensor, k: Tensor, v: Tensor, n_keys: None, scale: float, base2: bool = False) -> Tensor:
-    """FlashAttention-4 of package flash-attn-4, in CuTe."""
-    from flash_attn.cute import flash_attn_func
+# ---------------------------------------------------------------------------------------------- 4
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, _lse = flash_attn_func(q, k, v, softmax_scale=softmax_scale(scale, base2))
-    return o.transpose(1, 2)
+
+def fa4(
+    q: Tensor, k: Tensor, v: Tensor, n_keys: None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float, base2: bool = False, causal: bool = False,
+    window: int = 0, *, deterministic: bool = False,
+) -> Tensor:  # fmt: skip
+    """FlashAttention-4 of package flash-attn-4, in CuTe.
+
+    Its backward pass adds up dq, and dk and dv of grouped heads, in any order; where
+    `deterministic` in one order, for which tiles wait for one another.
+    """
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    def first(function: Callable) -> Callable:
+        return lambda *tensors, **asked: function(*tensors, **asked)[0]  # without lse
+
+    reach = (window - 1, 0 if causal else window - 1) if window else (None, None)
+    return _flash(
+        first(flash_attn_func), first(flash_attn_varlen_func), q, k, v, cu_seqlens_q, cu_seqlens_k,
+        softmax_scale=softmax_scale(scale, base2), causal=causal, window_size=reach,
+        deterministic=deterministic,
+    )  # fmt: skip
+
+
+def fa4_deterministic(*arguments: Any, **options: Any) -> Tensor:
+    """The same, its gradients equal from run to run."""
+    return fa4(*arguments, deterministic=True, **options)
+
+
+def _fa4_supported(call: Call) -> Reason:
+    """Of head_dims past 128 Blackwell has kernels of their own, which do not take every kind."""
+    head_dim = call.problem["head_dim"]
+    if call.target.capability >= 100 and head_dim > 128:
+        return f"on Blackwell it takes head_dim up to 128, not {head_dim}"
+    return None
 
 
 _SIZES = sizes("head_dim", HEAD_DIMS)
-FLEX = Implementation("flex", run=flex, supported=both(on_cuda(80), _SIZES), options=("base2",))
-# The wheel is built with DISABLE_FP16 and DISABLE_BACKWARD (its fa3_fwd_config.py).
 FA3 = Implementation(
     "fa3",
     run=fa3,
-    supported=both(on_cuda(80, below=100), _SIZES),
+    supported=both(on_cuda(80, below=100), _SIZES, _fa3_supported),
     dtypes=("bfloat16",),
     gradients=(),
-    options=("base2",),
+    options=OPTIONS,
     traceable=False,
 )
 FA3_E4M3 = Implementation(
@@ -115,8 +163,18 @@ FA3_E4M3 = Implementation(
 FA4 = Implementation(
     "fa4",
     run=fa4,
-    supported=both(on_cuda(90), _SIZES),
+    supported=both(on_cuda(90), _SIZES, _fa4_supported),
     dtypes=("bfloat16", "float16"),
-    options=("base2",),
+    options=OPTIONS,
+    traceable=False,
+    moving=("dq", "dk", "dv"),
+)
+# What `separate` of ours is compared with: gradients that are equal from run to run.
+FA4_DETERMINISTIC = Implementation(
+    "fa4_deterministic",
+    run=fa4_deterministic,
+    supported=both(on_cuda(90, below=120), _SIZES, _fa4_supported),  # its kernels for 12.0 cannot
+    dtypes=("bfloat16", "float16"),
+    options=OPTIONS,
     traceable=False,
 )

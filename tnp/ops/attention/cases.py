@@ -66,6 +66,7 @@ def _of_any_kind(operator: Operator, target: Target) -> Iterable[Case]:
             for head_dim in (64, 128)
         ),
         case(4, 777, heads=(8, 1)),
+        *(case(777, 777, head_dim, (4, 2), causal=True, window=200) for head_dim in (64, 128)),
         case(700, 600, batch=2, lengths="65,600", causal=True),
         case(700, 600, 128, batch=2, lengths="65,600", window=100),
         *(

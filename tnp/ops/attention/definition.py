@@ -179,8 +179,8 @@ def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
 
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
-    """A layer's: in a language model tokens ask those before them; in a neural process every row
-    asks, and context rows answer.
+    """A layer's: in a language model tokens ask those before them, of their own sequence where a
+    run draws `lengths`, "7,0,40"; in a neural process every row asks, and context rows answer.
     """
     if "n_tokens" in run:
         if "n_heads" not in model:
@@ -188,6 +188,14 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
         kv_heads = model.get("n_kv_heads", model["n_heads"])
         kind = {"causal": True, "window": model.get("window", 0)}
         kind["n_kv_heads"] = kv_heads if kv_heads != model["n_heads"] else 0
+        lengths = run.get("draw", {}).get("lengths")
+        if lengths:
+            sizes = [int(length) for length in lengths.split(",")]
+            if sum(sizes) != run["n_tokens"]:
+                raise ValueError(
+                    f"lengths are {sum(sizes)} in all: they must be n_tokens, {run['n_tokens']}"
+                )
+            kind |= dict.fromkeys(PACKED, True) | {"n_sequences": len(sizes)}
         return operator.problem(
             run["dtype"], batch=run["batch"], n_heads=model["n_heads"], n_q=run["n_tokens"],
             n_k=run["n_tokens"], head_dim=model["head_dim"], **kind,

@@ -4,6 +4,8 @@ Torch is imported where a function runs: the declaration names these functions, 
 it without torch.
 """
 
+from tnp.ops.attention.layouts import from_rows, to_rows
+
 ALIGNMENT = 16  # bytes
 LN_2 = 0.6931471805599453  # the scale of base2
 
@@ -125,9 +127,6 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    def packed(x):
-        return x.transpose(1, 2).flatten(0, 1)
-
     def ends(x):
         return torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[2]
 
@@ -138,10 +137,10 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
         longest = longest_sequence(cu_seqlens_q), longest_sequence(cu_seqlens_k)
     reach = (window - 1 if window else -1, 0 if causal else window - 1 if window else -1)
     o = varlen_attn(
-        packed(q), packed(k), packed(v), cu_seqlens_q, cu_seqlens_k, *longest, scale=scale,
+        to_rows(q), to_rows(k), to_rows(v), cu_seqlens_q, cu_seqlens_k, *longest, scale=scale,
         window_size=reach, enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    return o.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    return from_rows(o, len(q))
 
 
 _longest = {}  # id of a tensor → its version and its longest sequence

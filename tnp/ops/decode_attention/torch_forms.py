@@ -4,6 +4,8 @@ Torch is imported where a function runs: the declaration names these functions, 
 it without torch.
 """
 
+from tnp.ops.attention.layouts import grouped, ungrouped
+
 
 def gathered(cache, page_table):
     """[n_pages, H_kv, page, D] → [B, H_kv, S, D], a copy of each sequence's pages in their order.
@@ -49,10 +51,10 @@ def reference(
 
     k = whole(k, page_table, k_descale, q.dtype).unsqueeze(2)
     v = whole(v, page_table, v_descale, q.dtype).unsqueeze(2)
-    s = scale * (q.unflatten(1, (k.shape[1], -1)) @ k.mT)
+    s = scale * (grouped(q, k.shape[1]) @ k.mT)
     mask = seen(lengths, q.shape[2], k.shape[3], ahead)[:, None, None]
     p = torch.softmax(s.masked_fill(~mask, float("-inf")), -1)
-    return (p.masked_fill(~mask, 0.0) @ v).flatten(1, 2)
+    return ungrouped(p.masked_fill(~mask, 0.0) @ v)
 
 
 def sdpa(q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False):

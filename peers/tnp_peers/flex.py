@@ -1,0 +1,115 @@
+"""Attention of PyTorch's flex_attention: a mask is a function of indices and a map of the blocks
+that it leaves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnp.contract import Implementation, on_cuda
+from tnp.ops.attention import HEAD_DIMS
+from tnp.ops.attention.definition import OF_ANY_KIND
+from tnp.ops.attention.torch_forms import softmax_scale
+from tnp_peers.support import both, sizes
+
+MOST_MASKS = 16
+
+
+@cache
+def _compiled_flex_attention() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # One kernel per shape. Past dynamo's limit of shapes, `fullgraph` raises where the default
+    # would go on uncompiled, with all scores in memory.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+@cache
+def _compiled_block_mask() -> Callable:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask)  # uncompiled it holds an index for every score
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, n_keys: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float, base2: bool = False, causal: bool = False,
+    window: int = 0,
+) -> Tensor:  # fmt: skip
+    """PyTorch's flex_attention, compiled.
+
+    The map of blocks is made once for a problem and the tensors that say lengths, as they stand: a
+    model makes it once a step for all its layers. What it costs is not in the time of a call.
+    """
+    lengths = n_keys, cu_seqlens_q, cu_seqlens_k
+    return _compiled_flex_attention()(
+        q, k, v, scale=softmax_scale(scale, base2), enable_gqa=q.shape[1] != k.shape[1],
+        block_mask=_block_mask(q, k, lengths, causal, window),
+    )  # fmt: skip
+
+
+_masks: OrderedDict[tuple, tuple[Any, tuple]] = OrderedDict()
+
+
+def _block_mask(q: Tensor, k: Tensor, lengths: tuple, causal: bool, window: int) -> Any:
+    """None where every query sees every key. The lengths are kept with a mask, so that no other
+    tensor has their identity.
+    """
+    if all(x is None for x in lengths) and not causal and not window:
+        return None
+    batch, n_q, n_k = len(q), q.shape[2], k.shape[2]
+    of_lengths = [None if x is None else (id(x), x._version) for x in lengths]
+    key = batch, n_q, n_k, q.device, causal, window, *of_lengths
+    if key not in _masks:
+        seen = _seen(n_q, n_k, *lengths, causal, window)
+        of_batch = None if lengths[0] is None else batch
+        mask = _compiled_block_mask()(seen, of_batch, None, n_q, n_k, device=q.device)
+        _masks[key] = mask, lengths
+        if len(_masks) > MOST_MASKS:
+            _masks.popitem(last=False)
+    return _masks[key][0]
+
+
+def _seen(
+    n_q: int, n_k: int, n_keys: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, causal: bool, window: int,
+) -> Callable:  # fmt: skip
+    """Whether query i of sample b sees key j, as `tnp.ops.attention.torch_forms.visible` says it
+    for all at once.
+    """
+    from torch.nn.attention.flex_attention import and_masks
+
+    masks = []
+    if cu_seqlens_q is not None:
+        of_q, of_k = (
+            torch.searchsorted(cu.long(), torch.arange(n, device=cu.device), right=True) - 1
+            for cu, n in ((cu_seqlens_q, n_q), (cu_seqlens_k, n_k))
+        )
+        ends = (cu_seqlens_k - cu_seqlens_q)[1:][of_q]
+        masks.append(lambda b, h, i, j: of_q[i] == of_k[j])
+    elif n_keys is not None:
+        masks.append(lambda b, h, i, j: j < n_keys[b])
+
+    def beside(b, i, j):  # how much later a key is than the one that a query stands beside
+        if cu_seqlens_q is not None:
+            return j - i - ends[i]
+        return j - i - ((n_k if n_keys is None else n_keys[b]) - n_q)
+
+    if causal or window:
+        right = 0 if causal else window - 1
+        masks.append(lambda b, h, i, j: beside(b, i, j) <= right)
+    if window:
+        masks.append(lambda b, h, i, j: beside(b, i, j) > -window)
+    return and_masks(*masks)
+
+
+FLEX = Implementation(
+    "flex",
+    run=flex,
+    supported=both(on_cuda(80), sizes("head_dim", HEAD_DIMS)),
+    options=OF_ANY_KIND,
+)
