@@ -49,13 +49,15 @@ class BackwardConfig(Config):
     num_stages: int
 
 
+# With the first a thread has 8 pairs, and six programs fit into a multiprocessor's registers.
 BACKWARD_CONFIGS = (
-    BackwardConfig(1024, 8, 4, 4, 2),
-    BackwardConfig(1024, 8, 4, 4, 1),
-    BackwardConfig(1024, 8, 4, 3, 3),
-    BackwardConfig(512, 8, 2, 8, 2),
-    BackwardConfig(512, 4, 2, 8, 2),
+    BackwardConfig(512, 8, 2, 6, 3),
+    BackwardConfig(512, 8, 2, 6, 2),
+    BackwardConfig(512, 4, 2, 6, 3),
     BackwardConfig(256, 4, 1, 12, 3),
+    BackwardConfig(1024, 8, 4, 3, 3),
+    BackwardConfig(1024, 8, 4, 4, 2),
+    BackwardConfig(2048, 8, 8, 2, 2),
 )
 
 

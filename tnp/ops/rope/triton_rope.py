@@ -23,14 +23,14 @@ from tnp.ops.rope.definition import OPTIONS
 
 @dataclass(frozen=True)
 class Config:
-    """Pairs of elements in a tile, and heads in it at most."""
+    """Pairs of elements of 16 bits in a tile, or half as many of 32, and heads in it at most."""
 
     pairs: int
     heads: int
     num_warps: int
 
 
-# With 1024 pairs and four warps a thread's halves are 16 bytes each in 16 bits.
+# With 1024 pairs and four warps a thread's halves are 16 bytes each.
 CONFIGS = (
     Config(1024, 8, 4),
     Config(1024, 4, 4),
@@ -228,10 +228,11 @@ class Tiles:
     def __init__(self, problem: Problem, config: Config, tensors: tuple) -> None:
         n_heads = [0 if x is None else x.shape[1] for x in tensors]
         half, self.n_tokens = problem["head_dim"] // 2, problem["batch"] * problem["n_tokens"]
-        # Whole tiles of heads, of q as of k.
-        heads = gcd(gcd(*n_heads), config.heads)
         block = triton.next_power_of_2(half)
-        tokens = max(1, config.pairs // (block * heads))
+        pairs = config.pairs * 2 // problem.itemsize
+        # Whole tiles of heads, of q as of k.
+        heads = gcd(gcd(*n_heads), min(config.heads, max(1, pairs // block)))
+        tokens = max(1, pairs // (block * heads))
         tokens = min(tokens, triton.next_power_of_2(self.n_tokens))
         self.blocks = [n // heads for n in n_heads]  # of a token
         self.rows = triton.cdiv(self.n_tokens, tokens)  # of tiles
