@@ -151,7 +151,7 @@ def test_compiled_with_dynamic_sizes(pairing):
 
 
 def test_positions_that_the_host_does_not_see_give_no_wrong_number():
-    """As where they lie on a GPU: NaN for these tokens, and for weights whose gradients sum them."""
+    """As where they lie on a GPU: NaN for these tokens, and in the sums over all."""
     inputs = *drawn(1, 2, 1, 2, 6, n_positions=3), torch.tensor([[1, 3]])
     outputs = dispatch.call(QK_NORM_ROPE, "triton", inputs, QK_NORM_ROPE.numbers)
     dq, dk, *dweights = gradients(outputs, inputs)
