@@ -135,6 +135,33 @@ def test_a_layer_of_a_language_model():
     assert OPERATOR.within({"d_model": 4096}, TOKENS) is None
 
 
+PACKED = TOKENS | {"batch": 1, "draw": {"lengths": "40,0,60"}}
+
+
+def test_a_run_of_packed_sequences():
+    problem = OPERATOR.within(LLAMA, PACKED)
+    sizes = {"batch": 1, "n_heads": 32, "n_q": 100, "n_k": 100, "head_dim": 128}
+    kind = {"n_kv_heads": 8, "causal": True, "n_sequences": 3}
+    packed = {"cu_seqlens_q": True, "cu_seqlens_k": True}
+    assert problem == OPERATOR.problem("bfloat16", **sizes, **kind, **packed)
+    case = definition.Case(problem, tuple(PACKED["draw"].items()))
+    assert drawn(case)[4].tolist() == [0, 40, 40, 100]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"n_tokens": 101}, "lengths are 100 in all: they must be n_tokens, 101"),
+        ({"batch": 2}, "batch is 2: packed sequences lie in a batch of 1"),
+        ({"n_cached": 200}, "its tokens ask what is cached: that is operator decode_attention's"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_sentence(change, sentence):
+    with pytest.raises(ValueError) as raised:
+        OPERATOR.within(LLAMA, PACKED | change)
+    assert str(raised.value) == sentence
+
+
 KINDS = [case for case in CASES if case.problem["causal"] or case.problem["window"]]
 
 

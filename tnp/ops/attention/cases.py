@@ -140,6 +140,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
         case(1, 2, 777, 564, dtype="float16"),
         case(2, 3, 300, 100, dtype="float16"),
         case(1, 2, 200, 130, dtype="float32"),
+        *(case(1, 2, 300, 200, 128, dtype=dtype) for dtype in ("float16", "float32")),
         *(case(1, 2, 300, 200, head_dim) for head_dim in (16, 32, 128)),
         *(case(1, 2, 777, 564, magnitude=size) for size in (0.0, 2.5, 8.0, 40.0)),
         *(case(1, 2, 300, 200, dtype="float32", magnitude=size) for size in (8.0, 12.0, 30.0)),

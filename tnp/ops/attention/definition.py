@@ -185,6 +185,8 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
     if "n_tokens" in run:
         if "n_heads" not in model:
             return None
+        if "n_cached" in run:
+            raise ValueError("its tokens ask what is cached: that is operator decode_attention's")
         kv_heads = model.get("n_kv_heads", model["n_heads"])
         kind = {"causal": True, "window": model.get("window", 0)}
         kind["n_kv_heads"] = kv_heads if kv_heads != model["n_heads"] else 0
@@ -195,6 +197,8 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
                 raise ValueError(
                     f"lengths are {sum(sizes)} in all: they must be n_tokens, {run['n_tokens']}"
                 )
+            if run["batch"] != 1:
+                raise ValueError(f"batch is {run['batch']}: packed sequences lie in a batch of 1")
             kind |= dict.fromkeys(PACKED, True) | {"n_sequences": len(sizes)}
         return operator.problem(
             run["dtype"], batch=run["batch"], n_heads=model["n_heads"], n_q=run["n_tokens"],
