@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
-from tnp import opaque, targets
+from tnp import dispatch, opaque, targets
 from tnp.ops.rope import OPERATOR, PAIRINGS, reference, rope
 
 
@@ -78,11 +78,19 @@ def test_positions(dtype):
     torch.testing.assert_close(found, results(ours, q, k, cos, sin), rtol=0, atol=0)
 
 
-def test_positions_out_of_range_take_the_nearest_row():
+def test_positions_out_of_range_take_the_nearest_row_or_are_found_where_asked_for(monkeypatch):
     q, k = draw(1, 1, 1, 2, 4)
     cos, sin = tables(3, 4)
     found = ours(q, k, cos, sin, torch.tensor([[-5, 99]]))
-    torch.testing.assert_close(found, rope(q, k, cos, sin, torch.tensor([[0, 2]])))
+    nearest = torch.tensor([[0, 2]])
+    torch.testing.assert_close(found, rope(q, k, cos, sin, nearest))
+    monkeypatch.setenv("TNP_CHECK", "1")
+    dispatch.forget()  # it is read when a plan is made
+    for wrong in ([[-1, 2]], [[0, 3]]):
+        with pytest.raises(RuntimeError, match="positions must lie between 0 and 2"):
+            ours(q, k, cos, sin, torch.tensor(wrong))
+    torch.testing.assert_close(ours(q, k, cos, sin, nearest), found)
+    dispatch.forget()
 
 
 def test_one_launch_a_pass_reads_views_where_they_lie():

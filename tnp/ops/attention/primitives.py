@@ -1,6 +1,5 @@
 """What the attention kernels share: loads of row tiles, launch configurations."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,13 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.launch import Bound, asserts
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.primitives import KernelConfig, cast
 from tnp.targets import Target
 
 LOG2_E = 1.4426950408889634
-CHECK_VARIABLE = "TNP_CHECK"
 
 # Elements a program of the reduction adds up.
 SUM_BLOCK = 1024
@@ -194,12 +192,9 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | Non
 
 
 def forward(launch: Callable, call: Call) -> Callable:
-    """The launch of a forward pass: given scale; with TNP_CHECK=1 it asserts n_keys' range first.
-
-    Kernels clamp n_keys: the assertion would take as long as a small launch.
-    """
+    """The launch of a forward pass: given scale; where asked to it asserts n_keys' range first."""
     launch = _scaled(launch, call)
-    if not call.problem["n_keys"] or os.environ.get(CHECK_VARIABLE) != "1":
+    if not call.problem["n_keys"] or not asserts():
         return launch
     n_k = call.problem["n_k"]
 

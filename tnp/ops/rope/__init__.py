@@ -230,8 +230,9 @@ def rope(
             where they lie.
         k: [batch, kv_heads, tokens, D] in q's dtype.
         cos, sin: [n_positions, D/2], both float32 or both in q's dtype; no gradient.
-        positions: [batch, tokens], int32 or int64, from 0 to n_positions − 1, which is not
-            checked (ours takes the nearest that there is); None: 0, 1, … in every sequence.
+        positions: [batch, tokens], int32 or int64, from 0 to n_positions − 1. Past them ours takes
+            the nearest that there is; with TNP_CHECK=1 in the environment when a shape is first
+            met, it asserts that there is none. None: 0, 1, … in every sequence.
         pairing: "half" for elements i and i + D/2, "interleaved" for 2i and 2i + 1.
         implementation: a name of `tnp.catalog`, or "auto".
 

@@ -7,11 +7,12 @@ pass is the same kernel with the sine's sign turned. Computed in float32.
 from dataclasses import dataclass
 from math import gcd
 
+import torch
 import triton
 import triton.language as tl
 
 from tnp.contract import Kernel
-from tnp.launch import Bound
+from tnp.launch import Bound, asserts
 from tnp.ops.primitives import cast
 
 
@@ -196,7 +197,19 @@ def prepare(call, config, inputs):
         q, k, cos, sin, positions = inputs
         return run((q, k), cos, sin, positions), ()
 
-    return launch
+    return _checked(launch) if call.problem["positions"] and asserts() else launch
+
+
+def _checked(launch):
+    """The launch, after an assertion on the device that tables have a row of every position."""
+
+    def after_check(inputs, scalars):
+        cos, positions = inputs[2], inputs[4]
+        inside = ((positions >= 0) & (positions < len(cos))).all()
+        torch._assert_async(inside, f"positions must lie between 0 and {len(cos) - 1}")
+        return launch(inputs, scalars)
+
+    return after_check
 
 
 def _wanted(wanted, gradients):
