@@ -273,6 +273,8 @@ def test_bad_input_is_one_sentence():
     wrong = [
         (lambda: of.append(freed, k, v), "handle 0 was freed"),
         (lambda: of.free(freed), "handle 0 was freed"),
+        (lambda: of.page_table([handle, freed]), "handle 1 was freed: its pages may be another"),
+        (lambda: of.page_table([handle, theirs]), "handle 1 is another cache's"),
         (lambda: of.fork(theirs), "handle 0 is another cache's"),
         (lambda: of.lengths([handle, 3]), "handle 1 is 3: it must be what allocate or fork gave"),
         (lambda: of.page_table([handle, handle]), "a handle stands twice"),

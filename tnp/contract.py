@@ -155,8 +155,7 @@ class Kernel:
     `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
     only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
     `empty(wanted, inputs)` returns the same, uninitialized, laid out as where `Call.apart`; a
-    compiler sees nothing else. Of a forward operation it is also passed, by name, what a call
-    passed of `Operator.numbered`.
+    compiler sees nothing else. Of a forward operation it is also passed `Operator.of_results`.
 
     Of a backward operation `inputs` are (gradients, kept, saved): gradients of the outputs, the
     tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns
@@ -298,6 +297,8 @@ class Operator:
     of the outputs by name. `index` says which part of a whole result the float64 one is: the last
     head is (-1, -1). Options are in `case.problem`, scalars are `numbers`.
 
+    An output that is called as an option is there where that is on; such outputs come last.
+
     `draw` may give gradients of outputs as well, "d" + output, where a model's have a layout of
     their own.
     """
@@ -342,6 +343,15 @@ class Operator:
     def optional(self) -> tuple[str, ...]:
         """Inputs that may be None: that one is given is an option of the problem."""
         return tuple(name[:-1] for name in self.inputs if name.endswith("?"))
+
+    def outputs_of(self, problem: Problem) -> tuple[str, ...]:
+        """Names of the outputs that are asked for."""
+        return tuple(name for name in self.outputs if name not in self.options or problem[name])
+
+    def of_results(self, options: Mapping[str, Value]) -> dict[str, Value]:
+        """What `Kernel.empty` needs beside the inputs, of a call's options, by name."""
+        named = (*self.numbered, *self.outputs)
+        return {name: value for name, value in options.items() if name in named}
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ Triton: slower and right.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -29,7 +30,17 @@ MAPS_KEPT = 256
 # Element types that the driver numbers differently from device code (triton's driver.py).
 TO_HOST = {8: 10, 9: 8, 10: 9}
 
+CHECK_VARIABLE = "TNP_CHECK"
+
 _watchers = 0
+
+
+def asserts() -> bool:
+    """Whether plans made now assert on the device what their kernels clamp: with TNP_CHECK=1.
+
+    Such an assertion takes as long as a small launch.
+    """
+    return os.environ.get(CHECK_VARIABLE) == "1"
 
 
 @contextmanager

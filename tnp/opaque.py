@@ -237,9 +237,9 @@ def _define(operator: Operator) -> Any:
 
     def fake_forward(*arguments):
         known = spec(arguments[-1])
-        numbered = {one: value for one, value in known.options if one in operator.numbered}
+        named = operator.of_results(dict(known.options))
         kernel = known.kernel(known.found.forward)
-        outputs, saved = kernel.empty(known.wanted, arguments[:n], **numbered)
+        outputs, saved = kernel.empty(known.wanted, arguments[:n], **named)
         return list(outputs), list(saved)
 
     def backward(gradients, kept, saved, sizes, *rest):
@@ -268,7 +268,7 @@ def _define(operator: Operator) -> Any:
     def save(ctx, inputs, output):
         outputs, saved = output
         by_name = dict(zip(operator.tensors, inputs[:n], strict=True))
-        by_name |= dict(zip(operator.outputs, outputs, strict=True))
+        by_name |= dict(zip(operator.outputs, outputs, strict=False))
         ctx.scalars, ctx.text = inputs[n : n + m], inputs[-1]
         known = spec(ctx.text)
         values = operator.describe(*inputs[:n], **dict(known.options))

@@ -103,8 +103,8 @@ def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tup
         found = catalog().load(operator.name, implementation)
         if found.forward is not None:
             kernel = next(iter(kernels_of(found.forward).values()))
-            sizes = {size: what.problem[size] for size in operator.numbered}
-            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs, **sizes)[0]]
+            named = operator.of_results(dict(operator.call_options(what.problem)))
+            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs, **named)[0]]
 
             def run(*arguments: Any, **options: Any) -> Any:
                 outputs = operator.reference(*arguments, **options)

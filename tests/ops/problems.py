@@ -24,7 +24,8 @@ def setting(
 
 def results(of: Setting, function: Callable) -> Results:
     """Outputs and gradients of `function(*inputs, *scalars)`."""
-    return compute(of.operator, function, of.inputs, of.wanted, of.upstream)
+    asked = of.operator, of.case.problem
+    return compute(*asked, function, of.inputs, of.wanted, of.upstream)
 
 
 def by(of: Setting, implementation: str) -> Results:

@@ -38,6 +38,13 @@ def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
         OPERATOR.case("float32", 2, 3)
 
 
+def outputs_of(case, function, inputs) -> dict:
+    """By name, of a function that is called as the reference is."""
+    found = function(*inputs, *SCALE, **dict(OPERATOR.call_options(case.problem)))
+    found = found if isinstance(found, tuple) else (found,)
+    return dict(zip(OPERATOR.outputs_of(case.problem), found, strict=True))
+
+
 # At larger magnitudes one key has all the weight of a query, and the first one may have none.
 SHARED = [case for case in CASES if dict(case.draw).get("magnitude", 1.0) < 12]
 
@@ -49,6 +56,7 @@ def broken_in(case) -> dict:
         del found["base2 and scaled all the same"]
     for option, controls in cases.CONTROLS_OF.items():
         found |= controls if p[option] else {}
+    found.pop("lse that gives no gradient", None)  # its outputs are right
     if p["n_sequences"]:  # it has no diagonal of its own there
         found.pop("the diagonal one off", None)
     if p["n_kv_heads"] == 1:  # all heads share it, however they are grouped
@@ -62,7 +70,8 @@ def test_every_control_is_tried():
     every = dict(cases.CONTROLS)
     for controls in cases.CONTROLS_OF.values():
         every |= controls
-    assert {name for case in SHARED for name in broken_in(case)} == set(every)
+    tried = {name for case in SHARED for name in broken_in(case)}
+    assert tried | {"lse that gives no gradient"} == set(every)
 
 
 @pytest.mark.parametrize("implementation", OPERATOR.implementations, ids=lambda one: one.name)
@@ -75,16 +84,21 @@ def test_a_gate_has_the_controls_of_the_options_that_are_taken(implementation):
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_controls_are_further_off_than_any_rounding(case):
-    inputs, options = drawn(case), dict(OPERATOR.call_options(case.problem))
+    inputs = drawn(case)
     doubles = [x.double() if i < 3 else x for i, x in enumerate(inputs)]
-    exact = OPERATOR.reference(*doubles, *SCALE, **options)
-    own = distance(OPERATOR.reference(*inputs, *SCALE, **options), exact)
+    exact = outputs_of(case, OPERATOR.reference, doubles)
+    own = outputs_of(case, OPERATOR.reference, inputs)
     floor = OPERATOR.condition(case, dict(zip(OPERATOR.tensors, inputs, strict=True)))
-    allowed = OPERATOR.budget.outputs * max(own, floor["o"] * exact.norm().item())
-    assert set(floor) == {"o", "dq", "dk", "dv"} and 0 < floor["o"] < 0.1
+    allowed = {
+        name: OPERATOR.budget.outputs * max(distance(own[name], x), floor[name] * x.norm().item())
+        for name, x in exact.items()
+    }
+    assert set(floor) == {"o", "lse", "dq", "dk", "dv"} and 0 < floor["o"] < 0.1
     for name, broken in broken_in(case).items():
-        found = distance(broken(*inputs, *SCALE, **options), exact)
-        assert not found <= allowed, name  # NaN is further off than anything
+        found = outputs_of(case, broken, inputs)
+        off = {one: distance(x, exact[one]) for one, x in found.items()}
+        # NaN is further off than anything.
+        assert any(not off[one] <= allowed[one] for one in exact), name
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
@@ -96,12 +110,12 @@ def test_a_spot_is_the_formula_of_the_first_and_the_last_head(case, monkeypatch)
     exact = {name: x.double() if name in "qkv" else x for name, x in inputs.items()}
     for name in "qkv":
         exact[name] = exact[name].detach().requires_grad_()
-    options = dict(OPERATOR.call_options(case.problem))
-    o = OPERATOR.reference(*exact.values(), *SCALE, **options)
-    do = torch.randn_like(o)
-    gradients = torch.autograd.grad(o, [exact[name] for name in "qkv"], do)
-    whole = {"o": o} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    found = definition.spot(case, inputs, None) | definition.spot(case, inputs, {"o": do})
+    whole = outputs_of(case, OPERATOR.reference, exact.values())
+    arriving = {name: torch.randn_like(x) for name, x in whole.items()}
+    leaves = [exact[name] for name in "qkv"]
+    gradients = torch.autograd.grad(list(whole.values()), leaves, list(arriving.values()))
+    whole |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    found = definition.spot(case, inputs, None) | definition.spot(case, inputs, arriving)
     assert found.keys() == whole.keys()
     for name, (index, part) in found.items():
         assert part.shape[0] == 2 and not part.requires_grad
@@ -133,6 +147,33 @@ def test_a_layer_of_a_language_model():
     alike = OPERATOR.within(LLAMA | {"n_kv_heads": 32}, TOKENS)
     assert alike == OPERATOR.problem("bfloat16", **sizes, causal=True)
     assert OPERATOR.within({"d_model": 4096}, TOKENS) is None
+
+
+PACKED = TOKENS | {"batch": 1, "draw": {"lengths": "40,0,60"}}
+
+
+def test_a_run_of_packed_sequences():
+    problem = OPERATOR.within(LLAMA, PACKED)
+    sizes = {"batch": 1, "n_heads": 32, "n_q": 100, "n_k": 100, "head_dim": 128}
+    kind = {"n_kv_heads": 8, "causal": True, "n_sequences": 3}
+    packed = {"cu_seqlens_q": True, "cu_seqlens_k": True}
+    assert problem == OPERATOR.problem("bfloat16", **sizes, **kind, **packed)
+    case = definition.Case(problem, tuple(PACKED["draw"].items()))
+    assert drawn(case)[4].tolist() == [0, 40, 40, 100]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"n_tokens": 101}, "lengths are 100 in all: they must be n_tokens, 101"),
+        ({"batch": 2}, "batch is 2: packed sequences lie in a batch of 1"),
+        ({"n_cached": 200}, "its tokens ask what is cached: that is operator decode_attention's"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_sentence(change, sentence):
+    with pytest.raises(ValueError) as raised:
+        OPERATOR.within(LLAMA, PACKED | change)
+    assert str(raised.value) == sentence
 
 
 KINDS = [case for case in CASES if case.problem["causal"] or case.problem["window"]]

@@ -85,7 +85,7 @@ def test_gradients_keep_small_rows():
         def upstream(name, like):
             return of.upstream(name, like) * factor
 
-        found = compute(OPERATOR, mlp_in_8_bits, of.inputs, ("x",), upstream)
+        found = compute(OPERATOR, of.case.problem, mlp_in_8_bits, of.inputs, ("x",), upstream)
         return found["dx"].double() / factor
 
     assert torch.equal(gradient(1.0), gradient(2.0**-66))

@@ -17,6 +17,7 @@ from workflow.validation import validate
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 OPS = plan.ops(CONFIG, "cuda", "nvidia-h200")
+CUDA = problems.target("cuda")
 UNTUNED = {name: job for name, job in OPS.items() if job["study"] == "untuned"}
 
 
@@ -147,6 +148,44 @@ def test_a_problem_that_no_gate_case_is_like_is_named():
     said = problems.without_case(operator.problem("float64", rows=1, width=8), "cuda")
     assert said == "no gate case of swiglu has float64 and no option: nothing would prove it"
     assert problems.without_case(operator.problem("float16", rows=1, width=8), "cuda") is None
+
+
+GROUPED = {"causal": True, "n_kv_heads": 8, "window": 4096}
+ALIKE = {"batch": 2, "n_heads": 32, "n_q": 9, "n_k": 9, "head_dim": 128}
+
+
+def test_numbers_among_options_may_be_others_than_a_gates():
+    operator = catalog().operator("attention")
+    asked = operator.problem("bfloat16", **ALIKE, **GROUPED)
+    assert asked.options not in {case.problem.options for case in operator.cases(CUDA)}
+    assert problems.without_case(asked, "cuda") is None
+
+
+@pytest.mark.parametrize("change", [{"base2": True}, {"n_keys": True}, {"causal": False}])
+def test_a_flag_that_no_gate_case_has_beside_the_others_is_refused(change):
+    operator = catalog().operator("attention")
+    said = problems.without_case(operator.problem("bfloat16", **ALIKE, **GROUPED | change), "cuda")
+    assert said.startswith("no gate case of attention has bfloat16 and ")
+    assert all(f"{name} {value}" in said for name, value in change.items() if value)
+
+
+def test_a_number_is_no_reason_to_take_a_problem_without_it():
+    """Packed sequences without a window are proven by cases of their own."""
+    operator = catalog().operator("attention")
+    given = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": 3}
+    asked = operator.problem("float16", **ALIKE | {"batch": 1}, **given)
+    assert "n_sequences 3: nothing would prove it" in problems.without_case(asked, "cuda")
+
+
+def test_nothing_is_measured_twice():
+    """The same contenders at the same problem would be two numbers for one thing."""
+    by_name = {"config_id", "study", "shape", "priority", "implementations"}
+    first = {}
+    for name, job in OPS.items():
+        what = {key: value for key, value in job.items() if key not in by_name}
+        asked = json.dumps([what, list(job["implementations"])], sort_keys=True)
+        assert asked not in first, f"{name} is {first[asked]}"
+        first[asked] = name
 
 
 def test_a_host_study_is_held_against_what_implementations_take():

@@ -223,6 +223,8 @@ def test_profiles_are_a_job_for_each_implementation_of_each_problem():
     assert job["study"] == "profiles" and job["sections"] == CONFIG["profiles"]["sections"]
     assert job["problem"] == plan.ops(CONFIG, "cuda", "x")["attention--mid"]["problem"]
     assert "profiles--rms_norm--llama3_8b-train--torch" in jobs
+    causal = jobs["profiles--attention_training--llama3_8b-train--separate"]
+    assert causal["op"] == "attention" and '"causal":true' in causal["problem"]
     assert plan.profiles(CONFIG, "cpu", "cpu") == {}
     assert "'profiles' is for cuda alone" in plan.elsewhere(CONFIG, "cpu", "cpu")["profiles"]
 

@@ -164,7 +164,7 @@ class Contenders:
         of = [named[name] for name in wanted]
 
         def arriving(outputs: Output) -> tuple[list, list]:
-            pairs = zip(self.operator.outputs, _as_tuple(outputs), strict=True)
+            pairs = zip(self._outputs, _as_tuple(outputs), strict=True)
             given = [(x, upstream(name, x.detach())) for name, x in pairs if x.requires_grad]
             return [x for x, _ in given], [gradient for _, gradient in given]
 
@@ -202,7 +202,7 @@ class Contenders:
     def check(self, contender: str, output: Output) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (measured, float64) of the results for the first set of inputs."""
         if self.pass_ == "forward":
-            named = dict(zip(self.operator.outputs, _as_tuple(output), strict=True))
+            named = dict(zip(self._outputs, _as_tuple(output), strict=True))
         else:
             names = [f"d{name}" for name in self._wanted(contender)]
             named = dict(zip(names, _as_tuple(output), strict=True))
@@ -222,13 +222,17 @@ class Contenders:
             gradients = upstream.known if wanted else None
             return operator.spot(self.case, inputs, gradients)
         found = compute(
-            operator, lambda *a: operator.reference(*a, **self.options), in_float64(inputs),
-            wanted, upstream,
+            operator, self.case.problem, lambda *a: operator.reference(*a, **self.options),
+            in_float64(inputs), wanted, upstream,
         )  # fmt: skip
         of_outputs = self.pass_ == "forward"
         return {
             name: (..., x) for name, x in found.items() if (name in operator.outputs) == of_outputs
         }
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return self.operator.outputs_of(self.case.problem)
 
     def _found(self, name: str) -> Implementation:
         listed = catalog().listed(self.operator.name, name)

@@ -107,7 +107,7 @@ def _call(
     if name == BARE:
         return _bare
     numbers, options = operator.numbers, operator.call_options(case.problem)
-    several = len(operator.outputs) > 1
+    several = len(operator.outputs_of(case.problem)) > 1
     if not is_automatic(name):
         what = Call(case.problem, targets.of_device(device), wanted)
         chosen, found = choose_implementation(operator, name, what)

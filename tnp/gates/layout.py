@@ -18,16 +18,17 @@ def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[
     wanted = plan.what.wanted
     with torch.no_grad():
         outputs, saved = plan.forward(inputs, numbers)
-        numbered = {name: setting.case.problem[name] for name in operator.numbered}
-        says_outputs, says_saved = plan.kernel.empty(wanted, inputs, **numbered)
-        found = list(_different(operator.outputs, outputs, says_outputs))
+        named = operator.of_results(setting.options)
+        says_outputs, says_saved = plan.kernel.empty(wanted, inputs, **named)
+        of_outputs = operator.outputs_of(setting.case.problem)
+        found = list(_different(of_outputs, outputs, says_outputs))
         names = tuple(f"saved tensor {i}" for i in range(max(len(saved), len(says_saved))))
         found += _different(names, saved, says_saved)
         if backward is None or not wanted:
             return found
         gradients = tuple(
             setting.upstream(name, x) if x.is_floating_point() else None
-            for name, x in zip(operator.outputs, outputs, strict=True)
+            for name, x in zip(of_outputs, outputs, strict=True)
         )
         given = gradients, tuple(plan.kept(inputs, outputs)), tuple(saved)
         results, says = plan.backward(*given, numbers), backward.empty(wanted, given)

@@ -163,7 +163,8 @@ class Forced:
     def results(self, inputs: dict | None = None, upstream: Any = None) -> Results:
         """Of the setting's inputs and gradients where none are given."""
         inputs, upstream = inputs or self.setting.inputs, upstream or self.setting.upstream
-        return compute(self.setting.operator, self, inputs, self.wanted, upstream)
+        asked = self.setting.operator, self.setting.case.problem
+        return compute(*asked, self, inputs, self.wanted, upstream)
 
     def check(self, what: str, metric: str, value: float, bound: float) -> Check:
         return self.setting.check(what, metric, value, bound, self.pair.name)
@@ -242,7 +243,8 @@ def _of_gradients(run: Forced) -> Iterator[Check]:
         for name in run.wanted:
             got = run.alone(name).results()
             yield from run.against_float64({f"d{name}": got[f"d{name}"]}, " alone")
-    outputs = [name for name in setting.operator.outputs if _is_differentiable(setting, name)]
+    names = setting.operator.outputs_of(setting.case.problem)
+    outputs = [name for name in names if _is_differentiable(setting, name)]
     arriving = [
         (f" of {output} alone", partial(_of_one, setting.upstream, output))
         for output in outputs

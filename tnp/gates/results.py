@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tnp import targets
-from tnp.contract import Budget, Call, Case, Implementation, Operator
+from tnp.contract import Budget, Call, Case, Implementation, Operator, Problem
 from tnp.gates.checks import Check, distance, error_ratio
 from tnp.targets import Target
 from tnp.values import Random, Upstream
@@ -22,6 +22,7 @@ Gradient = Callable[[str, torch.Tensor], torch.Tensor | None]  # of an output, b
 
 def compute(
     operator: Operator,
+    problem: Problem,
     function: Callable,
     inputs: Inputs,
     wanted: tuple[str, ...] = (),
@@ -35,10 +36,10 @@ def compute(
     with torch.set_grad_enabled(bool(wanted)):
         outputs = function(*leaves, *operator.numbers, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    found: Results = {name: x.detach() for name, x in zip(operator.outputs, outputs, strict=True)}
+    named = dict(zip(operator.outputs_of(problem), outputs, strict=True))
+    found: Results = {name: x.detach() for name, x in named.items()}
     if wanted:
-        named = zip(operator.outputs, outputs, strict=True)
-        arriving = [(x, upstream(name, x.detach())) for name, x in named if x.requires_grad]
+        arriving = [(x, upstream(name, x.detach())) for name, x in named.items() if x.requires_grad]
         arriving = [(x, gradient) for x, gradient in arriving if gradient is not None]
         at = dict(zip(operator.tensors, leaves, strict=True))
         given = torch.autograd.grad(
@@ -98,7 +99,8 @@ class Setting:
 
     def results(self, function: Callable, inputs: Inputs, upstream: Gradient) -> Results:
         """Of a function that is called as the reference is."""
-        return compute(self.operator, function, inputs, self.wanted, upstream, **self.options)
+        asked = self.operator, self.case.problem
+        return compute(*asked, function, inputs, self.wanted, upstream, **self.options)
 
     def with_upstream(self, upstream: Gradient) -> Setting:
         """The same with other gradients of the outputs, and what is expected then."""

@@ -25,7 +25,8 @@ def checks(setting: Setting) -> Iterator[Check]:
         return dispatch.call(operator, found.name, tensors, numbers, options)
 
     def results(function: Any) -> Results:
-        return compute(operator, function, setting.inputs, setting.wanted, setting.upstream)
+        asked = operator, setting.case.problem
+        return compute(*asked, function, setting.inputs, setting.wanted, setting.upstream)
 
     yield from setting.against_float64(results(call), ", eager,")
     if found.provider != OWN or found.compile:

@@ -53,6 +53,7 @@ def describe(
     base2: bool = False,
     causal: bool = False,
     window: int = 0,
+    lse: bool = False,
 ) -> dict[str, int]:
     """Sizes, n_kv_heads and n_sequences; ValueError where the tensors do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -143,7 +144,7 @@ IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWA
 OPERATOR = Operator(
     "attention",
     inputs=("q", "k", "v", "n_keys?", "cu_seqlens_q?", "cu_seqlens_k?"),
-    outputs=("o",),
+    outputs=("o", "lse"),
     scalars={"scale": definition.SCALE},
     sizes=("batch", "n_heads", "n_q", "n_k", "head_dim"),
     options={
@@ -152,6 +153,7 @@ OPERATOR = Operator(
         "window": int,
         "n_kv_heads": int,
         "n_sequences": int,
+        "lse": bool,
     },
     shown=("n_kv_heads", "n_sequences"),
     differentiated=("q", "k", "v"),
@@ -178,21 +180,21 @@ OPERATOR = Operator(
             forward=FORWARD,
             backward=SEPARATE,
             supported=_ours,
-            options=definition.OF_ANY_KIND,
+            options=definition.WITH_LSE,
         ),
         Implementation(
             "fused",
             forward=FORWARD,
             backward=FUSED,
             supported=_ours,
-            options=definition.OF_ANY_KIND,
+            options=definition.WITH_LSE,
         ),
         Implementation(
             "portable",
             forward=PORTABLE_FORWARD,
             backward=PORTABLE_BACKWARD,
             supported=_ours,
-            options=definition.OF_ANY_KIND,
+            options=definition.WITH_LSE,
             selectable=False,
         ),
         Implementation(
@@ -210,7 +212,7 @@ OPERATOR = Operator(
             run=torch_forms.reference,
             provider="torch",
             dtypes=ALL_FLOATS,
-            options=definition.OF_ANY_KIND,
+            options=definition.WITH_LSE,
             selectable=False,
         ),
     ),
@@ -243,8 +245,9 @@ def attention(
     n_keys: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    lse: bool = False,
     implementation: str = "sdpa_flash",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v over the keys that each query sees; 0 where it sees none.
 
     Query i stands beside key i + n − n_q, where n is n_k or the sample's n_keys: the last query
@@ -271,10 +274,14 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
             cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
             never decrease, and end with n_q and n_k, which ours assert on the device.
+        lse: whether to return the logarithm of what softmax divides by as well, by which attention
+            over parts of the keys can be put together. Ours and `reference` take it.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
-        [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours.
+        [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours. If `lse`, the pair of it and
+        log Σ e^(scale · q kᵀ) over the keys that a query sees, natural, [B, H, n_q] in float32
+        (float64 of float64), −inf where it sees none; gradients pass through both.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, a scale or a window out of
@@ -295,5 +302,7 @@ def attention(
     if window is not None:
         require_count("window", window, 1)
         options += (("window", window),)
+    if lse:
+        options += (("lse", True),)
     inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
     return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from tnp.contract import FLOATS, Case, Operator
 from tnp.ops.attention.definition import SCALE, n_kv_heads
-from tnp.ops.attention.torch_forms import attend, reference, softmax_scale, visible
+from tnp.ops.attention.torch_forms import LN_2, attend, reference, softmax_scale, visible
 from tnp.targets import Target
 
 # On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
@@ -50,6 +50,8 @@ def _of_any_kind(operator: Operator, target: Target) -> Iterable[Case]:
             packed("5,0,17,20", "9,3,17,20", 16, (2, 1), dtype="float32", causal=True),
             packed("5,0,17,20", "9,3,0,20", 16, one),
             *(case(20, 33, head_dim, one) for head_dim in (48, 80, 192)),
+            case(20, 40, 16, (4, 2), "float32", causal=True, lse=True),
+            packed("5,0,17,20", "9,3,17,20", 16, one, window=9, lse=True),
         )
     edges = (1, 63, 64, 65, 127, 128, 129, 191, 193, 777)
     kinds = ({"causal": True}, {"window": 1}, {"window": 65}, {"causal": True, "window": 200})
@@ -97,6 +99,9 @@ def _of_any_kind(operator: Operator, target: Target) -> Iterable[Case]:
         case(777, 777, 128, causal=True, window=300, base2=True),
         # More tiles than multiprocessors.
         *(case(4097, 4097, head_dim, (8, 2), causal=True) for head_dim in (64, 128)),
+        *(case(300, 777, n, (4, 2), causal=True, lse=True) for n in (48, 64, 128, 256)),
+        *(packed("1,64,65,300", "", n, (4, 2), window=65, lse=True) for n in (64, 128)),
+        case(200, 300, dtype="float32", causal=True, lse=True),
         *(case(2048, 2048, head_dim, (8, 8), batch=2) for head_dim in (96, 128)),
     )
 
@@ -129,6 +134,8 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
             of_values(40, 300, values="one_hot"),
             of_values(33, 300, values="offset", batch=2, lengths="129,300"),
             case(1, 1, 40, 33, magnitude=2.5),
+            case(1, 1, 40, 33, 16, dtype="float32", lse=True),
+            case(2, 1, 20, 140, 16, lengths="7,140", base2=True, lse=True),
         )
     return (
         *(case(1, 1, n, 200) for n in _EDGES),
@@ -140,6 +147,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
         case(1, 2, 777, 564, dtype="float16"),
         case(2, 3, 300, 100, dtype="float16"),
         case(1, 2, 200, 130, dtype="float32"),
+        *(case(1, 2, 300, 200, 128, dtype=dtype) for dtype in ("float16", "float32")),
         *(case(1, 2, 300, 200, head_dim) for head_dim in (16, 32, 128)),
         *(case(1, 2, 777, 564, magnitude=size) for size in (0.0, 2.5, 8.0, 40.0)),
         *(case(1, 2, 300, 200, dtype="float32", magnitude=size) for size in (8.0, 12.0, 30.0)),
@@ -171,6 +179,11 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
         case(4, 8, 2000, 1000, lengths="1,64,777,1000", base2=True),
         case(2, 2, 700, 600, magnitude=8.0, lengths="65,600", base2=True),
         case(1, 8, 3300, 3000, magnitude=4.0, base2=True),
+        *(case(1, 2, 777, n, head_dim, lse=True) for n in (65, 1000) for head_dim in (64, 128)),
+        *(case(1, 2, 777, 564, magnitude=size, base2=True, lse=True) for size in (1.0, 8.0)),
+        *(case(1, 2, 300, 200, dtype=dtype, lse=True) for dtype in FLOATS[1:]),
+        case(4, 8, 2000, 1000, lengths="1,64,777,1000", lse=True),
+        case(1, 8, 3300, 3000, lse=True),  # some tiles in parts
         # In some heads every lse is near 0, in the others not.
         *(case(8, 8, 300, 1100, magnitude=size, base2=True) for size in (2.0, 3.0)),
     )
@@ -209,7 +222,10 @@ def _diagonal_one_off(q, k, v, n_keys, cu_q, cu_k, scale, **kind):
     import torch
 
     more = q.new_zeros(*q.shape[:2], 1, q.shape[3])
-    return reference(torch.cat([q, more], 2), k, v, n_keys, None, None, scale, **kind)[:, :, :-1]
+    found = reference(torch.cat([q, more], 2), k, v, n_keys, None, None, scale, **kind)
+    if kind.get("lse"):
+        return tuple(x[:, :, :-1] for x in found)
+    return found[:, :, :-1]
 
 
 def _window_one_short(*arguments, window=0, **kind):
@@ -226,6 +242,20 @@ def _sequences_as_one(q, k, v, n_keys, cu_q, cu_k, scale, **kind):
     return reference(q, k, v, n_keys, None, None, scale, **kind)
 
 
+def _lse_to_base_2(*arguments, lse=False, **kind):
+    if not lse:
+        return reference(*arguments, **kind)
+    o, found = reference(*arguments, lse=True, **kind)
+    return o, found / LN_2
+
+
+def _lse_without_gradient(*arguments, lse=False, **kind):
+    if not lse:
+        return reference(*arguments, **kind)
+    o, found = reference(*arguments, lse=True, **kind)
+    return o, found.detach()
+
+
 CONTROLS = {
     "the first key left out": _first_key_left_out,
     "keys and values exchanged": _keys_and_values_exchanged,
@@ -238,6 +268,10 @@ CONTROLS_OF = {  # by option
     "window": {"a window one short": _window_one_short},
     "n_kv_heads": {"heads grouped the other way": _heads_grouped_the_other_way},
     "n_sequences": {"packed sequences as one": _sequences_as_one},
+    "lse": {
+        "lse to base 2": _lse_to_base_2,
+        "lse that gives no gradient": _lse_without_gradient,
+    },
 }
 
 
@@ -258,7 +292,7 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
     generator = torch.Generator(q.device).manual_seed(0)
     do = torch.randn(q.shape, device=q.device, generator=generator)
     floors = rounding.attention(q, k, v, do, scale, seen)
-    squares = dict.fromkeys(("o", "dq", "dk", "dv"), 0.0)
+    squares = dict.fromkeys(("o", "lse", "dq", "dk", "dv"), 0.0)
     group = p["n_heads"] // n_kv_heads(p)
     for b in range(q.shape[0]):
         of_sample = seen if seen is None or seen.dim() < 4 else seen[b : b + 1]
@@ -267,8 +301,8 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
             of_keys = (slice(b, b + 1), slice(h, h + 1))
             rows = q[of_queries], k[of_keys], v[of_keys]
             head = [x.detach().double().requires_grad_() for x in rows]
-            o = attend(*head, of_sample, scale)
-            results = (o, *torch.autograd.grad(o, head, do[of_queries].double()))
+            o, lse = attend(*head, of_sample, scale, lse=True)
+            results = (o, lse, *torch.autograd.grad(o, head, do[of_queries].double()))
             for name, x in zip(squares, results, strict=True):
                 squares[name] += x.detach().square().sum().item()
     return {

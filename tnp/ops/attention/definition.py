@@ -23,6 +23,7 @@ OPTIONS = ("base2", "n_keys")  # that all kernels of ours take
 PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 # And those that take attention of any kind.
 OF_ANY_KIND = (*OPTIONS, *PACKED, "causal", "n_kv_heads", "n_sequences", "window")
+WITH_LSE = (*OF_ANY_KIND, "lse")
 
 
 def n_kv_heads(problem: Problem) -> int:
@@ -138,19 +139,23 @@ def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     n_q, n_k = q.shape[2], k.shape[2]
     scale, kind = softmax_scale(SCALE, p["base2"]), (p["causal"], p["window"])
     step = max(1, SCORES_AT_ONCE // (2 * group * n_k))
-    o, dq, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+    names = ("o", "lse") if p["lse"] else ("o",)
+    outputs, dq, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
     for part in (slice(begin, begin + step) for begin in range(0, n_q, step)):
         some = q[:, :, part].detach().requires_grad_()
         with torch.set_grad_enabled(gradients is not None):
-            o.append(attend(some, k, v, visible(q, k, *lengths, *kind, rows=part), scale))
+            seen = visible(q, k, *lengths, *kind, rows=part)
+            found = attend(some, k, v, seen, scale, p["lse"])
+            outputs.append(found if p["lse"] else (found,))
         if gradients is not None:
-            do = gradients["o"][of_queries][:, :, part].double()
-            of_part = torch.autograd.grad(o.pop(), (some, k, v), do)
+            arriving = [gradients[name][of_queries][:, :, part].double() for name in names]
+            of_part = torch.autograd.grad(outputs.pop(), (some, k, v), arriving)
             dq.append(of_part[0])
             dk += of_part[1]
             dv += of_part[2]
     if gradients is None:
-        return {"o": (of_queries, torch.cat(o, 2))}
+        parts = zip(names, zip(*outputs, strict=True), strict=True)
+        return {name: (of_queries, torch.cat(some, 2)) for name, some in parts}
     of_keys = {"dk": (ENDS, dk[:, 0]), "dv": (ENDS, dv[:, 0])}
     return {"dq": (of_queries, torch.cat(dq, 2))} | of_keys
 
@@ -185,6 +190,8 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
     if "n_tokens" in run:
         if "n_heads" not in model:
             return None
+        if "n_cached" in run:
+            raise ValueError("its tokens ask what is cached: that is operator decode_attention's")
         kv_heads = model.get("n_kv_heads", model["n_heads"])
         kind = {"causal": True, "window": model.get("window", 0)}
         kind["n_kv_heads"] = kv_heads if kv_heads != model["n_heads"] else 0
@@ -195,6 +202,8 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
                 raise ValueError(
                     f"lengths are {sum(sizes)} in all: they must be n_tokens, {run['n_tokens']}"
                 )
+            if run["batch"] != 1:
+                raise ValueError(f"batch is {run['batch']}: packed sequences lie in a batch of 1")
             kind |= dict.fromkeys(PACKED, True) | {"n_sequences": len(sizes)}
         return operator.problem(
             run["dtype"], batch=run["batch"], n_heads=model["n_heads"], n_q=run["n_tokens"],
@@ -234,6 +243,7 @@ _KINDS = (
     ("bfloat16", 64, {"causal": True, "n_keys": True}),
     *(("bfloat16", head_dim, _GROUPED | _WINDOW) for head_dim in (48, 80, 192)),
     ("float32", 64, _GROUPED | _WINDOW),
+    *(("bfloat16", head_dim, {"lse": True}) for head_dim in (64, 128)),
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
 # keys that the forward pass splits tiles along them.

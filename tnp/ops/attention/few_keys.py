@@ -148,7 +148,7 @@ def _few_keys_fwd_kernel(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "chunk"])
 def _few_keys_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, n_keys_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -157,7 +157,7 @@ def _few_keys_bwd_kernel(
     stride_dkb, stride_dkh, stride_dkn,
     stride_dks, n_heads, n_q, n_k, chunk, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_N_KEYS: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv share strides; `chunk` queries, a multiple of BLOCK_M, belong to a program."""
     b, pid_bh, begin = _program(n_q, n_heads, chunk)
@@ -167,6 +167,7 @@ def _few_keys_bwd_kernel(
     do_ptr = head_ptr(do_ptr, stride_dob, stride_doh, pid_bh, n_heads)
     dq_ptr = head_ptr(dq_ptr, stride_dqb, stride_dqh, pid_bh, n_heads)
     lse_ptr += pid_bh.to(tl.int64) * n_q
+    dlse_ptr += pid_bh.to(tl.int64) * n_q
 
     offs_n = tl.arange(0, BLOCK_N)
     n_keys = key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
@@ -184,6 +185,8 @@ def _few_keys_bwd_kernel(
         dp = dot(do, tl.trans(v))
         # An lse off by a rounding scales all p of a row: divided by their sum, delta is exact.
         delta = tl.sum(p * dp, 1) / tl.sum(p, 1)
+        if HAS_DLSE:
+            delta -= tl.load(dlse_ptr + offs_m, mask=offs_m < n_q, other=0.0)
         ds = cast(p * (dp - delta[:, None]), k.dtype)
         # Transposed sums need no transpose of p and ds, only of tiles in shared memory; a computed
         # left operand that is transposed came out wrong on 64-wide tiles (triton 3.4 to 3.7).
@@ -279,7 +282,7 @@ def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
 
 
 @backward
-def prepare_backward(call, config, do, q, k, v, lengths, o, lse):
+def prepare_backward(call, config, do, q, k, v, lengths, o, lse, dlse):
     """One launch, or one that leaves parts and one that adds them up; o is not read."""
     batch, n_heads, n_q, head_dim = q.shape
     n_segments, tiles = _segments(call, config)
@@ -291,17 +294,18 @@ def prepare_backward(call, config, do, q, k, v, lengths, o, lse):
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do),
         *of_q[1][:3], *(partials or of_keys).strides, partials.segment if partials else 0,
         n_heads, n_q, k.shape[2], chunk,
-        HEAD_DIM=head_dim, HAS_N_KEYS=counted, **config.kernel_arguments(),
+        HEAD_DIM=head_dim, HAS_N_KEYS=counted, HAS_DLSE=dlse is not None,
+        **config.kernel_arguments(),
     )  # fmt: skip
 
-    def launch(do, q, k, v, lengths, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         n_keys = lengths[0]
         dq = q.new_empty_strided(*of_q)
         dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         kernel(
-            q, k, v, do, lse, dq, dk_part, dv_part, q if n_keys is None else n_keys,
-            scale, scale * LOG2_E,
+            q, k, v, do, lse, lse if dlse is None else dlse, dq, dk_part, dv_part,
+            q if n_keys is None else n_keys, scale, scale * LOG2_E,
         )  # fmt: skip
         if partials:
             partials.add(dk_part, dk, dv)
@@ -310,12 +314,13 @@ def prepare_backward(call, config, do, q, k, v, lengths, o, lse):
     return launch
 
 
+TAKEN = (*OPTIONS, "lse")
 FORWARD = Kernel(
-    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, OPTIONS,
+    "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, TAKEN,
     counts=forward_counts,
 )  # fmt: skip
 # One launch without atomics is both the deterministic form and the fused one.
 BACKWARD = Kernel(
     "few_keys", empty_backward, prepare_backward, _supported(backward_configs), backward_configs,
-    OPTIONS, counts=backward_counts,
+    TAKEN, counts=backward_counts,
 )  # fmt: skip

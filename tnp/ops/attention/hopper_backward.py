@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OF_ANY_KIND
+from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
@@ -89,16 +89,16 @@ def _padded_tile(
 
 @triton.jit(do_not_specialize=["n_q", "n_tiles"])
 def _statistics_kernel(
-    o_ptr, do_ptr, lse_ptr, padded_ptr, dq_ptr, weighted_ptr, turn_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, padded_ptr, dq_ptr, weighted_ptr, turn_ptr,
     tiles_ptr, cu_q_ptr, cu_k_ptr,
     stride_ob, stride_oh, stride_om,
     stride_dob, stride_doh, stride_dom,
     n_heads, n_q, n_tiles,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr,
-    ORDERED: tl.constexpr, BASE2: tl.constexpr,
+    ORDERED: tl.constexpr, BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """A query tile's lse and delta, padded; if FUSED its tile of dq becomes 0, and if ORDERED how
-    many blocks of keys have added to it; if BASE2 do times
+    """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; if FUSED its tile
+    of dq becomes 0, and if ORDERED how many blocks of keys have added to it; if BASE2 do times
     2^−lse, and the first tile's program says whether some tile of the head was left as it was.
     """
     pid_bh = tl.program_id(0) // n_tiles
@@ -117,6 +117,9 @@ def _statistics_kernel(
     padded = padded_ptr + at * ROWS + tl.arange(0, ROWS)
     rows = tl.num_programs(0).to(tl.int64) * ROWS
     delta = tl.sum(o * do, 1)
+    if HAS_DLSE:
+        dlse_ptrs = dlse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
+        dlse = tl.load(dlse_ptrs, mask=offs_m < end, other=0.0)
     if BASE2:
         near = (tl.abs(lse) < FAR) | (offs_m >= n_q)
         left = tl.max(tl.where(near, 0.0, 1.0), 0)
@@ -132,10 +135,14 @@ def _statistics_kernel(
         do = (do * weight[:, None]).to(weighted_ptr.dtype.element_ty)
         # Of do as it was rounded: rows of the gradient of scores then sum to zero.
         delta = tl.sum(o * do.to(tl.float32), 1)
+        if HAS_DLSE:
+            dlse *= weight
         lse = tl.where(left == 0.0, 0.0, lse)
         offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         weighted = weighted_ptr + offs[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
         tl.store(weighted, do)
+    if HAS_DLSE:
+        delta -= dlse
     tl.store(padded, lse)
     tl.store(padded + rows, delta)
     if FUSED:
@@ -205,17 +212,19 @@ class PaddedRows:
         self.n_all = self.n * p["batch"] * p["n_heads"]
 
     def statistics(
-        self, o: Tensor, do: Tensor, *, fused: bool, ordered: bool = False, base2: bool = False
-    ) -> Bound:
-        """Of o, do, lse, a workspace of padded lse, delta and if `base2` a number a head, dq's
-        tiles, which become 0 if `fused`, what do times 2^−lse goes to if `base2`, int32 of each
-        tile that become 0 if `ordered`, and the first three of the table's pointers.
+        self, o: Tensor, do: Tensor, *, fused: bool, ordered: bool = False, base2: bool = False,
+        of_lse: bool = False,
+    ) -> Bound:  # fmt: skip
+        """Of o, do, lse, its gradient if `of_lse`, a workspace of padded lse, delta and if `base2`
+        a number a head, dq's tiles, which become 0 if `fused`, what do times 2^−lse goes to if
+        `base2`, int32 of each tile that become 0 if `ordered`, and the first three of the table's
+        pointers.
         """
         _batch, n_heads, n_q, head_dim = o.shape
         return Bound(
             _statistics_kernel, (self.n_all,), *row_strides(o), *row_strides(do), n_heads, n_q,
             self.n, HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed, FUSED=fused,
-            ORDERED=ordered, BASE2=base2,
+            ORDERED=ordered, BASE2=base2, HAS_DLSE=of_lse,
         )  # fmt: skip
 
     def finish(self, q: Tensor, strides: tuple[int, ...]) -> Bound:
@@ -316,12 +325,12 @@ def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
 
 
 @backward
-def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
+def prepare_separate(call, config, do, q, k, v, lengths, o, lse, dlse):
     """Statistics, dk and dv, and dq."""
     padded = PaddedRows(call)
     rows = padded.n_all * TILE_ROWS
     of_q, of_keys, of_statistics = rows_layout(q), KeyGradients(k, call.apart), flat(2 * rows)
-    statistics_kernel = padded.statistics(o, do, fused=False)
+    statistics_kernel = padded.statistics(o, do, fused=False, of_lse=dlse is not None)
     dkdv_kernel = bound_dkdv(call, q, k, padded.of_head, config.dkdv, fused=False)
     key_tiles = Tiles(call, "n_k", BLOCK_N.value)
     query_tiles = Tiles(call, "n_q", config.dq.tile_rows)
@@ -329,11 +338,12 @@ def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
     heads = 1 if plain(call.problem) else section(call)
     dq_kernel = bound_dq(call, q, k, query_tiles, padded.of_head, heads, config.dq)
 
-    def launch(do, q, k, v, lengths, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         statistics = lse.new_empty_strided(*of_statistics)
         delta = statistics.narrow(0, rows, rows)
         of_queries = padded.table.pointers(lengths, lse)[:3]
-        statistics_kernel(o, do, lse, statistics, statistics, do, lse, *of_queries)
+        of_lse = lse if dlse is None else dlse
+        statistics_kernel(o, do, lse, of_lse, statistics, statistics, do, lse, *of_queries)
         dk, dv = of_keys.allocate(k)
         scales = scale, scale * LOG2_E
         dkdv_kernel(
@@ -359,7 +369,7 @@ def prepare_ordered(*arguments):
     return _in_one_pass(*arguments, ordered=True)
 
 
-def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, *, ordered):
+def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     batch, n_heads, n_q, head_dim = q.shape
     padded = PaddedRows(call)
     base2 = without_reference(call) and plain(call.problem)
@@ -369,7 +379,9 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, *, ordered):
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
     of_turns = flat(padded.n_all)
-    statistics_kernel = padded.statistics(o, do, fused=True, ordered=ordered, base2=base2)
+    statistics_kernel = padded.statistics(
+        o, do, fused=True, ordered=ordered, base2=base2, of_lse=dlse is not None
+    )
     pieces = None if ordered else split(call, config)
     kernel = bound_dkdv(
         call, q, k, padded.of_head, config, fused=True, ordered=ordered, base2=base2, split=pieces
@@ -386,7 +398,7 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, *, ordered):
         )  # fmt: skip
     finish_kernel = padded.finish(q, of_q[1][:3])
 
-    def launch(do, q, k, v, lengths, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         tiles = lse.new_empty_strided(*of_workspace)
         statistics = tiles.narrow(0, n_of_tiles, 2 * rows)
         delta = tiles.narrow(0, n_of_tiles + rows, rows)
@@ -394,7 +406,8 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, *, ordered):
         weighted = do.new_empty(weighted_shape) if base2 else do
         turns = lse.new_empty_strided(*of_turns, dtype=torch.int32) if ordered else lse
         of_queries = padded.table.pointers(lengths, lse)[:3]
-        statistics_kernel(o, do, lse, statistics, tiles, weighted, turns, *of_queries)
+        of_lse = lse if dlse is None else dlse
+        statistics_kernel(o, do, lse, of_lse, statistics, tiles, weighted, turns, *of_queries)
         dk, dv = of_keys.allocate(k)
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
         kernel(
@@ -419,13 +432,13 @@ def _ordered_supported(call: Call) -> Reason:
 
 ORDERED = Kernel(
     "hopper_ordered", empty_backward, prepare_ordered, _ordered_supported, fused_configs,
-    OF_ANY_KIND,
+    WITH_LSE,
 )  # fmt: skip
 SEPARATE = Kernel(
-    "hopper", empty_backward, prepare_separate, supported, separate_configs, OF_ANY_KIND,
+    "hopper", empty_backward, prepare_separate, supported, separate_configs, WITH_LSE,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "hopper", empty_backward, prepare_fused, supported, fused_configs, OF_ANY_KIND,
+    "hopper", empty_backward, prepare_fused, supported, fused_configs, WITH_LSE,
     moving=("dq",), counts=fused_counts,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel, Problem
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OF_ANY_KIND, n_kv_heads
+from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_forward_kernel import attention_fwd_hopper_kernel, part_width
 from tnp.ops.attention.hopper_forward_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import head_map, supported, without_reference
@@ -210,4 +210,4 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel("hopper", empty, prepare, supported, configs, OF_ANY_KIND, counts=counts)
+FORWARD = Kernel("hopper", empty, prepare, supported, configs, WITH_LSE, counts=counts)

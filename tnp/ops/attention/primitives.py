@@ -1,6 +1,5 @@
 """What the attention kernels share: loads of row tiles, launch configurations."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,13 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.launch import Bound, asserts
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.primitives import KernelConfig, cast
 from tnp.targets import Target
 
 LOG2_E = 1.4426950408889634
-CHECK_VARIABLE = "TNP_CHECK"
 
 # Elements a program of the reduction adds up.
 SUM_BLOCK = 1024
@@ -177,11 +175,16 @@ def flat(n: int) -> Layout:
     return (n,), (1,)
 
 
-def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
-    """o [B, H, n_q, D] laid out [B, n_q, H, D], and lse [B, H, n_q], float32, base 2."""
+def empty(wanted: tuple[str, ...], inputs: tuple, lse: bool = False) -> tuple[tuple, tuple]:
+    """o [B, H, n_q, D] laid out [B, n_q, H, D], and saved lse [B, H, n_q], float32, base 2; another
+    in nats beside o where asked for.
+    """
     q = inputs[0]
     o = q.new_empty_strided(*rows_layout(q))
-    return (o,), (q.new_empty_strided(*lse_layout(q), dtype=torch.float32),)
+    saved, *given = [
+        q.new_empty_strided(*lse_layout(q), dtype=torch.float32) for _ in range(1 + lse)
+    ]
+    return (o, *given), (saved,)
 
 
 def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | None, ...]:
@@ -194,12 +197,13 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | Non
 
 
 def forward(launch: Callable, call: Call) -> Callable:
-    """The launch of a forward pass: given scale; with TNP_CHECK=1 it asserts n_keys' range first.
-
-    Kernels clamp n_keys: the assertion would take as long as a small launch.
+    """The launch of a forward pass: given scale; where asked to it gives lse too, and asserts
+    n_keys' range first.
     """
     launch = _scaled(launch, call)
-    if not call.problem["n_keys"] or os.environ.get(CHECK_VARIABLE) != "1":
+    if call.problem["lse"]:
+        launch = _with_lse(launch)
+    if not call.problem["n_keys"] or not asserts():
         return launch
     n_k = call.problem["n_k"]
 
@@ -220,28 +224,41 @@ def _scaled(launch: Callable, call: Call) -> Callable:
     return lambda inputs, _: launch(inputs, scalars)
 
 
+def _with_lse(launch: Callable) -> Callable:
+    """A forward launch that gives lse as well, which it saves to base 2."""
+
+    def both(inputs, scalars):
+        (o,), (lse,) = launch(inputs, scalars)
+        return (o, lse * LN_2), (lse,)
+
+    return both
+
+
 def backward(decide: Callable) -> Callable:
     """`prepare` of a backward kernel.
 
-    `decide(call, config, do, q, k, v, lengths, o, lse)` returns a launch of the same tensors and
-    the scale, which gives dq, dk and dv; `lengths` are n_keys and both cu_seqlens. It sees do as
-    the kernels can read it: copied where its last dimension is not contiguous, or where another is
-    expanded, as of a sum's gradient.
+    `decide(call, config, do, q, k, v, lengths, o, lse, dlse)` returns a launch of the same tensors
+    and the scale, which gives dq, dk and dv; `lengths` are n_keys and both cu_seqlens. It sees do
+    as the kernels can read it: copied where its last dimension is not contiguous, or where another
+    is expanded, as of a sum's gradient. `dlse` is the gradient of lse in nats, contiguous, or None:
+    what a score gains is p (dp − delta + dlse), so that it is taken off delta.
     """
 
     def prepare(call: Call, config: object, inputs: tuple) -> Callable:
-        (do,), kept, (lse,) = inputs
+        gradients, kept, (lse,) = inputs
+        do, dlse = _arriving(gradients, kept[6])
         copies = _unreadable(do)
         readable = do.contiguous() if copies else do
-        run = decide(call, config, readable, *kept[:3], kept[3:6], kept[6], lse)
+        run = decide(call, config, readable, *kept[:3], kept[3:6], kept[6], lse, dlse)
         given = tuple(name in call.wanted for name in ("q", "k", "v"))
         some = not all(given)
 
         def launch(inputs, scalars):
-            (do,), kept, (lse,) = inputs
+            gradients, kept, (lse,) = inputs
+            do, dlse = _arriving(gradients, kept[6])
             if copies:
                 do = do.contiguous()
-            gradients = run(do, *kept[:3], kept[3:6], kept[6], lse, *scalars)
+            gradients = run(do, *kept[:3], kept[3:6], kept[6], lse, dlse, *scalars)
             if some:
                 return tuple([x if one else None for x, one in zip(gradients, given, strict=True)])
             return gradients
@@ -249,6 +266,14 @@ def backward(decide: Callable) -> Callable:
         return _scaled(launch, call)
 
     return prepare
+
+
+def _arriving(gradients: tuple, o: Tensor) -> tuple[Tensor, Tensor | None]:
+    """do, zeros where o was not used, and dlse."""
+    do, dlse = gradients if len(gradients) == 2 else (*gradients, None)
+    if do is None:
+        do = torch.zeros_like(o)
+    return do, None if dlse is None else dlse.contiguous()
 
 
 def _unreadable(x: Tensor) -> bool:

@@ -45,8 +45,11 @@ def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, ro
     return near if seen is None else near & seen
 
 
-def attend(q, k, v, seen, scale):
+def attend(q, k, v, seen, scale, lse=False):
     """softmax(scale · q kᵀ) v over the keys that are seen, 0 where none is; heads may be grouped.
+
+    If `lse` the pair of it and log Σ e^(scale · q kᵀ) over these keys, [B, H, n_q] in float32 or
+    wider, −inf where none is.
 
     Args:
         q: [B, H, n_q, D].
@@ -60,16 +63,22 @@ def attend(q, k, v, seen, scale):
     if group > 1:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = scale * (q @ k.transpose(-2, -1))
+    wide = torch.promote_types(s.dtype, torch.float32)
     if seen is None:
-        return torch.softmax(s, dim=-1) @ v
+        o = torch.softmax(s, dim=-1) @ v
+        return (o, s.to(wide).logsumexp(-1)) if lse else o
     blind = ~seen.any(-1, keepdim=True)
-    p = torch.softmax(s.masked_fill(~(seen | blind), float("-inf")), dim=-1)
-    return p.masked_fill(blind, 0.0) @ v
+    s = s.masked_fill(~(seen | blind), float("-inf"))
+    o = torch.softmax(s, dim=-1).masked_fill(blind, 0.0) @ v
+    if not lse:
+        return o
+    return o, s.to(wide).logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
 
 
 def reference(
-    q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False, window=0
-):
+    q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False, window=0,
+    lse=False,
+):  # fmt: skip
     """softmax(scale · q kᵀ) v in whatever dtype it is given.
 
     Args:
@@ -80,9 +89,10 @@ def reference(
         scale: a number.
         base2: whether q carries scale · log2(e), so that weights are powers of 2.
         causal, window: see `visible`.
+        lse: whether it is a pair of that and its lse, as of `attend`.
     """
     seen = visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal, window)
-    return attend(q, k, v, seen, softmax_scale(scale, base2))
+    return attend(q, k, v, seen, softmax_scale(scale, base2), lse)
 
 
 def with_aligned_rows(x):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OF_ANY_KIND
+from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.keys import Reach, Tiles, lengths_given
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -170,7 +170,7 @@ def fused_counts(call: Call, config: FusedConfig) -> tuple[float, ...]:
 
 
 @backward
-def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
+def prepare_separate(call, config, do, q, k, v, lengths, o, lse, dlse):
     """delta, dk and dv, perhaps in parts and their sum, and dq."""
     batch, n_heads, n_q, head_dim = q.shape
     n_kv_heads, n_k = k.shape[1:3]
@@ -196,9 +196,11 @@ def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
         **constants, **config.dq.kernel_arguments(),
     )  # fmt: skip
 
-    def launch(do, q, k, v, lengths, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         delta = lse.new_empty_strided(*of_delta)
         fill_delta(o, do, delta)
+        if dlse is not None:
+            delta -= dlse
         dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         scales = scale, scale * LOG2_E
@@ -214,7 +216,7 @@ def prepare_separate(call, config, do, q, k, v, lengths, o, lse):
 
 
 @backward
-def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
+def prepare_fused(call, config, do, q, k, v, lengths, o, lse, dlse):
     """delta, and one launch for dk, dv and dq."""
     batch, n_heads, n_q, head_dim = q.shape
     n_kv_heads, n_k = k.shape[1:3]
@@ -232,9 +234,11 @@ def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
         **reach.constants, **config.kernel_arguments(),
     )  # fmt: skip
 
-    def launch(do, q, k, v, lengths, o, lse, scale):
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         delta = lse.new_empty_strided(*of_delta)
         fill_delta(o, do, delta)
+        if dlse is not None:
+            delta -= dlse
         dq = q.new_empty_strided(*of_q)
         dk, dv = of_keys.allocate(k)
         of_key_tiles, *others = key_tiles.pointers(lengths, q)
@@ -249,10 +253,10 @@ def prepare_fused(call, config, do, q, k, v, lengths, o, lse):
 
 
 SEPARATE = Kernel(
-    "triton", empty_backward, prepare_separate, configs=separate_configs, options=OF_ANY_KIND,
+    "triton", empty_backward, prepare_separate, configs=separate_configs, options=WITH_LSE,
     counts=separate_counts,
 )  # fmt: skip
 FUSED = Kernel(
-    "triton", empty_backward, prepare_fused, configs=fused_configs, options=OF_ANY_KIND,
+    "triton", empty_backward, prepare_fused, configs=fused_configs, options=WITH_LSE,
     counts=fused_counts,
 )  # fmt: skip

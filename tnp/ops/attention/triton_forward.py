@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
-from tnp.ops.attention.definition import OF_ANY_KIND
+from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.keys import (
     Reach,
     Tiles,
@@ -192,4 +192,4 @@ def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OF_ANY_KIND, counts=counts)
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=WITH_LSE, counts=counts)

@@ -18,7 +18,6 @@ Products accumulate in float32 and softmax is to base 2, by a running maximum, a
 along the keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., arXiv 2309.06180.)
 """
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -26,8 +25,8 @@ import triton
 import triton.language as tl
 
 from tnp.contract import Call, Kernel
-from tnp.launch import Bound
-from tnp.ops.attention.primitives import CHECK_VARIABLE, LOG2_E, flat, rows_layout
+from tnp.launch import Bound, asserts
+from tnp.ops.attention.primitives import LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
 from tnp.ops.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
@@ -333,7 +332,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
             add_parts(parts, o, lengths)
         return (o,), ()
 
-    return _checked(launch, call) if os.environ.get(CHECK_VARIABLE) == "1" else launch
+    return _checked(launch, call) if asserts() else launch
 
 
 def _checked(launch: Callable, call: Call) -> Callable:

@@ -5,7 +5,6 @@ pass is the same kernel with the sine's sign turned. Computed in float32. What i
 `triton_qk_norm` does too, behind the norm of each head.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
@@ -15,8 +14,7 @@ import triton
 import triton.language as tl
 
 from tnp.contract import Call, Kernel, Problem
-from tnp.launch import Bound
-from tnp.ops.attention.primitives import CHECK_VARIABLE
+from tnp.launch import Bound, asserts
 from tnp.ops.primitives import cast
 from tnp.ops.rope.definition import OPTIONS
 
@@ -284,7 +282,7 @@ def prepared(
 
 def checked(launch: Callable, call: Call) -> Callable:
     """The launch; with TNP_CHECK=1 the device first asserts that the tables have all positions."""
-    if not call.problem["positions"] or os.environ.get(CHECK_VARIABLE) != "1":
+    if not call.problem["positions"] or not asserts():
         return launch
 
     def after_check(inputs, scalars):
