@@ -125,10 +125,14 @@ def parameters(
     return model.of_targets(h, m + n, context.lengths, rows)
 
 
-def n_entering(model: TransformerNP, n_target: int) -> int:
-    """Points that a training step of so many targets puts into the buffer of a sample."""
-    room = model.config.buffer
+def n_entering(room: int | None, n_target: int) -> int:
+    """Points that a training step of so many targets puts into a buffer of `room`, or into none."""
     return 0 if room is None else min(room, n_target // 2)
+
+
+def n_followed(n_points: int, n_target: int) -> int:
+    """How many targets of a training step see as much of the buffer, whatever that is."""
+    return n_target // (2 * n_points) if n_points else 0
 
 
 def training_parameters(
@@ -146,13 +150,13 @@ def training_parameters(
     whoever sees a point stands behind it, and no padding is seen. They must stand in random order.
     """
     n_target = x_target.shape[1]
-    n = n_entering(model, n_target)
+    n = n_entering(model.config.buffer, n_target)
     if n == 0:
         return model(*context[:2], x_target, context.lengths, target_lengths)
     x_context, y_context = model.prepared_context(*context)
     x_target = model.prepared_x(x_target, target_lengths)
     y_target = without_padding(model.in_units("y", y_target), target_lengths)
-    n_groups = n_target // (2 * n)
+    n_groups = n_followed(n, n_target)
     place = torch.arange(n_target, device=x_target.device)
     turns = place[: 2 * n_groups * n].view(n, 2, n_groups)
     entering, (others, followers) = turns[:, 0, 0], turns.unbind(1)
