@@ -63,6 +63,20 @@ class Prediction(MixtureSameFamily):
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return 0.5 * (low + high)
 
+    def draw(self, gumbel: torch.Tensor, normal: torch.Tensor) -> torch.Tensor:
+        """What noise makes of it, [B, N, d_y]: a sample, where the noise is drawn.
+
+        Args:
+            gumbel: [B, N, K], standard Gumbel numbers: the component is the one whose log weight
+                and number are the largest together.
+            normal: [B, N, d_y], standard normal ones, that its deviation is multiplied by.
+        """
+        chosen = (self.mixture_distribution.logits + gumbel).argmax(-1)[..., None, None]
+        mu, sigma = (
+            x.take_along_dim(chosen, -2).squeeze(-2) for x in (self.normal.loc, self.normal.scale)
+        )
+        return mu + sigma * normal
+
 
 @dataclass(frozen=True)
 class Encoding:
