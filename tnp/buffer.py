@@ -22,23 +22,11 @@ import torch
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context
 from tnp.tasks.task import without_padding
-from tnp.variants import Variant
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
 
 Points = tuple[torch.Tensor, torch.Tensor]  # x [B, n, d_x], y [B, n, d_y]
-
-
-def require_variant(variant: Variant) -> None:
-    """Raises ValueError for a variant that cannot run a model with a buffer."""
-    if variant.centred_keys:
-        raise ValueError(
-            f"variant {variant.name!r} has centred_keys: a mean of a sample's keys would change "
-            "with every point of the buffer"
-        )
-    if variant.pack:
-        raise ValueError(f"variant {variant.name!r} packs rows: a model with a buffer does not")
 
 
 def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
