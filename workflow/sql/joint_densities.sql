@@ -1,6 +1,6 @@
--- Grain: device × run: the joint log-likelihood of a training run's model with a buffer, in nats per
--- target value of held-out tasks after its last step: through the buffer, and of the same model with
--- the context encoded again for each target. `difference` is the first less the second, and
+-- Grain: device × run: the joint log-likelihood of a training run's model with a buffer after its
+-- last step, in nats per target value of held-out tasks: through the buffer, and of the same model
+-- with the context encoded again for each target. `difference` is the first less the second, and
 -- `standard_error` its own, over the tasks.
 create or replace view joint_densities as
 select
