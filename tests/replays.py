@@ -21,7 +21,9 @@ class Replays(Captures):
         written = _Written()
 
         def replay():
-            written.clone = work().clone
+            result = work()
+            if result is not None:
+                written.clone = result.clone
 
         return replay, written
 

@@ -7,9 +7,9 @@ import torch
 
 from tests.replays import Replays
 from tests.test_model import CONFIG, build, make_task
-from tnp import archive
+from tnp import archive, joint
 from tnp.buffer import Buffer, log_densities
-from tnp.decode_graphs import DecodeGraphs
+from tnp.drawing import Draws
 from tnp.gates.buffer import in_training, masked, masked_log_density, masked_loss, one_by_one
 from tnp.model import TNPConfig, TransformerNP
 from tnp.normalization import Normalization
@@ -157,7 +157,7 @@ def test_a_density_without_the_buffer_is_that_of_predictions_which_encode_anew(c
 @pytest.mark.parametrize("n_target", [1, ROOM + 1, 2 * ROOM + 3])
 def test_draws_are_made_of_predictions_under_the_mask(lengths, n_target, monkeypatch):
     """Every draw stands in for its mean, so that both ways must come to the same."""
-    monkeypatch.setattr(Prediction, "sample", lambda self: self.mean)
+    monkeypatch.setattr(Prediction, "draw", lambda self, *noise: self.mean)
     model, task = exact(), task_of(n_target, lengths)
     drawn = model.sample_jointly(task.context, task.x_target, n_samples=2)
     assert drawn.shape == (2, 2, n_target, 1)
@@ -282,22 +282,46 @@ def test_a_step_sends_two_rows_through_the_model(monkeypatch):
 
 
 @lengths
-def test_replayed_steps_are_the_launched_ones(lengths):
-    model, task = exact(), task_of(ROOM + 1, lengths)
-    known, captures = Buffer(model, model.encode(task.context), ROOM), Replays()
-    known._graphs = DecodeGraphs(model.parameters(), captures)
-    entering, found = None, []
-    with torch.no_grad():
-        for x, y in zip(task.x_target.split(1, 1), task.y_target.split(1, 1), strict=True):
-            found.append(known.predict(x, entering).log_prob(y))
-            entering = x, y
-        assert captures.captured == 1
-        assert torch.equal(torch.cat(found, 1), one_by_one(model, task))
+@pytest.mark.parametrize("n_samples", [1, 2])
+def test_replayed_draws_are_the_launched_ones(lengths, n_samples, monkeypatch):
+    """One graph serves all runs, the second and later ones over longer contexts."""
+    model, task = exact(), task_of(3 * (ROOM + 1), lengths)
+    x_target, captures = task.x_target.repeat(n_samples, 1, 1), Replays()
+
+    @torch.no_grad()
+    def drawn(captures: Replays | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        draws, context = Draws(model, x_target, captures), task.context
+        for x in x_target.split(ROOM + 1, 1):
+            y = draws.run(model.encode(context), ROOM + 1)
+            if len(context.x) < len(x):  # from here on each draw has its own
+                context = joint._repeated(context, n_samples)
+            context = joint._joined(context, x, y)
+        return context.y
+
+    assert torch.equal(drawn(captures), drawn(None)) and captures.captured == 1
+
+
+def test_draws_follow_the_mixture():
+    """Of 20,000 draws: shares of components, and mean and deviation of each."""
+    mu = torch.tensor([-30.0, 50.0])
+    log_sigma = torch.tensor([0.5, 2.0]).log()
+    log_weight = torch.tensor([0.2, 0.8]).log()
+    parameters = torch.stack([log_weight, mu, log_sigma], -1).expand(1, 20_000, -1, -1)
+    generator = torch.Generator().manual_seed(0)
+    gumbel = -torch.empty(1, 20_000, 2).exponential_(generator=generator).log()
+    normal = torch.randn(1, 20_000, 1, generator=generator)
+    drawn = Prediction(parameters).draw(gumbel, normal)
+    first = drawn[drawn < 0]
+    assert abs(len(first) / 20_000 - 0.2) < 5 * (0.16 / 20_000) ** 0.5
+    for of, mean, deviation in ((first, -30.0, 0.5), (drawn[drawn > 0], 50.0, 2.0)):
+        error = deviation / len(of) ** 0.5
+        assert abs(of.mean() - mean) < 5 * error and abs(of.std() - deviation) < 5 * error
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_draws_are_the_launched_ones(monkeypatch):
-    monkeypatch.setattr(Prediction, "sample", lambda self: self.mean)
+    monkeypatch.setattr(Prediction, "draw", lambda self, *noise: self.mean)
     model, task = with_role(build(WITH)).cuda(), make_task(n_target=11).to("cuda")
     drawn = [
         model.sample_jointly(task.context, task.x_target, 2, cuda_graph=on) for on in (False, True)
@@ -378,6 +402,9 @@ def test_what_cannot_be_is_named():
     with pytest.raises(ValueError, match=r"x_context is \(2, 1, 2\): it must be \[B, rows, 1\]"):
         known.predict(x, (x.repeat(1, 1, 2), y))
     known.predict(x, (x, y))  # the point that did not fit has not entered
+    longer = model.encode(Context(*(torch.cat([z, z], 1) for z in task.context[:2])))
+    with pytest.raises(ValueError, match="the context has 14 points and there is room for 8"):
+        known.refill(longer)
     for ask in (
         lambda: Buffer(plain, plain.encode(task.context), 1),
         lambda: plain.sample_jointly(task.context, task.x_target, buffer=True),

@@ -12,7 +12,9 @@ from tests.test_model import build, make_task
 from tnp.decode_graphs import DecodeGraphs
 from tnp.model import TransformerNP
 from tnp.normalization import Normalization
+from tnp.ops.decode_attention import decode_attention
 from tnp.ops.mixture_nll import mixture_nll
+from tnp.paged_cache import CacheFull, PagedCache
 from tnp.prediction import Prediction, bytes_per_target
 from tnp.tasks import Context, Task
 
@@ -323,3 +325,31 @@ def test_a_normalization_is_that_of_its_points():
     with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
         plain = build()
         TransformerNP(plain.config, plain.variant, normalization=units)
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 4]])
+def test_an_encoding_goes_to_pages_and_targets_read_it_there(lengths):
+    """What `decode_attention` finds in pages is what attention finds in the encoding."""
+    model, task = build(attention="reference", dtype=torch.float64).double(), make_task()
+    if lengths is not None:
+        task = replace(task, context_lengths=torch.tensor(lengths, dtype=torch.int32))
+    encoding = model.encode(task.context)
+    k, v = encoding.blocks[0]
+    sizes = {"n_kv_heads": k.shape[1], "head_dim": k.shape[3], "dtype": k.dtype, "device": "cpu"}
+    cache = PagedCache(6, page=3, n_layers=len(encoding.blocks), **sizes)
+    handles = encoding.to_pages(cache)
+    assert cache.lengths(handles).tolist() == (lengths or [7, 7])
+    q = torch.randn_like(k[:, :, :1])
+    for layer, (k, v) in enumerate(encoding.blocks):
+        table, n_keys = cache.page_table(handles), cache.lengths(handles, layer)
+        found = decode_attention(q, *cache.layer(layer), n_keys, table)
+        expected = decode_attention(q, k, v, n_keys)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    n_free = cache.n_free
+    with pytest.raises(CacheFull, match="are needed"):
+        encoding.to_pages(cache)
+    assert cache.n_free == n_free
+    few = PagedCache(6, page=3, n_layers=1, **sizes)
+    with pytest.raises(ValueError, match="layer is 1: it must be from 0 to 0"):
+        encoding.to_pages(few)
+    assert few.n_free == 6

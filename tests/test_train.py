@@ -161,6 +161,21 @@ def test_what_no_row_can_hold_is_said_before_training(tmp_path, sampled, changes
     assert not sampled and not list(tmp_path.iterdir())
 
 
+def test_a_model_with_a_buffer_says_its_joint_likelihood_both_ways(tmp_path):
+    """Of the first held-out batch; a model without one has nothing to say."""
+    said = parameters()
+    rows, model = run(tmp_path / "with", model=said["model"] | {"buffer": 3})
+    last = rows[-1]
+    task = train.sources(said, "cpu")[1].sample(train.HELD_OUT_SEED, 0, 8, 16, 16)
+    for column, buffer in (("joint_log_likelihood", True), ("joint_log_likelihood_anew", False)):
+        found = model.joint_log_density(task, buffer).mean().item() / 16
+        assert last[column] == pytest.approx(found, rel=1e-5)
+    assert last["joint_log_likelihood"] != last["joint_log_likelihood_anew"]
+    assert last["joint_difference_stderr"] > 0
+    plain, _ = run(tmp_path / "without")
+    assert all(value is None for name, value in plain[-1].items() if name.startswith("joint"))
+
+
 def test_learns_from_context(tmp_path):
     rows, _ = run(tmp_path, steps=200, eval_every=200, warmup_steps=20)
     last = rows[-1]

@@ -19,28 +19,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tnp.captures import Captures
-from tnp.decode_graphs import DecodeGraphs
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context
 from tnp.tasks.task import without_padding
-from tnp.variants import Variant
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
 
 Points = tuple[torch.Tensor, torch.Tensor]  # x [B, n, d_x], y [B, n, d_y]
-
-
-def require_variant(variant: Variant) -> None:
-    """Raises ValueError for a variant that cannot run a model with a buffer."""
-    if variant.centred_keys:
-        raise ValueError(
-            f"variant {variant.name!r} has centred_keys: a mean of a sample's keys would change "
-            "with every point of the buffer"
-        )
-    if variant.pack:
-        raise ValueError(f"variant {variant.name!r} packs rows: a model with a buffer does not")
 
 
 def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
@@ -125,10 +111,14 @@ def parameters(
     return model.of_targets(h, m + n, context.lengths, rows)
 
 
-def n_entering(model: TransformerNP, n_target: int) -> int:
-    """Points that a training step of so many targets puts into the buffer of a sample."""
-    room = model.config.buffer
+def n_entering(room: int | None, n_target: int) -> int:
+    """Points that a training step of so many targets puts into a buffer of `room`, or into none."""
     return 0 if room is None else min(room, n_target // 2)
+
+
+def n_followed(n_points: int, n_target: int) -> int:
+    """How many targets of a training step see as much of the buffer, whatever that is."""
+    return n_target // (2 * n_points) if n_points else 0
 
 
 def training_parameters(
@@ -146,13 +136,13 @@ def training_parameters(
     whoever sees a point stands behind it, and no padding is seen. They must stand in random order.
     """
     n_target = x_target.shape[1]
-    n = n_entering(model, n_target)
+    n = n_entering(model.config.buffer, n_target)
     if n == 0:
         return model(*context[:2], x_target, context.lengths, target_lengths)
     x_context, y_context = model.prepared_context(*context)
     x_target = model.prepared_x(x_target, target_lengths)
     y_target = without_padding(model.in_units("y", y_target), target_lengths)
-    n_groups = n_target // (2 * n)
+    n_groups = n_followed(n, n_target)
     place = torch.arange(n_target, device=x_target.device)
     turns = place[: 2 * n_groups * n].view(n, 2, n_groups)
     entering, (others, followers) = turns[:, 0, 0], turns.unbind(1)
@@ -197,36 +187,46 @@ class Buffer:
     Args:
         model: with a buffer.
         encoding: what `encode` made of the context.
-        room: points that may enter.
+        room: points that may enter, those counted that a later context has more.
         repeats: how often each sample stands there, with points of its own; the first of all
             samples come first.
-        cuda_graph: replay what every point but the first goes through.
 
     Raises:
         ValueError: the model has no buffer.
     """
 
     def __init__(
-        self,
-        model: TransformerNP,
-        encoding: Encoding,
-        room: int,
-        repeats: int = 1,
-        cuda_graph: bool = False,
+        self, model: TransformerNP, encoding: Encoding, room: int, repeats: int = 1
     ) -> None:
         require_buffer(model)
         self._model, self._queries = model, encoding.queries
-        self._n, self._room = 0, room
-        self._blocks = [tuple(_roomy(x, room, repeats) for x in kv) for kv in encoding.blocks]
         k, _ = encoding.blocks[0]
-        lengths = encoding.lengths
-        if lengths is None:
-            lengths = torch.full((len(k),), k.shape[2], dtype=torch.int32, device=k.device)
-        self._lengths = lengths.repeat(repeats)  # keys that there are
+        batch, n_heads, m, width = k.shape
+        self._n, self._room, self._capacity = 0, room, m + room
+        # Zeros, since rows that nobody has written must be finite.
+        shape = repeats * batch, n_heads, self._capacity, width
+        self._blocks = [tuple(x.new_zeros(shape) for x in kv) for kv in encoding.blocks]
+        self._lengths = torch.empty(len(self._blocks[0][0]), dtype=torch.int32, device=k.device)
         self._samples = torch.arange(len(self._lengths), device=k.device)
-        self._graphs = None
-        if cuda_graph:
-            self._graphs = DecodeGraphs(model.parameters(), Captures(k.device))
+        self.refill(encoding)
+
+    def refill(self, encoding: Encoding) -> None:
+        """Another context and an empty buffer, in the same memory.
+
+        Raises:
+            ValueError: it has more points than there is room for.
+        """
+        m = encoding.blocks[0][0].shape[2]
+        if m > self._capacity:
+            raise ValueError(f"the context has {m} points and there is room for {self._capacity}")
+        for kept, new in zip(self._blocks, encoding.blocks, strict=True):
+            for whole, x in zip(kept, new, strict=True):
+                whole[:, :, :m].unflatten(0, (-1, len(x))).copy_(x)
+        if encoding.lengths is None:
+            self._lengths.fill_(m)
+        else:
+            self._lengths.view(-1, encoding.batch).copy_(encoding.lengths)
+        self._n, self._room = 0, self._capacity - m
 
     @torch.no_grad()
     def predict(self, x_target: torch.Tensor, entering: Points | None = None) -> Prediction:
@@ -244,19 +244,23 @@ class Buffer:
         model = self._model
         x_target = model.prepared_x(x_target)
         if entering is None:
-            found = self._targets(x_target)
+            found = self.alone(x_target)
         else:
             if self._n == self._room:
                 raise ValueError(
                     f"the buffer is full: it has room for {self._room} points, and they must join "
                     "the context, which is encoded anew"
                 )
-            points = torch.cat([x_target, *model.prepared_context(*entering)], -1)
+            x, y = model.prepared_context(*entering)
             self._n += 1
-            found = self._graphs(self._both, points) if self._graphs else self._both(points)
+            found = self.behind(x_target, x, y)
         return Prediction(found, model.config.sigma_min, model.normalization)
 
-    def _targets(self, x_target: torch.Tensor) -> torch.Tensor:
+    def alone(self, x_target: torch.Tensor) -> torch.Tensor:
+        """Mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all that there is.
+
+        x_target [B, 1, d_x] is in the model's units.
+        """
         model = self._model
         h, update = model.embed(None, None, x_target, model.compute_dtype), None
         of_blocks = zip(model.blocks, self._blocks, self._queries, strict=True)
@@ -266,14 +270,13 @@ class Buffer:
             h, update = block.mlp(h, block.attention.attend_cache(q, k, v, self._lengths))
         return model.heads(h, update)
 
-    def _both(self, points: torch.Tensor) -> torch.Tensor:
-        """Of a target behind a point that enters: [B, 1, d_x + d_x + d_y], x, x and y.
+    def behind(self, x_target: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The same of a target behind a point that enters, x [B, 1, d_x] and y [B, 1, d_y].
 
-        Waits for nothing and makes nothing that outlives it, so a graph can replay it.
+        Waits for nothing and keeps its memory where it is, so that a graph can replay it. It is the
+        caller's to see that there is room.
         """
         model = self._model
-        d_x, d_y = model.config.d_x, model.config.d_y
-        x_target, x, y = points.split([d_x, d_x, d_y], -1)
         h, update = model.embed.buffered(x, y, 1, x_target, model.compute_dtype), None
         place = self._lengths.long()
         self._lengths += 1
@@ -293,11 +296,3 @@ def require_buffer(model: TransformerNP) -> None:
     """Raises ValueError where the model has none."""
     if model.config.buffer is None:
         raise ValueError("the model has no buffer: TNPConfig(buffer=…) makes one, to train with it")
-
-
-def _roomy(x: torch.Tensor, room: int, repeats: int) -> torch.Tensor:
-    """Keys or values [B, H, M, D] → [repeats · B, H, M + room, D], with zeros behind."""
-    batch, n_heads, m, width = x.shape
-    wide = x.new_zeros(repeats, batch, n_heads, m + room, width)
-    wide[:, :, :, :m] = x
-    return wide.flatten(0, 1)

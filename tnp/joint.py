@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tnp.buffer import Buffer, behind, log_densities, require_buffer
+from tnp.buffer import behind, log_densities, require_buffer
+from tnp.captures import Captures
+from tnp.drawing import Draws
 from tnp.inputs import require_count
 from tnp.prediction import require_context
 from tnp.tasks import Context, Task
@@ -42,12 +44,14 @@ def sample(
     device = x_target.device
     if cuda_graph and device.type != "cuda":
         raise RuntimeError(f"a CUDA graph needs a CUDA device: x_target is on {device}")
-    size, repeats, drawn = _run_size(model, buffer), n_samples, []
-    for x in x_target.repeat(n_samples, 1, 1).split(size, 1):
-        if x.shape[1] == 1:
+    size, drawn = _run_size(model, buffer), []
+    x_target, repeats = x_target.repeat(n_samples, 1, 1), n_samples
+    draws = Draws(model, x_target, Captures(device) if cuda_graph else None) if size > 1 else None
+    for x in x_target.split(size, 1):
+        if draws is None:
             y = model.predict(_repeated(context, repeats), x).sample()
         else:
-            y = _through_buffer(model, context, x, repeats, cuda_graph)
+            y = draws.run(model.encode(context), x.shape[1])
         drawn.append(y.to(context.y.dtype))
         context, repeats = _joined(_repeated(context, repeats), x, y), 1
     return torch.cat(drawn, 1).unflatten(0, (n_samples, -1))
@@ -74,20 +78,6 @@ def _run_size(model: TransformerNP, buffer: bool | None) -> int:
         require_buffer(model)
     has_one = model.config.buffer is not None
     return 1 + model.config.buffer if has_one and buffer is not False else 1
-
-
-def _through_buffer(
-    model: TransformerNP, context: Context, x: torch.Tensor, repeats: int, cuda_graph: bool
-) -> torch.Tensor:
-    """A run's draws [B, n, d_y] at x [B, n, d_x], where B are `repeats` times the context's."""
-    encoding = model.encode(context)
-    buffer = Buffer(model, encoding, x.shape[1] - 1, repeats, cuda_graph)
-    entering, drawn = None, []
-    for at in x.split(1, 1):
-        y = buffer.predict(at, entering).sample()
-        entering = at, y
-        drawn.append(y)
-    return torch.cat(drawn, 1)
 
 
 def _repeated(context: Context, repeats: int) -> Context:

@@ -93,8 +93,8 @@ class TransformerNP(nn.Module):
                 f"variant {variant.name!r} stores d_ff_storage {variant.d_ff_storage}: it must be "
                 f"at least d_ff {config.d_ff}"
             )
-        if config.buffer is not None:
-            buffer.require_variant(variant)
+        if config.buffer is not None and variant.refuses_buffer:
+            raise ValueError(f"variant {variant.name!r} {variant.refuses_buffer}")
         self.config = config
         self.variant = variant
         self.compute_dtype = compute_dtype

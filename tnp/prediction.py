@@ -13,6 +13,7 @@ from tnp.captures import Captures
 from tnp.decode_graphs import DecodeGraphs
 from tnp.inputs import require_one_device
 from tnp.ops.mixture_nll import split_parameters
+from tnp.paged_cache import CacheFull, Handle, PagedCache
 from tnp.tasks import Context, Task
 from tnp.tasks.task import require_finite
 
@@ -63,6 +64,20 @@ class Prediction(MixtureSameFamily):
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return 0.5 * (low + high)
 
+    def draw(self, gumbel: torch.Tensor, normal: torch.Tensor) -> torch.Tensor:
+        """What noise makes of it, [B, N, d_y]: a sample, where the noise is drawn.
+
+        Args:
+            gumbel: [B, N, K], standard Gumbel numbers: the component is the one whose log weight
+                and number are the largest together.
+            normal: [B, N, d_y], standard normal ones, that its deviation is multiplied by.
+        """
+        chosen = (self.mixture_distribution.logits + gumbel).argmax(-1)[..., None, None]
+        mu, sigma = (
+            x.take_along_dim(chosen, -2).squeeze(-2) for x in (self.normal.loc, self.normal.scale)
+        )
+        return mu + sigma * normal
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -80,6 +95,36 @@ class Encoding:
     @property
     def batch(self) -> int:
         return len(self.blocks[0][0])
+
+    def to_pages(self, cache: PagedCache) -> list[Handle]:
+        """Copies keys and values to pages, where `decode_attention` reads them and they may grow.
+
+        It waits for the device where samples have lengths of their own.
+
+        Args:
+            cache: of as many layers as there are blocks, and of these heads, width and dtype.
+
+        Returns:
+            A sequence of the cache for each sample.
+
+        Raises:
+            ValueError: the cache is of other sizes.
+            CacheFull: there are not as many pages; nothing was changed.
+        """
+        n_keys = self.blocks[0][0].shape[2]
+        lengths = [n_keys] * self.batch if self.lengths is None else self.lengths.tolist()
+        handles: list[Handle] = []
+        try:
+            for length in lengths:
+                handles.append(cache.allocate(length))
+            for layer, (k, v) in enumerate(self.blocks):
+                for b, (handle, n) in enumerate(zip(handles, lengths, strict=True)):
+                    cache.append(handle, k[b, :, :n], v[b, :, :n], layer)
+        except (CacheFull, ValueError):
+            for handle in handles:
+                cache.free(handle)
+            raise
+        return handles
 
     def decode(self, model: TransformerNP, x_target: torch.Tensor) -> torch.Tensor:
         """Mixture parameters [B, N, K, 1 + 2·d_y] at x_target [B, N, d_x] in the model's units."""

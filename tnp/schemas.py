@@ -68,7 +68,9 @@ PREDICTION_KEY = [
     ("n_context", pa.int32()),
     ("n_target", pa.int32()),  # of one prediction
     ("dtype", pa.string()),
-    ("form", pa.string()),  # "anew" | "encode" | "kept" | "replayed" | "bare"
+    # "anew" | "encode" | "kept" | "replayed" | "bare" (`tnp/bench/predictions.py`), "drawn" |
+    # "drawn_anew" | "trained" | "trained_plain" (`tnp/bench/joint.py`)
+    ("form", pa.string()),
     ("replicate", pa.int32()),
 ]
 
@@ -232,7 +234,7 @@ TABLES: dict[str, pa.Schema] = {
         "predictions": [  # many in a row over one context, and what encodes it
             *PREDICTION_KEY,
             *OUTCOME,
-            *_statistics("time_ms"),  # of one
+            *_statistics("time_ms"),  # of one; of "drawn" forms of one target
             # To a prediction made anew, in float32 with the same weights, of the largest mixture
             # parameter; null of forms without an encoding, and where kernels take no float32.
             ("max_relative_error", pa.float64()),
@@ -284,6 +286,12 @@ TABLES: dict[str, pa.Schema] = {
             ("prior_log_likelihood", pa.float64()),  # knowing nothing
             *RUN,
             ("study", pa.string()),  # that compares the run with others; "" or null where none does
+            # Of a model with a buffer, log p of all targets together: nats per target value, of the
+            # first held-out batch, and the standard error of the difference over its tasks. Anew:
+            # of the same model, the context encoded again for each target.
+            ("joint_log_likelihood", pa.float64()),
+            ("joint_log_likelihood_anew", pa.float64()),
+            ("joint_difference_stderr", pa.float64()),
         ],
         "kernels": [
             ("kernel", pa.string()),

@@ -150,7 +150,7 @@ class TrainingStep:
         sizes, capacity = self._sizes((task,)), None
         if sizes is not None:
             (task,), capacity = self._sized((task,), sizes)
-        known = task.n_context + n_entering(self.model, task.n_target)
+        known = task.n_context + n_entering(self.model.config.buffer, task.n_target)
         return sum(capacity or (task.batch * known, task.batch * task.n_target))
 
     def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:

@@ -176,13 +176,25 @@ class Evaluation:
         )
         if self._exact is not None:
             check_no_leak(self._independent(true), self._independent(self._exact))
-        return {
+        return self._joint(model) | {
             "heldout_log_likelihood": _mean(true),
             "heldout_log_likelihood_shuffled": _mean(shuffled),
             "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
             "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
             "prior_log_likelihood": _mean(self._prior),
         }
+
+    def _joint(self, model: TransformerNP) -> dict[str, float | None]:
+        """The `joint_…` columns: of the first held-out batch, since anew takes a pass a target."""
+        columns = "joint_log_likelihood", "joint_log_likelihood_anew", "joint_difference_stderr"
+        if model.config.buffer is None:
+            return dict.fromkeys(columns)
+        task = self._tasks[0]
+        n_values = task.y_target[0].numel()
+        kept, anew = (model.joint_log_density(task, buffer) / n_values for buffer in (True, False))
+        return dict(
+            zip(columns, (_mean(kept), _mean(anew), _standard_error(kept - anew)), strict=True)
+        )
 
     def _independent(self, values: torch.Tensor) -> torch.Tensor:
         """Of each task, or of each batch where tasks of one share a size that was drawn for it."""

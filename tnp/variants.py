@@ -97,6 +97,16 @@ class Variant:
             return AUTO
         return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
+    @property
+    def refuses_buffer(self) -> str | None:
+        """Why it cannot run a model with a buffer; None where it can."""
+        if self.centred_keys:
+            return (
+                "has centred_keys: a mean of a sample's keys would change with every point of the "
+                "buffer"
+            )
+        return "packs rows: a model with a buffer does not" if self.pack else None
+
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":
         """The variant `name` from what a file says of it; raises ValueError on unknown keys."""

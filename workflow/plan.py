@@ -7,6 +7,7 @@ import hashlib
 import json
 from itertools import chain, product
 
+from tnp.bench.outcome import JOINT
 from tnp.catalog import catalog
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
@@ -17,7 +18,7 @@ from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, pr
 ABLATION = "ablation"
 HOST = "host"
 PREDICTIONS = "predictions"
-_SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS, PROFILES)
+_SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS, JOINT, PROFILES)
 EVERY_OPERATOR = "operators"  # in section `gates`
 # Of each component: base with it alone, and full without it.
 ABLATION_ENDS = ("only", "without")
@@ -73,7 +74,9 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
                 "timing": timing(config),
                 "device": device,
                 "device_slug": slug,
-                **_of_variant(variant, variant_spec, sizes, checkpoint, cuda_graph),
+                **_of_variant(
+                    variant, variant_spec, sizes, config["model"], checkpoint, cuda_graph
+                ),
             }
     return configurations
 
@@ -122,14 +125,16 @@ def _studies(config: dict) -> list[tuple[str, dict]]:
     return studies
 
 
-def _of_variant(name: str, spec: dict, sizes: dict, checkpoint: bool, cuda_graph: bool) -> dict:
+def _of_variant(
+    name: str, spec: dict, sizes: dict, model: dict, checkpoint: bool, cuda_graph: bool
+) -> dict:
     """The implementations that a variant uses, as JSON, and the gates it waits for, with "|"."""
     variant = Variant.from_spec(name, spec)
     rows = sizes["batch"] * (sizes["n_context"] + sizes["n_target"])
     recompute = variant.recompute_above is not None and rows > variant.recompute_above
     operators, ragged = variant.implementations(), "vary" in sizes or variant.pack
     switches = checkpoint, cuda_graph, variant.skip_unread, recompute, ragged, variant.centred_keys
-    gates = gates_for(operators, *switches)
+    gates = gates_for(operators, *switches, buffer="buffer" in model)
     return {"operators": json.dumps(operators), "gates": "|".join(gates)}
 
 
@@ -173,29 +178,34 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
 
 
 def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
-    """Predictions over one context, a shape and a variant a job; its forms take turns in it."""
-    section = config.get(PREDICTIONS, {"devices": []})
-    if device not in section["devices"]:
-        return {}
+    """Predictions over one context, and joint samples: a shape and a variant of either study a job.
+
+    The forms of a study take turns in its jobs.
+    """
     configurations = {}
-    for shape, variant in product(section["shapes"], section["variants"]):
-        config_id = f"{PREDICTIONS}--{shape}--{variant}"
-        sizes, variant_spec = config["shapes"][shape], variants(config)[variant]
-        configurations[config_id] = {
-            "config_id": config_id,
-            "shape": shape,
-            **sizes,
-            "variant": variant,
-            "variant_spec": variant_spec,
-            "model": config["model"],
-            "dtype": config["compute_dtype"][device],
-            "timing": timing(config),
-            "device": device,
-            "device_slug": slug,
-            **of_study(PREDICTIONS, section),
-            # On a GPU some of the forms are captured.
-            **_of_variant(variant, variant_spec, sizes, False, device == "cuda"),
-        }
+    for study in (PREDICTIONS, JOINT):
+        section = config.get(study, {"devices": []})
+        if device not in section["devices"]:
+            continue
+        model = config["model"] | ({"buffer": section["buffer"]} if study == JOINT else {})
+        for shape, variant in product(section["shapes"], section["variants"]):
+            config_id = f"{study}--{shape}--{variant}"
+            sizes, variant_spec = config["shapes"][shape], variants(config)[variant]
+            configurations[config_id] = {
+                "config_id": config_id,
+                "shape": shape,
+                **sizes,
+                "variant": variant,
+                "variant_spec": variant_spec,
+                "model": model,
+                "dtype": config["compute_dtype"][device],
+                "timing": timing(config),
+                "device": device,
+                "device_slug": slug,
+                **of_study(study, section),
+                # On a GPU some of the forms are captured.
+                **_of_variant(variant, variant_spec, sizes, model, False, device == "cuda"),
+            }
     return configurations
 
 
@@ -218,7 +228,8 @@ def training(config: dict, device: str, slug: str) -> dict[str, dict]:
             parameters["held_out_vary"] = config["shapes"][spec["shape"]]["vary"]
         variant = (parameters["variant"], parameters["variant_spec"])
         # On a GPU steps of a training run are captured.
-        uses = _of_variant(*variant, parameters, checkpoint=False, cuda_graph=device == "cuda")
+        of = *variant, parameters, parameters["model"]
+        uses = _of_variant(*of, checkpoint=False, cuda_graph=device == "cuda")
         runs[run] = parameters | uses
     return runs
 

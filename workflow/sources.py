@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from tnp import choice, targets
-from tnp.bench.outcome import implementation_of
+from tnp.bench.outcome import JOINT, implementation_of
 from tnp.catalog import Listed, catalog, is_automatic
 from tnp.contract import OWN, Operator
 from tnp.definitions import HOUSE, ROOT, definitions, digest, module_hash
@@ -73,6 +73,8 @@ def of_predictions(parameters: dict) -> Found:
     """Of all forms alike."""
     used = _of_variant(parameters)
     start = "tnp.bench.predictions:measure_predictions"
+    if parameters["study"] == JOINT:
+        start = "tnp.bench.joint:measure_joint"
     return _using(start, used, parameters["device_slug"])
 
 

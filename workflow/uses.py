@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from tnp.bench.outcome import JOINT
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call, Operator, Problem
 from tnp.gates import gates_of, gates_of_training
@@ -40,8 +41,9 @@ def uses(config: dict) -> Iterator[Use]:
     for study, spec in config["steps"].items():
         for index, name in enumerate(spec["variants"]):
             yield of_variant(("steps", study, "variants", index), name)
-    for index, name in enumerate(config.get(PREDICTIONS, {"variants": []})["variants"]):
-        yield of_variant((PREDICTIONS, "variants", index), name)
+    for section in (PREDICTIONS, JOINT):
+        for index, name in enumerate(config.get(section, {"variants": []})["variants"]):
+            yield of_variant((section, "variants", index), name)
     for end in ENDS if "ablation" in config else ():
         yield of_variant(("ablation", end), config["ablation"][end])
     for place, op, spec in operators(config):

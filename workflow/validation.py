@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import yaml
 
+from tnp.bench.outcome import JOINT
 from tnp.catalog import AUTO, catalog
 from tnp.gates import GATES, generic_gates
 from tnp.task_sources import MAX_POINTS
@@ -130,7 +131,7 @@ def _faults(config: dict) -> Iterator[Fault]:
             yield from _of_storage((*place, "variants", index), known[variant], model)
         if name in config["ops"]:
             yield Fault(place, f"a study under ops has the same name, {name!r}: rename one")
-    taken = {ABLATION, NOISE, TUNING, HOST, PREDICTIONS, PROFILES, *_rules()}
+    taken = {ABLATION, NOISE, TUNING, HOST, PREDICTIONS, JOINT, PROFILES, *_rules()}
     for place in [(section, name) for section in ("steps", "ops") for name in config[section]]:
         if place[1] in taken:
             yield Fault(place, f"{place[1]!r} is a section or a target already: rename the study")
@@ -138,8 +139,9 @@ def _faults(config: dict) -> Iterator[Fault]:
         yield from _of_operator(place, op, study, config)
     for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
         yield from _of_host((HOST, "problems", name), spec, config)
-    if PREDICTIONS in config:
-        yield from _of_predictions((PREDICTIONS,), config[PREDICTIONS], config)
+    for section in (PREDICTIONS, JOINT):
+        if section in config:
+            yield from _of_predictions((section,), config[section], config)
     if "ablation" in config:
         yield from _of_ablation(("ablation",), config["ablation"], shapes, known)
     if TUNING in config:
@@ -241,6 +243,12 @@ def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
         )
 
 
+def _of_buffer(place: Place, name: str, known: dict) -> Iterator[Fault]:
+    refusal = Variant.from_spec(name, known[name]).refuses_buffer
+    if refusal:
+        yield Fault(place, f"{name!r} {refusal}: name a variant that can")
+
+
 def _of_ablation(place: Place, spec: dict, shapes: dict, known: dict) -> Iterator[Fault]:
     yield from not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
     for end in ENDS:
@@ -275,6 +283,8 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
             f"{run['variant']!r} has d_ff_storage {storage}, less than the run's d_ff: it must be "
             f"at least {model['d_ff']}",
         )
+    if "buffer" in model:
+        yield from _of_buffer((*place, "variant"), run["variant"], all_variants)
     most = MAX_POINTS[run["source"]] or MAX_COUNT
     yield from _of_points(place, shapes[run["shape"]] | run, most)
     if "vary" in run:
@@ -356,6 +366,8 @@ def _of_predictions(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
         if known[name].get("compile"):
             what = f"{name!r} is compiled and predictions are not: name a variant that is not"
             yield Fault(here, what)
+        if "buffer" in spec:
+            yield from _of_buffer(here, name, known)
 
 
 def _names(family: str) -> list[str]:

@@ -3,6 +3,7 @@ import pytest
 from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
 from tnp.catalog import catalog
 from tnp.contract import Case, Work
+from tnp.gates.buffer import in_training
 
 MODEL = {"d_model": 512, "n_layers": 12, "n_heads": 8, "d_ff": 1365, "n_components": 10}
 
@@ -40,6 +41,29 @@ def test_what_nobody_reads_is_not_counted():
         model, *size, skip_unread=True
     )
     assert skipped == 7 * 2 * batch * n_context * n_context * 2
+
+
+def test_a_buffers_rows_are_counted_too():
+    """By hand: 2 of 5 targets enter, and one group of as many sees them."""
+    model = {"d_model": 2, "n_layers": 2, "n_heads": 1, "d_ff": 3, "n_components": 2}
+    size, buffered = (5, 7, 5), model | {"buffer": 2}
+    embed, kv, q_o_mlp = 3 * 2 + 2 * 2, 2 * 2 * 2, 2 * 2 + 2 * 2 + 2 * 3 + 3 * 2
+    more = 2 * 5 * 2 * (embed + 2 * (kv + q_o_mlp))
+    found = step_matmul_flops(buffered, *size) - step_matmul_flops(model, *size)
+    assert found == 3 * more
+    found = step_matmul_flops(buffered, *size, True) - step_matmul_flops(model, *size, True)
+    assert found == 3 * (more - 2 * 5 * 2 * q_o_mlp)  # of the last block, keys and values alone
+    # Points of the buffer see 7 + 1 and 7 + 2 keys, their followers 1 and 2 more than before.
+    a_pair = 7 * 2 * 5 * 2
+    found = step_attention_flops(buffered, *size) - step_attention_flops(model, *size)
+    assert found == a_pair * 2 * (8 + 9 + 3)
+    found = step_attention_flops(buffered, *size, True) - step_attention_flops(model, *size, True)
+    assert found == a_pair * ((8 + 9 + 3) + 3)
+    # As many pairs as the training's mask lets through, with several groups and a target too many.
+    entering, seen = in_training(13, 3)
+    pairs = sum(7 + i + 1 for i in range(len(entering))) + sum(7 + n for n in seen) + 7 * 7
+    found = step_attention_flops(model | {"buffer": 3, "n_layers": 1}, 1, 7, 13)
+    assert found == 7 * 2 * 2 * pairs
 
 
 def work(op: str, pass_: str, dtype: str = "bfloat16", d_ff_real: int = 0, **sizes: int) -> Work:

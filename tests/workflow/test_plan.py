@@ -208,12 +208,28 @@ def test_every_kind_of_job_can_be_measured_again():
 
 def test_predictions_are_a_job_for_each_shape_and_variant():
     jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
-    spec = CONFIG["predictions"]
-    expected = {f"predictions--{s}--{v}" for s in spec["shapes"] for v in spec["variants"]}
+    expected = {
+        f"{study}--{shape}--{variant}"
+        for study in ("predictions", "joint")
+        for shape in CONFIG[study]["shapes"]
+        for variant in CONFIG[study]["variants"]
+    }
     assert set(jobs) == expected and plan.predictions(CONFIG, "cpu", "cpu") == {}
     job = jobs["predictions--mid_b1--fused"]
     assert (job["batch"], job["n_context"], job["n_target"]) == (1, 10_000, 1000)
     assert job["dtype"] == CONFIG["compute_dtype"]["cuda"] and job["study"] == "predictions"
+
+
+def test_joint_samples_are_of_a_model_with_a_buffer_and_wait_for_its_gate():
+    jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
+    job, other = jobs["joint--mid_b1--fused"], jobs["predictions--mid_b1--fused"]
+    assert job["study"] == "joint" and job["model"] == CONFIG["model"] | {"buffer": 128}
+    waits, others = (one["gates"].split("|") for one in (job, other))
+    assert set(waits) - set(others) == {"buffer"} and "buffer" not in other["model"]
+    assert "'joint' is for cuda alone" in plan.elsewhere(CONFIG, "cpu", "cpu")["joint"]
+    training = plan.training(CONFIG, "cuda", "nvidia-h200")
+    assert "buffer" in training["gp_small_buffer"]["gates"].split("|")
+    assert "buffer" not in training["gp_small"]["gates"].split("|")
 
 
 def test_profiles_are_a_job_for_each_implementation_of_each_problem():

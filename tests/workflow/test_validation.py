@@ -207,6 +207,21 @@ def test_predictions_that_cannot_be_timed_are_named(changes, sentence):
         validate(config)
 
 
+def test_models_with_a_buffer_name_variants_that_can_run_them():
+    config = copy.deepcopy(CONFIG)
+    config["joint"]["variants"] = ["fused", "fused_packed"]
+    with pytest.raises(ValueError, match=r"joint.variants\[1\]: 'fused_packed' packs rows: a mod"):
+        validate(config)
+    config = copy.deepcopy(CONFIG)
+    config["training"]["gp_small_buffer"]["variant"] = "fused_centred"
+    with pytest.raises(ValueError, match="gp_small_buffer.variant: 'fused_centred' has centred_k"):
+        validate(config)
+    config = copy.deepcopy(CONFIG)
+    config["joint"]["buffer"] = 0
+    with pytest.raises(ValueError, match="joint.buffer: 0"):
+        validate(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

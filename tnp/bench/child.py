@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tnp import targets
-from tnp.bench.outcome import classify
+from tnp.bench.outcome import JOINT, classify
 from tnp.bench.process import DeviceMissing, die_with_parent
 from tnp.targets import Target
 
@@ -27,6 +27,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.steps import measure_step
 
             note(tables=measure_step(parameters, started, lambda tables: note(tables=tables)))
+        elif kind == "prediction" and parameters["study"] == JOINT:
+            from tnp.bench.joint import measure_joint
+
+            note(tables=measure_joint(parameters, started))
         elif kind == "prediction":
             from tnp.bench.predictions import measure_predictions
 

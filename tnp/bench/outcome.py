@@ -32,6 +32,8 @@ _KEYS = {
 
 # Ways to a prediction, of which a row each is measured: see `tnp.bench.predictions`.
 FORMS = ("anew", "encode", "kept", "replayed", "bare")
+# Of the study of joint samples: see `tnp.bench.joint`.
+JOINT, JOINT_FORMS = "joint", ("drawn", "drawn_anew", "trained", "trained_plain")
 
 
 class Unsupported(RuntimeError):
@@ -134,7 +136,8 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     if kind == "step":
         return {"steps": [key(kind, parameters) | outcome]}
     if kind == "prediction":
-        return {"predictions": [of_form(parameters, form) | outcome for form in FORMS]}
+        forms = JOINT_FORMS if parameters["study"] == JOINT else FORMS
+        return {"predictions": [of_form(parameters, form) | outcome for form in forms]}
     if kind == "profile":
         rows = [of_profile(parameters, pass_) | outcome for pass_ in passes(parameters)]
         return {"profiles": rows}

@@ -65,7 +65,7 @@ def measure_predictions(parameters: dict, started: float) -> dict[str, list[dict
     if device.type == "cuda":
         for form, (run, first_s) in _replayed(model, task, device).items():
             runs[form], compile_s[form] = run, first_s
-    contenders = [[_in_a_row(run, device)] for run in runs.values()]
+    contenders = [[in_a_row(run, device)] for run in runs.values()]
     policy = Policy.from_parameters(parameters["timing"])
     with Conditions(device.type) as conditions:
         measurements = measure_interleaved(contenders, device, policy, IN_A_ROW)
@@ -123,7 +123,9 @@ def _replayed(
     return {"replayed": (predict, until_replayed_s), "bare": (bare, first_call(bare, device))}
 
 
-def _in_a_row(run: Run, device: torch.device) -> Callable[[], None]:
+def in_a_row(run: Run, device: torch.device) -> Callable[[], None]:
+    """`IN_A_ROW` runs, which find an idle device."""
+
     def call() -> None:
         synchronize(device)
         for _ in range(IN_A_ROW):

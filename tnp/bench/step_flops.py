@@ -11,7 +11,12 @@ attention's 2.5 times (five products for two, the scores being recomputed). Thes
 operations: d_ff is the logical width, and neither padding nor a checkpoint's recomputation changes
 the count. `skip_unread` leaves out keys and values of targets, and in the last block everything of
 context points but their keys and values. Norms, SiLU and the optimizer are left out.
+
+A buffer of n points adds n rows that are known, as a context's are: of these and of as many targets
+in each of g groups the i-th attends to the context and i points of the buffer (`tnp.buffer`).
 """
+
+from tnp.buffer import n_entering, n_followed
 
 
 def step_matmul_flops(
@@ -20,7 +25,8 @@ def step_matmul_flops(
     """Operations outside attention of one training step; `model` as `TNPConfig`'s fields."""
     d_model, d_ff = model["d_model"], model["d_ff"]
     d_x, d_y = model.get("d_x", 1), model.get("d_y", 1)
-    contexts, targets = batch * n_context, batch * n_target
+    entering = n_entering(model.get("buffer"), n_target)
+    contexts, targets = batch * (n_context + entering), batch * n_target
     embed = 2 * (contexts + targets) * ((d_x + d_y + 1) * d_model + d_model**2)
     block = 2 * (contexts + targets) * (4 * d_model**2 + 2 * d_model * d_ff)
     heads = 2 * targets * model["n_components"] * d_ff * (d_model + 1 + 2 * d_y)
@@ -35,7 +41,15 @@ def step_attention_flops(
     model: dict, batch: int, n_context: int, n_target: int, skip_unread: bool = False
 ) -> float:
     """Operations of all attention layers of one training step."""
-    everyone = n_context + n_target
-    queries = (model["n_layers"] - 1) * everyone + (n_target if skip_unread else everyone)
+    entering = n_entering(model.get("buffer"), n_target)
+    groups = n_followed(entering, n_target)
+
+    def pairs(known: int, in_turn: int) -> int:
+        """Of queries and keys in a layer, by rows that are known and groups that see the buffer."""
+        return (known + n_target) * n_context + in_turn * entering * (entering + 1) // 2
+
+    everyone = pairs(n_context + entering, 1 + groups)
+    last = pairs(0, groups) if skip_unread else everyone
     # Two products forward, five backward: the scores, dv, dp, dq and dk.
-    return (2.0 + 5.0) * 2.0 * batch * queries * n_context * model["d_model"]
+    products = (2.0 + 5.0) * 2.0 * model["d_model"]
+    return products * batch * ((model["n_layers"] - 1) * everyone + last)

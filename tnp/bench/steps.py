@@ -100,7 +100,7 @@ def measure_step(
     if parameters["cuda_graph"]:
         compile_s += first_call(run, device)
     with Conditions(device.type) as conditions:
-        measurement = _per_task(measure([run], device, policy), len(tasks))
+        measurement = measure([run], device, policy).of_each(len(tasks))
     peak_memory_bytes = memory.read()
     if not math.isfinite(loss.item()):
         raise RuntimeError(
@@ -146,12 +146,6 @@ def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:
     """Of the rows that are computed outside attention, those that are no point of a sample."""
     points = sum(sum(task.count()) for task in tasks)
     return 1.0 - points / sum(step.n_rows(task) for task in tasks)
-
-
-def _per_task(measurement: Measurement, n_tasks: int) -> Measurement:
-    """Of runs of so many tasks each."""
-    samples = [sample / n_tasks for sample in measurement.samples_ms]
-    return replace(measurement, samples_ms=samples, n_launches=measurement.n_launches * n_tasks)
 
 
 def random_task(

@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -56,6 +56,11 @@ class Measurement:
     settled: bool
     began: float
     measure_s: float
+
+    def of_each(self, n: int) -> "Measurement":
+        """Of launches that each do n times what is timed."""
+        samples = [sample / n for sample in self.samples_ms]
+        return replace(self, samples_ms=samples, n_launches=n * self.n_launches)
 
     @property
     def note(self) -> str | None:

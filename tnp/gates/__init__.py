@@ -99,6 +99,7 @@ def gates_for(
     recompute: bool = False,
     ragged: bool = False,
     centred_keys: bool = False,
+    buffer: bool = False,
 ) -> list[str]:
     """Gates that a step waits for with these implementations, by family, and switches."""
     gates = ["baseline"]
@@ -111,6 +112,7 @@ def gates_for(
         "cuda_graphs": cuda_graph,
         "ragged": ragged,
         "centred": centred_keys,
+        "buffer": buffer,
     }
     gates += [gate for gate, on in switches.items() if on]
     return list(dict.fromkeys(gates))

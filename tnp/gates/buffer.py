@@ -3,7 +3,8 @@
 In float64 the training loss and its gradients, the joint density of one pass, and that of points
 which enter one by one are those of `masked`, to the rounding of sums in another order. In the
 model's dtype every implementation of attention, and all operators of ours, come as near to that as
-PyTorch's formula does. A diagonal that is one off, and a buffer taken for context, must fail.
+PyTorch's formula does. On a GPU joint samples that are captured are those that are launched. A
+diagonal that is one off, and a buffer taken for context, must fail.
 """
 
 from collections.abc import Iterator
@@ -152,6 +153,9 @@ def checks(device: torch.device) -> Iterator[Check]:
             yield Check(f"control must fail: {what}", "relative_error",
                         relative_error(other, joint), CONTROL_BOUND,
                         larger_is_better=True)  # fmt: skip
+        if device.type == "cuda":
+            yield Check("float64 draws, captured, against launched ones", "max_abs_error",
+                        max_abs_error(*_draws(exact, double)), FLOAT64_BOUND)  # fmt: skip
     _, own = _by_mask(plain, batch)
     for name, variant in _variants(device):
         model = build(device, variant)
@@ -193,6 +197,15 @@ def _densities(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Te
     points = task.x_target, task.y_target
     yield "in one pass", log_densities(model, task.context, *points)
     yield "one by one", one_by_one(model, task)
+
+
+def _draws(model: TransformerNP, task: Task) -> list[torch.Tensor]:
+    """Joint samples of several runs from equal noise: by CUDA graphs, and launched."""
+    x_target, found = task.x_target[:, : 2 * ROOM["cuda"] + 3], []
+    for cuda_graph in (True, False):
+        torch.manual_seed(0)
+        found.append(model.sample_jointly(task.context, x_target, 2, cuda_graph=cuda_graph))
+    return found
 
 
 def _broken(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tensor]]:

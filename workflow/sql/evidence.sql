@@ -71,7 +71,7 @@ unproven as (
                 part in ('definition', 'module')
                 and regexp_matches(
                     name,
-                    '^tnp\.(ops|captures|decode_graphs|layers|model|packing'
+                    '^tnp\.(ops|buffer|captures|decode_graphs|drawing|joint|layers|model|packing'
                     || '|prediction|step|step_graphs)(\.|:|$)'
                 )
                 -- They choose and say what ran: what was chosen is proven in their place. PyTorch's

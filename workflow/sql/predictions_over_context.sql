@@ -8,32 +8,7 @@
 -- of two predictions of which the second is captured. `replayed_over_bare`: how many times as long
 -- as the targets' own work.
 create or replace view predictions_over_context as
-with judged as (
-    select
-        predictions.*,
-        evidence.status as outcome,
-        evidence.run,
-        evidence.is_current,
-        evidence.counts,
-        evidence.why_not
-    from predictions
-    inner join evidence
-        on
-            predictions.device = evidence.device
-            and predictions.config_id = evidence.config_id
-            and evidence.pass = 'prediction'
-            and run_of(predictions.run_id, predictions.device, predictions.recorded_at)
-            = evidence.run
-    qualify
-        row_number()
-            over (
-                partition by predictions.device, evidence.run, predictions.config_id
-                order by predictions.origin
-            )
-        = 1
-),
-
-runs as (
+with runs as (
     select
         device,
         shape,
@@ -53,8 +28,8 @@ runs as (
         median(time_ms_p50) filter (where form = 'bare') as bare_ms,
         median(compile_s) filter (where form = 'replayed') as until_replayed_s,
         max(recorded_at) as recorded_at
-    from judged
-    where is_current and outcome = 'ok'
+    from judged_predictions
+    where study != 'joint' and is_current and outcome = 'ok'
     group by all
 ),
 

@@ -1,0 +1,92 @@
+"""Targets drawn one after another, each knowing those before it, without waiting for the host.
+
+Points, values and noise have their places from the start, and the next place stands on the device:
+so one CUDA graph draws any target but the first of a run, in all runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tnp.buffer import Buffer
+from tnp.captures import Captures
+from tnp.ops.casting import WeightCasts
+from tnp.prediction import Encoding, Prediction
+
+if TYPE_CHECKING:
+    from tnp.model import TransformerNP
+
+
+class Draws:
+    """A joint sample [B, N, d_y] as it comes about.
+
+    Args:
+        model: with a buffer.
+        x_target: [B, N, d_x] in the user's units, in the order of the draws.
+        captures: what captures the draw of a target behind others; None: all are launched.
+    """
+
+    def __init__(
+        self, model: TransformerNP, x_target: torch.Tensor, captures: Captures | None = None
+    ) -> None:
+        self._model, self._captures = model, captures
+        self._x = model.prepared_x(x_target)
+        config, (batch, n_target, _) = model.config, x_target.shape
+        in_64_bits = model.normalization is not None or model.compute_dtype == torch.float64
+        on = {"dtype": torch.float64 if in_64_bits else torch.float32, "device": x_target.device}
+        self._y = torch.zeros(batch, n_target, config.d_y, **on)
+        # All noise at once: in the steps it would be a launch or two for each number.
+        self._gumbel = -torch.empty(batch, n_target, config.n_components, **on).exponential_().log()
+        self._normal = torch.randn(self._y.shape, **on)
+        self._next = torch.zeros(1, dtype=torch.int64, device=x_target.device)  # to be drawn
+        self._drawn = 0  # the same as the host knows it
+        self._known: Buffer | None = None
+        self._casts = WeightCasts(model.parameters())
+        self._has_run, self._replay = False, None
+
+    def run(self, encoding: Encoding, n: int) -> torch.Tensor:
+        """The next n targets' values [B, n, d_y], the first of them from a context alone.
+
+        Args:
+            encoding: of the context, of B samples or of a divisor of them.
+            n: targets; all but the last enter the buffer.
+        """
+        if self._known is None:
+            batch, n_target, _ = self._x.shape
+            self._known = Buffer(self._model, encoding, n_target - 1, batch // encoding.batch)
+        else:
+            self._known.refill(encoding)
+        self._draw(self._known.alone(self._at_next(self._x)))
+        for _ in range(n - 1):
+            self._follow()
+        first, self._drawn = self._drawn, self._drawn + n
+        return self._y[:, first : self._drawn]
+
+    def _follow(self) -> None:
+        """A target behind the one before it: launched at first, then captured, then replayed."""
+        if self._captures is None or not self._has_run:
+            with self._casts.step():
+                self._enter_and_draw()
+            self._has_run = True
+            return
+        if self._replay is None:
+            with self._casts.step():  # which casts the weights ahead of the capture
+                self._replay, _ = self._captures.capture(self._enter_and_draw)
+        self._replay()
+
+    def _enter_and_draw(self) -> None:
+        before = self._next - 1
+        x, y = (values.index_select(1, before) for values in (self._x, self._y))
+        y = self._model.in_units("y", y)
+        self._draw(self._known.behind(self._at_next(self._x), x, y))
+
+    def _draw(self, parameters: torch.Tensor) -> None:
+        prediction = Prediction(parameters, self._model.config.sigma_min, self._model.normalization)
+        y = prediction.draw(self._at_next(self._gumbel), self._at_next(self._normal))
+        self._y.index_copy_(1, self._next, y.to(self._y.dtype))
+        self._next += 1
+
+    def _at_next(self, values: torch.Tensor) -> torch.Tensor:
+        return values.index_select(1, self._next)
