@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tnp import cuda
 from tnp.contract import (
     ALL_FLOATS,
     Call,
@@ -14,6 +15,7 @@ from tnp.contract import (
     Operator,
     Reason,
     Support,
+    anywhere,
     triton_from,
 )
 
@@ -53,6 +55,27 @@ def by_triton(
         supported=supported or triton_from(80),
         **limits,
     )
+
+
+def by_cuda(
+    name: str, op: str, kernel: str, also: Support = anywhere, **limits: Any
+) -> Implementation:
+    """Ours in CUDA C++, to learn from: never chosen unless it is named. Its own operation forward,
+    `backward` where `limits` name one.
+
+    Args:
+        name: its own, and that of the operation.
+        op: the operator's.
+        kernel: "module:NAME".
+        also: what it refuses besides what no CUDA C++ can serve.
+        limits: of the implementation.
+    """
+
+    def supported(call: Call) -> Reason:
+        return also(call) or cuda.refuses(call)
+
+    forward = Operation(f"{op}.{name}", (kernel,))
+    return Implementation(name, forward=forward, supported=supported, selectable=False, **limits)
 
 
 def triton_to_width(most: int) -> Support:

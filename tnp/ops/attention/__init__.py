@@ -8,7 +8,8 @@ keys these are is answered in `keys`.
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
 and dv and then dq, whose results are equal from run to run; or one. `portable` is `separate`
-without Hopper's warp-specialized kernels. `e4m3` has both products of the forward pass in 8 bits,
+without Hopper's warp-specialized kernels. `wmma` is CUDA C++ to learn from, whose lse the portable
+backward pass reads. `e4m3` has both products of the forward pass in 8 bits,
 and no backward.
 """
 
@@ -34,6 +35,7 @@ from tnp.inputs import (
     require_one_device,
 )
 from tnp.ops.attention import cases, definition, eight_bit, torch_forms
+from tnp.ops.declared import by_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +123,15 @@ def _ours(call: Call) -> Reason:
     return _triton(call)
 
 
+def _in_cuda(call: Call) -> Reason:
+    p = call.problem
+    if p["head_dim"] not in (64, 128):
+        return f"it takes head_dim 64 and 128, not {p['head_dim']}"
+    if p.dtype == "bfloat16" and call.target.capability < 80:
+        return "tensor cores take bfloat16 from compute capability 8.0 on"
+    return None
+
+
 def _operation(name: str, *kernels: str) -> Operation:
     return Operation(f"attention.{name}", tuple(f"{__name__}.{kernel}" for kernel in kernels))
 
@@ -190,6 +201,15 @@ OPERATOR = Operator(
             supported=_ours,
             options=definition.OF_ANY_KIND,
             selectable=False,
+        ),
+        by_cuda(
+            "wmma",
+            "attention",
+            f"{__name__}.cuda_attention:FORWARD",
+            _in_cuda,
+            backward=PORTABLE_BACKWARD,
+            dtypes=("bfloat16", "float16"),
+            options=definition.IN_CUDA,
         ),
         Implementation(
             "e4m3",
