@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tnp.contract import Call, Reason, on_cuda
+from tnp.definitions import CUDA_INCLUDE
 from tnp.extras import DISTRIBUTION
 from tnp.files import replacing, user_cache
 
@@ -43,7 +44,6 @@ ARCHITECTURES = {
 TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 WARP = 32
 SHARED_LIMIT = 48 * 1024  # of a block that does not ask for more
-INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)  # of ours; others are in brackets
 
 Constants = tuple[tuple[str, str | int], ...]
 
@@ -131,7 +131,7 @@ class Source:
             if path not in seen:
                 seen.add(path)
                 text = path.read_text()
-                pending += [ROOT / name for name in INCLUDED.findall(text)]
+                pending += [ROOT / name for name in CUDA_INCLUDE.findall(text)]
                 yield text
 
 
@@ -201,7 +201,14 @@ def _by_nvcc(source: Source, architecture: str) -> tuple[bytes, str]:
 
 def _cached(source: Source, architecture: str) -> bytes:
     """Machine code from the user's cache, or compiled and kept there."""
-    said = [source.name, source.constants, source.folders, architecture, _compiler(), *source.texts()]
+    said = [
+        source.name,
+        source.constants,
+        source.folders,
+        architecture,
+        _compiler(),
+        *source.texts(),
+    ]
     path = user_cache() / "cuda" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
     path = path.with_suffix(".cubin")
     if not path.is_file():

@@ -72,7 +72,7 @@ def by_cuda(
     """
 
     def supported(call: Call) -> Reason:
-        return also(call) or cuda.refuses(call)
+        return cuda.refuses(call) or also(call)
 
     forward = Operation(f"{op}.{name}", (kernel,))
     return Implementation(name, forward=forward, supported=supported, selectable=False, **limits)

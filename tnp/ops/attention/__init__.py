@@ -9,8 +9,7 @@ keys these are is answered in `keys`.
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
 and dv and then dq, whose results are equal from run to run; or one. `portable` is `separate`
 without Hopper's warp-specialized kernels. `wmma` is CUDA C++ to learn from, whose lse the portable
-backward pass reads. `e4m3` has both products of the forward pass in 8 bits,
-and no backward.
+backward pass reads. `e4m3` has both products of the forward pass in 8 bits, and no backward.
 """
 
 from __future__ import annotations
@@ -127,6 +126,8 @@ def _in_cuda(call: Call) -> Reason:
     p = call.problem
     if p["head_dim"] not in (64, 128):
         return f"it takes head_dim 64 and 128, not {p['head_dim']}"
+    if call.wanted and call.target.capability < 80:
+        return "its backward pass is Triton's, from compute capability 8.0 on"
     if p.dtype == "bfloat16" and call.target.capability < 80:
         return "tensor cores take bfloat16 from compute capability 8.0 on"
     return None

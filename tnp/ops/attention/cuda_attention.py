@@ -29,9 +29,7 @@ def prepare(call: Call, config: object, inputs: tuple) -> Callable:
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
     n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
-    constants = cuda.constants(
-        TYPE=cuda.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS
-    )
+    constants = cuda.constants(TYPE=cuda.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
     source, capability = cuda.Source(WMMA, constants), call.target.capability
     grid = (n_tiles * q.shape[0] * n_heads,)
     as_read = [x if call.aligned else with_aligned_rows(x) for x in inputs[:3]]
@@ -53,6 +51,4 @@ def prepare(call: Call, config: object, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel(
-    "wmma", empty, prepare, options=IN_CUDA, compiled_for=tuple(cuda.ARCHITECTURES)
-)
+FORWARD = Kernel("wmma", empty, prepare, options=IN_CUDA, compiled_for=tuple(cuda.ARCHITECTURES))

@@ -247,6 +247,10 @@ def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     Every type for the GPU that has all kernels, the model's own for the others; other head_dims
     for many keys and for few alone; every kind for many keys.
     """
+    if target.capability < 80:  # CUDA C++ alone
+        sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}
+        yield from (operator.problem("float16", **sizes, head_dim=n) for n in (64, 128))
+        return
     types = _TYPES if target.capability == 90 else _TYPES[:2]
     for dtype, head_dim, options in types:
         for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:

@@ -72,8 +72,8 @@ __device__ void attend(const T* q, const T* k, const T* v, T* o, float* lse, lon
   using Value = wmma::fragment<wmma::matrix_b, SIDE, SIDE, SIDE, T, wmma::row_major>;
   using Result = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
 
-  __shared__ alignas(32) T stages[STAGES][2][KEYS * Row];
-  __shared__ alignas(32) float all_scores[Warps][SIDE * ScoreRow];
+  __shared__ __align__(32) T stages[STAGES][2][KEYS * Row];
+  __shared__ __align__(32) float all_scores[Warps][SIDE * ScoreRow];
   __shared__ float all_factors[Warps][SIDE];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -216,7 +216,7 @@ __device__ void attend(const T* q, const T* k, const T* v, T* o, float* lse, lon
 
 // q, o: [B, n_heads, n_q, HEAD_DIM], k, v: [B, n_heads / group, n_k, HEAD_DIM] with these strides, all
 // multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has 16 WARPS queries of one head.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_wmma(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) attention_wmma(
     const TYPE* q, const TYPE* k, const TYPE* v, TYPE* o, float* lse,
     long long q_b, long long q_h, long long q_m, long long k_b, long long k_h, long long k_n,
     long long v_b, long long v_h, long long v_n, long long o_b, long long o_h, long long o_m,

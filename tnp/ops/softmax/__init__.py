@@ -115,18 +115,16 @@ OPERATOR = Operator(
     keeps=("y",),
     implementations=(
         *by_pytorch(reference),
+        by_cuda("three_passes", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_THREE_PASSES"),
+        by_cuda(
+            "one_pass", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_ONE_PASS", _fits_registers
+        ),
         by_triton(
             "triton",
             "softmax",
             "tnp.ops.softmax.triton_softmax",
             forward=("FORWARD", "ONLINE_FORWARD"),
             backward=("BACKWARD", "BLOCKS_BACKWARD"),
-        ),
-        by_cuda(
-            "three_passes", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_THREE_PASSES"
-        ),
-        by_cuda(
-            "one_pass", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_ONE_PASS", _fits_registers
         ),
     ),
     describe=describe,
