@@ -176,11 +176,7 @@ class Kernel:
     saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
     moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
     counts: Callable[[Call, Any], tuple[float, ...]] | None = None  # None: no time is predicted
-    compiled_for: tuple[int, ...] = (
-        80,
-        90,
-        100,
-    )  # capabilities that the compile gate builds it for
+    compiled_for: tuple[int, ...] = (80, 90, 100)  # capabilities, by the compile gate
 
     def refuses(self, call: Call) -> Reason:
         """Why it cannot serve the call, or None."""

@@ -1,10 +1,10 @@
 """CUDA C++ that is compiled on first use, for the GPU that is there.
 
-A kernel is named "module:NAME", as Triton's are: "tnp.ops.softmax.one_pass:softmax_one_pass" is that
-`extern "C"` function of tnp/ops/softmax/one_pass.cu. What is a constant to it, types, sizes of tiles,
-numbers of templates, is defined on the compiler's command line. NVRTC compiles, NVIDIA's compiler
-as a library, through cuda-core; where it is missing nvcc does. Compiled code is kept in the user's
-cache, by what it was compiled of and with.
+A kernel is named "module:NAME", as Triton's are: "tnp.ops.softmax.one_pass:softmax_one_pass" is
+that `extern "C"` function of tnp/ops/softmax/one_pass.cu. What is a constant to it, types, sizes of
+tiles, numbers of templates, is defined on the compiler's command line. NVRTC compiles, NVIDIA's
+compiler as a library, through cuda-core; where it is missing nvcc does. Compiled code is kept in
+the user's cache, by what it was compiled of and with.
 
 Planning asks `refuses`, which imports nothing of NVIDIA's.
 """
@@ -201,14 +201,8 @@ def _by_nvcc(source: Source, architecture: str) -> tuple[bytes, str]:
 
 def _cached(source: Source, architecture: str) -> bytes:
     """Machine code from the user's cache, or compiled and kept there."""
-    said = [
-        source.name,
-        source.constants,
-        source.folders,
-        architecture,
-        _compiler(),
-        *source.texts(),
-    ]
+    said = [source.name, source.constants, source.folders, architecture, _compiler()]
+    said += source.texts()
     path = user_cache() / "cuda" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
     path = path.with_suffix(".cubin")
     if not path.is_file():
@@ -228,7 +222,7 @@ def _compiler() -> str:
     return subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
 
 
-# ------------------------------------------------------------------------------------------ launches
+# ----------------------------------------------------------------------------------------- launches
 
 Launch = Callable[[tuple[int, ...], int, list], None]  # grid, threads of a block, arguments
 _watchers: list[Callable[[Bound], None]] = []

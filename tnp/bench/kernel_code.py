@@ -1,4 +1,4 @@
-"""Which kernels, Triton's and of CUDA C++, a piece of work launches, and a hash of what each of them says.
+"""Which kernels of Triton and CUDA C++ a piece of work launches, and a hash of what each says.
 
 The hash is that of the definitions which the kernel reaches (`tnp.definitions`), so that a row
 keeps its proof when a comment is edited. Triton's own cache key holds line numbers, and the hash of

@@ -324,7 +324,9 @@ def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
 
 
 def fewer(jobs: Iterable[Job | CudaJob]) -> list[Job | CudaJob]:
-    """Of CUDA C++ and for Hopper in bfloat16 all; else the first of each kernel, on the newest of each operator."""
+    """Of CUDA C++, and for Hopper in bfloat16, all; else the first of each kernel, on the newest of
+    each operator.
+    """
     kept, seen = [], set()
     for job in jobs:
         if isinstance(job, CudaJob):

@@ -15,7 +15,7 @@ PACK_BYTES = 16  # what one instruction moves
 # Of `three_passes.cu`, whatever the width is.
 THREADS = 256
 # Of `one_pass.cu`: numbers that a thread holds while there are more threads to be had, which gives
-# each two loads of 16 bytes to wait for at once, and rows that share a block where a warp holds one.
+# each two loads of 16 bytes to wait for at once; rows that share a block where a warp holds one.
 HELD, MOST_THREADS, ROWS = 16, 1024, 4
 
 
