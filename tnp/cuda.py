@@ -62,7 +62,7 @@ def refuses(call: Call) -> Reason:
 
 @cache
 def _missing() -> Reason:
-    if not _is_installed("cuda.core"):
+    if not (_is_installed("cuda.core") and _is_installed("cuda.bindings")):
         return (
             "cuda-core is not installed, which compiles and launches CUDA C++: "
             f"pip install '{DISTRIBUTION}[cuda]' brings it"
