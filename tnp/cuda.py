@@ -42,6 +42,11 @@ ARCHITECTURES = {
     75: "sm_75", 80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a",
 }  # fmt: skip
 TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+# Packages that carry CUTLASS's headers, and where.
+CUTLASS = (
+    ("cutlass_library", "source", "include"),  # of nvidia-cutlass
+    ("flashinfer", "data", "cutlass", "include"),
+)
 WARP = 32
 SHARED_LIMIT = 48 * 1024  # of a block that does not ask for more
 
@@ -58,6 +63,28 @@ class CompilationError(RuntimeError):
 def refuses(call: Call) -> Reason:
     """Why CUDA C++ cannot serve a call: no GPU, no library that launches it, no compiler."""
     return on_cuda(min(ARCHITECTURES))(call) or _missing()
+
+
+def refuses_cutlass(call: Call) -> Reason:
+    """Why what needs CUTLASS cannot serve a call, besides `refuses`."""
+    if cutlass() is None:
+        return (
+            "the headers of CUTLASS are not installed, which CuTe is part of: "
+            f"pip install '{DISTRIBUTION}[cute]' brings them"
+        )
+    return None if shutil.which("nvcc") else "nvcc is not here, which compiles what needs CUTLASS"
+
+
+@cache
+def cutlass() -> str | None:
+    """The folder of CUTLASS's headers, of a wheel that carries them."""
+    for package, *folders in CUTLASS:
+        found = importlib.util.find_spec(package)
+        for place in (found.submodule_search_locations or ()) if found else ():
+            path = Path(place, *folders)
+            if (path / "cute" / "tensor.hpp").is_file():
+                return str(path)
+    return None
 
 
 @cache
@@ -107,11 +134,14 @@ def _headers() -> Path | None:
 
 @dataclass(frozen=True)
 class Source:
-    """What is compiled: a kernel, its constants by name, and folders with headers of others."""
+    """What is compiled: a kernel, its constants by name, and where CUTLASS is if it needs that.
+
+    With CUTLASS nvcc compiles: NVRTC takes as long, and makes code of every function in its headers.
+    """
 
     kernel: str
     constants: Constants
-    folders: tuple[str, ...] = ()
+    cutlass: str = ""
 
     @property
     def name(self) -> str:
@@ -155,7 +185,7 @@ def build(source: Source, architecture: str) -> Compiled:
         CompilationError: with the compiler's message.
     """
     start = time.perf_counter()
-    by = _by_nvrtc if _nvrtc_is_here() else _by_nvcc
+    by = _by_nvrtc if _nvrtc_is_here() and not source.cutlass else _by_nvcc
     try:
         cubin, log = by(source, architecture)
     except CompilationError as error:
@@ -174,7 +204,7 @@ def _by_nvrtc(source: Source, architecture: str) -> tuple[bytes, str]:
         arch=architecture,
         std="c++17",
         define_macro=[(name, str(value)) for name, value in source.constants],
-        include_path=[str(ROOT), *source.folders, str(_headers())],
+        include_path=[str(ROOT), str(_headers())],
         ptxas_options="-v",
     )
     log = io.StringIO()
@@ -190,7 +220,7 @@ def _by_nvcc(source: Source, architecture: str) -> tuple[bytes, str]:
         out = Path(folder, "out.cubin")
         command = ["nvcc", "-cubin", "-arch", architecture, "-std=c++17", "-Xptxas", "-v"]
         command += [f"-D{name}={value}" for name, value in source.constants]
-        command += [f"-I{each}" for each in (ROOT, *source.folders)]
+        command += [f"-I{each}" for each in filter(None, (ROOT, source.cutlass))]
         child = subprocess.run(
             [*command, "-o", str(out), str(source.path)], capture_output=True, text=True
         )
@@ -201,8 +231,10 @@ def _by_nvcc(source: Source, architecture: str) -> tuple[bytes, str]:
 
 def _cached(source: Source, architecture: str) -> bytes:
     """Machine code from the user's cache, or compiled and kept there."""
-    said = [source.name, source.constants, source.folders, architecture, _compiler()]
+    said = [source.name, source.constants, architecture, _compiler(bool(source.cutlass))]
     said += source.texts()
+    if source.cutlass:
+        said.append(Path(source.cutlass, "cutlass", "version.h").read_text())
     path = user_cache() / "cuda" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
     path = path.with_suffix(".cubin")
     if not path.is_file():
@@ -213,9 +245,9 @@ def _cached(source: Source, architecture: str) -> bytes:
 
 
 @cache
-def _compiler() -> str:
+def _compiler(of_cutlass: bool) -> str:
     """Which, and its version."""
-    if _nvrtc_is_here():
+    if _nvrtc_is_here() and not of_cutlass:
         from cuda.bindings import nvrtc
 
         return f"nvrtc {nvrtc.nvrtcVersion()[1:]}"

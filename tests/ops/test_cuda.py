@@ -305,13 +305,13 @@ def test_compiled_code_is_kept_until_what_it_is_made_of_changes(monkeypatch, tmp
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda, "build", build)
-    monkeypatch.setattr(cuda, "_compiler", lambda: "one")
+    monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "one")
     for _ in range(2):
         assert cuda._cached(source(), "sm_80") == b"code"
     assert built == ["sm_80"]
     cuda._cached(source(), "sm_86")
     cuda._cached(source(ROWS=2), "sm_86")
-    monkeypatch.setattr(cuda, "_compiler", lambda: "another")
+    monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "another")
     cuda._cached(source(), "sm_80")
     monkeypatch.setattr(cuda.Source, "texts", lambda self: iter(["other text"]))
     cuda._cached(source(), "sm_80")

@@ -8,14 +8,16 @@ keys these are is answered in `keys`.
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
 and dv and then dq, whose results are equal from run to run; or one. `portable` is `separate`
-without Hopper's warp-specialized kernels. `wmma` is CUDA C++ to learn from, whose lse the portable
-backward pass reads. `e4m3` has both products of the forward pass in 8 bits, and no backward.
+without Hopper's warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from, whose lse the
+portable backward pass reads. `e4m3` has both products of the forward pass in 8 bits, and no
+backward.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tnp import cuda
 from tnp.contract import (
     ALL_FLOATS,
     Budget,
@@ -133,6 +135,12 @@ def _in_cuda(call: Call) -> Reason:
     return None
 
 
+def _in_cute(call: Call) -> Reason:
+    if call.target.capability < 80:
+        return "its instructions are of compute capability 8.0 and newer"
+    return _in_cuda(call) or cuda.refuses_cutlass(call)
+
+
 def _operation(name: str, *kernels: str) -> Operation:
     return Operation(f"attention.{name}", tuple(f"{__name__}.{kernel}" for kernel in kernels))
 
@@ -206,8 +214,17 @@ OPERATOR = Operator(
         by_cuda(
             "wmma",
             "attention",
-            f"{__name__}.cuda_attention:FORWARD",
+            f"{__name__}.cuda_attention:FORWARD_WMMA",
             _in_cuda,
+            backward=PORTABLE_BACKWARD,
+            dtypes=("bfloat16", "float16"),
+            options=definition.IN_CUDA,
+        ),
+        by_cuda(
+            "cute",
+            "attention",
+            f"{__name__}.cuda_attention:FORWARD_CUTE",
+            _in_cute,
             backward=PORTABLE_BACKWARD,
             dtypes=("bfloat16", "float16"),
             options=definition.IN_CUDA,

@@ -1,8 +1,8 @@
-"""Launches of attention in CUDA C++: `wmma.cu`, whose comments teach."""
+"""Launches of attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,29 +20,39 @@ from tnp.ops.attention.primitives import (
 from tnp.ops.attention.torch_forms import with_aligned_rows
 
 WMMA = "tnp.ops.attention.wmma:attention_wmma"
+CUTE = "tnp.ops.attention.cute:attention_cute"
+CUTE_TYPES = {"bfloat16": "cute::bfloat16_t", "float16": "cute::half_t"}
 WARPS, QUERIES_OF_A_WARP = 4, 16
 
 
-def prepare(call: Call, config: object, inputs: tuple) -> Callable:
+def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
     """One launch, a block 64 queries of a head."""
-    q, k = inputs[:2]
+    return _prepare(call, inputs, WMMA, cuda.TYPES)
+
+
+def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
+    """Likewise."""
+    return _prepare(call, inputs, CUTE, CUTE_TYPES, cuda.cutlass() or "")
+
+
+def _prepare(
+    call: Call, inputs: tuple, kernel: str, types: Mapping[str, str], cutlass: str = ""
+) -> Callable:
+    as_read = with_aligned_rows if not call.aligned else lambda x: x
+    q, k, v = map(as_read, inputs[:3])
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
     n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
-    constants = cuda.constants(TYPE=cuda.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
-    source, capability = cuda.Source(WMMA, constants), call.target.capability
-    grid = (n_tiles * q.shape[0] * n_heads,)
-    as_read = [x if call.aligned else with_aligned_rows(x) for x in inputs[:3]]
-    strides = [step for x in as_read for step in row_strides(x)]
+    constants = cuda.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
     bound = cuda.Bound(
-        source, capability, grid, WARPS * cuda.WARP, *strides, *of_o[1][:3], n_heads,
-        n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
+        cuda.Source(kernel, constants, cutlass), call.target.capability,
+        (n_tiles * q.shape[0] * n_heads,), WARPS * cuda.WARP,
+        *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3],
+        n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
     )  # fmt: skip
 
     def launch(inputs, scalars):
-        q, k, v = inputs[:3]
-        if not call.aligned:
-            q, k, v = map(with_aligned_rows, (q, k, v))
+        q, k, v = map(as_read, inputs[:3])
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
         bound(q, k, v, o, lse, scalars[0] * LOG2_E)
@@ -51,4 +61,6 @@ def prepare(call: Call, config: object, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel("wmma", empty, prepare, options=IN_CUDA, compiled_for=tuple(cuda.ARCHITECTURES))
+_BUILT = tuple(cuda.ARCHITECTURES)
+FORWARD_WMMA = Kernel("cuda", empty, prepare_wmma, options=IN_CUDA, compiled_for=_BUILT)
+FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=IN_CUDA, compiled_for=_BUILT)
