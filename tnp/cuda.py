@@ -136,7 +136,8 @@ def _headers() -> Path | None:
 class Source:
     """What is compiled: a kernel, its constants by name, and where CUTLASS is if it needs that.
 
-    With CUTLASS nvcc compiles: NVRTC takes as long, and makes code of every function in its headers.
+    With CUTLASS nvcc compiles: NVRTC takes as long, and makes code of every function of its headers
+    (measured at 4.2.0).
     """
 
     kernel: str

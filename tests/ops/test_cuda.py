@@ -64,6 +64,32 @@ def test_what_cuda_does_not_take_is_refused_in_a_sentence(here):
     assert "not cpu" in HEADS("float16", target=targets.CPU, head_dim=64)
 
 
+def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
+    cute = partial(refused, "attention", "cute", batch=1, n_heads=4, n_q=9, n_k=9, head_dim=64)
+    monkeypatch.setattr(cuda, "cutlass", lambda: None)
+    assert "pip install 'tnp-kernels[cute]'" in cute("float16")
+    monkeypatch.setattr(cuda, "cutlass", lambda: "/somewhere")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    assert cute("float16").startswith("nvcc is not here")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: name)
+    assert cute("float16") is None
+    assert "8.0 and newer" in cute("float16", target=targets.of_capability(75))
+
+
+def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, tmp_path):
+    cuda.cutlass.cache_clear()
+    monkeypatch.setattr(cuda, "CUTLASS", (("no_such_package",), ("carrier_of_headers", "include")))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cuda.cutlass() is None
+    cuda.cutlass.cache_clear()
+    folder = tmp_path / "carrier_of_headers" / "include"
+    (folder / "cute").mkdir(parents=True)
+    (folder / "cute" / "tensor.hpp").touch()
+    (folder.parent / "__init__.py").touch()
+    assert cuda.cutlass() == str(folder)
+    cuda.cutlass.cache_clear()
+
+
 def test_what_is_not_installed_is_named(monkeypatch):
     cuda._missing.cache_clear()
     monkeypatch.setattr(cuda, "_is_installed", lambda module: False)

@@ -8,9 +8,9 @@ keys these are is answered in `keys`.
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
 and dv and then dq, whose results are equal from run to run; or one. `portable` is `separate`
-without Hopper's warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from, whose lse the
-portable backward pass reads. `e4m3` has both products of the forward pass in 8 bits, and no
-backward.
+without Hopper's warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from, and the
+portable backward pass reads their lse. `e4m3` has both products of the forward pass in 8 bits, and
+no backward.
 """
 
 from __future__ import annotations
