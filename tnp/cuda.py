@@ -6,7 +6,7 @@ tiles, numbers of templates, is defined on the compiler's command line. NVRTC co
 compiler as a library, through cuda-core; where it is missing nvcc does. Compiled code is kept in
 the user's cache, by what it was compiled of and with.
 
-Planning asks `refuses`, which imports nothing of NVIDIA's.
+Planning imports nothing of NVIDIA's: `missing` is asked where something is to run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tnp.contract import Call, Reason, on_cuda
+from tnp.contract import Reason
 from tnp.definitions import CUDA_INCLUDE
 from tnp.extras import DISTRIBUTION
 from tnp.files import replacing, user_cache
@@ -60,19 +60,16 @@ class CompilationError(RuntimeError):
 # ------------------------------------------------------------------------------------- what is here
 
 
-def refuses(call: Call) -> Reason:
-    """Why CUDA C++ cannot serve a call: no GPU, no library that launches it, no compiler."""
-    return on_cuda(min(ARCHITECTURES))(call) or _missing()
-
-
-def refuses_cutlass(call: Call) -> Reason:
-    """Why what needs CUTLASS cannot serve a call, besides `refuses`."""
+def missing_for_cute() -> Reason:
+    """What is not installed that compiles and launches CuTe."""
     if cutlass() is None:
         return (
             "the headers of CUTLASS are not installed, which CuTe is part of: "
             f"pip install '{DISTRIBUTION}[cute]' brings them"
         )
-    return None if shutil.which("nvcc") else "nvcc is not here, which compiles what needs CUTLASS"
+    if not shutil.which("nvcc"):
+        return "nvcc is not here, which compiles what needs CUTLASS"
+    return missing()
 
 
 @cache
@@ -88,7 +85,8 @@ def cutlass() -> str | None:
 
 
 @cache
-def _missing() -> Reason:
+def missing() -> Reason:
+    """What is not installed that compiles and launches CUDA C++."""
     if not (_is_installed("cuda.core") and _is_installed("cuda.bindings")):
         return (
             "cuda-core is not installed, which compiles and launches CUDA C++: "

@@ -73,9 +73,9 @@ def rows(*launches: str) -> list[dict]:
 
 def in_cuda_that_compiles() -> set[str]:
     """Where there is no compiler, or CUTLASS is missing, these are refused with the reason."""
-    if cuda._missing():
+    if cuda.missing():
         return set()
-    return set(IN_CUDA.values()) - ({"attention_cute"} if cuda.refuses_cutlass(None) else set())
+    return set(IN_CUDA.values()) - ({"attention_cute"} if cuda.missing_for_cute() else set())
 
 
 @pytest.mark.first

@@ -22,7 +22,7 @@ DEVICE = torch.device("cpu")
 INF = float("inf")
 
 compiles = pytest.mark.skipif(
-    cuda._missing() is not None, reason=f"CUDA C++ does not compile here: {cuda._missing()}"
+    cuda.missing() is not None, reason=f"CUDA C++ does not compile here: {cuda.missing()}"
 )
 emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not installed")
 
@@ -30,8 +30,12 @@ emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not ins
 @pytest.fixture
 def here(monkeypatch):
     """As where a compiler is, whose kernels then run on this CPU."""
-    monkeypatch.setattr(cuda, "_missing", lambda: None)
+    cuda.missing.cache_clear()
+    monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
+    monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: True)
     monkeypatch.setattr(cuda, "loaded", emulation.loaded)
+    yield
+    cuda.missing.cache_clear()
 
 
 def refused(op: str, name: str, dtype: str, wanted=(), target: Target = H200, **sizes) -> str:
@@ -91,15 +95,15 @@ def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, t
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
-    cuda._missing.cache_clear()
+    cuda.missing.cache_clear()
     monkeypatch.setattr(cuda, "_is_installed", lambda module: False)
     assert "pip install 'tnp-kernels[cuda]'" in HEADS("float16", head_dim=64)
-    cuda._missing.cache_clear()
+    cuda.missing.cache_clear()
     monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
     monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: False)
     monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
     assert "neither NVRTC" in HEADS("float16", head_dim=64)
-    cuda._missing.cache_clear()
+    cuda.missing.cache_clear()
 
 
 @pytest.mark.parametrize("op, name", IN_CUDA)
@@ -298,7 +302,7 @@ def source(**named) -> cuda.Source:
 
 
 def compilers() -> list:
-    found = [("nvrtc", cuda._by_nvrtc)] if not cuda._missing() and cuda._nvrtc_is_here() else []
+    found = [("nvrtc", cuda._by_nvrtc)] if not cuda.missing() and cuda._nvrtc_is_here() else []
     return found + ([("nvcc", cuda._by_nvcc)] if cuda.shutil.which("nvcc") else [])
 
 

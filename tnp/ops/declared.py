@@ -16,6 +16,7 @@ from tnp.contract import (
     Reason,
     Support,
     anywhere,
+    on_cuda,
     triton_from,
 )
 
@@ -58,7 +59,12 @@ def by_triton(
 
 
 def by_cuda(
-    name: str, op: str, kernel: str, also: Support = anywhere, **limits: Any
+    name: str,
+    op: str,
+    kernel: str,
+    also: Support = anywhere,
+    missing: Callable[[], Reason] = cuda.missing,
+    **limits: Any,
 ) -> Implementation:
     """Ours in CUDA C++, to learn from: never chosen unless it is named. Its own operation forward,
     `backward` where `limits` name one.
@@ -68,14 +74,19 @@ def by_cuda(
         op: the operator's.
         kernel: "module:NAME".
         also: what it refuses besides what no CUDA C++ can serve.
+        missing: what it needs that is not installed.
         limits: of the implementation.
     """
 
-    def supported(call: Call) -> Reason:
-        return cuda.refuses(call) or also(call)
-
-    forward = Operation(f"{op}.{name}", (kernel,))
-    return Implementation(name, forward=forward, supported=supported, selectable=False, **limits)
+    on_gpu = on_cuda(min(cuda.ARCHITECTURES))
+    return Implementation(
+        name,
+        forward=Operation(f"{op}.{name}", (kernel,)),
+        supported=lambda call: on_gpu(call) or also(call),
+        missing=missing,
+        selectable=False,
+        **limits,
+    )
 
 
 def triton_to_width(most: int) -> Support:

@@ -138,7 +138,7 @@ def _in_cuda(call: Call) -> Reason:
 def _in_cute(call: Call) -> Reason:
     if call.target.capability < 80:
         return "its instructions are of compute capability 8.0 and newer"
-    return _in_cuda(call) or cuda.refuses_cutlass(call)
+    return _in_cuda(call)
 
 
 def _operation(name: str, *kernels: str) -> Operation:
@@ -225,6 +225,7 @@ OPERATOR = Operator(
             "attention",
             f"{__name__}.cuda_attention:FORWARD_CUTE",
             _in_cute,
+            cuda.missing_for_cute,
             backward=PORTABLE_BACKWARD,
             dtypes=("bfloat16", "float16"),
             options=definition.IN_CUDA,
