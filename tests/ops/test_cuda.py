@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests import emulation
-from tnp import cuda, plans, selection, targets
+from tnp import cuda, definitions, plans, selection, targets
+from tnp.bench import kernel_code
 from tnp.catalog import catalog
 from tnp.contract import Call
 from tnp.gates.poison import Poisoned, guarded
@@ -172,6 +173,13 @@ def test_blocks_of_attention(n_q, blocks, here):
     case = attention.OPERATOR.case("float16", 2, 3, n_q, 100, 64)
     found = bound("attention", "wmma", case)
     assert (found.grid, found.threads) == ((blocks,), 128)
+
+
+def test_a_launch_is_noted_with_the_hash_of_its_source(here):
+    with kernel_code.launches() as noted:
+        bound("softmax", "one_pass", softmax.OPERATOR.case("float16", 7, 100))
+    name = ONE_PASS.replace(":", ".")
+    assert noted == {name: definitions.fingerprint([ONE_PASS])}
 
 
 # --------------------------------------------------------------------------------------- numerics
