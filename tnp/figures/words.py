@@ -46,6 +46,7 @@ WORDS = {
     "swiglu": "SwiGLU",
     "gelu_linear": "linear with GELU",
     "rope": "rotary embedding",
+    "qk_norm_rope": "QK-norm and rotary embedding",
     "cross_entropy": "cross-entropy",
     "linear_cross_entropy": "cross-entropy of a linear layer",
     "mlp": "MLP",

@@ -75,19 +75,19 @@ def widened(x):
 
 
 @triton.jit
-def dot(a, b):
+def dot(a, b, PRECISION: tl.constexpr = FLOAT32_PRECISION):
     """a @ b accumulated in float32, to float32's own accuracy for float32 operands."""
     if INTERPRETED:
-        return tl.dot(widened(a), widened(b), input_precision=FLOAT32_PRECISION)
-    return tl.dot(a, b, input_precision=FLOAT32_PRECISION)
+        return tl.dot(widened(a), widened(b), input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
-def add_dot(a, b, acc):
+def add_dot(a, b, acc, PRECISION: tl.constexpr = FLOAT32_PRECISION):
     """acc + a @ b, in the accumulator."""
     if INTERPRETED:
-        return tl.dot(widened(a), widened(b), acc, input_precision=FLOAT32_PRECISION)
-    return tl.dot(a, b, acc, input_precision=FLOAT32_PRECISION)
+        return tl.dot(widened(a), widened(b), acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -150,7 +150,11 @@ FORWARD = _operation(
 )
 # The backward pass for few keys is one launch without atomics: the deterministic form, and fused.
 SEPARATE = _operation(
-    "separate", "few_keys:BACKWARD", "hopper_backward:SEPARATE", "triton_backward:SEPARATE"
+    "separate",
+    "few_keys:BACKWARD",
+    "hopper_backward:ORDERED",
+    "hopper_backward:SEPARATE",
+    "triton_backward:SEPARATE",
 )
 FUSED = _operation("fused", "few_keys:BACKWARD", "hopper_backward:FUSED", "triton_backward:FUSED")
 PORTABLE_FORWARD = _operation("portable_forward", "triton_forward:FORWARD")

@@ -19,6 +19,9 @@ reductions of float32 tiles, in whatever order programs arrive: dq then differs 
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_backward._finish_dq_kernel` puts it right.
 
+ORDERED (FUSED, where nothing is hidden): blocks of keys add to a tile of dq in their order, which
+makes dq equal from run to run. Each waits until a count says that those before it have.
+
 BASE2 (FUSED alone): q carries scale·log2(e), and of query tiles all of whose lse lie between −64
 and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is
 2^(k qᵀ), and neither lse nor a subtraction is in the loop.
@@ -26,6 +29,7 @@ and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all til
 
 from dataclasses import dataclass
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,16 +43,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, TURN_TILES, Pipeline
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
+    barrier,
     flat_map,
     head_map,
     load_tile,
     reduce_add,
     ring,
     tile,
+    written,
 )
 from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
 from tnp.ops.hopper_primitives import barriers
@@ -224,6 +230,9 @@ def _add_dq(pipe, item, dq_desc):
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
     for _member in range(pipe.GROUP):
         for i in range(n_stages):
+            at = first_stage + i
+            if pipe.ORDERED and at % TURN_TILES == 0:
+                pipe.wait_for_turn(item, at, padded)
             buffer, phase = ring(step + i, 2)
             mbarrier.wait(pipe.ds_full.index(buffer), phase)
             for part in gl.static_range(PARTS):
@@ -240,8 +249,11 @@ def _add_dq(pipe, item, dq_desc):
                 to = pipe.dq.index(buffer if PARTS == 1 else part)
                 to.store(gl.reshape(in_order, [ROWS, WIDTH]))
                 fence_async_shared()
-                row = (padded + (first_stage + i) * ROWS) * PARTS + part * ROWS
-                reduce_add(dq_desc, [row, 0], to)
+                reduce_add(dq_desc, [(padded + at * ROWS) * PARTS + part * ROWS, 0], to)
+            if pipe.ORDERED and ((at + 1) % TURN_TILES == 0 or i + 1 == n_stages):
+                written()
+                barrier()
+                pipe.pass_turn(at, padded)
         step += n_stages
         padded += pipe.head_rows
     if pipe.PERSISTENT:
@@ -260,19 +272,19 @@ def _dq_consumer(pipe, dq_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "n_q", "n_k", "n_items", "n_whole", "n_pieces", "of_head", "head_rows", "left",
-        "right",
+        "n_heads", "n_q", "n_k", "n_items", "n_whole", "n_pieces", "of_head", "section",
+        "head_rows", "left", "right",
     ]
 )  # fmt: skip
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
-    tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr,
-    n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, left, right,
+    tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr, turn_ptr,
+    n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
     scale, scale_log2,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_N_KEYS: gl.constexpr, PACKED: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
-    SPLIT: gl.constexpr, APART: gl.constexpr,
+    SPLIT: gl.constexpr, APART: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(FUSED or not BASE2, "do of the separate form is as it was")
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
@@ -291,12 +303,13 @@ def _attention_bwd_dkdv_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
-        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr,
-        n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, left, right,
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
+        n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
-        SPLIT, APART,
+        SPLIT, APART, ORDERED,
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT or TILES > 1))
+    gl.static_assert(not ORDERED or (FUSED and not (pipe.PLAIN or LEFT or RIGHT)))
     if FUSED:
         gl.warp_specialize(
             [
@@ -328,12 +341,13 @@ def bound_dkdv(
     config: DkdvConfig,
     *,
     fused: bool,
+    ordered: bool = False,
     base2: bool = False,
     split: tuple[int, int] | None = None,
 ) -> Bound:
     """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, what `Tiles.pointers` gives of 128 keys, of
-    each head whether do of some query tile is as it was or any tensor, pieces or any tensor, scale,
-    scale·log2(e).
+    each head whether do of some query tile is as it was or any tensor, pieces or any tensor, int32
+    zeros of each tile of queries or any tensor, scale, scale·log2(e).
 
     Args:
         call: what is asked.
@@ -342,6 +356,7 @@ def bound_dkdv(
         config: what to launch with.
         fused: dq is added to its tiles, float32 [rows, D], each 64 rows by 64 columns a tile of
             unscaled dq in the order of registers. Where not, they are never read.
+        ordered: and in one order.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         split: how many items are whole, and of how many pieces each other one is.
     """
@@ -361,13 +376,16 @@ def bound_dkdv(
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
+    # As many as there are programs for, so that those of a head are not launched one by one.
+    section = triton.cdiv(call.target.multiprocessors, of_head)
     reach = Reach.of(call.problem)
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),
-        n_kv_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, head_rows, *reach.numbers,
+        n_kv_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows,
+        *reach.numbers,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
         HEAD_DIM=head_dim, GROUP=n_heads // n_kv_heads, STAGES=config.num_stages,
         TILES=config.tiles, REGISTERS=config.registers, **lengths_given(call), **reach.constants,
         FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, SPLIT=split is not None,
-        APART=call.apart, num_warps=4,
+        APART=call.apart, ORDERED=ordered, num_warps=4,
     )  # fmt: skip

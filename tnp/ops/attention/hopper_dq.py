@@ -329,8 +329,9 @@ def _consumer(pipe, dq_desc, dq_ptr, stats_ptr, scale, scale_log2, WARPGROUP: gl
                 pipe, q, do, lse, delta, scale_log2, n, row, n_rows, keys, WARPGROUP
             )  # fmt: skip
 
-            # Computed again: kept through the walk it would spill.
-            _exists, bh, row, first_q, n_rows, _first_k, _keys, _of_statistics = pipe.item(i)
+            if pipe.PACKED:
+                # Computed again: kept through the walk it would spill.
+                _exists, bh, row, first_q, n_rows, _first_k, _keys, _of_statistics = pipe.item(i)
             row += WARPGROUP * ROWS
             if row + ROWS <= n_rows or not pipe.PACKED:
                 q.store((dq * scale).to(DTYPE))

@@ -126,12 +126,27 @@ def store_some(ptr, x, bh, row, end, n_heads):
     gl.store(ptr + of_row[:, None] + offs_d[None, :], x, mask=(rows < end)[:, None])
 
 
+# Of the threads of a partition. Triton 3.6 has it by another name.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
 @gluon.jit
 def written():
-    """Wait until what TMA stored for this thread is in memory, not only read from shared memory."""
+    """Wait until what TMA stored or added for this thread is in memory, not only read from shared
+    memory.
+    """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
         pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def acquired(ptr):
+    """The int32 at ptr; what was released with it is seen after it."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
 
 

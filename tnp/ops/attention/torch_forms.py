@@ -124,6 +124,8 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
 
     Its grid is made for the longest sequence, which PyTorch asks for as a number.
     """
+    from inspect import signature
+
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
@@ -136,9 +138,12 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     else:
         longest = longest_sequence(cu_seqlens_q), longest_sequence(cu_seqlens_k)
     reach = (window - 1 if window else -1, 0 if causal else window - 1 if window else -1)
+    told = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if "enable_gqa" not in signature(varlen_attn).parameters:
+        told = {}  # torch 2.11 takes grouped heads without being told
     o = varlen_attn(
         to_rows(q), to_rows(k), to_rows(v), cu_seqlens_q, cu_seqlens_k, *longest, scale=scale,
-        window_size=reach, enable_gqa=q.shape[1] != k.shape[1],
+        window_size=reach, **told,
     )  # fmt: skip
     return from_rows(o, len(q))
 

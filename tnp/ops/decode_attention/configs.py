@@ -49,10 +49,10 @@ def configs(call: Call) -> tuple[Config, ...]:
         return Config(block_n, programs, num_warps, min(max(2, blocks + in_use), MOST_STAGES))
 
     found = (
+        config(keys, 2, warps, 64),
         config(keys, 2, warps, 96),
         config(fewer, 3, warps, 64),
         config(fewer, 2, warps, 96),
-        config(keys, 2, warps, 64),
         config(keys, 1, warps, 192),
         config(keys, 1, warps, 96),
         config(keys, 1, warps, 64),

@@ -1,7 +1,8 @@
 """Decode attention in portable Triton: the same share of all keys for every program.
 
-A unit of work is a block of keys of one pair, a sequence and a kv head. The units of all pairs
-stand in a row, and each program takes an equal, contiguous part of it, which it finds from
+A unit of work is a block of keys of one pair, a sequence and a kv head, and START units more of it
+are what beginning with a pair takes, in which no block is read. The units of all pairs stand in a
+row, and each program takes an equal, contiguous part of it, which it finds from
 `lengths` on the device: no shape of a launch depends on them, so that a captured launch is right
 for any. All queries that read a kv head's keys, heads of a group and tokens, are one tile of rows.
 
@@ -29,8 +30,14 @@ from tnp.launch import Bound
 from tnp.ops.attention.primitives import CHECK_VARIABLE, LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
-from tnp.ops.primitives import INTERPRETED, add_dot, cast, dot, widened
+from tnp.ops.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
 
+# What a program takes before the first block of a pair, in blocks. Of lengths up to 32,768 drawn
+# log-uniform 64 sequences take 278 µs with 0, 255 with 1, 247 with 2 and 250 with 4 (H200).
+START = 2
+# Of float32, from 64 rows on: products in three tf32 parts gave wrong numbers there, from matmuls
+# of a warpgroup (triton 3.6.0, H200).
+EXACTLY = "ieee"
 LEAST_BATCH = 64  # lengths that are read at once: up to so many sequences share a compiled kernel
 # Numbers of the parts of a row that are read at once, and by a warp: 64 a thread.
 PARTS_AT_ONCE, PARTS_A_WARP = 8192, 2048
@@ -50,12 +57,12 @@ def _n_blocks(n_keys, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _units(lengths_ptr, stride_l, batch, capacity, BATCH: tl.constexpr, KV_HEADS: tl.constexpr,
-           BLOCK_N: tl.constexpr):  # fmt: skip
+           BLOCK_N: tl.constexpr, START: tl.constexpr):  # fmt: skip
     """The sequences' numbers, and the units of each."""
     sequence = tl.arange(0, BATCH)
     length = tl.load(lengths_ptr + sequence * stride_l, mask=sequence < batch, other=0)
-    blocks = _n_blocks(_n_keys(length, capacity), BLOCK_N)
-    return sequence, tl.where(sequence < batch, blocks * KV_HEADS, 0)
+    units = START + _n_blocks(_n_keys(length, capacity), BLOCK_N)
+    return sequence, tl.where(sequence < batch, units * KV_HEADS, 0)
 
 
 @triton.jit
@@ -120,7 +127,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    START: tl.constexpr, PRECISION: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it.
 
@@ -131,7 +138,9 @@ def _decode_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     n_rows: tl.constexpr = GROUP * TOKENS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    sequence, units = _units(lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N)
+    sequence, units = _units(
+        lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N, START
+    )
     unit, end = _share(program, tl.sum(units, 0), programs)
     b = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
     at = unit - tl.sum(tl.where(sequence < b, units, 0), 0)  # among the sequence's units
@@ -142,8 +151,10 @@ def _decode_kernel(
     while unit < end:
         n_keys = _n_keys(tl.load(lengths_ptr + b * stride_l), capacity)
         n_blocks = _n_blocks(n_keys, BLOCK_N)
-        h, first = at // n_blocks, at % n_blocks
-        stop = tl.minimum(n_blocks, first + end - unit)
+        n_units = START + n_blocks
+        h, of_pair = at // n_units, at % n_units
+        taken = tl.minimum(n_units - of_pair, end - unit)
+        first, stop = tl.maximum(of_pair - START, 0), of_pair + taken - START
         head = h * GROUP + row // TOKENS
         offs_q = head * stride_qh + token * stride_qt
         q_of = q_ptr + b.to(tl.int64) * stride_qb
@@ -171,7 +182,7 @@ def _decode_kernel(
                 next_key = (block + 1) * BLOCK_N
                 next_page = _pages(table_of, stride_tn, next_key, n_keys, n_pages, PAGE, BLOCK_N)
             k = _cache_tile(k_of, page, slot, stride_kb, stride_kn, there, HEAD_DIM, WIDTH, dtype)
-            s = dot(q, tl.trans(k)) * scale
+            s = dot(q, tl.trans(k), PRECISION) * scale
             s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
             # Of a row that has seen no key yet any finite number does.
@@ -180,17 +191,17 @@ def _decode_kernel(
             alpha = tl.math.exp2(m_i - reference)
             weights = weights * alpha[:, None] + p
             v = _cache_tile(v_of, page, slot, stride_vb, stride_vn, there, HEAD_DIM, WIDTH, dtype)
-            acc = add_dot(cast(p, dtype), v, acc * alpha[:, None])
+            acc = add_dot(cast(p, dtype), v, acc * alpha[:, None], PRECISION)
             m_i, page = m_new, next_page
 
         l_i = tl.sum(weights, 1)
         acc *= _descale(v_descale_ptr, b, h, stride_vdb, stride_vdh, V_DESCALE)
-        if stop - first == n_blocks:
+        if (first == 0) & (stop == n_blocks):
             o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # without a key acc is 0
             offs_o = head * stride_oh + token * stride_ot
             o_of = o_ptr + b.to(tl.int64) * stride_ob
             tl.store(o_of + offs_o[:, None] + offs_d[None, :], cast(o, dtype), mask=in_rows)
-        else:
+        elif first < stop:
             # Of the pair that the program begins inside of the first, of the other the second.
             part_row = (2 * program + (first == 0).to(tl.int32)) * n_rows + row
             part = parts_ptr + (part_row * HEAD_DIM)[:, None] + offs_d[None, :]
@@ -198,9 +209,9 @@ def _decode_kernel(
             beside = parts_ptr + 2 * programs * n_rows * HEAD_DIM + 2 * part_row
             tl.store(beside, m_i, mask=row < n_rows)
             tl.store(beside + 1, l_i, mask=row < n_rows)
-        unit += stop - first
-        at += stop - first
-        if at == n_blocks * KV_HEADS:
+        unit += taken
+        at += taken
+        if at == n_units * KV_HEADS:
             at, b = 0, b + 1
 
 
@@ -210,7 +221,7 @@ def _add_parts_kernel(
     programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    START: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """A row of a pair that several programs have parts of: Σ 2^(m − max m)·acc over
     Σ 2^(m − max m)·l.
@@ -221,12 +232,14 @@ def _add_parts_kernel(
     n_rows: tl.constexpr = GROUP * TOKENS
     row, pair = tl.program_id(0) % n_rows, tl.program_id(0) // n_rows
     b, h = pair // KV_HEADS, pair % KV_HEADS
-    sequence, units = _units(lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N)
+    sequence, units = _units(
+        lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N, START
+    )
     total = tl.sum(units, 0)
-    n_blocks = tl.sum(tl.where(sequence == b, units, 0), 0) // KV_HEADS
-    begin = tl.sum(tl.where(sequence < b, units, 0), 0) + h * n_blocks
-    first = _holder(begin, total, programs)
-    last = _holder(begin + n_blocks - 1, total, programs)
+    n_units = tl.sum(tl.where(sequence == b, units, 0), 0) // KV_HEADS
+    begin = tl.sum(tl.where(sequence < b, units, 0), 0) + h * n_units
+    first = _holder(begin + START, total, programs)
+    last = _holder(begin + n_units - 1, total, programs)
     if FOLLOWS:
         tl.extra.cuda.gdc_wait()
     if first < last:
@@ -281,6 +294,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     of_pairs = dict(
         KV_HEADS=kv_heads, GROUP=p["heads"] // kv_heads, TOKENS=p["n_queries"], HEAD_DIM=head_dim,
         WIDTH=width, BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)), BLOCK_N=config.block_n,
+        START=START,
     )  # fmt: skip
     split = capacity > config.block_n  # a pair may be
     overlap = split and call.target.kind == "cuda" and call.target.capability >= 90
@@ -291,6 +305,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
         ROWS=tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
         K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, FOLLOWED=overlap,
+        PRECISION=EXACTLY if p.itemsize == 4 and tile_rows(p) >= 64 else FLOAT32_PRECISION.value,
         **of_pairs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     add_parts = None

@@ -1,30 +1,36 @@
 """Rotary embedding of q and k in one launch: every element is read once and written once.
 
 A program takes a tile of tokens and heads, of q or of k, with its rows of the tables. The backward
-pass is the same kernel with the sine's sign turned. Computed in float32.
+pass is the same kernel with the sine's sign turned. Computed in float32. What it does with a tile,
+`triton_qk_norm` does too, behind the norm of each head.
 """
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
+import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
+from tnp.contract import Call, Kernel, Problem
 from tnp.launch import Bound
+from tnp.ops.attention.primitives import CHECK_VARIABLE
 from tnp.ops.primitives import cast
+from tnp.ops.rope.definition import OPTIONS
 
 
 @dataclass(frozen=True)
 class Config:
-    """Pairs of elements in a tile, and heads in it at most."""
+    """Pairs of elements of 16 bits in a tile, or half as many of 32, and heads in it at most."""
 
     pairs: int
     heads: int
     num_warps: int
 
 
-# With 1024 pairs and four warps a thread's halves are 16 bytes each in 16 bits.
+# With 1024 pairs and four warps a thread's halves are 16 bytes each.
 CONFIGS = (
     Config(1024, 8, 4),
     Config(1024, 4, 4),
@@ -36,98 +42,174 @@ CONFIGS = (
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, offs_c, offs_s, mask, BACK: tl.constexpr):
-    """Cosines and sines of a tile's pairs, [tokens, 1, BLOCK] in float32; BACK turns the sign."""
-    cos = tl.load(cos_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offs_s, mask=mask, other=0.0).to(tl.float32)
-    if BACK:
-        sin = -sin
+def load_pairs(ptr, offs, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both elements of each pair of the heads at offs, [tokens, heads, 1]: [tokens, heads, BLOCK]
+    in float32. mask is [tokens, 1, 1].
+    """
+    if INTERLEAVED:
+        offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
+        x = tl.load(ptr + offs + offs_d, mask=mask & (offs_d < 2 * HALF), other=0.0)
+        pairs: tl.constexpr = [x.shape[0], x.shape[1], BLOCK, 2]
+        a, b = tl.split(tl.reshape(x.to(tl.float32), pairs))
+    else:
+        offs_d = tl.arange(0, BLOCK)[None, None, :]
+        mask = mask & (offs_d < HALF)
+        a = tl.load(ptr + offs + offs_d, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(ptr + offs + HALF + offs_d, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def store_pairs(
+    ptr, offs, a, b, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Stores what `load_pairs` loads, in the dtype of the memory."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if INTERLEAVED:
+        offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
+        whole: tl.constexpr = [a.shape[0], a.shape[1], 2 * BLOCK]
+        x = cast(tl.reshape(tl.join(a, b), whole), dtype)
+        tl.store(ptr + offs + offs_d, x, mask=mask & (offs_d < 2 * HALF))
+    else:
+        offs_d = tl.arange(0, BLOCK)[None, None, :]
+        mask = mask & (offs_d < HALF)
+        tl.store(ptr + offs + offs_d, cast(a, dtype), mask=mask)
+        tl.store(ptr + offs + HALF + offs_d, cast(b, dtype), mask=mask)
+
+
+@triton.jit
+def load_weight(ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of both elements of each pair of a head, [1, 1, BLOCK]."""
+    first, present = tl.zeros([1, 1, 1], tl.int32), tl.full([1, 1, 1], True, tl.int1)
+    return load_pairs(ptr, first, present, HALF, BLOCK, INTERLEAVED)
+
+
+@triton.jit
+def reciprocal_root(a, b, eps, HALF: tl.constexpr):
+    """1/√(mean_D x² + eps) of each head, [tokens, heads, 1]."""
+    return 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, 2) / (2 * HALF) + eps)[:, :, None]
+
+
+@triton.jit
+def locate(
+    tokens, n_tokens, length, n_positions, positions_ptr, stride_pb, stride_pl,
+    HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Of tokens of all sequences: sequence, place in it, row of the tables, and whether the token
+    and the row exist. A row that does not is the nearest that does.
+    """
+    b, at = tokens // length, tokens % length
+    in_tile = tokens < n_tokens
+    row, known = at, in_tile
+    if HAS_POSITIONS:
+        offs_p = b.to(tl.int64) * stride_pb + at.to(tl.int64) * stride_pl
+        given = tl.load(positions_ptr + offs_p, mask=in_tile, other=0)
+        row = tl.minimum(tl.maximum(given, 0), n_positions - 1)
+        known = row == given
+    return b, at, row.to(tl.int64), in_tile, known
+
+
+@triton.jit
+def load_angles(
+    cos_ptr, sin_ptr, row, in_tile, known,
+    STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines of these rows, [tokens, 1, BLOCK] in float32; of a row that is not known
+    the cosine is NaN, and so is all that it turns.
+    """
+    pair, row = tl.arange(0, BLOCK)[None, :], row[:, None]
+    mask = in_tile[:, None] & (pair < HALF)
+    cos = tl.load(cos_ptr + row * STRIDE_C + pair, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + row * STRIDE_S + pair, mask=mask, other=0.0).to(tl.float32)
+    if HAS_POSITIONS:
+        cos = tl.where(known[:, None], cos, float("nan"))
     return cos[:, None, :], sin[:, None, :]
 
 
 @triton.jit
-def _rotate_tile(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, offs_x, offs_out, offs_c, offs_s, in_tile,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """Rotates heads of tokens at offs_x, [tokens, heads, 1], by rows of the tables at offs_c and
-    offs_s, [tokens, 1]. Elements are on their way before the tables are waited for.
-    """
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    pair = tl.arange(0, BLOCK)[None, :]
-    in_table = in_tile[:, None] & (pair < HALF)
-    if INTERLEAVED:
-        offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
-        mask = in_tile[:, None, None] & (offs_d < 2 * HALF)
-        x = tl.load(x_ptr + offs_x + offs_d, mask=mask, other=0.0).to(tl.float32)
-        cos, sin = _angles(cos_ptr, sin_ptr, offs_c + pair, offs_s + pair, in_table, BACK)
-        pairs: tl.constexpr = [x.shape[0], x.shape[1], BLOCK, 2]
-        a, b = tl.split(tl.reshape(x, pairs))
-        out = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), x.shape)
-        tl.store(out_ptr + offs_out + offs_d, cast(out, dtype), mask=mask)
-    else:
-        offs_d = pair[:, None, :]
-        mask = in_tile[:, None, None] & (offs_d < HALF)
-        a = tl.load(x_ptr + offs_x + offs_d, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + offs_x + HALF + offs_d, mask=mask, other=0.0).to(tl.float32)
-        cos, sin = _angles(cos_ptr, sin_ptr, offs_c + pair, offs_s + pair, in_table, BACK)
-        tl.store(out_ptr + offs_out + offs_d, cast(a * cos - b * sin, dtype), mask=mask)
-        tl.store(out_ptr + offs_out + HALF + offs_d, cast(b * cos + a * sin, dtype), mask=mask)
-
-
-@triton.jit
-def _offsets(b, position, head, stride_b, stride_h, stride_l):
+def head_offsets(b, at, head, stride_b, stride_h, stride_l):
     """64-bit offsets of heads of tokens, [tokens, heads, 1]."""
-    tokens = b.to(tl.int64) * stride_b + position.to(tl.int64) * stride_l
+    tokens = b.to(tl.int64) * stride_b + at.to(tl.int64) * stride_l
     return tokens[:, None, None] + (head.to(tl.int64) * stride_h)[None, :, None]
 
 
 @triton.jit
+def _turn_tile(
+    x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, offs_x, offs_out, row, in_tile, known, eps,
+    STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Elements are on their way before the tables are waited for."""
+    mask = in_tile[:, None, None]
+    a, b = load_pairs(x_ptr, offs_x, mask, HALF, BLOCK, INTERLEAVED)
+    cos, sin = load_angles(
+        cos_ptr, sin_ptr, row, in_tile, known, STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS
+    )
+    if BACK:
+        sin = -sin
+    if NORM:
+        a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, INTERLEAVED)
+        rstd = reciprocal_root(a, b, eps, HALF)
+        a, b = a * rstd * a_weight, b * rstd * b_weight
+    store_pairs(
+        out_ptr, offs_out, a * cos - b * sin, b * cos + a * sin, mask, HALF, BLOCK, INTERLEAVED
+    )
+
+
+@triton.jit
 def _rope_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr,
+    cos_ptr, sin_ptr, positions_ptr,
     n_tokens, length, n_positions, q_blocks, blocks,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     stride_oqb, stride_oqh, stride_oql, stride_okb, stride_okh, stride_okl,
-    stride_pb, stride_pl,
+    stride_pb, stride_pl, eps,
     STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """`n_tokens` of all sequences of `length`; a token's heads are `blocks` tiles, q's first."""
     tokens = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(0) % blocks
-    b, at = tokens // length, tokens % length
-    in_tile = tokens < n_tokens
-    position = at
-    if HAS_POSITIONS:
-        offs_p = b.to(tl.int64) * stride_pb + at.to(tl.int64) * stride_pl
-        position = tl.load(positions_ptr + offs_p, mask=in_tile, other=0)
-        position = tl.minimum(tl.maximum(position, 0), n_positions - 1)
-    position = position.to(tl.int64)[:, None]
-    offs_c, offs_s = position * STRIDE_C, position * STRIDE_S
+    b, at, row, in_tile, known = locate(
+        tokens, n_tokens, length, n_positions, positions_ptr, stride_pb, stride_pl, HAS_POSITIONS
+    )
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
-        offs_x = _offsets(b, at, head, stride_qb, stride_qh, stride_ql)
-        offs_out = _offsets(b, at, head, stride_oqb, stride_oqh, stride_oql)
-        _rotate_tile(
-            q_ptr, q_out_ptr, cos_ptr, sin_ptr, offs_x, offs_out, offs_c, offs_s, in_tile,
-            HALF, BLOCK, INTERLEAVED, BACK,
+        offs_x = head_offsets(b, at, head, stride_qb, stride_qh, stride_ql)
+        offs_out = head_offsets(b, at, head, stride_oqb, stride_oqh, stride_oql)
+        _turn_tile(
+            q_ptr, q_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, offs_x, offs_out,
+            row, in_tile, known, eps,
+            STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS, INTERLEAVED, BACK, NORM,
         )  # fmt: skip
     else:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-        offs_x = _offsets(b, at, head, stride_kb, stride_kh, stride_kl)
-        offs_out = _offsets(b, at, head, stride_okb, stride_okh, stride_okl)
-        _rotate_tile(
-            k_ptr, k_out_ptr, cos_ptr, sin_ptr, offs_x, offs_out, offs_c, offs_s, in_tile,
-            HALF, BLOCK, INTERLEAVED, BACK,
+        offs_x = head_offsets(b, at, head, stride_kb, stride_kh, stride_kl)
+        offs_out = head_offsets(b, at, head, stride_okb, stride_okh, stride_okl)
+        _turn_tile(
+            k_ptr, k_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, offs_x, offs_out,
+            row, in_tile, known, eps,
+            STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS, INTERLEAVED, BACK, NORM,
         )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ around it
 
 
 def configs(call):
     return CONFIGS
 
 
-def _empty_like(x):
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """As kernels read it: the last dimension contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
     """In the order of x's memory: a token's heads together, or a head's tokens."""
     batch, heads, n_tokens, head_dim = x.shape
     if x.stride(1) < x.stride(2):
@@ -135,48 +217,64 @@ def _empty_like(x):
     return x.new_empty(x.shape)
 
 
-def _prepared(call, config, tensors, tables, positions, back):
-    """What launches on q and k, either of which may be None, tables and positions."""
-    problem, present = call.problem, [x for x in tensors if x is not None]
-    batch, n_tokens, half = problem["batch"], problem["n_tokens"], problem["head_dim"] // 2
-    n_heads = [0 if x is None else x.shape[1] for x in tensors]
-    # Whole tiles of heads, of q as of k.
-    heads = gcd(gcd(*n_heads), config.heads)
-    block = triton.next_power_of_2(half)
-    tokens = max(1, config.pairs // (block * heads))
-    tokens = min(tokens, triton.next_power_of_2(batch * n_tokens))
-    blocks = sum(n_heads) // heads
-    read = [x if x.stride(-1) == 1 else x.contiguous() for x in present]
-    strides = [x.stride()[:3] for x in (read[0], read[-1])]
-    strides += [_empty_like(x).stride()[:3] for x in (present[0], present[-1])]
-    copied = [x.stride(-1) != 1 for x in present]
-    tables_copied = [half > 1 and x.stride(-1) != 1 for x in tables]
-    pairs = zip(tables, tables_copied, strict=True)
-    table_strides = [half if copy else x.stride(0) for x, copy in pairs]
+def steps(*tensors: torch.Tensor) -> list[int]:
+    """Strides of batch, heads and tokens of each, one after the other."""
+    return [step for x in tensors for step in x.stride()[:3]]
+
+
+class Tiles:
+    """How q and k, either of which may be None, are cut into tiles of tokens and heads."""
+
+    def __init__(self, problem: Problem, config: Config, tensors: tuple) -> None:
+        n_heads = [0 if x is None else x.shape[1] for x in tensors]
+        half, self.n_tokens = problem["head_dim"] // 2, problem["batch"] * problem["n_tokens"]
+        block = triton.next_power_of_2(half)
+        pairs = config.pairs * 2 // problem.itemsize
+        # Whole tiles of heads, of q as of k.
+        heads = gcd(gcd(*n_heads), min(config.heads, max(1, pairs // block)))
+        tokens = max(1, pairs // (block * heads))
+        tokens = min(tokens, triton.next_power_of_2(self.n_tokens))
+        self.blocks = [n // heads for n in n_heads]  # of a token
+        self.rows = triton.cdiv(self.n_tokens, tokens)  # of tiles
+        self.constants = {"HALF": half, "BLOCK": block, "TOKENS": tokens, "HEADS": heads}
+
+
+def of_tables(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None) -> dict:
+    """Constants of a kernel that reads these."""
+    # Triton knows of integers at most that 16 divides them: 40, half of 80, is a constant.
+    distances = {"STRIDE_C": readable(cos).stride(0), "STRIDE_S": readable(sin).stride(0)}
+    return distances | {"HAS_POSITIONS": positions is not None}
+
+
+def prepared(
+    call: Call, config: Config, tensors: tuple, tables: tuple, back: bool = False
+) -> Callable:
+    """What launches on q and k, either of which may be None, given weights too where they are to
+    be normalized: (tensors, weights or None, cos, sin, positions, eps).
+    """
+    norm = call.problem.op != "rope"
+    present = [x for x in tensors if x is not None]
+    cos, _sin, positions = tables
+    tiles = Tiles(call.problem, config, tensors)
+    ends = present[0], present[-1]
     kernel = Bound(
-        _rope_kernel, (triton.cdiv(batch * n_tokens, tokens) * blocks,),
-        batch * n_tokens, n_tokens, len(tables[0]), n_heads[0] // heads, blocks,
-        *(step for steps in strides for step in steps),
+        _rope_kernel, (tiles.rows * sum(tiles.blocks),),
+        tiles.n_tokens, call.problem["n_tokens"], len(cos), tiles.blocks[0], sum(tiles.blocks),
+        *steps(*map(readable, ends), *map(empty_like, ends)),
         *((0, 0) if positions is None else positions.stride()),
-        # Triton knows of integers at most that 16 divides them: 40, half of 80, is a constant.
-        STRIDE_C=table_strides[0], STRIDE_S=table_strides[1],
-        HALF=half, BLOCK=block, TOKENS=tokens, HEADS=heads,
-        HAS_POSITIONS=positions is not None, INTERLEAVED=bool(problem["interleaved"]), BACK=back,
-        num_warps=config.num_warps,
+        INTERLEAVED=bool(call.problem["interleaved"]), BACK=back, NORM=norm,
+        num_warps=config.num_warps, **tiles.constants, **of_tables(*tables),
     )  # fmt: skip
 
-    def launch(tensors, cos, sin, positions):
+    def launch(tensors, weights, cos, sin, positions, eps=0.0):
         present = [x for x in tensors if x is not None]
-        results = [_empty_like(x) for x in present]
-        read = [x.contiguous() if c else x for x, c in zip(present, copied, strict=True)]
-        if tables_copied[0]:
-            cos = cos.contiguous()
-        if tables_copied[1]:
-            sin = sin.contiguous()
-        # Of what is not there no program takes a tile: the other stands in its place.
+        results, read = [empty_like(x) for x in present], [readable(x) for x in present]
+        cos, sin = readable(cos), readable(sin)
+        # Of what is not there no program takes a tile: another stands in its place.
+        q_weight, k_weight = weights or (cos, cos)
         kernel(
-            read[0], read[-1], results[0], results[-1],
-            cos, sin, cos if positions is None else positions,
+            read[0], read[-1], results[0], results[-1], q_weight, k_weight,
+            cos, sin, cos if positions is None else positions, eps,
         )  # fmt: skip
         made = iter(results)
         return tuple(None if x is None else next(made) for x in tensors)
@@ -184,19 +282,33 @@ def _prepared(call, config, tensors, tables, positions, back):
     return launch
 
 
+def checked(launch: Callable, call: Call) -> Callable:
+    """The launch; with TNP_CHECK=1 the device first asserts that the tables have all positions."""
+    if not call.problem["positions"] or os.environ.get(CHECK_VARIABLE) != "1":
+        return launch
+
+    def after_check(inputs, scalars):
+        *_, cos, _sin, positions = inputs
+        inside = ((positions >= 0) & (positions < len(cos))).all()
+        torch._assert_async(inside, f"positions must lie between 0 and {len(cos) - 1}")
+        return launch(inputs, scalars)
+
+    return after_check
+
+
 def empty(wanted, inputs):
-    return tuple(map(_empty_like, inputs[:2])), ()
+    return tuple(map(empty_like, inputs[:2])), ()
 
 
 def prepare(call, config, inputs):
-    q, k, cos, sin, positions = inputs
-    run = _prepared(call, config, (q, k), (cos, sin), positions, back=False)
+    q, k, *tables = inputs
+    run = prepared(call, config, (q, k), tables)
 
     def launch(inputs, scalars):
-        q, k, cos, sin, positions = inputs
-        return run((q, k), cos, sin, positions), ()
+        q, k, *tables = inputs
+        return run((q, k), None, *tables), ()
 
-    return launch
+    return checked(launch, call)
 
 
 def _wanted(wanted, gradients):
@@ -207,25 +319,22 @@ def _wanted(wanted, gradients):
 
 def empty_backward(wanted, inputs):
     gradients, _kept, _saved = inputs
-    return tuple(None if x is None else _empty_like(x) for x in _wanted(wanted, gradients))
+    return tuple(None if x is None else empty_like(x) for x in _wanted(wanted, gradients))
 
 
 def prepare_backward(call, config, inputs):
-    gradients, (cos, sin, positions), _saved = inputs
+    gradients, tables, _saved = inputs
     gradients = _wanted(call.wanted, gradients)
     if all(x is None for x in gradients):  # the gradient of an output whose input needs none
         return lambda inputs, scalars: (None, None)
-    run = _prepared(call, config, gradients, (cos, sin), positions, back=True)
+    run = prepared(call, config, gradients, tables, back=True)
 
     def launch(inputs, scalars):
-        gradients, (cos, sin, positions), _saved = inputs
-        return run(_wanted(call.wanted, gradients), cos, sin, positions)
+        gradients, tables, _saved = inputs
+        return run(_wanted(call.wanted, gradients), None, *tables)
 
     return launch
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("interleaved", "positions"))
-BACKWARD = Kernel(
-    "triton", empty_backward, prepare_backward, configs=configs,
-    options=("interleaved", "positions"),
-)  # fmt: skip
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OPTIONS)
+BACKWARD = Kernel("triton", empty_backward, prepare_backward, configs=configs, options=OPTIONS)

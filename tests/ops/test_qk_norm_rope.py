@@ -1,0 +1,188 @@
+"""QK-norm and rotary embedding in one: formula, rounding, launches, routes. The operators' gate
+compares numbers with float64.
+"""
+
+import pytest
+import torch
+
+from tests.ops.launched import reads, recorded
+from tests.ops.test_rope import draw, tables
+from tnp import dispatch, plans
+from tnp.ops.rope import PAIRINGS, QK_NORM_ROPE, qk_norm_rope, triton_qk_norm, triton_rope
+
+NAMES = QK_NORM_ROPE.differentiated
+
+
+def drawn(*sizes, dtype=torch.float32, n_positions=None):
+    """All but positions, whose gradients are asked for but of the tables."""
+    q, k = (x.detach().to(dtype).requires_grad_() for x in draw(*sizes))
+    head_dim = q.shape[-1]
+    weights = [(1 + 0.3 * torch.randn(head_dim)).requires_grad_() for _ in range(2)]
+    return q, k, *weights, *tables(n_positions or q.shape[2], head_dim)
+
+
+def gradients(outputs, inputs):
+    """Of a weighted sum of the outputs, of the first four inputs."""
+    weights = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outputs]
+    loss = sum((x.float() * weight).sum() for x, weight in zip(outputs, weights, strict=True))
+    return torch.autograd.grad(loss, inputs[:4])
+
+
+def results(inputs, **named):
+    outputs = qk_norm_rope(*inputs, **named)
+    return *(x.detach() for x in outputs), *gradients(outputs, inputs)
+
+
+def close(inputs, **named):
+    found = results(inputs, **named, implementation="triton")
+    torch.testing.assert_close(found, results(inputs, **named), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_every_head_is_normalized_and_then_turned(pairing, implementation):
+    """Not the reference's formula, but the paper's."""
+    q, k, q_weight, k_weight, cos, sin = inputs = drawn(1, 2, 1, 3, 6)
+    found = qk_norm_rope(*inputs, eps=0.1, pairing=pairing, implementation=implementation)
+    turn = torch.complex(cos, sin)
+    pairs = [(i, i + 3) if pairing == "half" else (2 * i, 2 * i + 1) for i in range(3)]
+    a, b = ([pair[at] for pair in pairs] for at in (0, 1))
+    for x, weight, y in zip((q, k), (q_weight, k_weight), found, strict=True):
+        x = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+        torch.testing.assert_close(
+            torch.complex(y[..., a], y[..., b]), torch.complex(x[..., a], x[..., b]) * turn
+        )
+
+
+def test_in_16_bits_it_rounds_once():
+    inputs = drawn(2, 4, 2, 50, 64, dtype=torch.bfloat16)
+    exact = qk_norm_rope(*(x.detach().double() for x in inputs))
+    found = qk_norm_rope(*inputs, implementation="triton")
+    for x, y in zip(found, exact, strict=True):
+        assert (x == y.bfloat16()).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 5, 16), (2, 6, 3, 7, 6), (1, 5, 5, 3, 80)])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_sizes(sizes, pairing):
+    close(drawn(*sizes), pairing=pairing)
+
+
+def test_positions():
+    inputs = *drawn(2, 4, 2, 5, 16, n_positions=40), torch.randint(40, (2, 10))[:, ::2]
+    close(inputs)
+
+
+def configs():
+    forward = [(one, triton_qk_norm.BACKWARD_CONFIGS[0]) for one in triton_rope.CONFIGS[1:]]
+    return forward + [(triton_rope.CONFIGS[0], one) for one in triton_qk_norm.BACKWARD_CONFIGS]
+
+
+@pytest.mark.parametrize("forward, backward", configs())
+def test_every_configuration_where_programs_walk_several_tiles(forward, backward):
+    inputs = drawn(2, 4, 2, 67, 64)
+    forced = {
+        "qk_norm_rope.forward": ("triton", forward), "qk_norm_rope.backward": ("triton", backward)
+    }  # fmt: skip
+    plan = plans.build(QK_NORM_ROPE, "triton", (*inputs, None), (), NAMES, forced=forced)
+    outputs = plan.run((*inputs, None), QK_NORM_ROPE.numbers)
+    found = *(x.detach() for x in outputs), *gradients(outputs, inputs)
+    torch.testing.assert_close(found, results(inputs), atol=5e-5, rtol=5e-5)
+
+
+def test_programs_are_shared_out_by_tiles():
+    assert triton_qk_norm._shared_out(1056, (32_768, 8192)) == [845, 211]
+    assert triton_qk_norm._shared_out(2, (1, 1)) == [1, 1]
+    assert triton_qk_norm._shared_out(7, (100, 1)) == [7, 1]
+    assert triton_qk_norm._shared_out(4, (0, 9)) == [0, 3]
+    assert triton_qk_norm._shared_out(4, (9, 0)) == [4, 0]
+
+
+def test_one_launch_forward_and_a_sum_for_each_weight_backward():
+    inputs = drawn(2, 4, 2, 5, 16)
+    q, k, q_weight, k_weight, cos, sin = inputs
+    with recorded() as launches:
+        results(inputs, implementation="triton")
+    forward, backward, *sums = launches
+    assert reads(forward, *inputs) and reads(backward, *inputs) and len(sums) == 2
+    with recorded() as launches:
+        outputs = qk_norm_rope(q, k, q_weight.detach(), k_weight, cos, sin, implementation="triton")
+        torch.autograd.grad(sum(x.sum() for x in outputs), (q, k_weight))
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize("route", ["eager", "compiled"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_nobody_uses(route, used):
+    inputs = drawn(2, 4, 2, 5, 16)
+    function = qk_norm_rope
+    if route == "compiled":
+        torch._dynamo.reset()
+        function = torch.compile(qk_norm_rope, fullgraph=True, backend="aot_eager")
+    found = function(*inputs, implementation="triton")[used].sum()
+    found = torch.autograd.grad(found, inputs[:4], allow_unused=True)
+    want = torch.autograd.grad(qk_norm_rope(*inputs)[used].sum(), inputs[:4], allow_unused=True)
+    for x, y in zip(found, want, strict=True):
+        if y is None:
+            assert x is None or not x.any()
+        else:
+            torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
+
+
+def test_weights_of_16_bits_and_with_strides():
+    q, k, *weights, cos, sin = drawn(2, 4, 2, 5, 16)
+    weights = [torch.randn(32).bfloat16()[::2].requires_grad_() for _ in weights]
+    inputs = q, k, *weights, cos, sin
+    found, want = results(inputs, implementation="triton"), results(inputs)
+    assert found[4].dtype == found[5].dtype == torch.bfloat16
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_compiled_with_dynamic_sizes(pairing):
+    torch._dynamo.reset()
+    function = torch.compile(qk_norm_rope, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n_tokens in (5, 7):
+        inputs = drawn(2, 4, 2, n_tokens, 16)
+        outputs = function(*inputs, pairing=pairing, implementation="triton")
+        found = *(x.detach() for x in outputs), *gradients(outputs, inputs)
+        want = results(inputs, pairing=pairing)
+        torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-5)
+
+
+def test_positions_that_the_host_does_not_see_give_no_wrong_number():
+    """As where they lie on a GPU: NaN for these tokens, and in the sums over all."""
+    inputs = *drawn(1, 2, 1, 2, 6, n_positions=3), torch.tensor([[1, 3]])
+    outputs = dispatch.call(QK_NORM_ROPE, "triton", inputs, QK_NORM_ROPE.numbers)
+    dq, dk, *dweights = gradients(outputs, inputs)
+    for x in (*outputs, dq, dk):
+        assert x[:, :, 0].isfinite().all() and x[:, :, 1].isnan().all()
+    assert all(x.isnan().all() for x in dweights)
+    with pytest.raises(ValueError, match="positions lie between 1 and 3: they must lie between 0"):
+        qk_norm_rope(*inputs)
+
+
+def test_errors_say_what_would_be_right():
+    q, k, q_weight, k_weight, cos, sin = drawn(2, 4, 2, 5, 16)
+    wrong = [
+        ((q, k, q_weight[:8], k_weight), {}, r"q_weight is \(8,\): it must be \[16\], head_dim"),
+        (
+            (q, k, q_weight, k_weight.long()),
+            {},
+            "k_weight is torch.int64: it must be",
+        ),
+        ((q, k, q_weight, k_weight.to("meta")), {}, "k_weight is on meta and q on cpu"),
+        ((q, k, q_weight, k_weight), {"eps": 0.0}, "eps is 0.0: it must be positive and finite"),
+        ((q, k, q_weight, k_weight), {"pairing": "other"}, "choose from half, interleaved"),
+        ((q[..., :8], k, q_weight, k_weight), {}, "they may differ in their heads alone"),
+    ]
+    for tensors, named, sentence in wrong:
+        with pytest.raises(ValueError, match=sentence):
+            qk_norm_rope(*tensors, cos, sin, implementation="triton", **named)
+
+
+def test_within_models_that_normalize_heads():
+    run = {"batch": 2, "n_tokens": 8192, "dtype": "bfloat16"}
+    qwen = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "rope": True, "qk_norm": True}
+    assert QK_NORM_ROPE.within(qwen, run)["kv_heads"] == 8
+    assert QK_NORM_ROPE.within(qwen | {"qk_norm": False}, run) is None
