@@ -86,7 +86,12 @@ TREE = {
     "tnp/drawn.py": "def normal(random):\n    return random(4)\n",
     "tnp/heavy.py": "class Heavy:\n    pass\n",
     "tnp/dispatch.py": "def call(operator, x):\n    return x\n",
+    "tnp/double/in_cuda.py": 'KERNEL = "tnp.double.twice:twice"\nFORWARD = {"kernel": KERNEL}\n',
+    "tnp/double/twice.cu": '#include "tnp/add.cuh"\n#include <mma.h>\n// Twice.\n'
+    'extern "C" __global__ void twice(const float* x) { add(x, x); }\n',
+    "tnp/add.cuh": "/* A sum. */ __device__ void add(const float* x, const float* y) {}\n",
 }
+IN_CUDA = ["tnp.double.in_cuda:FORWARD"]
 FORWARD = ["tnp.double.kernels:FORWARD"]
 PLAIN = ["tnp.double:reference", "tnp.double:draw"]
 USE = ["tnp.double:double"]
@@ -203,6 +208,23 @@ def test_a_string_that_names_code_reaches_it(fingerprint) -> None:
     assert fingerprint(start, named, edit) != fingerprint(start, named)
     moved = ("tnp/maths.py", "tnp/sums.py"), (*named[:2], '= "tnp.sums:twice"')
     assert fingerprint(start, *moved) == fingerprint(start, named)
+
+
+def test_cuda_and_its_headers_count_less_their_comments(fingerprint) -> None:
+    plain = fingerprint(IN_CUDA)
+    for edit in (
+        ("tnp/double/twice.cu", "// Twice.", "// Two times.\n"),
+        ("tnp/add.cuh", "/* A sum. */", "/* A\n sum. */"),
+    ):
+        assert fingerprint(IN_CUDA, edit) == plain
+    for edit in (
+        ("tnp/double/twice.cu", "add(x, x)", "add(x, x + 1)"),
+        ("tnp/double/twice.cu", "<mma.h>", "<cuda_fp16.h>"),
+        ("tnp/add.cuh", "{}", "{ return; }"),
+    ):
+        assert fingerprint(IN_CUDA, edit) != plain
+    with pytest.raises(ValueError, match="no definition"):
+        fingerprint(["tnp.double.twice:thrice"])
 
 
 def test_a_start_that_is_not_there_is_named(fingerprint) -> None:

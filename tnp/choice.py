@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tnp.contract import Call, Operator, Problem, Reason
-from tnp.files import replacing
+from tnp.files import replacing, user_cache
 from tnp.targets import Target
 
 VERSION = 2
@@ -234,8 +234,7 @@ def folders() -> list[Path]:
     """Where tables lie, what comes first first."""
     if os.environ.get(VARIABLE):
         return [Path(os.environ[VARIABLE])]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return [Path(cache) / "tnp" / "tuned", COMMITTED]
+    return [user_cache() / "tuned", COMMITTED]
 
 
 def of_target(target: Target) -> Sequence[Entry]:

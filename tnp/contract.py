@@ -175,6 +175,7 @@ class Kernel:
     saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
     moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
     counts: Callable[[Call, Any], tuple[float, ...]] | None = None  # None: no time is predicted
+    compiled_for: tuple[int, ...] = (80, 90, 100)  # capabilities, by the compile gate
 
     def refuses(self, call: Call) -> Reason:
         """Why it cannot serve the call, or None."""
@@ -240,7 +241,8 @@ class Implementation:
     run: Callable[..., Any] | None = None
     forward: Operation | None = None
     backward: Operation | None = None
-    supported: Support = anywhere  # asked last: see `refuses`
+    supported: Support = anywhere  # asked last: see `limits`
+    missing: Callable[[], Reason] = lambda: None  # what it needs that is not installed, a sentence
     dtypes: tuple[str, ...] = FLOATS
     options: tuple[str, ...] = ()  # that it takes
     gradients: tuple[str, ...] | None = None  # that it gives; None: all; (): forward only
@@ -269,7 +271,11 @@ class Implementation:
         return self.gradients != () if self.run else self.backward is not None
 
     def refuses(self, call: Call) -> Reason:
-        """Why it cannot serve the call, or None: declared limits first, then its own word."""
+        """Why it cannot serve the call, or None: its limits first, then what is not installed."""
+        return self.limits(call) or self.missing()
+
+    def limits(self, call: Call) -> Reason:
+        """Why it could serve the call nowhere: declared limits first, then its own word."""
         problem = call.problem
         if problem.dtype not in self.dtypes:
             return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"

@@ -4,7 +4,8 @@ From "module:name", the top-level statements that define the name are taken, and
 mention: by name, through imports (also inside functions), and through strings that name code
 ("module:NAME"). A definition's hash is of its syntax tree without comments, docstrings, positions
 and the names of our modules, so that a file may be moved; it is the same on Python 3.11 to 3.13. A
-module that is used as a value counts whole. Operators' declarations are passed by: which of their
+module that is used as a value counts whole; so does a file of CUDA C++, named as a module is, and
+what it includes. Operators' declarations are passed by: which of their
 implementations a job runs is the job's to say (`tnp.fingerprints`).
 """
 
@@ -29,6 +30,10 @@ HOUSE = frozenset(
 )
 DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
+# Of CUDA C++: comments, kernels, and headers of ours, whose names are in quotation marks.
+CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+CUDA_KERNEL = re.compile(r"__global__[^;{]*?\b(\w+)\(\s*(?:const\b|TYPE\b)")
+CUDA_INCLUDE = re.compile(r'^\s*#include "(.+)"', re.MULTILINE)
 # Of a syntax tree, what says nothing or differs between versions of Python.
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -201,16 +206,36 @@ class _Source:
         return "".join(tree.pieces) + ascii(sorted(libraries)), mentions
 
 
+class _CudaSource:
+    """A file of CUDA C++ or a header of ours, which counts whole, less its comments."""
+
+    imported: Mapping[str, Symbol] = {}
+
+    def __init__(self, file: Path) -> None:
+        text = CUDA_COMMENT.sub("", file.read_text())
+        self.bound = frozenset(CUDA_KERNEL.findall(text))
+        self._hash = digest([line.strip() for line in text.splitlines() if line.strip()])
+        included = [Path(name).with_suffix("") for name in CUDA_INCLUDE.findall(text)]
+        self._mentions = [(".".join(name.parts), EVERYTHING) for name in included]
+
+    def read(self, name: str) -> tuple[str, list[Symbol]]:
+        """Its hash, whichever of its kernels is asked for, and the headers that it includes."""
+        return self._hash, self._mentions
+
+
 def _is_ours(module: str) -> bool:
     return module.split(".")[0] in PACKAGES
 
 
 @cache
-def _source(root: Path, module: str) -> _Source | None:
+def _source(root: Path, module: str) -> _Source | _CudaSource | None:
     path = root.joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
     file = next((file for file in files if file.is_file()), None)
-    return _Source(root, module, file) if file else None
+    if file:
+        return _Source(root, module, file)
+    file = next((f for f in map(path.with_suffix, (".cu", ".cuh")) if f.is_file()), None)
+    return _CudaSource(file) if file else None
 
 
 @cache

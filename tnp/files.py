@@ -14,6 +14,11 @@ class StoreError(RuntimeError):
     """A file of results cannot be used; the message names it and says what to do."""
 
 
+def user_cache() -> Path:
+    """The folder for what this user's processes keep: tuned tables, compiled CUDA C++."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnp"
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file that takes the place of `path` where the block ends without error.

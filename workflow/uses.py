@@ -92,7 +92,7 @@ def _refusal(operator: Operator, name: str, problem: Problem, trains: bool) -> s
     if own is None or own.compile:
         return None
     wanted = own.gradients or operator.differentiated if trains or own.differentiable else ()
-    reason = own.refuses(Call(problem, problems.target("cuda"), wanted))
+    reason = own.limits(Call(problem, problems.target("cuda"), wanted))
     return reason and f"{name!r} cannot run it: {reason}"
 
 

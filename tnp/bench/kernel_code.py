@@ -1,4 +1,4 @@
-"""Which Triton and Gluon kernels a piece of work launches, and a hash of what each of them says.
+"""Which kernels of Triton and CUDA C++ a piece of work launches, and a hash of what each says.
 
 The hash is that of the definitions which the kernel reaches (`tnp.definitions`), so that a row
 keeps its proof when a comment is edited. Triton's own cache key holds line numbers, and the hash of
@@ -29,6 +29,7 @@ def launches() -> Iterator[dict[str, str]]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from tnp import cuda
     from tnp.launch import watched
 
     noted: dict[str, str] = {}
@@ -43,10 +44,14 @@ def launches() -> Iterator[dict[str, str]]:
 
         return launch
 
+    def note_cuda(bound: cuda.Bound) -> None:
+        module, _, name = bound.source.kernel.partition(":")
+        noted[f"{module}.{name}"] = kernel_hash(module, name)
+
     for kind, run in originals.items():
         kind.run = noting(run)
     try:
-        with watched():
+        with watched(), cuda.watched(note_cuda):
             yield noted
     finally:
         for kind, run in originals.items():

@@ -32,12 +32,13 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from tnp import choice, targets
+from tnp import choice, cuda, targets
 from tnp.catalog import catalog
 from tnp.contract import FLOATS, ITEMSIZE, Call, Case, Implementation, Kernel, Operator, Problem
+from tnp.gates.compile_cuda import CudaJob, CudaJobs
 from tnp.targets import Target
 
-# By compute capability.
+# Of Triton's kernels, by compute capability; those of CUDA C++ are for all of `cuda.ARCHITECTURES`.
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 # Sizes among which one is looked for that a configuration serves of which the costs are known.
 N_DRAWN = 100
@@ -60,7 +61,7 @@ class Launch:
 def committed_launches(briefly: bool = False) -> Iterator[Launch]:
     """Every launch that could be chosen on GPUs of `TARGETS`; see `compile_all` for `briefly`."""
     for operator in catalog().operators.values():
-        for capability in TARGETS:
+        for capability in cuda.ARCHITECTURES:
             target = targets.of_capability(capability)
             problems = operator.compiled or partial(_of_cases, operator)
             for problem in problems(target):
@@ -193,7 +194,7 @@ def _candidates(
 
     found = []
     for kernel in selection.kernels_of(operation).values():
-        if kernel.refuses(what) is not None:
+        if kernel.refuses(what) or what.target.capability not in kernel.compiled_for:
             continue
         if forced is None or operation.name != forced[0]:
             found += [(kernel, one) for one in selection.forms(kernel, what)]
@@ -280,7 +281,7 @@ def _compile_in_child(part: int, n_parts: int, briefly: bool) -> list[dict]:
     return json.loads(child.stdout)
 
 
-def collect(launches: Iterable[Launch]) -> list[Job]:
+def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
     """What `launches` compile, once each; afterwards nothing can be launched in this process.
 
     Triton keeps what it compiled by device: each capability is a device of its own here.
@@ -291,6 +292,7 @@ def collect(launches: Iterable[Launch]) -> list[Job]:
     from tnp.launch import watched
 
     jobs: list[Job] = []
+    in_cuda = CudaJobs()
 
     def instead_of_compiling(source, target, options, **_):
         """A job, and in place of the kernel what notes who launches it."""
@@ -311,16 +313,25 @@ def collect(launches: Iterable[Launch]) -> list[Job]:
             get_current_stream=lambda device: None,
         )
     )
-    with watched():
+
+    def note(bound: cuda.Bound) -> None:
+        in_cuda.note(bound, launch.dtype, launch.users)
+
+    with watched(), cuda.watched(note):
         for launch in launches:
             launch.call()
-    return jobs
+    return [*jobs, *in_cuda.found.values()]
 
 
-def fewer(jobs: Iterable[Job]) -> list[Job]:
-    """For Hopper in bfloat16 all; else the first of each kernel, on the newest of each operator."""
+def fewer(jobs: Iterable[Job | CudaJob]) -> list[Job | CudaJob]:
+    """Of CUDA C++, and for Hopper in bfloat16, all; else the first of each kernel, on the newest of
+    each operator.
+    """
     kept, seen = [], set()
     for job in jobs:
+        if isinstance(job, CudaJob):
+            kept.append(job)
+            continue
         where = job.target.arch, job.dtype
         newest = job.target.arch == max(TARGETS)
         names = {operator for operator, _ in job.users} if newest else {job.name}
@@ -331,8 +342,10 @@ def fewer(jobs: Iterable[Job]) -> list[Job]:
     return kept
 
 
-def compiled(job: Job) -> dict:
+def compiled(job: Job | CudaJob) -> dict:
     """A row of table `kernels`, and `users`; in a process that compiles and logs."""
+    if isinstance(job, CudaJob):
+        return job.compiled()
     import triton
 
     target = TARGETS[job.target.arch]

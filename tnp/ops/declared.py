@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tnp import cuda
 from tnp.contract import (
     ALL_FLOATS,
     Call,
@@ -14,6 +15,8 @@ from tnp.contract import (
     Operator,
     Reason,
     Support,
+    anywhere,
+    on_cuda,
     triton_from,
 )
 
@@ -51,6 +54,37 @@ def by_triton(
         forward=operation("forward", forward),
         backward=operation("backward", backward),
         supported=supported or triton_from(80),
+        **limits,
+    )
+
+
+def by_cuda(
+    name: str,
+    op: str,
+    kernel: str,
+    also: Support = anywhere,
+    missing: Callable[[], Reason] = cuda.missing,
+    **limits: Any,
+) -> Implementation:
+    """Ours in CUDA C++, to learn from: never chosen unless it is named. Its own operation forward,
+    `backward` where `limits` name one.
+
+    Args:
+        name: its own, and that of the operation.
+        op: the operator's.
+        kernel: "module:NAME".
+        also: what it refuses besides what no CUDA C++ can serve.
+        missing: what it needs that is not installed.
+        limits: of the implementation.
+    """
+
+    on_gpu = on_cuda(min(cuda.ARCHITECTURES))
+    return Implementation(
+        name,
+        forward=Operation(f"{op}.{name}", (kernel,)),
+        supported=lambda call: on_gpu(call) or also(call),
+        missing=missing,
+        selectable=False,
         **limits,
     )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SCALE = 0.125  # that gates and benchmarks pass
 OPTIONS = ("base2", "n_keys")  # that all kernels of ours take
 PACKED = ("cu_seqlens_q", "cu_seqlens_k")
+IN_CUDA = ("base2", "causal", "n_kv_heads")  # what kernels in CUDA C++ take
 # And those that take attention of any kind.
 OF_ANY_KIND = (*OPTIONS, *PACKED, "causal", "n_kv_heads", "n_sequences", "window")
 WITH_LSE = (*OF_ANY_KIND, "lse")
@@ -256,6 +257,10 @@ def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     Every type for the GPU that has all kernels, the model's own for the others; other head_dims
     for many keys and for few alone; every kind for many keys.
     """
+    if target.capability < 80:  # CUDA C++ alone
+        sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}
+        yield from (operator.problem("float16", **sizes, head_dim=n) for n in (64, 128))
+        return
     types = _TYPES if target.capability == 90 else _TYPES[:2]
     for dtype, head_dim, options in types:
         for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:

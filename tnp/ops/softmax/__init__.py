@@ -1,6 +1,8 @@
 """Softmax over the last dimension.
 
 y = e^(x − max x) / Σ e^(x − max x)
+
+`three_passes` and `one_pass` are CUDA C++ to learn from, forward only.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Operator, Work
+from tnp.contract import Operator, Reason, Work
 from tnp.inputs import require_floats
-from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype, draw_rows
+from tnp.ops.declared import by_cuda, by_pytorch, by_triton, cases_by_dtype, draw_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +57,16 @@ def condition(case, inputs) -> float:
     below = (x.amax(-1, True) - x).where(y > 0, 0)
     # A rounding is 2⁻²⁴ at most, and 1/√3 of that in the mean square.
     return float((y * (2 + below)).norm() / y.norm()) * 2**-24 / 3**0.5
+
+
+ONE_PASS_WIDTH = 32_768  # of `one_pass`: 1,024 threads have 64 registers each, half of them for x
+
+
+def _fits_registers(call) -> Reason:
+    width = call.problem["width"]
+    if width > ONE_PASS_WIDTH:
+        return f"it holds a row in registers, of width {ONE_PASS_WIDTH} at most, not {width}"
+    return None
 
 
 def _without_first_half(x):
@@ -103,6 +115,10 @@ OPERATOR = Operator(
     keeps=("y",),
     implementations=(
         *by_pytorch(reference),
+        by_cuda("three_passes", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_THREE_PASSES"),
+        by_cuda(
+            "one_pass", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_ONE_PASS", _fits_registers
+        ),
         by_triton(
             "triton",
             "softmax",

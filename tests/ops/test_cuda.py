@@ -1,0 +1,367 @@
+"""CUDA C++ without a GPU: what it refuses, its launches, and its sources run on this CPU."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests import emulation
+from tnp import cuda, definitions, plans, selection, targets
+from tnp.bench import kernel_code
+from tnp.catalog import catalog
+from tnp.contract import Call
+from tnp.gates.poison import Poisoned, guarded
+from tnp.gates.results import Setting, compute
+from tnp.ops import attention, softmax
+from tnp.ops.softmax.cuda_softmax import MOST_THREADS, ONE_PASS, shape, vector
+from tnp.targets import Target
+
+H200 = targets.named("nvidia-h200")
+IN_CUDA = [("softmax", "three_passes"), ("softmax", "one_pass"), ("attention", "wmma")]
+DEVICE = torch.device("cpu")
+INF = float("inf")
+
+compiles = pytest.mark.skipif(
+    cuda.missing() is not None, reason=f"CUDA C++ does not compile here: {cuda.missing()}"
+)
+emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not installed")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """As where a compiler is, whose kernels then run on this CPU."""
+    cuda.missing.cache_clear()
+    monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
+    monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: True)
+    monkeypatch.setattr(cuda, "loaded", emulation.loaded)
+    yield
+    cuda.missing.cache_clear()
+
+
+def refused(op: str, name: str, dtype: str, wanted=(), target: Target = H200, **sizes) -> str:
+    operator = catalog().operator(op)
+    reason = (
+        catalog().load(op, name).refuses(Call(operator.problem(dtype, **sizes), target, wanted))
+    )
+    assert reason is None or "\n" not in reason
+    return reason
+
+
+ROWS = partial(refused, "softmax", rows=9)
+HEADS = partial(refused, "attention", "wmma", batch=1, n_heads=4, n_q=9, n_k=9)
+
+
+def test_what_cuda_does_not_take_is_refused_in_a_sentence(here):
+    assert ROWS("three_passes", "float32", width=200_000) is None
+    assert ROWS("one_pass", "float32", width=32_768) is None
+    assert "32768 at most, not 32769" in ROWS("one_pass", "float32", width=32_769)
+    assert ROWS("one_pass", "float32", ("x",), width=8) == "it is forward only"
+    assert HEADS("float16", head_dim=64, causal=True, n_kv_heads=2) is None
+    assert HEADS("bfloat16", ("q",), head_dim=128) is None
+    assert "64 and 128, not 96" in HEADS("float16", head_dim=96)
+    assert "not float32" in HEADS("float32", head_dim=64)
+    assert "window=3" in HEADS("float16", head_dim=64, window=3)
+    old = partial(HEADS, target=targets.of_capability(75), head_dim=64)
+    assert old("float16") is None
+    assert "8.0" in old("bfloat16") and "8.0" in old("float16", ("q",))
+    assert "7.5 or newer" in HEADS("float16", target=targets.of_capability(70), head_dim=64)
+    assert "not cpu" in HEADS("float16", target=targets.CPU, head_dim=64)
+
+
+def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
+    cute = partial(refused, "attention", "cute", batch=1, n_heads=4, n_q=9, n_k=9, head_dim=64)
+    monkeypatch.setattr(cuda, "cutlass", lambda: None)
+    assert "pip install 'tnp-kernels[cute]'" in cute("float16")
+    monkeypatch.setattr(cuda, "cutlass", lambda: "/somewhere")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    assert cute("float16").startswith("nvcc is not here")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: name)
+    assert cute("float16") is None
+    assert "8.0 and newer" in cute("float16", target=targets.of_capability(75))
+
+
+def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, tmp_path):
+    cuda.cutlass.cache_clear()
+    monkeypatch.setattr(cuda, "CUTLASS", (("no_such_package",), ("carrier_of_headers", "include")))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cuda.cutlass() is None
+    cuda.cutlass.cache_clear()
+    folder = tmp_path / "carrier_of_headers" / "include"
+    (folder / "cute").mkdir(parents=True)
+    (folder / "cute" / "tensor.hpp").touch()
+    (folder.parent / "__init__.py").touch()
+    assert cuda.cutlass() == str(folder)
+    cuda.cutlass.cache_clear()
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    cuda.missing.cache_clear()
+    monkeypatch.setattr(cuda, "_is_installed", lambda module: False)
+    assert "pip install 'tnp-kernels[cuda]'" in HEADS("float16", head_dim=64)
+    cuda.missing.cache_clear()
+    monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
+    monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: False)
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    assert "neither NVRTC" in HEADS("float16", head_dim=64)
+    cuda.missing.cache_clear()
+
+
+@pytest.mark.parametrize("op, name", IN_CUDA)
+def test_it_is_never_chosen_but_by_its_name(op, name, here):
+    operator = catalog().operator(op)
+    assert not catalog().load(op, name).chosen_from
+    for case in operator.cases(H200):
+        chosen, _ = selection.choose_implementation(operator, "auto", Call(case.problem, H200))
+        assert chosen.name not in {name for _, name in IN_CUDA}
+
+
+# ------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 8])
+def test_the_threads_of_a_row_hold_it_whole(at_once):
+    for width in (1, 31, 32, 33, 100, 511, 1025, 8192, 16_385, softmax.ONE_PASS_WIDTH):
+        if width % at_once:
+            continue
+        sizes = shape(width, at_once)
+        threads, unroll = sizes["THREADS"], sizes["UNROLL"]
+        assert width <= threads * unroll * at_once and unroll * at_once <= 32
+        assert threads % cuda.WARP == 0 and threads <= MOST_THREADS
+        assert sizes["ROWS"] == (4 if threads == cuda.WARP else 1)
+        assert unroll == 1 or width > threads * (unroll // 2) * at_once  # no more than needed
+    with pytest.raises(ValueError, match="32769"):
+        shape(softmax.ONE_PASS_WIDTH + 1, 1)
+
+
+def test_16_bytes_are_read_at_once_where_every_row_begins_at_them():
+    assert vector("float16", 64, True) == vector("bfloat16", 8, True) == 8
+    assert vector("float32", 1000, True) == 4
+    assert vector("float16", 64, False) == vector("float16", 100, True) == 1
+    assert vector("float32", 1001, True) == 1
+
+
+def bound(op: str, name: str, case, options=()) -> cuda.Bound:
+    """The launch of a case's inputs on the meta device, where nothing runs."""
+    from tnp.values import Random
+
+    operator, noted = catalog().operator(op), []
+    drawn = operator.draw(case, Random(case, torch.device("meta")))
+    inputs = tuple(drawn.get(name) for name in operator.tensors)
+    plan = plans.build(operator, name, inputs, operator.call_options(case.problem), (), H200)
+    with cuda.watched(noted.append):
+        plan.forward(inputs, operator.numbers)
+    (found,) = noted
+    return found
+
+
+@pytest.mark.parametrize("rows, width, name, blocks, threads", [
+    (7, 100, "three_passes", 7, 256),
+    (7, 8192, "one_pass", 7, 512),
+    (7, 128, "one_pass", 2, 128),  # a row is a warp's, four of them a block's
+    (8, 512, "one_pass", 2, 128),
+    (9, 513, "one_pass", 9, 64),
+])  # fmt: skip
+def test_blocks_of_softmax(rows, width, name, blocks, threads, here):
+    found = bound("softmax", name, softmax.OPERATOR.case("float16", rows, width))
+    assert (found.grid, found.threads) == ((blocks,), threads)
+    assert found.architecture == "sm_90a"
+
+
+@pytest.mark.parametrize("n_q, blocks", [(1, 6), (64, 6), (65, 12), (777, 78)])
+def test_blocks_of_attention(n_q, blocks, here):
+    case = attention.OPERATOR.case("float16", 2, 3, n_q, 100, 64)
+    found = bound("attention", "wmma", case)
+    assert (found.grid, found.threads) == ((blocks,), 128)
+
+
+def test_a_launch_is_noted_with_the_hash_of_its_source(here):
+    with kernel_code.launches() as noted:
+        bound("softmax", "one_pass", softmax.OPERATOR.case("float16", 7, 100))
+    name = ONE_PASS.replace(":", ".")
+    assert noted == {name: definitions.fingerprint([ONE_PASS])}
+
+
+# --------------------------------------------------------------------------------------- numerics
+
+
+def judged(op: str, name: str, case, wanted=()) -> list[tuple[str, float, float]]:
+    """Results of a case against float64, where what is not written is NaN."""
+    operator = catalog().operator(op)
+    found = catalog().load(op, name)
+    setting = replace(Setting.of(operator, found, case, DEVICE), wanted=wanted)
+    setting = setting.with_upstream(setting.upstream)
+    inputs = {n: x if x is None else guarded(x.detach()) for n, x in setting.inputs.items()}
+    options = tuple(setting.options.items())
+    plan = plans.build(operator, name, tuple(inputs.values()), options, wanted, H200)
+
+    def function(*arguments):
+        n = len(operator.tensors)
+        return plan.run(arguments[:n], arguments[n:])
+
+    with Poisoned():
+        results = compute(operator, function, inputs, wanted, setting.upstream)
+    return list(setting.judged(results))
+
+
+def assert_within_budget(*arguments, **named):
+    for result, ratio, allowed in judged(*arguments, **named):
+        assert ratio <= allowed, result
+
+
+SOFTMAX = [
+    ("bfloat16", 3, 1024, {}),
+    ("float16", 9, 64, {}),  # rows that share blocks, the last of which is not full
+    ("bfloat16", 9, 100, {"batch": 3, "start": 1}),  # strided, and not at multiples of 16 bytes
+    ("float32", 5, 1000, {"masked": 3}),
+    ("float32", 3, 1025, {"magnitude": 1e3}),
+    ("float32", 3, 1, {}),
+    ("bfloat16", 2, 32_768, {}),
+]
+ATTENTION = [
+    ("float16", 1, 1, 64, {}),
+    ("bfloat16", 33, 70, 64, {}),
+    ("float16", 65, 65, 64, {"causal": True}),
+    ("float16", 80, 20, 128, {"causal": True}),  # the first 60 queries see no key
+    ("bfloat16", 20, 130, 128, {"causal": True}),
+    ("float16", 40, 33, 64, {"causal": True, "magnitude": 8.0}),
+    ("float16", 40, 33, 64, {"base2": True}),
+]
+
+
+@emulates
+@pytest.mark.parametrize("dtype, rows, width, drawn", SOFTMAX)
+@pytest.mark.parametrize("name", ["three_passes", "one_pass"])
+def test_softmax_is_within_its_budget(name, dtype, rows, width, drawn, here):
+    assert_within_budget("softmax", name, softmax.OPERATOR.case(dtype, rows, width, **drawn))
+
+
+@emulates
+@pytest.mark.parametrize("name", ["three_passes", "one_pass"])
+def test_softmax_of_what_is_not_finite_goes_the_way_of_pytorch(name, here):
+    x = torch.randn(6, 130, generator=torch.Generator().manual_seed(0))
+    x[0, :70] = x[1, 60:] = x[2] = -INF
+    x[3, 77], x[4, 66], x[5] = INF, float("nan"), -3e38
+    plan = plans.build(softmax.OPERATOR, name, (x,), (), (), H200)
+    torch.testing.assert_close(plan.run((x,), ()), torch.softmax(x, -1), equal_nan=True)
+
+
+@emulates
+@pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", ATTENTION)
+def test_attention_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
+    case = attention.OPERATOR.case(dtype, 1, 4, n_q, n_k, head_dim, n_kv_heads=2, **kind)
+    assert_within_budget("attention", "wmma", case)
+
+
+@emulates
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_from_the_lse_of_cuda(causal, here):
+    case = attention.OPERATOR.case("float16", 1, 1, 40, 33, 64, causal=causal)
+    assert_within_budget("attention", "wmma", case, wanted=("q", "k", "v"))
+
+
+@emulates
+def test_attention_of_rows_that_are_not_aligned(here):
+    """Copied: sixteen bytes at once would be another address."""
+    q, k, v = torch.randn(3, 1, 1, 40, 65).half()[..., 1:].unbind()
+    inputs = (q, k, v, None, None, None)
+    plan = plans.build(attention.OPERATOR, "wmma", inputs, (), (), H200)
+    assert not plan.what.aligned
+    expected = attention.OPERATOR.reference(*(x.double() for x in inputs[:3]), *inputs[3:], 0.125)
+    torch.testing.assert_close(plan.run(inputs, (0.125,)).double(), expected, atol=2e-3, rtol=0)
+
+
+# What a slip of the hand would make of a source, and a case that must find it out.
+SLIPS = [
+    ("three_passes", "sum += expf", "sum = expf"),
+    ("one_pass", "u * Threads + thread", "u + Unroll * thread + 1"),
+    ("wmma", "query + shift + 1", "query + shift + 2"),
+    ("wmma", "__pipeline_wait_prior(1)", "__pipeline_wait_prior(2)"),
+    ("wmma", "h / group * v_h", "h % (n_heads / group) * v_h"),
+    ("wmma", "out[c].x[i] *= of_row;", ";"),
+]
+
+
+@emulates
+@pytest.mark.parametrize("name, right, wrong", SLIPS)
+def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
+    def slipped(source, architecture):
+        text = source.path.read_text()
+        assert right in text
+        return emulation._compiled(source, text.replace(right, wrong, 1))
+
+    monkeypatch.setattr(cuda, "loaded", slipped)
+    if name == "wmma":
+        kind = {"n_kv_heads": 2, "causal": True}
+        case = attention.OPERATOR.case("float16", 1, 4, 65, 130, 64, **kind)
+        found = judged("attention", name, case)
+    else:
+        found = judged("softmax", name, softmax.OPERATOR.case("float32", 3, 1000))
+    assert any(not ratio <= allowed for _, ratio, allowed in found)
+
+
+# ------------------------------------------------------------------------------------ compilation
+
+SIZES = {"VECTOR": 4, **shape(1000, 4)}
+
+
+def source(**named) -> cuda.Source:
+    return cuda.Source(ONE_PASS, cuda.constants(**{"TYPE": "float", **SIZES, **named}))
+
+
+def compilers() -> list:
+    found = [("nvrtc", cuda._by_nvrtc)] if not cuda.missing() and cuda._nvrtc_is_here() else []
+    return found + ([("nvcc", cuda._by_nvcc)] if cuda.shutil.which("nvcc") else [])
+
+
+@compiles
+def test_every_compiler_that_is_here_builds_for_a_gpu_that_is_not():
+    for name, by in compilers():
+        cubin, log = by(source(), "sm_86")
+        assert cubin.startswith(b"\x7fELF"), name
+        said = cuda.resources(log)
+        assert said["registers"] > 0 and said["spill_bytes"] == 0, name
+
+
+@compiles
+def test_what_does_not_compile_says_so_with_the_compilers_message(monkeypatch):
+    for name, by in compilers():
+        monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda name=name: name == "nvrtc")
+        with pytest.raises(cuda.CompilationError) as raised:
+            cuda.build(source(TYPE="nothing"), "sm_80")
+        message = str(raised.value)
+        assert message.startswith("one_pass.cu does not compile for sm_80 with {")
+        assert '"nothing" is undefined' in message, (name, by)
+
+
+def test_compiled_code_is_kept_until_what_it_is_made_of_changes(monkeypatch, tmp_path):
+    built = []
+
+    def build(source, architecture):
+        built.append(architecture)
+        return cuda.Compiled(b"code", "", 0.0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda, "build", build)
+    monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "one")
+    for _ in range(2):
+        assert cuda._cached(source(), "sm_80") == b"code"
+    assert built == ["sm_80"]
+    cuda._cached(source(), "sm_86")
+    cuda._cached(source(ROWS=2), "sm_86")
+    monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "another")
+    cuda._cached(source(), "sm_80")
+    monkeypatch.setattr(cuda.Source, "texts", lambda self: iter(["other text"]))
+    cuda._cached(source(), "sm_80")
+    assert built == ["sm_80", "sm_86", "sm_86", "sm_80", "sm_80"]
+
+
+def test_the_architecture_can_be_said():
+    assert cuda.Bound(source(), 90, (1,), 32).architecture == "sm_90a"
+    assert cuda.Bound(source(), 120, (1,), 32).architecture == "sm_120"
+    assert cuda.Bound(source(), 90, (1,), 32, architecture="sm_86").architecture == "sm_86"
+
+
+def test_the_compiler_of_silence_is_named():
+    with pytest.raises(cuda.CompilationError, match="ptxas said nothing"):
+        cuda.resources("")

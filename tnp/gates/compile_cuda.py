@@ -1,0 +1,52 @@
+"""Kernels in CUDA C++ for `tnp.gates.compile`: what their launches compile, and what ptxas says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from tnp import cuda
+from tnp.cuda import Bound
+
+
+@dataclass
+class CudaJob:
+    """One kernel to compile, and the implementations that launch it, as (operator, name)."""
+
+    source: cuda.Source
+    architecture: str
+    threads: int
+    dtype: str
+    users: set[tuple[str, str]] = field(default_factory=set)
+
+    def compiled(self) -> dict:
+        """A row of table `kernels`, and `users`."""
+        found = cuda.build(self.source, self.architecture)
+        constants = dict(self.source.constants)
+        del constants["TYPE"]  # the row's dtype
+        warnings = [line for line in found.log.splitlines() if "warning" in line.lower()]
+        return {
+            "kernel": self.source.name,
+            "target": self.architecture,
+            "dtype": self.dtype,
+            "launch_config": json.dumps(constants),
+            **cuda.resources(found.log),
+            "shared_limit_bytes": cuda.SHARED_LIMIT,
+            "num_warps": self.threads // cuda.WARP,
+            "num_stages": None,  # the source's own
+            "compile_s": found.seconds,
+            "warnings": "\n".join(dict.fromkeys(warnings)),
+            "users": sorted(self.users),
+        }
+
+
+class CudaJobs:
+    """Those of the launches that it is told of, once each."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[cuda.Source, str], CudaJob] = {}
+
+    def note(self, bound: Bound, dtype: str, users: tuple[tuple[str, str], ...]) -> None:
+        key = bound.source, bound.architecture
+        job = self.found.setdefault(key, CudaJob(*key, bound.threads, dtype))
+        job.users.update(users)

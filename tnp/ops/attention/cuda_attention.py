@@ -1,0 +1,66 @@
+"""Launches of attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tnp import cuda
+from tnp.contract import Call, Kernel
+from tnp.ops.attention.definition import IN_CUDA
+from tnp.ops.attention.primitives import (
+    LOG2_E,
+    empty,
+    forward,
+    lse_layout,
+    row_strides,
+    rows_layout,
+)
+from tnp.ops.attention.torch_forms import with_aligned_rows
+
+WMMA = "tnp.ops.attention.wmma:attention_wmma"
+CUTE = "tnp.ops.attention.cute:attention_cute"
+CUTE_TYPES = {"bfloat16": "cute::bfloat16_t", "float16": "cute::half_t"}
+WARPS, QUERIES_OF_A_WARP = 4, 16
+
+
+def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
+    """One launch, a block 64 queries of a head."""
+    return _prepare(call, inputs, WMMA, cuda.TYPES)
+
+
+def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
+    """Likewise."""
+    return _prepare(call, inputs, CUTE, CUTE_TYPES, cuda.cutlass() or "")
+
+
+def _prepare(
+    call: Call, inputs: tuple, kernel: str, types: Mapping[str, str], cutlass: str = ""
+) -> Callable:
+    as_read = with_aligned_rows if not call.aligned else lambda x: x
+    q, k, v = map(as_read, inputs[:3])
+    n_heads, n_q, head_dim = q.shape[1:]
+    of_o, of_lse = rows_layout(q), lse_layout(q)
+    n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
+    constants = cuda.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
+    bound = cuda.Bound(
+        cuda.Source(kernel, constants, cutlass), call.target.capability,
+        (n_tiles * q.shape[0] * n_heads,), WARPS * cuda.WARP,
+        *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3],
+        n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
+    )  # fmt: skip
+
+    def launch(inputs, scalars):
+        q, k, v = map(as_read, inputs[:3])
+        o = q.new_empty_strided(*of_o)
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        bound(q, k, v, o, lse, scalars[0] * LOG2_E)
+        return (o,), (lse,)
+
+    return forward(launch, call)
+
+
+_BUILT = tuple(cuda.ARCHITECTURES)
+FORWARD_WMMA = Kernel("cuda", empty, prepare_wmma, options=IN_CUDA, compiled_for=_BUILT)
+FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=IN_CUDA, compiled_for=_BUILT)
