@@ -36,7 +36,7 @@ def test_do_is_weighted_where_every_lse_of_a_tile_is_near_zero():
     dq = torch.full([rows * 64], 7.0)
     weighted = torch.full([1, N_HEADS, PADDED, 64], 7.0, dtype=torch.bfloat16)
     launch = PaddedRows(call).statistics(o, do, fused=True, base2=True)
-    launch(o, do, lse, lse, statistics, dq, weighted, lse, lse, lse)
+    launch(o, do, lse, lse, statistics, dq, weighted, lse, lse, lse, lse)
 
     found_lse, delta = statistics[: 2 * rows].view(2, N_HEADS, PADDED)
     assert (dq == 0).all()
@@ -85,9 +85,10 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
     rows = padded.n_all * TILE_ROWS
     statistics = torch.full([2 * rows], 7.0)
     tiles = torch.full([rows * head_dim], 7.0)
-    launch = padded.statistics(o, do, fused=True, of_lse=True)
+    turns = torch.full([padded.n_all], 7, dtype=torch.int32)
+    launch = padded.statistics(o, do, fused=True, ordered=True, of_lse=True)
     dlse = torch.randn(1, N_HEADS, N_Q, generator=generator)
-    launch(o, do, lse, dlse, statistics, tiles, do, *pointers)
+    launch(o, do, lse, dlse, statistics, tiles, do, turns, *pointers)
 
     places = padded_places(lengths)
     found_lse, delta = statistics.view(2, N_HEADS, padded.of_head)
@@ -97,6 +98,7 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
     of_rows = torch.zeros(padded.n, dtype=torch.bool)
     of_rows[places // TILE_ROWS] = True
     assert whole[:, of_rows].all()
+    assert (turns.view(N_HEADS, -1)[:, of_rows] == 0).all()
     beside = of_rows.repeat_interleave(TILE_ROWS)
     beside[places] = False
     assert torch.isinf(found_lse[:, beside]).all() and (delta[:, beside] == 0).all()
