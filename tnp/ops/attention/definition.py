@@ -229,6 +229,7 @@ _TYPES = (
     ("bfloat16", 64, ("n_keys",)),
     ("bfloat16", 64, ("base2",)),
     ("bfloat16", 64, ("base2", "n_keys")),
+    ("bfloat16", 64, ("lse", "n_keys")),
     ("float16", 64, ("n_keys",)),
     ("float32", 64, ("n_keys",)),
     *((dtype, head_dim, ("n_keys",)) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
@@ -244,7 +245,7 @@ _KINDS = (
     ("bfloat16", 64, {"causal": True, "n_keys": True}),
     *(("bfloat16", head_dim, _GROUPED | _WINDOW) for head_dim in (48, 80, 192)),
     ("float32", 64, _GROUPED | _WINDOW),
-    *(("bfloat16", head_dim, {"lse": True}) for head_dim in (64, 128)),
+    ("bfloat16", 128, {"lse": True}),
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
 # keys that the forward pass splits tiles along them.
