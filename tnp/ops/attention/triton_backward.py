@@ -85,7 +85,7 @@ DKDV_CONFIGS = {
 }
 MASKED_DKDV_CONFIGS = {
     (2, 64): (LaunchConfig(16, 64, 4, 1),),
-    (2, 128): (LaunchConfig(16, 64, 8, 2),),
+    (2, 128): (LaunchConfig(16, 64, 8, 1),),
     (4, 64): (LaunchConfig(16, 32, 8, 1),),
 }
 DQ_CONFIGS = {
@@ -107,7 +107,7 @@ FUSED_CONFIGS = {
 }
 MASKED_FUSED_CONFIGS = {
     (2, 64): (FusedConfig(16, 64, 64, 32, 4, 1),),
-    (2, 128): (FusedConfig(16, 64, 128, 32, 8, 2),),
+    (2, 128): (FusedConfig(16, 64, 64, 16, 8, 1),),
 }
 
 

@@ -61,11 +61,10 @@ CONFIGS = {
     ),
     (2, 128): (LaunchConfig(128, 64, 8, 3),),
     (2, 256): (LaunchConfig(64, 32, 8, 2),),
-    (4, 64): (LaunchConfig(16, 32, 4, 1),),
+    (4, 64): (LaunchConfig(32, 32, 8, 1),),
 }
 MASKED_CONFIGS = {
     (2, 128): (LaunchConfig(128, 32, 8, 3),),
-    (4, 64): (LaunchConfig(32, 32, 8, 1),),
 }
 
 
