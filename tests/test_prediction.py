@@ -349,7 +349,8 @@ def test_an_encoding_goes_to_pages_and_targets_read_it_there(lengths):
     with pytest.raises(CacheFull, match="are needed"):
         encoding.to_pages(cache)
     assert cache.n_free == n_free
-    few = PagedCache(6, page=3, n_layers=1, **sizes)
-    with pytest.raises(ValueError, match="layer is 1: it must be from 0 to 0"):
-        encoding.to_pages(few)
-    assert few.n_free == 6
+    for n_layers in (1, 3):
+        other = PagedCache(6, page=3, n_layers=n_layers, **sizes)
+        with pytest.raises(ValueError, match=f"has {n_layers} layers and the encoding 2"):
+            encoding.to_pages(other)
+        assert other.n_free == 6

@@ -187,7 +187,7 @@ class Buffer:
     Args:
         model: with a buffer.
         encoding: what `encode` made of the context.
-        room: points that may enter, those counted that a later context has more.
+        room: points that may enter, and by which a later context may be longer, together.
         repeats: how often each sample stands there, with points of its own; the first of all
             samples come first.
 

@@ -5,8 +5,8 @@ mention: by name, through imports (also inside functions), and through strings t
 ("module:NAME"). A definition's hash is of its syntax tree without comments, docstrings, positions
 and the names of our modules, so that a file may be moved; it is the same on Python 3.11 to 3.13. A
 module that is used as a value counts whole; so does a file of CUDA C++, named as a module is, and
-what it includes. Operators' declarations are passed by: which of their
-implementations a job runs is the job's to say (`tnp.fingerprints`).
+what it includes. Operators' declarations are passed by: which of their implementations a job runs
+is the job's to say (`tnp.fingerprints`).
 """
 
 from __future__ import annotations

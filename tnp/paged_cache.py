@@ -69,6 +69,10 @@ class PagedCache:
         self._owners = [0] * n_pages  # sequences that have a page
 
     @property
+    def n_layers(self) -> int:
+        return len(self._k)
+
+    @property
     def n_free(self) -> int:
         """Pages that nobody has."""
         return len(self._free)

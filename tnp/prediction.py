@@ -113,6 +113,11 @@ class Encoding:
         """
         n_keys = self.blocks[0][0].shape[2]
         lengths = [n_keys] * self.batch if self.lengths is None else self.lengths.tolist()
+        if cache.n_layers != len(self.blocks):
+            raise ValueError(
+                f"the cache has {cache.n_layers} layers and the encoding {len(self.blocks)}: they "
+                "must have as many"
+            )
         handles: list[Handle] = []
         try:
             for length in lengths:

@@ -62,13 +62,18 @@ def _block_mask(q: Tensor, k: Tensor, lengths: tuple, causal: bool, window: int)
     if all(x is None for x in lengths) and not causal and not window:
         return None
     batch, n_q, n_k = len(q), q.shape[2], k.shape[2]
+
+    def made() -> Any:
+        seen = _seen(n_q, n_k, *lengths, causal, window)
+        of_batch = None if lengths[0] is None else batch
+        return _compiled_block_mask()(seen, of_batch, None, n_q, n_k, device=q.device)
+
+    if any(x is not None and x.is_inference() for x in lengths):
+        return made()  # such a tensor does not tell whether it was changed
     of_lengths = [None if x is None else (id(x), x._version) for x in lengths]
     key = batch, n_q, n_k, q.device, causal, window, *of_lengths
     if key not in _masks:
-        seen = _seen(n_q, n_k, *lengths, causal, window)
-        of_batch = None if lengths[0] is None else batch
-        mask = _compiled_block_mask()(seen, of_batch, None, n_q, n_k, device=q.device)
-        _masks[key] = mask, lengths
+        _masks[key] = made(), lengths
         if len(_masks) > MOST_MASKS:
             _masks.popitem(last=False)
     return _masks[key][0]

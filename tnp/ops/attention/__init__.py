@@ -6,8 +6,9 @@ A query sees all keys of its sample; where asked to, those up to its own (`causa
 (`window`) alone, or those of its packed sequence. Heads of queries may share heads of keys. Which
 keys these are is answered in `keys`.
 
-Ours, `separate` and `fused`, share the forward pass and differ in the backward: two launches, dk
-and dv and then dq, whose results are equal from run to run; or one. `portable` is `separate`
+Ours, `separate` and `fused`, share the forward pass and differ in the backward. `separate` gives
+gradients that are equal from run to run: by two launches, dk and dv and then dq, or by one that
+adds dq up in one order. `fused` may add it up in any. `portable` is `separate`
 without Hopper's warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from, and the
 portable backward pass reads their lse. `e4m3` has both products of the forward pass in 8 bits, and
 no backward.

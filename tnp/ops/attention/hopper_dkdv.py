@@ -19,8 +19,9 @@ reductions of float32 tiles, in whatever order programs arrive: dq then differs 
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_backward._finish_dq_kernel` puts it right.
 
-ORDERED (FUSED, where nothing is hidden): blocks of keys add to a tile of dq in their order, which
-makes dq equal from run to run. Each waits until a count says that those before it have.
+ORDERED (FUSED, without a causal mask or a window): blocks of keys add to a tile of dq in their
+order, which makes dq equal from run to run. Each waits until a count says that those before it
+have.
 
 BASE2 (FUSED alone): q carries scale·log2(e), and of query tiles all of whose lse lie between −64
 and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is
@@ -356,7 +357,7 @@ def bound_dkdv(
         config: what to launch with.
         fused: dq is added to its tiles, float32 [rows, D], each 64 rows by 64 columns a tile of
             unscaled dq in the order of registers. Where not, they are never read.
-        ordered: and in one order.
+        ordered: dq is added up in the order of blocks of keys; needs `fused`.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         split: how many items are whole, and of how many pieces each other one is.
     """
@@ -376,7 +377,7 @@ def bound_dkdv(
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
-    # As many as there are programs for, so that those of a head are not launched one by one.
+    # Heads whose blocks fill the GPU together: one block of each is launched in turn.
     section = triton.cdiv(call.target.multiprocessors, of_head)
     reach = Reach.of(call.problem)
     return Bound(

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from tnp.ops.attention.hopper_primitives import acquired, ring
+from tnp.ops.attention.hopper_primitives import acquired, before_reduction, ring
 from tnp.ops.attention.keys import place, query_range
 from tnp.ops.hopper_primitives import opaque
 
@@ -212,6 +212,7 @@ class Pipeline:
             block = key // BLOCK_N
         while acquired(self.counter(tile, padded)) < block:
             pass
+        before_reduction()
 
     @gluon.jit
     def pass_turn(self, tile, padded):

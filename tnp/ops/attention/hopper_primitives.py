@@ -150,6 +150,15 @@ def acquired(ptr):
     )  # fmt: skip
 
 
+@gluon.jit
+def before_reduction():
+    """What was acquired is also seen by what TMA adds after it, which is of another proxy."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
 @gluon.constexpr_function
 def product_ptx(dtype):
     """PTX for two products of 16-bit floats."""

@@ -1,4 +1,4 @@
-"""Decode attention in portable Triton: the same share of all keys for every program.
+"""Decode attention in portable Triton: an equal share of the work for every program.
 
 A unit of work is a block of keys of one pair, a sequence and a kv head, and START units more of it
 are what beginning with a pair takes, in which no block is read. The units of all pairs stand in a
