@@ -70,6 +70,7 @@ class PagedCache:
 
     @property
     def n_layers(self) -> int:
+        """Layers that have keys and values in every page."""
         return len(self._k)
 
     @property

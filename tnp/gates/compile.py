@@ -59,7 +59,9 @@ class Launch:
 
 
 def committed_launches(briefly: bool = False) -> Iterator[Launch]:
-    """Every launch that could be chosen on GPUs of `TARGETS`; see `compile_all` for `briefly`."""
+    """Every launch that could be chosen on GPUs of `cuda.ARCHITECTURES`, but for CUDA C++ whose
+    compiler is missing here. See `compile_all` for `briefly`.
+    """
     for operator in catalog().operators.values():
         for capability in cuda.ARCHITECTURES:
             target = targets.of_capability(capability)
