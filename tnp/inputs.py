@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     import torch
 
 
+def is_expanded(x: torch.Tensor) -> bool:
+    """Whether elements of x share memory, as those of a sum's gradient do."""
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+
+
 def require_count(name: str, value: int, at_least: int) -> None:
     """Raises ValueError where `value` is no whole number, or too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:

@@ -250,7 +250,7 @@ def _define(operator: Operator) -> Any:
         given = {one: True for one, x in pairs if one in operator.optional and x is not None}
         named = dict(zip(operator.sizes, map(int, sizes), strict=True))
         problem = operator.problem(known.dtype, **given | dict(known.options + known.shown) | named)
-        rows_aligned = aligned((*gradients, *kept))
+        rows_aligned = aligned(kept, gradients)
         what = Call(
             problem, targets.of_device(first.device), known.wanted, rows_aligned, apart=True
         )

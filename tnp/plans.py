@@ -219,7 +219,7 @@ class KernelPlan:
 
     def _prepare(self, key: tuple, inputs: tuple[tuple, tuple, tuple]) -> Any:
         gradients, kept, _ = inputs
-        what = replace(self.what, aligned=aligned((*gradients, *kept)))
+        what = replace(self.what, aligned=aligned(kept, gradients))
         kernel, picked = choose_kernel(
             self.found.backward, self.operator, what, self.kernel.saves, self.forced
         )

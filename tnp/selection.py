@@ -18,6 +18,7 @@ from tnp import choice, targets
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice, Offer, choose
 from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason
+from tnp.inputs import is_expanded
 from tnp.targets import Target
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
@@ -40,9 +41,13 @@ def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
     )
 
 
-def aligned(tensors: Any) -> bool:
-    """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded."""
-    for x in tensors:
+def aligned(tensors: Any, gradients: tuple = ()) -> bool:
+    """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded.
+
+    An expanded gradient, as a sum has, counts as aligned: whoever reads rows copies it.
+    """
+    read = (x for x in gradients if isinstance(x, torch.Tensor) and not is_expanded(x))
+    for x in (*tensors, *read):
         if not isinstance(x, torch.Tensor):
             continue
         if x.device.type != "meta" and x.data_ptr() % 16:

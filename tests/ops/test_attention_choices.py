@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tnp import choice, selection, targets
@@ -105,6 +106,14 @@ def test_rows_that_tma_cannot_read_are_left_to_the_portable_kernels():
     what = replace(call("mid"), aligned=False)
     for operation in OPERATIONS:
         assert chosen(operation, what)[0] == "triton"
+
+
+def test_an_expanded_gradient_is_copied_and_an_expanded_input_left_to_the_portable_kernels():
+    whole, expanded = torch.zeros(1, 2, 8, 64), torch.zeros(()).expand(1, 2, 8, 64)
+    misaligned = torch.zeros(1, 2, 8, 65)[..., 1:]
+    assert selection.aligned((whole, None), (expanded, None))
+    assert not selection.aligned((whole, expanded), (whole,))
+    assert not selection.aligned((whole,), (misaligned,))
 
 
 def test_a_gpu_of_the_same_capability_takes_the_table_and_says_whose():

@@ -11,7 +11,7 @@ from tests.ops.problems import DEVICE
 from tnp import targets
 from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention.hopper_backward import PADDED_ROWS, TILE_ROWS, PaddedRows
+from tnp.ops.attention.hopper_padded_rows import PADDED_ROWS, TILE_ROWS, PaddedRows
 
 N_Q, N_HEADS = 150, 3
 PADDED = 256

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tnp.inputs import is_expanded
+
 # What PyTorch's functions of uninitialized memory are, however they are spelled.
 EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted",
                    "new_empty", "new_empty_strided"})  # fmt: skip
@@ -39,7 +41,7 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
 
     A tensor with strides of 0, whose elements share memory, is returned as it is.
     """
-    if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+    if is_expanded(x):
         return x
     steps = zip(x.stride(), x.shape, strict=True)
     span = sum(step * (size - 1) for step, size in steps) + 1 if x.numel() else 0

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
 from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, PADDED_ROWS
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N
 from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
 from tnp.ops.attention.hopper_forward import section
+from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
 from tnp.ops.attention.hopper_primitives import supported, without_reference
-from tnp.ops.attention.keys import Tiles, place
+from tnp.ops.attention.keys import Tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -36,15 +36,12 @@ from tnp.ops.attention.primitives import (
     empty_backward,
     flat,
     head_ptr,
-    load_rows,
     n_key_tiles,
     n_query_tiles,
-    row_strides,
     rows_layout,
     store_rows,
 )
 
-TILE_ROWS = 64
 # Queries from which on programs of `fused` are not persistent. They are level at 11,000, and
 # persistent ones take 2 % more time at 205,000, or 5 % where q carries the scale (H200).
 LONG_WALK = 16_384
@@ -55,8 +52,6 @@ PIECE_TILES, MIN_TILES_SAVED = 6, 16
 MIN_SHARE_SAVED = 0.01
 MAX_PIECES = 16
 PIECE_ROWS = 32  # that a program adds up
-AT_ONCE = tl.constexpr(1024)  # lse that a program reads of its head
-FAR = tl.constexpr(64.0)  # |lse| to base 2 from which on a tile is left as it was
 
 
 @dataclass(frozen=True)
@@ -65,115 +60,6 @@ class SeparateConfig:
 
     dkdv: DkdvConfig
     dq: DqConfig
-
-
-@triton.jit
-def _padded_tile(
-    program, n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """Of a program's tile of queries its first row, the last + 1 that it may have, and which tile
-    of the padded rows it is, in which every sequence begins with a tile of its own.
-    """
-    tile = program % n_tiles
-    row, first_q, n_rows, _first_k, _keys = place(
-        tile, 0, tiles_ptr, cu_q_ptr, cu_k_ptr, cu_k_ptr, n_q, n_q, ROWS, PACKED, False
-    )
-    at = program.to(tl.int64)
-    if PACKED:
-        s = tl.maximum(tl.load(tiles_ptr + 2 * tile), 0)
-        at += (first_q // ROWS + s) + row // ROWS - tile
-        return first_q + row, first_q + n_rows, at
-    else:
-        return row, n_q, at
-
-
-@triton.jit(do_not_specialize=["n_q", "n_tiles"])
-def _statistics_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, padded_ptr, dq_ptr, weighted_ptr, turn_ptr,
-    tiles_ptr, cu_q_ptr, cu_k_ptr,
-    stride_ob, stride_oh, stride_om,
-    stride_dob, stride_doh, stride_dom,
-    n_heads, n_q, n_tiles,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr,
-    ORDERED: tl.constexpr, BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; if FUSED its tile
-    of dq becomes 0, and if ORDERED how many blocks of keys have added to it; if BASE2 do times
-    2^−lse, and the first tile's program says whether some tile of the head was left as it was.
-    """
-    pid_bh = tl.program_id(0) // n_tiles
-    row, end, at = _padded_tile(
-        tl.program_id(0), n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS, PACKED
-    )
-    if PACKED and row >= end:  # no sequence needs this entry of the table
-        return
-    offs_m = row + tl.arange(0, ROWS)
-    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
-    do_ptr = head_ptr(do_ptr, stride_dob, stride_doh, pid_bh, n_heads)
-    o = load_rows(o_ptr, offs_m, end, stride_om, HEAD_DIM, True).to(tl.float32)
-    do = load_rows(do_ptr, offs_m, end, stride_dom, HEAD_DIM, True).to(tl.float32)
-    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
-    lse = tl.load(lse_ptrs, mask=offs_m < end, other=float("inf"))
-    padded = padded_ptr + at * ROWS + tl.arange(0, ROWS)
-    rows = tl.num_programs(0).to(tl.int64) * ROWS
-    delta = tl.sum(o * do, 1)
-    if HAS_DLSE:
-        dlse_ptrs = dlse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
-        dlse = tl.load(dlse_ptrs, mask=offs_m < end, other=0.0)
-    if BASE2:
-        near = (tl.abs(lse) < FAR) | (offs_m >= n_q)
-        left = tl.max(tl.where(near, 0.0, 1.0), 0)
-        if tl.program_id(0) % n_tiles == 0:
-            some_left = tl.zeros([AT_ONCE], tl.float32)
-            for start in tl.range(0, n_q, AT_ONCE):
-                offs = start + tl.arange(0, AT_ONCE)
-                of_head = lse_ptr + pid_bh.to(tl.int64) * n_q + offs
-                others = tl.load(of_head, mask=offs < n_q, other=0.0)
-                some_left = tl.where(tl.abs(others) < FAR, some_left, 1.0)
-            tl.store(padded_ptr + 2 * rows + pid_bh, tl.max(some_left, 0))
-        weight = tl.math.exp2(tl.where(left == 0.0, -lse, 0.0))  # past the end do is 0
-        do = (do * weight[:, None]).to(weighted_ptr.dtype.element_ty)
-        # Of do as it was rounded: rows of the gradient of scores then sum to zero.
-        delta = tl.sum(o * do.to(tl.float32), 1)
-        if HAS_DLSE:
-            dlse *= weight
-        lse = tl.where(left == 0.0, 0.0, lse)
-        offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        weighted = weighted_ptr + offs[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tl.store(weighted, do)
-    if HAS_DLSE:
-        delta -= dlse
-    tl.store(padded, lse)
-    tl.store(padded + rows, delta)
-    if FUSED:
-        tile = dq_ptr + at * ROWS * HEAD_DIM
-        offs = tl.arange(0, ROWS * HEAD_DIM)
-        tl.store(tile + offs, tl.zeros([ROWS * HEAD_DIM], tl.float32))
-    if ORDERED:
-        tl.store(turn_ptr + at, 0)
-
-
-@triton.jit(do_not_specialize=["n_q", "n_tiles"])
-def _finish_dq_kernel(
-    tile_ptr, dq_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
-    stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, n_tiles, scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Scaled dq from float32 tiles in the order of a matmul's registers."""
-    pid_bh = tl.program_id(0) // n_tiles
-    row, end, at = _padded_tile(
-        tl.program_id(0), n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS, PACKED
-    )
-    if PACKED and row >= end:
-        return
-    tile = tile_ptr + at * ROWS * HEAD_DIM
-    # Of each 64 columns, a register: row 16·warp + 8·half + lane/4, column 8·block + 2·(lane % 4) +
-    # pair.
-    x = tl.load(tile + tl.arange(0, ROWS * HEAD_DIM)) * scale
-    x = tl.reshape(x.to(dq_ptr.dtype.element_ty), [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
-    dq = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [ROWS, HEAD_DIM])
-    dq_ptr = head_ptr(dq_ptr, stride_dqb, stride_dqh, pid_bh, n_heads)
-    store_rows(dq_ptr, dq, row + tl.arange(0, ROWS), end, stride_dqm, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["n_k", "n_whole", "n_pieces"])
@@ -195,45 +81,6 @@ def _add_pieces_kernel(
     else:
         out_ptr = head_ptr(dk_ptr, stride_b, stride_h, item // n_blocks, n_heads)
     store_rows(out_ptr, acc, item % n_blocks * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
-
-
-class PaddedRows:
-    """Rows of lse, delta and dq's tiles of all heads, each head's in `n` tiles of queries: padded
-    to a multiple of PADDED_ROWS, or where sequences are packed each with tiles of its own.
-    """
-
-    def __init__(self, call: Call) -> None:
-        p = call.problem
-        self.table = Tiles(call, "n_q", TILE_ROWS)
-        self.packed = bool(p["n_sequences"])
-        padded = triton.cdiv(p["n_q"], PADDED_ROWS.value) * (PADDED_ROWS.value // TILE_ROWS)
-        self.n = self.table.n if self.packed else padded
-        self.of_head = self.n * TILE_ROWS
-        self.n_all = self.n * p["batch"] * p["n_heads"]
-
-    def statistics(
-        self, o: Tensor, do: Tensor, *, fused: bool, ordered: bool = False, base2: bool = False,
-        of_lse: bool = False,
-    ) -> Bound:  # fmt: skip
-        """Of o, do, lse, its gradient if `of_lse`, a workspace of padded lse, delta and if `base2`
-        a number a head, dq's tiles, which become 0 if `fused`, what do times 2^−lse goes to if
-        `base2`, int32 of each tile that become 0 if `ordered`, and the first three of the table's
-        pointers.
-        """
-        _batch, n_heads, n_q, head_dim = o.shape
-        return Bound(
-            _statistics_kernel, (self.n_all,), *row_strides(o), *row_strides(do), n_heads, n_q,
-            self.n, HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed, FUSED=fused,
-            ORDERED=ordered, BASE2=base2, HAS_DLSE=of_lse,
-        )  # fmt: skip
-
-    def finish(self, q: Tensor, strides: tuple[int, ...]) -> Bound:
-        """Of dq's tiles, dq, the first three of the table's pointers, and scale."""
-        _batch, n_heads, n_q, head_dim = q.shape
-        return Bound(
-            _finish_dq_kernel, (self.n_all,), *strides, n_heads, n_q, self.n,
-            HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed,
-        )  # fmt: skip
 
 
 def _forms(call: Call) -> tuple[bool, ...]:

@@ -17,7 +17,7 @@ from registers. With pᵀ = 2^(scale·log2(e)·k qᵀ − lse) and delta = Σ_d 
 FUSED adds a third warpgroup that multiplies ds k and adds it to dq in device memory, by bulk
 reductions of float32 tiles, in whatever order programs arrive: dq then differs by rounding from run
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
-`hopper_backward._finish_dq_kernel` puts it right.
+`hopper_padded_rows._finish_dq_kernel` puts it right.
 
 ORDERED (FUSED, without a causal mask or a window): blocks of keys add to a tile of dq in their
 order, which makes dq equal from run to run. Each waits until a count says that those before it

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tnp.contract import Call
+from tnp.inputs import is_expanded
 from tnp.launch import Bound, asserts
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.primitives import KernelConfig, cast
@@ -277,9 +278,7 @@ def _arriving(gradients: tuple, o: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _unreadable(x: Tensor) -> bool:
-    steps = zip(x.stride(), x.shape, strict=True)
-    expanded = any(step == 0 and size > 1 for step, size in steps)
-    return expanded or (x.stride(-1) != 1 and x.shape[-1] > 1)
+    return is_expanded(x) or (x.stride(-1) != 1 and x.shape[-1] > 1)
 
 
 # --------------------------------------------------------------------- gradients in several parts

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tnp.contract import Call, Kernel
+from tnp.inputs import is_expanded
 from tnp.launch import Bound
 from tnp.ops.primitives import add_dot
 from tnp.ops.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
@@ -167,8 +168,7 @@ class Operand:
         """Of a matrix with any strides; `x` may be on the meta device, then its memory starts at
         a multiple of 16 bytes.
         """
-        expanded = any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True))
-        copied = expanded or 1 not in x.stride()
+        copied = is_expanded(x) or 1 not in x.stride()
         transposed = not copied and x.stride(1) != 1
         (rows, columns), step = x.shape, x.shape[1] if copied else x.stride(0)
         if transposed:
