@@ -1,5 +1,6 @@
 """What captures do beside capturing, which needs a GPU: gate `cuda_graphs` has that."""
 
+import gc
 import weakref
 
 import pytest
@@ -34,6 +35,15 @@ def test_a_capture_without_memory_is_made_once_more_and_keeps_nothing_of_the_fir
     assert result == 7 and len(captures.large) == 1
     with pytest.raises(torch.cuda.OutOfMemoryError):
         OutOfMemory(2).capture(lambda: 7)
+
+
+def test_no_garbage_is_collected_in_a_capture():
+    """Among it may be graphs of a step that is gone, and freeing one makes the capture void."""
+    _, collecting = OutOfMemory(0).capture(gc.isenabled)
+    assert not collecting and gc.isenabled()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        OutOfMemory(2).capture(gc.isenabled)
+    assert gc.isenabled()
 
 
 def test_a_size_that_has_failed_is_not_captured_before_it_has_run(monkeypatch):

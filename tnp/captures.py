@@ -1,5 +1,6 @@
 """Work captured as CUDA graphs, on one stream and with one memory pool for all of them."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -8,6 +9,18 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without Python's garbage collector: a graph that it frees makes a capture void."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Captures:
@@ -26,6 +39,7 @@ class Captures:
         with self._apart():
             return work()
 
+    @_nothing_collected()
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """A replay of `work`, and what it writes to; `work` must not wait for the device."""
         captured = None
