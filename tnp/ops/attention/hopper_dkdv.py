@@ -159,17 +159,19 @@ def _store_piece(pipe, ptr, x, AT: gl.constexpr, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _walk_plainly(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
-    """dk and dv, unscaled, where every query sees all keys of its sample."""
+def _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
+    """dk and dv, unscaled, at D = 64: keys, and where FUSED values, lie in registers."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     _slot, _phase, step = pipe.turn(item)
-    keys, _first, n_stages = pipe.extent(item)
+    _first, n_stages, _first_q, _padded = pipe.walk_of(item)
     k = k.load(A)
-    end = step + n_stages
+    end = step + n_stages * pipe.GROUP
     if pipe.FUSED:
         v = v.load(A)
+    if pipe.FUSED and pipe.PLAIN:
         _b, _h, first_key = pipe.place(item)
+        keys, _first, _n_stages = pipe.extent(item)
         inside = first_key + (WARPGROUP + 1) * ROWS <= keys
         if pipe.BASE2:
             weighted = pipe.weighted(item)
@@ -195,8 +197,8 @@ def _consume(pipe, item, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP
     mbarrier.wait(pipe.key_full.index(2 * slot + WARPGROUP), phase)
     k = tile(pipe.k, 2 * slot + WARPGROUP)
     v = tile(pipe.v, 2 * slot + WARPGROUP)
-    if pipe.PLAIN:
-        dk, dv = _walk_plainly(pipe, item, k, v, scale_log2, WARPGROUP)
+    if pipe.HEAD_DIM == 64:
+        dk, dv = _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP)
     else:
         dk, dv = walk_visible(pipe, scale_log2, item, WARPGROUP)
     if pipe.PERSISTENT:

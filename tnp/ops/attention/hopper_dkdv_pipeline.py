@@ -185,20 +185,13 @@ class Pipeline:
         return b, bh % self.n_heads, key, first_q, n_rows, first_k, keys, padded
 
     @gluon.jit
-    def tiles(self, key, n_rows, keys, KEYS: gl.constexpr):
-        """Tiles of queries that see keys key … key + KEYS − 1: the first, the first and the last
-        + 1 of those in which nothing is hidden, and the last + 1.
-        """
-        begin, full_begin, full_end, end = query_range(
-            key, n_rows, keys, self.left, self.right, KEYS, self.LEFT, self.RIGHT
+    def tiles(self, key, n_rows, keys):
+        """Tiles of queries that see any of an item's keys, key …: the first and the last + 1."""
+        begin, _full_begin, _full_end, end = query_range(
+            key, n_rows, keys, self.left, self.right, BLOCK_N, self.LEFT, self.RIGHT
         )
         first = begin // ROWS
-        last = gl.maximum(gl.cdiv(end, ROWS), first)
-        # Rows past a sequence's last need no mask: their lse is +inf.
-        full_last = gl.cdiv(full_end, ROWS) if not self.LEFT else full_end // ROWS
-        full_first = gl.minimum(gl.maximum(gl.cdiv(full_begin, ROWS), first), last)
-        full_last = gl.maximum(gl.minimum(full_last, last), full_first)
-        return first, full_first, full_last, last
+        return first, gl.maximum(gl.cdiv(end, ROWS), first)
 
     @gluon.jit
     def wait_for_turn(self, item, tile, padded):
@@ -233,7 +226,7 @@ class Pipeline:
             return first, n, 0, self.first_row(item)
         else:
             b, h, key, first_q, n_rows, _first_k, keys, padded = self.origin(item)
-            first, _full_first, _full_last, last = self.tiles(key, n_rows, keys, BLOCK_N)
+            first, last = self.tiles(key, n_rows, keys)
             head = (b * self.n_heads + h) * self.GROUP
             return first, last - first, first_q, head * self.head_rows + padded
 

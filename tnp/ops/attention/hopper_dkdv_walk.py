@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS
+from tnp.ops.attention.hopper_dkdv_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import product_ptx, ring, tile
-from tnp.ops.attention.keys import seen
+from tnp.ops.attention.keys import key_range, seen
 from tnp.ops.hopper_primitives import opaque
 
 NAN_STAYS = gl.constexpr(PropagateNan.ALL)
@@ -71,6 +71,47 @@ def _gradient_of_scores(p, p_operand, dp, FUSED: gl.constexpr):
 
 
 @gluon.jit
+def _extent(pipe, item, WARPGROUP: gl.constexpr):
+    """A warpgroup's first key; the first row that the walk of a head's queries begins with, and the
+    row past it; how many queries and keys the sequence has.
+    """
+    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
+    first, last = pipe.tiles(key, n_rows, keys)
+    return key + WARPGROUP * ROWS, first * ROWS, last * ROWS, n_rows, keys
+
+
+@gluon.jit
+def _some_hidden(pipe, key, row, n_rows, keys):
+    """Whether some of queries row … row + 63 do not see all of keys key … key + 63."""
+    _begin, full_begin, full_end, _end = key_range(
+        row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
+    )
+    return (full_begin > key) | (full_end < key + ROWS)
+
+
+@gluon.jit
+def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
+    """Which of those keys which of those queries see."""
+    # Opaque: kept through the loop, indices and masks would spill. Rows 2·(lane % 4) are the
+    # thread's, and what is added to them a constant of each register: one index instead of 16.
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
+    rows = opaque((rows & 6) + row) + (rows & 57)
+    columns = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + opaque(key)
+    return seen(
+        rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
+    )
+
+
+@gluon.jit
+def _following(pipe, row, begin, end):
+    """The first row of the next tile of queries: another head's where this was a head's last."""
+    row += ROWS
+    if pipe.GROUP > 1:
+        row = gl.where(row == end, begin, row)
+    return row
+
+
+@gluon.jit
 def walk(
     pipe, k, v, scale_log2, item, step, end,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -79,12 +120,16 @@ def walk(
 
     The next tile's scores are multiplied, and its lse is read, beside this one's gradients. MASKED
     keeps keys past the last out of dq: given n_keys their p is 0, else it need only be finite.
-    WEIGHTED: do and delta are times 2^−lse, so that p is 2^s.
+    WEIGHTED: do and delta are times 2^−lse, so that p is 2^s. Where not PLAIN both are False, and
+    of the tiles at the edge of what is seen the exponents are made before a matmul is started.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
-    if pipe.HAS_N_KEYS:
+    if not pipe.PLAIN:
+        key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
+        row = begin
+    elif pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
         keys, _first, _n_stages = pipe.extent(item)
         row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
@@ -107,11 +152,19 @@ def walk(
         stage, _phase = ring(i, pipe.STAGES)
         # The last stage's next is itself: its scores are thrown away.
         following, phase = ring(gl.minimum(i + 1, end - 1), pipe.STAGES)
+        slope = scale_log2
+        if not pipe.PLAIN:
+            if _some_hidden(pipe, key, row, n_rows, keys):
+                visible = _visible(pipe, key, row, n_rows, keys, S)
+                s = gl.where(visible, s * scale_log2 - lse, float("-inf"))
+                slope = scale_log2 * 0 + 1
+                lse = gl.zeros([1, ROWS], gl.float32, S)
+            row = _following(pipe, row, begin, past)
         for t in gl.static_range(pipe.TILES):
             q = _query_tile(pipe.q, stage, t)
             do = _query_tile(pipe.do, stage, t)
             dp_started = _start_dp(pipe, v, do, stage, t)
-            exponent = s if WEIGHTED else s * scale_log2 - lse
+            exponent = s if WEIGHTED else s * slope - lse
             if t + 1 == pipe.TILES:
                 mbarrier.wait(pipe.full.index(following), phase)
             if MASKED:
@@ -151,43 +204,21 @@ def walk(
 
 
 @gluon.jit
-def _hidden_as_zero(pipe, p, key, row, n_rows, keys):
-    """p [64, 64] of keys key … and queries row … of a sequence, 0 where a query does not see a
-    key.
-    """
-    S: gl.constexpr = p.type.layout
-    # Opaque: kept through the loop, indices and masks would spill.
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S)) + opaque(row)
-    columns = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + opaque(key)
-    visible = seen(
-        rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
-    )
-    return gl.where(visible, p, 0.0)
-
-
-@gluon.jit
 def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
     """dk (unscaled) and dv of a warpgroup's keys over the queries of all heads that share them.
 
-    Of a program's item, which must be its only one. No matmul is under way where what is hidden is
-    branched on: ptxas would wait for every one.
+    At D = 128; of a program's item, which must be its only one. No matmul is under way where what
+    is hidden is branched on: ptxas would wait for every one.
     """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
     dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
-    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
-    first, _plain, _hidden, last = pipe.tiles(key, n_rows, keys, BLOCK_N)
-    key += WARPGROUP * ROWS
-    _first, plain, hidden, _last = pipe.tiles(key, n_rows, keys, ROWS)
-    n = last - first
-    # Of a head's walk something is hidden in the tiles of queries before `plain` and from `hidden`
-    # on, and in all of them where some keys are past the last.
-    plain = gl.where(key + ROWS <= keys, gl.minimum(plain - first, n), n)
-    hidden = gl.minimum(hidden - first, n)
-    at = 0
-    for i in range(n * pipe.GROUP):
+    key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
+    row = begin
+    for i in range((past - begin) // ROWS * pipe.GROUP):
         stage, phase = ring(i, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
         q = tile(pipe.q, stage)
@@ -196,8 +227,8 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         own = opaque(i * 0 + WARPGROUP)
         s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
         p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage, 0))
-        if (at < plain) | (at >= hidden):
-            p = _hidden_as_zero(pipe, p, key, (first + at) * ROWS, n_rows, keys)
+        if _some_hidden(pipe, key, row, n_rows, keys):
+            p = gl.where(_visible(pipe, key, row, n_rows, keys, S), p, 0.0)
         p_operand = gl.convert_layout(p.to(DTYPE), A)
         dp_started = _start_dp(pipe, tile(pipe.v, own), do, stage, 0)
         dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
@@ -214,5 +245,5 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
-        at = gl.where(at + 1 == n, 0, at + 1)
+        row = _following(pipe, row, begin, past)
     return dk, dv
