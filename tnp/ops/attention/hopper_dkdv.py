@@ -61,6 +61,7 @@ from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
 from tnp.ops.hopper_primitives import barriers
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
+SECTION_ROUNDS = 2  # of programs, in which a section's items are launched
 
 
 @dataclass(frozen=True)
@@ -336,6 +337,20 @@ def _attention_bwd_dkdv_hopper_kernel(
         )
 
 
+def _section(call: Call, of_head: int, n_heads: int, ordered: bool) -> int:
+    """Heads of keys one block of each of which is launched in turn.
+
+    Where `ordered` as many as fill the GPU. Else, for masks, as many as fill it SECTION_ROUNDS
+    times, in sections as equal as they can be: of one smaller section at the end some items that
+    take longest would be launched last. All heads at once would leave no room in the L2 cache.
+    """
+    programs = call.target.multiprocessors
+    if ordered:
+        return triton.cdiv(programs, of_head)
+    n_sections = max(1, n_heads * of_head // (SECTION_ROUNDS * programs))
+    return triton.cdiv(n_heads, n_sections)
+
+
 def bound_dkdv(
     call: Call,
     q: Tensor,
@@ -379,8 +394,7 @@ def bound_dkdv(
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
-    # Heads whose blocks fill the GPU together: one block of each is launched in turn.
-    section = triton.cdiv(call.target.multiprocessors, of_head)
+    section = _section(call, of_head, batch * n_kv_heads, ordered)
     reach = Reach.of(call.problem)
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),

@@ -48,7 +48,7 @@ class Pipeline:
     n_whole: gl.tensor  # items that are not split
     n_pieces: gl.tensor  # of each of the others
     of_head: gl.tensor  # items of a head
-    section: gl.tensor  # heads of keys that programs take together where ORDERED
+    section: gl.tensor  # heads of keys that programs take together where ORDERED or RIGHT
     head_rows: gl.tensor  # of a head of queries, padded
     left: gl.tensor
     right: gl.tensor
@@ -112,11 +112,12 @@ class Pipeline:
     def block(self, item):
         """Head of the batch and block of keys of an item: kept through the loop they would spill.
 
-        Where ORDERED heads are taken in sections, one block of each in turn: the next block's
-        program, which waits for this one, is not the next that is launched.
+        Heads may be taken in sections, one block of each in turn. Where ORDERED the next block's
+        program, which waits for this one, is then not the next that is launched; where RIGHT
+        earlier blocks see more queries, and those that take longest are launched first.
         """
         item = opaque(item)
-        if self.ORDERED:
+        if self.ORDERED or self.RIGHT:
             of_head = opaque(self.of_head)
             begin = item // (of_head * self.section) * self.section
             of_section = gl.minimum(self.section, self.n_items // of_head - begin)
