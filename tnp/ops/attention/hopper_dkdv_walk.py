@@ -103,15 +103,6 @@ def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
 
 
 @gluon.jit
-def _following(pipe, row, begin, end):
-    """The first row of the next tile of queries: another head's where this was a head's last."""
-    row += ROWS
-    if pipe.GROUP > 1:
-        row = gl.where(row == end, begin, row)
-    return row
-
-
-@gluon.jit
 def walk(
     pipe, k, v, scale_log2, item, step, end,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -159,7 +150,7 @@ def walk(
                 s = gl.where(visible, s * scale_log2 - lse, float("-inf"))
                 slope = scale_log2 * 0 + 1
                 lse = gl.zeros([1, ROWS], gl.float32, S)
-            row = _following(pipe, row, begin, past)
+            row = gl.where(row + ROWS == past, begin, row + ROWS)
         for t in gl.static_range(pipe.TILES):
             q = _query_tile(pipe.q, stage, t)
             do = _query_tile(pipe.do, stage, t)
@@ -217,7 +208,7 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
     dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-    row = begin
+    row = begin  # of a tile of queries; past a head's last is the next head's first
     for i in range((past - begin) // ROWS * pipe.GROUP):
         stage, phase = ring(i, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
@@ -245,5 +236,5 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
-        row = _following(pipe, row, begin, past)
+        row = gl.where(row + ROWS == past, begin, row + ROWS)
     return dk, dv
