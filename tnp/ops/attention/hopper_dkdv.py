@@ -30,7 +30,6 @@ and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all til
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,7 +43,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, TURN_TILES, Pipeline
+from tnp.ops.attention.hopper_dkdv_pipeline import (
+    BLOCK_N,
+    ROWS,
+    TURN_TILES,
+    Pipeline,
+    heads_in_turn,
+)
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
@@ -61,7 +66,6 @@ from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
 from tnp.ops.hopper_primitives import barriers
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
-SECTION_ROUNDS = 2  # of programs, in which a section's items are launched
 
 
 @dataclass(frozen=True)
@@ -337,20 +341,6 @@ def _attention_bwd_dkdv_hopper_kernel(
         )
 
 
-def _section(call: Call, of_head: int, n_heads: int, ordered: bool) -> int:
-    """Heads of keys one block of each of which is launched in turn.
-
-    Where `ordered` as many as fill the GPU. Else, for masks, as many as fill it SECTION_ROUNDS
-    times, in sections as equal as they can be: of one smaller section at the end some items that
-    take longest would be launched last. All heads at once would leave no room in the L2 cache.
-    """
-    programs = call.target.multiprocessors
-    if ordered:
-        return triton.cdiv(programs, of_head)
-    n_sections = max(1, n_heads * of_head // (SECTION_ROUNDS * programs))
-    return triton.cdiv(n_heads, n_sections)
-
-
 def bound_dkdv(
     call: Call,
     q: Tensor,
@@ -394,7 +384,7 @@ def bound_dkdv(
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
-    section = _section(call, of_head, batch * n_kv_heads, ordered)
+    section = heads_in_turn(call, of_head, batch * n_kv_heads, ordered)
     reach = Reach.of(call.problem)
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),

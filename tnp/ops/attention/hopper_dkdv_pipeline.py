@@ -1,9 +1,11 @@
 """What the partitions of `hopper_dkdv` share: memory and barriers, and what a program works on."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from tnp.contract import Call
 from tnp.ops.attention.hopper_primitives import acquired, before_reduction, ring
 from tnp.ops.attention.keys import place, query_range
 from tnp.ops.hopper_primitives import opaque
@@ -15,6 +17,21 @@ BLOCK_N = gl.constexpr(128)
 TURN_TILES = gl.constexpr(2)
 # A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
 PADDED_ROWS = gl.constexpr(128)
+SECTION_ROUNDS = 2  # of programs, in which a section's items are launched
+
+
+def heads_in_turn(call: Call, of_head: int, n_heads: int, ordered: bool) -> int:
+    """Heads of keys one block of each of which is launched in turn.
+
+    Where `ordered` as many as fill the GPU. Else, for masks, as many as fill it SECTION_ROUNDS
+    times, in sections as equal as they can be: of one smaller section at the end some items that
+    take longest would be launched last. All heads at once would leave no room in the L2 cache.
+    """
+    programs = call.target.multiprocessors
+    if ordered:
+        return triton.cdiv(programs, of_head)
+    n_sections = max(1, n_heads * of_head // (SECTION_ROUNDS * programs))
+    return triton.cdiv(n_heads, n_sections)
 
 
 @aggregate
