@@ -2,6 +2,7 @@
 padded rows, weights of do, flags, and dq put in order.
 """
 
+import heapq
 from itertools import accumulate
 
 import pytest
@@ -11,6 +12,7 @@ from tests.ops.problems import DEVICE
 from tnp import targets
 from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
+from tnp.ops.attention.hopper_dkdv_pipeline import heads_in_turn
 from tnp.ops.attention.hopper_padded_rows import PADDED_ROWS, TILE_ROWS, PaddedRows
 
 N_Q, N_HEADS = 150, 3
@@ -110,3 +112,27 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
     dq = torch.full([1, N_HEADS, N_Q, head_dim], 7.0)
     padded.finish(dq, dq.stride()[:3])(tiles.flatten(), dq, *pointers, 0.5)
     torch.testing.assert_close(dq[0], 0.5 * expected[:, places])
+
+
+def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:
+    """What the busiest multiprocessor has to do of what the average one has: each takes the next
+    item when it is free. Of a head's blocks of 128 keys the first sees all tiles of 64 queries.
+    """
+    sections = [range(at, min(at + section, n_heads)) for at in range(0, n_heads, section)]
+    items = [2 * (of_head - block) for heads in sections for block in range(of_head) for _ in heads]
+    free = [0] * programs
+    for item in items:
+        heapq.heapreplace(free, free[0] + item)
+    return max(free) * programs / sum(items)
+
+
+@pytest.mark.parametrize("n_heads, of_head", [(64, 16), (16, 64), (71, 16), (32, 8)])
+def test_no_multiprocessor_is_left_with_a_long_causal_item(n_heads, of_head):
+    call = Call(
+        OPERATOR.problem("bfloat16", batch=1, n_heads=8, n_q=9, n_k=9, head_dim=64, causal=True),
+        targets.named("H200"),
+    )
+    programs = call.target.multiprocessors
+    assert busiest(programs, n_heads, of_head, heads_in_turn(call, of_head, n_heads, False)) < 1.05
+    head_by_head = busiest(programs, n_heads, of_head, 1)
+    assert head_by_head > 1.1, "the control"
