@@ -169,14 +169,17 @@ def _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     _slot, _phase, step = pipe.turn(item)
-    _first, n_stages, _first_q, _padded = pipe.walk_of(item)
+    if pipe.PLAIN:
+        keys, _first, n_stages = pipe.extent(item)
+    else:
+        _first, n_stages, _first_q, _padded = pipe.walk_of(item)
+        n_stages *= pipe.GROUP
     k = k.load(A)
-    end = step + n_stages * pipe.GROUP
+    end = step + n_stages
     if pipe.FUSED:
         v = v.load(A)
     if pipe.FUSED and pipe.PLAIN:
         _b, _h, first_key = pipe.place(item)
-        keys, _first, _n_stages = pipe.extent(item)
         inside = first_key + (WARPGROUP + 1) * ROWS <= keys
         if pipe.BASE2:
             weighted = pipe.weighted(item)
@@ -191,7 +194,7 @@ def _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
         else:
             dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, True, False)
     else:
-        # v in registers too miscompiles: ptxas 12.8 overwrites it with ds inside the loop.
+        # Where not FUSED v in registers miscompiles: ptxas 12.8 overwrites it with ds in the loop.
         dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False, False)
     return dk, dv
 
