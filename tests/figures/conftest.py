@@ -286,6 +286,7 @@ def operator_rows(
         for name, times in (("triton", 1), ("slower", 2)):
             found = ratio / times
             row = {"implementation": name, "time_ms": times, "speedup_best": found}
+            row |= {"config_id": f"swiglu--{shape}--{name}"}
             row |= {"speedup_best_low": 0.99 * found, "speedup_best_high": 1.01 * found}
             rows.append(key | row | {"verdict_best": verdict})
     return {"operator_speedup": rows}
