@@ -27,6 +27,7 @@ def build(tmp_path: Path) -> Build:
         path = tmp_path / "results.duckdb"
         path.unlink(missing_ok=True)
         with duckdb.connect(str(path)) as connection:
+            connection.begin()  # each row by itself would be written to the disk
             connection.execute(IS_CEILING.read_text())
             for view, columns in VIEWS.items():
                 connection.execute(f"create table {view} ({columns})")
@@ -35,6 +36,7 @@ def build(tmp_path: Path) -> Build:
                     connection.execute(
                         f"insert into {view} ({names}) values ({marks})", list(row.values())
                     )
+            connection.commit()
         return path
 
     return write
