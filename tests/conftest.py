@@ -52,7 +52,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _the_interpreter_prepares_once() -> Iterator[None]:
     """Triton's interpreter patches its language at every launch and every call of a helper, and
     makes the table of NumPy's dtypes anew at every cast: here once, for each module of kernels.
-    Whether integers overflow it computes and tells nobody: not here.
+    Its check for integer overflow is switched off, because nobody reads what it finds.
     """
     from triton.runtime import interpreter
 

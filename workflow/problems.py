@@ -87,12 +87,12 @@ def without_case(problem: Problem, device: str) -> str | None:
 
 @cache
 def _kinds(op: str, device: str) -> frozenset[tuple]:
-    """Of an operator's cases."""
+    """Those of all cases of an operator."""
     return frozenset(_kind(case.problem) for case in catalog().operator(op).cases(target(device)))
 
 
 def _kind(problem: Problem) -> tuple:
-    """A problem's dtype and options, of numbers only that they are given."""
+    """A problem's dtype and options; of an option that is a number, only whether it is given."""
     options = catalog().operator(problem.op).options
     given = [(name, options.get(name) is int or value) for name, value in problem.options]
     return problem.dtype, tuple(given)

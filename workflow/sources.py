@@ -4,7 +4,6 @@ Jobs carry a fingerprint of them as a parameter, so that editing one kernel void
 benchmarks and nothing else, and a comment nothing at all.
 """
 
-import gc
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -25,10 +24,6 @@ from tnp.fingerprints import (
 from tnp.gates import COMPILED, GATES
 from tnp.schemas import CEILINGS
 from tnp.variants import FAMILIES, Variant
-
-# A plan reads millions of nodes of syntax trees that live as long as it does: to look for cycles
-# among them every 700 allocations took a third of a dry run.
-gc.set_threshold(100_000)
 
 # How rows and tables are written, not what is measured: a column added there voids no measurement.
 NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})

@@ -7,8 +7,8 @@ from tnp.gates.compile_cuda import CudaJob
 
 
 def covering(jobs: Iterable[Job | CudaJob]) -> list[Job | CudaJob]:
-    """Of each kernel few, with every dtype, every value of every constant and every target of each
-    operator that it is compiled for. The gate compiles all combinations of these.
+    """A few jobs of each kernel, which together have every dtype, every value of every constant,
+    and every target of each operator that it is compiled for. The gate compiles all combinations.
     """
     of_kernel: dict[str, list] = {}
     for job in jobs:

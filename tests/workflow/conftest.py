@@ -44,7 +44,8 @@ def run(gate, device, slug, definitions, timeout_s):
     row["passed"] = row["value"] <= row["bound"]
     return {"environments": [], "gates": [row], "kernels": [], "code": []}
 """
-# A job hands the definitions that it runs to what is replaced: the plan alone looks them up.
+# Measurements and gates are replaced, and do not read the definitions that a job looks up for them.
+# The plan, which Snakemake makes, does.
 FAKE_DEFINITIONS = """
 import sys
 if "snakemake.workflow" not in sys.modules:
@@ -217,12 +218,14 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    folder = shared / "finished/checkout"
+    folder, done = shared / "finished/checkout", shared / "finished/done"
     with (shared / "finished.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
             status, output = everything(Checkout(folder)).run("all")
             assert status == 0, output
+            done.touch()
     return folder
 
 

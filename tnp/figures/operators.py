@@ -42,7 +42,8 @@ QUERY = """
 
     select
         *,
-        count(*) over (partition by device, op, study) > 2 * $most as distributed,
+        len(list_distinct(list(shape) over (partition by device, op, study))) > $most
+            as distributed,
         cume_dist() over (
             partition by device, op, study, pass order by speedup_best
         ) as share_of_sizes

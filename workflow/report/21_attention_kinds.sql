@@ -3,8 +3,9 @@
 -- fewer heads of keys than of queries (`n_kv_heads`); the same without a mask; sizes of kernel
 -- exercises. `base2` is what a layer of the neural process asks for: its q carries the scale.
 -- Names are as in the table above. `fa4_deterministic` has gradients that are equal from run to
--- run, as `separate` has. `wmma` and `cute` are CUDA C++ to learn from. TFLOP/s count
--- 4 · heads · head_dim operations for each pair of a query and a key that it sees.
+-- run, as `separate` has. `wmma` and `cute` are CUDA C++ to learn from. For each pair of
+-- a query and a key that it sees, and each dimension of each head, TFLOP/s count 4 operations
+-- forward and 10 backward. A row without a ratio was timed in another run than its fastest peer.
 select
     device,
     pass,

@@ -1,10 +1,10 @@
 -- Grain: device × run × config_id × pass: every timing but tuning trials, of all generations.
 -- `counts` is null where no evidence was kept, and false where the time is known not to count.
 --
--- What is in one `family` has equal sizes and dtype, and of operators equal draws; it is
--- throughput alone or latency alone. A step's model is known by its operations, `flops`. `part`
--- is what noise is known of: the shape of a step, an operator's name and pass. `shown`: the
--- figures of speed show it; the ablation's steps, forward and backward alone, `auto`, the
+-- What is in one `family` has equal sizes and dtype and, of operators, equally drawn values. A
+-- family holds either throughput or latency. A step's model is known by its operations, `flops`.
+-- `part` is what noise is known of: the shape of a step, an operator's name and pass. `shown`:
+-- the figures of speed show it; the ablation's steps, forward and backward alone, `auto`, the
 -- ceilings and latency have figures or tables of their own or none.
 create or replace table timed as
 with measured as (
