@@ -59,12 +59,12 @@ def rows(*launches):
 """
 
 
-# Of all that the gate compiles briefly, what the tests do.
+# Of all that the gate compiles, what the tests do.
 COVERING = """
 import json
 from tests.gates.covering import covering
 from tnp.gates import compile
-jobs = compile.fewer(compile.collect(compile.committed_launches(briefly=True)))
+jobs = compile.collect(compile.committed_launches())
 print(json.dumps([compile.compiled(job) for job in covering(jobs)]))
 """
 
@@ -201,23 +201,6 @@ def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
         assert blocking_reason(rows, {"attention": "fused", "mlp": mlp}) is None
 
 
-def test_briefly_hopper_gets_all_and_the_newest_gpu_one_kernel_of_each_operator():
-    def job(arch, name, *operators, dtype="bfloat16"):
-        return SimpleNamespace(
-            target=SimpleNamespace(arch=arch),
-            name=name,
-            dtype=dtype,
-            users={(operator, "fused") for operator in operators},
-        )
-
-    hopper = [job(90, "a", "mlp"), job(90, "a", "mlp")]
-    old = [job(80, "a", "mlp"), job(80, "a", "linear"), job(80, "b", "mlp")]
-    wide = [job(90, "a", "mlp", dtype="float32"), job(90, "a", "mlp", dtype="float32")]
-    new = [job(100, "a", "mlp"), job(100, "b", "mlp"), job(100, "b", "mlp", "linear")]
-    kept = compilation.fewer([*hopper, *old, *wide, *new])
-    assert kept == [*hopper, old[0], old[2], wide[0], new[0], new[2]]
-
-
 def test_every_value_that_a_kernel_is_compiled_with_is_covered_by_few():
     def job(dtype="bfloat16", arch=90, name="a", **constants):
         target = SimpleNamespace(arch=arch)
@@ -238,7 +221,7 @@ def test_every_value_that_a_kernel_is_compiled_with_is_covered_by_few():
 
 def test_a_part_is_compiled_in_a_child():
     """Of more parts than there are kernels, the first."""
-    (row,) = compilation._compile_in_child(0, 10_000, briefly=True)
+    (row,) = compilation._compile_in_child(0, 10_000)
     assert row.pop("users")
     assert [*dict(PROVENANCE), *row, *dict(RUN)] == TABLES["kernels"].names
 
@@ -246,7 +229,7 @@ def test_a_part_is_compiled_in_a_child():
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
     monkeypatch.setattr(compilation.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="a kernel does not compile"):
-        compilation._compile_in_child(0, 1, briefly=False)
+        compilation._compile_in_child(0, 1)
 
 
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():
