@@ -46,8 +46,8 @@ def aligned(tensors: Any, gradients: tuple = ()) -> bool:
 
     An expanded gradient, as a sum has, counts as aligned (`Call.aligned`).
     """
-    read = (x for x in gradients if isinstance(x, torch.Tensor) and not is_expanded(x))
-    for x in (*tensors, *read):
+    dense = (x for x in gradients if x is not None and not is_expanded(x))
+    for x in (*tensors, *dense):
         if not isinstance(x, torch.Tensor):
             continue
         if x.device.type != "meta" and x.data_ptr() % 16:
