@@ -129,11 +129,11 @@ def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(("pack", "padded"), [(False, False), (False, True), (True, True)])
-@torch._inductor.config.patch(force_disable_caches=True)
+@torch._inductor.config.patch({"force_disable_caches": True, "cpp.simdlen": 1})  # no vectors
 def test_a_compiled_step_is_the_uncompiled_one_at_every_size(pack, padded):
     """By Inductor: what it keeps for the backward pass must not have strides of the first size."""
     sizes, losses = ((7, 20), (30, 60), (7, 20), (31, 33), (8, 8)), []
-    config = replace(CONFIG, n_layers=1)  # each block takes Inductor ten seconds
+    config = replace(CONFIG, n_layers=1)  # each block takes Inductor some seconds
     for compile_ in (False, True):
         model = build(config, skip_unread=True, compile=compile_, pack=pack)
         step = TrainingStep(model, learning_rate=1e-2, buckets=Buckets(40, 90))

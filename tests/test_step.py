@@ -2,13 +2,14 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._inductor.exc import OperatorIssue
 from torch.torch_version import TorchVersion
 
-from tests.test_model import build, make_task
+from tests.test_model import CONFIG, build, make_task
 from tnp.buckets import Buckets
 from tnp.ops import casting
 from tnp.step import TrainingStep, _check_capturable, _put_rates_on, shorten_inductor_messages
@@ -94,10 +95,13 @@ def test_what_a_captured_step_trains_must_stay_where_it_was():
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
+@torch._inductor.config.patch({"cpp.simdlen": 1})  # without vectors it compiles sooner
 def test_compiled_step_is_the_eager_one(checkpoint):
+    """Of two blocks, and of one that is computed again: each takes Inductor some seconds."""
     task, losses = make_task(), []
+    config = replace(CONFIG, n_layers=1 if checkpoint else 2)
     for compile in (False, True):
-        model = build(checkpoint=checkpoint, compile=compile)
+        model = build(config, checkpoint=checkpoint, compile=compile)
         step = TrainingStep(model, learning_rate=1e-2)
         assert (step.nll == model.nll) != compile
         losses.append(torch.stack([step(task) for _ in range(3)]))

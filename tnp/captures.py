@@ -13,7 +13,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Without Python's garbage collector: a graph that it frees makes a capture void."""
+    """Without Python's garbage collector, in all threads: a graph that it frees makes a capture
+    void. `torch.cuda.graph` collects before a capture and may be interrupted in it all the same.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,6 +50,7 @@ class Captures:
         with suppress(torch.cuda.OutOfMemoryError):
             captured = self._captured(work)
         if captured is None:
+            gc.collect()
             torch.cuda.empty_cache()
             captured = self._captured(work)
         graph, result = captured

@@ -95,7 +95,9 @@ class Call:
     problem: Problem
     target: Target
     wanted: tuple[str, ...] = ()  # inputs whose gradients are asked for
-    aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes
+    # Every row of every tensor starts at a multiple of 16 bytes. Not of an expanded gradient, which
+    # a backward kernel that reads rows copies first.
+    aligned: bool = True
     apart: bool = False  # results share no memory, as PyTorch asks of custom operators
 
     @property

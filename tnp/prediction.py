@@ -111,13 +111,13 @@ class Encoding:
             ValueError: the cache is of other sizes.
             CacheFull: there are not as many pages; nothing was changed.
         """
-        n_keys = self.blocks[0][0].shape[2]
-        lengths = [n_keys] * self.batch if self.lengths is None else self.lengths.tolist()
         if cache.n_layers != len(self.blocks):
             raise ValueError(
                 f"the cache has {cache.n_layers} layers and the encoding {len(self.blocks)}: they "
                 "must have as many"
             )
+        n_keys = self.blocks[0][0].shape[2]
+        lengths = [n_keys] * self.batch if self.lengths is None else self.lengths.tolist()
         handles: list[Handle] = []
         try:
             for length in lengths:

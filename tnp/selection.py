@@ -44,10 +44,10 @@ def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
 def aligned(tensors: Any, gradients: tuple = ()) -> bool:
     """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded.
 
-    An expanded gradient, as a sum has, counts as aligned: whoever reads rows copies it.
+    An expanded gradient, as a sum has, counts as aligned (`Call.aligned`).
     """
-    read = (x for x in gradients if isinstance(x, torch.Tensor) and not is_expanded(x))
-    for x in (*tensors, *read):
+    dense = (x for x in gradients if x is not None and not is_expanded(x))
+    for x in (*tensors, *dense):
         if not isinstance(x, torch.Tensor):
             continue
         if x.device.type != "meta" and x.data_ptr() % 16:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tnp.bench.sizes import columns, in_step
@@ -78,16 +79,23 @@ def without_case(problem: Problem, device: str) -> str | None:
 
     Options that are numbers, such as heads or a window, may be others: a gate has small ones.
     """
-    operator = catalog().operator(problem.op)
-
-    def kind(one: Problem) -> tuple:
-        numbers = {name for name, of in operator.options.items() if of is int}
-        return one.dtype, [(name, name in numbers or value) for name, value in one.options]
-
-    if any(kind(case.problem) == kind(problem) for case in operator.cases(target(device))):
+    if _kind(problem) in _kinds(problem.op, device):
         return None
     options = ", ".join(f"{name} {value}" for name, value in problem.options) or "no option"
     return f"no gate case of {problem.op} has {problem.dtype} and {options}: nothing would prove it"
+
+
+@cache
+def _kinds(op: str, device: str) -> frozenset[tuple]:
+    """Those of all cases of an operator."""
+    return frozenset(_kind(case.problem) for case in catalog().operator(op).cases(target(device)))
+
+
+def _kind(problem: Problem) -> tuple:
+    """A problem's dtype and options; of an option that is a number, only whether it is given."""
+    options = catalog().operator(problem.op).options
+    given = [(name, options.get(name) is int or value) for name, value in problem.options]
+    return problem.dtype, tuple(given)
 
 
 def target(device: str) -> Target:

@@ -27,6 +27,7 @@ def build(tmp_path: Path) -> Build:
         path = tmp_path / "results.duckdb"
         path.unlink(missing_ok=True)
         with duckdb.connect(str(path)) as connection:
+            connection.begin()  # each row by itself would be written to the disk
             connection.execute(IS_CEILING.read_text())
             for view, columns in VIEWS.items():
                 connection.execute(f"create table {view} ({columns})")
@@ -35,6 +36,7 @@ def build(tmp_path: Path) -> Build:
                     connection.execute(
                         f"insert into {view} ({names}) values ({marks})", list(row.values())
                     )
+            connection.commit()
         return path
 
     return write
@@ -286,6 +288,7 @@ def operator_rows(
         for name, times in (("triton", 1), ("slower", 2)):
             found = ratio / times
             row = {"implementation": name, "time_ms": times, "speedup_best": found}
+            row |= {"config_id": f"swiglu--{shape}--{name}"}
             row |= {"speedup_best_low": 0.99 * found, "speedup_best_high": 1.01 * found}
             rows.append(key | row | {"verdict_best": verdict})
     return {"operator_speedup": rows}

@@ -26,3 +26,18 @@ def test_our_fastest_stands_for_a_size_and_what_lies_far_out_at_the_edge(build: 
     rows = [row for rows in content["datasets"].values() for row in rows if "shown" in row]
     assert {row["implementation"] for row in rows} == {"ours, in Triton"}
     assert {(row["shown"], row["speedup_best"]) for row in rows} == {(4.0, 9.0)}
+
+
+def test_each_study_has_a_panel_and_one_of_many_sizes_is_a_distribution(build: Build) -> None:
+    few = sample.operator_rows({("wide", "forward"): (1.2, "faster")})
+    many = sample.operator_rows(
+        {(f"rows{i}", "forward"): (1 + i / 100, "faster") for i in range(60)}
+    )
+    for row in many["operator_speedup"]:
+        row["config_id"] = row["config_id"].replace("swiglu", "lab")
+    content = draw("operators", build(**sample.merged(H200, few, many))).to_dict()
+    rows = [row for rows in content["datasets"].values() for row in rows if "shown" in row]
+    assert {(row["study"], row["distributed"]) for row in rows} == {
+        ("swiglu", False),
+        ("lab", True),
+    }

@@ -37,9 +37,9 @@ VIEWS = {
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
     "operator_speedup": "device text, question text, op text, pass text, implementation text,"
-    " own boolean, shape text, batch integer, time_ms double, share_of_roofline double,"
-    " best_peer_implementation text, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, verdict_best text",
+    " own boolean, shape text, config_id text, dtype text, batch integer, problem text,"
+    " time_ms double, share_of_roofline double, best_peer_implementation text,"
+    " speedup_best double, speedup_best_low double, speedup_best_high double, verdict_best text",
     "host": "device text, op text, problem text, pass text, implementation text,"
     " with_launches boolean, host_us double, times_base double, n_runs bigint",
     "profiled_passes": f"device text, op text, shape text, problem text, implementation text,"

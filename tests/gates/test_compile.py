@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.gates.covering import covering
 from tnp import choice, cuda
 from tnp.catalog import catalog
 from tnp.gates import blocking_reason, kernels, run_gate
 from tnp.gates import compile as compilation
 from tnp.ops.attention import FUSED, OPERATOR, SEPARATE
+from tnp.schemas import PROVENANCE, RUN, TABLES
 
 ROOT = str(Path(compilation.__file__).parents[2])
 TABLE = choice.COMMITTED / "nvidia-h200.json"
@@ -57,12 +59,27 @@ def rows(*launches):
 """
 
 
+# Of all that the gate compiles, what the tests do.
+COVERING = """
+import json
+from tests.gates.covering import covering
+from tnp.gates import compile
+jobs = compile.collect(compile.committed_launches())
+print(json.dumps([compile.compiled(job) for job in covering(jobs)]))
+"""
+
+
 def rows(*launches: str) -> list[dict]:
-    """`gates.compile.compiled` of the launches, in a process that can compile."""
+    """`gates.compile.compiled` of the launches."""
+    return in_child(f"{PREAMBLE}\nrows({', '.join(launches)})")
+
+
+def in_child(script: str) -> list[dict]:
+    """What it prints in a process that can compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     logging = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
     child = subprocess.run(
-        [sys.executable, "-c", f"{PREAMBLE}\nrows({', '.join(launches)})"],
+        [sys.executable, "-c", script],
         env=environment | logging | {"PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
@@ -80,7 +97,7 @@ def in_cuda_that_compiles() -> set[str]:
 
 @pytest.mark.first
 def test_every_kernel_compiles_for_every_target_as_it_should():
-    rows = compilation.compile_all(briefly=True)
+    rows = in_child(COVERING)
     in_cuda = in_cuda_that_compiles()
     of_triton = [row for row in rows if row["kernel"] not in in_cuda]
     assert {row["target"] for row in of_triton} == {"sm_80", "sm_90a", "sm_100a"}
@@ -184,27 +201,35 @@ def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
         assert blocking_reason(rows, {"attention": "fused", "mlp": mlp}) is None
 
 
-def test_briefly_hopper_gets_all_and_the_newest_gpu_one_kernel_of_each_operator():
-    def job(arch, name, *operators, dtype="bfloat16"):
+def test_every_value_that_a_kernel_is_compiled_with_is_covered_by_few():
+    def job(dtype="bfloat16", arch=90, name="a", **constants):
+        target = SimpleNamespace(arch=arch)
+        users = {("mlp", "fused")}
         return SimpleNamespace(
-            target=SimpleNamespace(arch=arch),
-            name=name,
-            dtype=dtype,
-            users={(operator, "fused") for operator in operators},
+            name=name, dtype=dtype, target=target, launch_config=constants, users=users
         )
 
-    hopper = [job(90, "a", "mlp"), job(90, "a", "mlp")]
-    old = [job(80, "a", "mlp"), job(80, "a", "linear"), job(80, "b", "mlp")]
-    wide = [job(90, "a", "mlp", dtype="float32"), job(90, "a", "mlp", dtype="float32")]
-    new = [job(100, "a", "mlp"), job(100, "b", "mlp"), job(100, "b", "mlp", "linear")]
-    kept = compilation.fewer([*hopper, *old, *wide, *new])
-    assert kept == [*hopper, old[0], old[2], wide[0], new[0], new[2]]
+    one, other, both = job(M=1, N=1), job(M=2, N=1), job(M=1, N=2)
+    new = job("float16", 100, M=2, N=2)
+    assert covering([one, other, both]) == [one, other, both]
+    assert covering([one, other, both, new]) == [one, new]
+    assert covering([one, job(name="b", M=1, N=1), one]) == [one, job(name="b", M=1, N=1)]
+    of_linear = job(M=1, N=1)
+    of_linear.users = {("linear", "fused")}
+    assert covering([one, of_linear]) == [one, of_linear]
+
+
+def test_a_part_is_compiled_in_a_child():
+    """Of more parts than there are kernels, the first."""
+    (row,) = compilation._compile_in_child(0, 10_000)
+    assert row.pop("users")
+    assert [*dict(PROVENANCE), *row, *dict(RUN)] == TABLES["kernels"].names
 
 
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
     monkeypatch.setattr(compilation.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="a kernel does not compile"):
-        compilation._compile_in_child(0, 1, briefly=False)
+        compilation._compile_in_child(0, 1)
 
 
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():

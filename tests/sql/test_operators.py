@@ -177,6 +177,33 @@ def test_rows_that_name_their_problem_take_the_place_of_those_that_do_not(
     assert (row["time_ms"], row["others"], row["speedup"]) == (1.0, "torch 3", pytest.approx(3))
 
 
+def test_problems_whose_values_were_drawn_otherwise_are_not_compared(
+    store: Callable[..., Query],
+) -> None:
+    problem = json.dumps({"op": "decode_attention", "sizes": {"batch": 64}})
+
+    def timed(shape: str, name: str, ms: float, **columns: str) -> Tables:
+        columns |= {"problem": problem, "shape": shape, "config_id": f"{shape}--{name}"}
+        return operator(name, "decode_attention", time_ms_p50=ms, **columns)
+
+    drawn = {"draw": json.dumps({"lengths": "log_uniform"})}
+    query = store(
+        timed("equal", "sdpa", 9.0, role="baseline"),
+        timed("equal", "triton", 8.0, role="own"),
+        timed("ragged", "sdpa", 2.0, role="baseline", **drawn),
+        timed("ragged", "triton", 1.0, role="own", **drawn),
+    )
+    rows = {row["shape"]: row for row in query("from own_operators")}
+    assert {shape: row["speedup_best"] for shape, row in rows.items()} == {
+        "equal": pytest.approx(9 / 8),
+        "ragged": pytest.approx(2),
+    }
+    assert {shape: row["others"] for shape, row in rows.items()} == {
+        "equal": "sdpa 9",
+        "ragged": "sdpa 2",
+    }
+
+
 def test_operators_are_compared_within_one_run(store: Callable[..., Query]) -> None:
     at = [{"recorded_at": NOW + timedelta(hours=i)} for i in range(3)]
     query = store(

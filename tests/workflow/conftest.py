@@ -1,6 +1,7 @@
 """A copy of the checkout in which measuring takes no time, and everything else is real."""
 
 import ast
+import fcntl
 import os
 import shutil
 import signal
@@ -42,6 +43,16 @@ def run(gate, device, slug, definitions, timeout_s):
            "mode": "cpu", "status": "ok", "reason": ""}
     row["passed"] = row["value"] <= row["bound"]
     return {"environments": [], "gates": [row], "kernels": [], "code": []}
+"""
+# Measurements and gates are replaced, and do not read the definitions that a job looks up for them.
+# The plan, which Snakemake makes, does.
+FAKE_DEFINITIONS = """
+import sys
+if "snakemake.workflow" not in sys.modules:
+    def of_gate(gate):
+        return {}
+    def with_definitions(kind, parameters):
+        return parameters
 """
 FAKE_FIGURES = """
 import os
@@ -89,8 +100,14 @@ def wait_for(condition, seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
+def configuration() -> dict:
+    return yaml.safe_load((HERE / "config.yaml").read_text())
+
+
 class Checkout:
-    """A working copy of the workflow to run, break and edit."""
+    """A working copy of the workflow to run, break and edit: two steps and an operator, and the
+    gates that they wait for.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,16 +116,18 @@ class Checkout:
                 ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
             )
         shutil.copy(ROOT / "Snakefile", folder)
-        self.config = yaml.safe_load((HERE / "config.yaml").read_text())
+        self.config = configuration()
         # A kernel and its gates, which take minutes where they are real.
         self.config["variants"] = {"sdpa_flash": {"attention": "sdpa_flash"}}
         self.config["variants"]["separate"] = {"attention": "separate"}
-        self.config["steps"]["cpu"]["variants"] = ["sdpa_flash", "separate"]
-        self.config["gates"] = ["baseline", "checkpointing", "kernels"]
-        self.config["gates"] += ["op--attention--separate"]
-        self.config["gates"] += ["op--mlp--single", "skip_unread"]  # of which the steps need none
+        # Each job takes a second: a test adds what it needs to two steps and one operator.
+        one = {"variants": ["sdpa_flash", "separate"], "checkpoint": [False], "replicates": 1}
+        self.config["steps"]["cpu"] |= one
+        self.config["gates"] = ["baseline", "checkpointing", "kernels", "op--attention--separate"]
+        self.config["training"] = {}
         self.append("tnp/bench/isolate.py", FAKE_BENCHMARK)
         self.append("workflow/gate_process.py", FAKE_GATE)
+        self.append("workflow/sources.py", FAKE_DEFINITIONS)
         (folder / "tnp/figures/__init__.py").write_text(FAKE_FIGURES)
         (folder / "tnp/train.py").write_text(FAKE_TRAINING)
 
@@ -195,11 +214,27 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout in which everything has run once."""
-    folder = tmp_path_factory.mktemp("finished") / "checkout"
-    status, output = Checkout(folder).run("all")
-    assert status == 0, output
+    """A checkout in which everything has run once, for all processes of the tests."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, done = shared / "finished/checkout", shared / "finished/done"
+    with (shared / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            status, output = everything(Checkout(folder)).run("all")
+            assert status == 0, output
+            done.touch()
     return folder
+
+
+def everything(checkout: Checkout) -> Checkout:
+    """With replicates, training, and gates of which the steps need none."""
+    checkout.config["steps"]["cpu"] |= {"checkpoint": [False, True], "replicates": 2}
+    checkout.config["gates"] += ["op--mlp--single", "skip_unread"]
+    checkout.config["training"] = configuration()["training"]
+    return checkout
 
 
 @pytest.fixture

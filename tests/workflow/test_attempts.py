@@ -9,7 +9,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from tests.workflow.conftest import wait_for
+from tests.workflow.conftest import configuration, wait_for
 from tnp.bench.outcome import TRANSIENT
 from tnp.schemas import STATUSES, TABLES
 from tnp.store import write_table
@@ -35,10 +35,9 @@ def passed(checkout, gate) -> bool | None:
 
 
 def test_what_was_killed_is_tried_three_times_and_every_row_stays(checkout):
-    checkout.config["steps"]["cpu"] |= {"replicates": 1, "checkpoint": [False]}
     for attempt in (1, 2, 3):
         checkout.forget_calls()
-        status, output = checkout.run("all", FAKE_KILLED=SEPARATE)
+        status, output = checkout.run("measurements", FAKE_KILLED=SEPARATE)
         assert status == 0, output
         assert f"{SEPARATE} 1" in checkout.measured()
         mine = [row for row in outcomes(checkout) if row[0] == SEPARATE]
@@ -50,10 +49,10 @@ def test_what_was_killed_is_tried_three_times_and_every_row_stays(checkout):
 
 
 def test_what_goes_well_the_second_time_is_done(checkout):
-    checkout.config["steps"]["cpu"]["checkpoint"] = [False]
+    checkout.config["steps"]["cpu"]["replicates"] = 2
     checkout.run("measurements", FAKE_KILLED=f"{SEPARATE},attention--tiny")
     checkout.forget_calls()
-    status, output = checkout.run("all")
+    status, output = checkout.run("measurements")
     assert status == 0, output
     assert sorted(checkout.measured()) == [
         "attention--tiny 1",
@@ -67,7 +66,7 @@ def test_what_goes_well_the_second_time_is_done(checkout):
 
 
 def test_a_gate_past_its_time_is_not_green_and_tried_again_with_what_waits_for_it(checkout):
-    checkout.config["steps"]["cpu"]["replicates"] = 1
+    checkout.config["steps"]["cpu"]["checkpoint"] = [False, True]
     status, output = checkout.run("all", FAKE_KILLED="checkpointing")
     assert status != 0
     assert "Gate checkpointing is red: not finished after 120 s." in output
@@ -100,7 +99,7 @@ def test_again_measures_what_is_named_beside_what_is_there(finished, names, meas
     after = outcomes(finished)
     assert [row for row in after if row[1] <= 2] == before
     finished.forget_calls()
-    status, output = finished.run("all")
+    status, output = finished.run("measurements")
     assert status == 0 and not finished.calls(), output
     assert outcomes(finished) == after
 
@@ -112,13 +111,16 @@ def run_ids(checkout) -> dict[str, set[str]]:
     return {table: {run for (run,) in checkout.store(query.format(table))} for table in tables}
 
 
-def test_what_an_edit_voids_is_measured_beside_what_is_there(finished):
+def test_what_an_edit_voids_and_nothing_else_is_measured_beside_what_is_there(finished):
     before, rows = run_ids(finished), outcomes(finished)
     finished.edit("tnp/ops/attention/triton_forward.py", "_fwd_tile")
     status, output = finished.run("all")
     assert status == 0, output
+    gates = {call for call in finished.calls() if call.startswith("gate")}
+    ours = ("op--attention--separate", "kernels", "skip_unread")
+    assert gates == {f"gate {name}" for name in ours}
     again = finished.measured()
-    assert f"{SEPARATE} 1" in again
+    assert {call.split()[0] for call in again} == {SEPARATE, f"{SEPARATE}--ckpt"}
     after = run_ids(finished)
     assert all(before[table] < after[table] for table in ("steps", "gates")), output
     assert all(before[table] <= after[table] for table in before)
@@ -181,7 +183,7 @@ def test_two_files_written_at_one_moment_keep_a_second_name_each(tmp_path):
 def test_again_is_tried_again_where_it_was_killed(finished):
     finished.run("again", "--config", f"again={SEPARATE}--ckpt", FAKE_KILLED=f"{SEPARATE}--ckpt")
     finished.forget_calls()
-    assert finished.run("all")[0] == 0
+    assert finished.run("measurements")[0] == 0
     assert finished.measured() == [f"{SEPARATE}--ckpt 3"]
 
 
@@ -328,6 +330,7 @@ def test_a_typo_is_said_before_the_device_that_it_is_for():
 
 
 def test_a_kill_after_a_training_said_that_it_was_done_trains_nothing_again(checkout):
+    checkout.config["training"] = configuration()["training"]
     shutil.copy(ROOT / "tnp/train.py", checkout.folder / "tnp/train.py")
     final = checkout.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
     table = "data/runs/cpu/training/gp_tiny.parquet"

@@ -165,7 +165,7 @@ def test_snakemake_names_the_line(files, arguments, sentence, checkout):
 
 def test_snakemake_merges_files_that_stand_in_for_the_first(checkout):
     (checkout.folder / "own.yaml").write_text(yaml.safe_dump(checkout.config))
-    (checkout.folder / "fewer.yaml").write_text("steps: {cpu: {replicates: 1}}\n")
-    status, output = dry_run(checkout, "--configfile", "own.yaml", "fewer.yaml")
+    (checkout.folder / "more.yaml").write_text("steps: {cpu: {replicates: 2}}\n")
+    status, output = dry_run(checkout, "--configfile", "own.yaml", "more.yaml")
     assert status == 0, output
     assert re.search(r"^step +4$", output, re.MULTILINE), output

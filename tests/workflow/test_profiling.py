@@ -15,7 +15,8 @@ GPU = "nvidia-h200"
 def profiling(checkout: Checkout) -> Checkout:
     """One that is to profile two implementations of one problem."""
     mlp = {"problems": {"few": {"rows": 8, "d_model": 32, "d_ff": 48}}}
-    checkout.config |= {"device": GPU}
+    checkout.config["device"] = GPU
+    checkout.config["gates"].append("op--mlp--single")
     checkout.config["profiles"] = {
         "devices": ["cuda"],
         "priority": 1,

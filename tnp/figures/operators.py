@@ -1,8 +1,8 @@
 """How each operator of ours compares with the fastest of everybody else's, size by size.
 
-Reads the view `operator_speedup`. One panel per device and operator, one line per size, one mark
-per pass: of our implementations the fastest at that size. Of an operator with many sizes those that
-no task has are drawn as a distribution.
+Reads the view `operator_speedup`. One panel per device, operator and study, one line per size, one
+mark per pass: of our implementations the fastest at that size. A study of many sizes is drawn as a
+distribution.
 """
 
 import altair as alt
@@ -12,36 +12,46 @@ from tnp.figures import data, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import LABEL_HEIGHT, Layout
 
-PANEL_WIDTH = 260  # px
-PEER_ROOM = 150  # px right of a panel, for the peers' names
+PANEL_WIDTH = 220  # px
+PEER_ROOM = 140  # px right of a panel, for the peers' names
 MARK_HEIGHT = 16  # px
 DISTRIBUTION_HEIGHT = 150  # px
 COLUMNS = 2  # panels abreast
-MOST_SHAPES = 24  # of an operator that has a line for each
+MOST_SHAPES = 24  # of a study that has a line for each
 EDGES = 0.5, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
 QUERY = """
-    with fastest as (
-        select * from operator_speedup
+    with named as (
+        select
+            *,
+            -- The study of a problem, or the first of them.
+            min(split_part(config_id, '--', 1)) over (
+                partition by device, op, shape, dtype, batch, problem
+            ) as study
+        from operator_speedup
         where own and time_ms is not null
+    ),
+
+    fastest as (
+        select * from named
         qualify row_number() over (
-            partition by device, op, shape, pass order by time_ms, implementation
+            partition by device, op, study, shape, pass order by time_ms, implementation
         ) = 1
     )
 
     select
         *,
-        batch is null
-        and count(*) over (partition by device, op) > 2 * $most as distributed,
+        len(list_distinct(list(shape) over (partition by device, op, study))) > $most
+            as distributed,
         cume_dist() over (
-            partition by device, op, pass, batch is null order by speedup_best
+            partition by device, op, study, pass order by speedup_best
         ) as share_of_sizes
     from fastest
     where speedup_best is not null
     order by
         device, count(batch) over (partition by op) = 0, count(*) over (partition by op) desc, op,
-        shape, pass desc
+        study != op, study, shape, pass desc
 """
 
 TOOLTIP = [
@@ -77,13 +87,12 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     for slug, device in data.devices(connection, "operator_speedup").items():
         of_device = [row for row in rows if row["device"] == slug]
         panels = []
-        for op in dict.fromkeys(row["op"] for row in of_device):
-            of_op = [row for row in of_device if row["op"] == op]
-            named = [row for row in of_op if not row["distributed"]]
-            if named:
-                panels.append(_panel(named, labels, layout))
-            if len(named) < len(of_op):
-                panels.append(_distribution([r for r in of_op if r["distributed"]], layout))
+        for op, study in dict.fromkeys((row["op"], row["study"]) for row in of_device):
+            of_study = [row for row in of_device if (row["op"], row["study"]) == (op, study)]
+            if of_study[0]["distributed"]:
+                panels.append(_distribution(of_study, layout))
+            else:
+                panels.append(_panel(of_study, labels, layout))
         if panels:
             said = data.recorded(connection, "roofline", device)
             blocks.append(layout.block(panels, device["name"], said, COLUMNS))
@@ -134,7 +143,7 @@ def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMi
     ).properties(
         width=width,
         height=layout.height(len(lines), MARK_HEIGHT),
-        title=layout.title(theme.sentence(rows[0]["op"])),
+        title=layout.title(theme.sentence(rows[0]["op"]), [f"study {rows[0]['study']}"]),
     )
 
 
@@ -146,8 +155,11 @@ def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
         width=layout.plot_width(PANEL_WIDTH),
         height=DISTRIBUTION_HEIGHT,
         title=layout.title(
-            f"{theme.sentence(rows[0]['op'])}, {sizes} further sizes",
-            ["A mark's height: the share of these sizes at which ours is at most as fast."],
+            f"{theme.sentence(rows[0]['op'])}, {sizes} sizes",
+            [
+                f"study {rows[0]['study']}",
+                "A mark's height: the share of these sizes at which ours is at most as fast.",
+            ],
         ),
     )
 

@@ -58,9 +58,9 @@ class Launch:
     call: Callable[[], object]
 
 
-def committed_launches(briefly: bool = False) -> Iterator[Launch]:
+def committed_launches() -> Iterator[Launch]:
     """Every launch that could be chosen on GPUs of `cuda.ARCHITECTURES`, but for CUDA C++ whose
-    compiler is missing here. See `compile_all` for `briefly`.
+    compiler is missing here.
     """
     for operator in catalog().operators.values():
         for capability in cuda.ARCHITECTURES:
@@ -68,7 +68,7 @@ def committed_launches(briefly: bool = False) -> Iterator[Launch]:
             problems = operator.compiled or partial(_of_cases, operator)
             for problem in problems(target):
                 yield from launches(operator, problem, target)
-        yield from _of_tables(operator, briefly)
+        yield from _of_tables(operator)
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
@@ -92,11 +92,10 @@ def _extent(problem: Problem) -> int:
     return math.prod(size for _, size in problem.sizes)
 
 
-def _of_tables(operator: Operator, briefly: bool = False) -> Iterator[Launch]:
+def _of_tables(operator: Operator) -> Iterator[Launch]:
     """What the committed tables choose of the operator's operations, with the first tensor that may
     be None: so a kernel needs most registers. Configurations that are no candidates then, such as
-    persistent programs where samples have lengths, are compiled without. `briefly`: of entries of
-    costs the first of each kernel alone.
+    persistent programs where samples have lengths, are compiled without.
 
     Raises ValueError for an entry whose configuration is none of its kernel's.
     """
@@ -107,12 +106,10 @@ def _of_tables(operator: Operator, briefly: bool = False) -> Iterator[Launch]:
         if operation is not None
     }
     for path in sorted(choice.COMMITTED.glob("*.json")):
-        target, seen = targets.named(path.stem), set()
+        target = targets.named(path.stem)
         for entry in choice.table(path):
-            kernel = entry["of"], entry["choice"]
-            if entry["of"] not in by_name or (briefly and "us" in entry and kernel in seen):
+            if entry["of"] not in by_name:
                 continue
-            seen.add(kernel)
             own, operation = by_name[entry["of"]]
             forced = operation.name, entry["choice"], entry.get("config")
             for problem in _with_optional_first(operator, _problems(operator, entry)):
@@ -254,29 +251,26 @@ class Job:
 
 
 @cache
-def compile_all(briefly: bool = False) -> list[dict]:
+def compile_all() -> list[dict]:
     """Rows of table `kernels` without provenance, one per kernel, configuration, dtype and target.
 
-    `briefly`: fewer for targets other than Hopper and in other dtypes than bfloat16 (`fewer`), and
-    one configuration of each kernel's costs. A row also has `users`, the implementations that
-    launch the kernel, as [operator, name]. Raises RuntimeError with the compiler's message if a
-    configuration does not compile.
+    A row also has `users`, the implementations that launch the kernel, as [operator, name]. Raises
+    RuntimeError with the compiler's message if a configuration does not compile.
     """
     n_children = os.cpu_count() or 1
     with ThreadPoolExecutor(n_children) as pool:
-        part = partial(_compile_in_child, n_parts=n_children, briefly=briefly)
+        part = partial(_compile_in_child, n_parts=n_children)
         parts = pool.map(part, range(n_children))
         return [row for rows in parts for row in rows]
 
 
-def _compile_in_child(part: int, n_parts: int, briefly: bool) -> list[dict]:
+def _compile_in_child(part: int, n_parts: int) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment["TRITON_ALWAYS_COMPILE"] = "1"  # a cached kernel has no log, and no `compile_s`
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     command = [sys.executable, "-m", "tnp.gates.compile", "--part", str(part), str(n_parts)]
-    command += ["--briefly"] * briefly
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"a kernel does not compile: {child.stderr[-400:]}")
@@ -323,25 +317,6 @@ def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
         for launch in launches:
             launch.call()
     return [*jobs, *in_cuda.found.values()]
-
-
-def fewer(jobs: Iterable[Job | CudaJob]) -> list[Job | CudaJob]:
-    """Of CUDA C++, and for Hopper in bfloat16, all; else the first of each kernel, on the newest of
-    each operator.
-    """
-    kept, seen = [], set()
-    for job in jobs:
-        if isinstance(job, CudaJob):
-            kept.append(job)
-            continue
-        where = job.target.arch, job.dtype
-        newest = job.target.arch == max(TARGETS)
-        names = {operator for operator, _ in job.users} if newest else {job.name}
-        new = {(*where, name) for name in names} - seen
-        if new or where == (90, "bfloat16"):
-            kept.append(job)
-        seen |= new
-    return kept
 
 
 def compiled(job: Job | CudaJob) -> dict:
@@ -392,20 +367,13 @@ def _main() -> None:
         metavar=("FIRST", "STEP"),
         help="compile every STEP-th from FIRST on and print the rows as JSON, as a child does",
     )
-    parser.add_argument(
-        "--briefly",
-        action="store_true",
-        help="fewer for targets other than Hopper and in other dtypes than bfloat16, and of each "
-        "kernel's costs one configuration",
-    )
     given = parser.parse_args()
     if given.part:
         first, step = given.part
-        jobs = collect(committed_launches(given.briefly))
-        jobs = fewer(jobs) if given.briefly else jobs
+        jobs = collect(committed_launches())
         print(json.dumps([compiled(job) for job in jobs[first::step]]))
     else:
-        for row in compile_all(given.briefly):
+        for row in compile_all():
             print(*row.values(), sep="  ")
 
 

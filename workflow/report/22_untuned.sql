@@ -8,7 +8,7 @@
 -- choice costs".
 with fastest as (
     select * from own_operators
-    where op = 'attention' and n_q is null and time_ms is not null
+    where op = 'attention' and config_id like 'untuned--%' and time_ms is not null
     qualify
         row_number() over (partition by device, shape, pass order by time_ms, implementation) = 1
 )

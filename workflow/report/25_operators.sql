@@ -20,5 +20,5 @@ select
     verdict_best as verdict,
     evidence_cell(counts, why_not) as evidence
 from own_operators
-where op != 'attention'
+where op not in ('attention', 'decode_attention')
 order by device asc, op asc, pass desc, shape asc, implementation asc;

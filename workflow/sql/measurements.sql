@@ -105,14 +105,7 @@ operators_as_measured as (
             'd_ff_storage=' || d_ff_storage,
             'n_components=' || n_components,
             case when n_q is null then in_words(problem) end,
-            -- How many hidden units are real, `d_ff` says in all rows and `draw` in later ones.
-            nullif(
-                case
-                    when d_ff is null then draw
-                    else json_merge_patch(coalesce(draw, '{}'), '{"d_ff_real": null}')
-                end,
-                '{}'
-            ),
+            drawn(draw, d_ff),
             forced,
             nullif(timing, 'throughput')
         ) as question,

@@ -34,7 +34,7 @@ operators as (
         any_value(columns([
             'generation', 'op', 'pass', 'implementation', 'role', 'shape', 'batch', 'n_q', 'n_k',
             'n_heads', 'head_dim', 'd_model', 'd_ff', 'd_ff_storage', 'n_components', 'dtype',
-            'flops', 'bytes', 'bytes_written', 'precision'
+            'flops', 'bytes', 'bytes_written', 'precision', 'problem'
         ])),
         min(config_id) as config_id,
         any_value(role) = 'own' as own,

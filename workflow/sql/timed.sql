@@ -1,11 +1,11 @@
 -- Grain: device × run × config_id × pass: every timing but tuning trials, of all generations.
 -- `counts` is null where no evidence was kept, and false where the time is known not to count.
 --
--- What is in one `family` has equal sizes and dtype, and of operators is throughput alone or
--- latency alone. A step's model is known by its operations, `flops`. `part` is what noise is known
--- of: the shape of a step, an operator's name and pass. `shown`: the figures of speed show it; the
--- ablation's steps, forward and backward alone, `auto`, the ceilings and latency have figures or
--- tables of their own or none.
+-- What is in one `family` has equal sizes and dtype and, of operators, equally drawn values. A
+-- family holds either throughput or latency. A step's model is known by its operations, `flops`.
+-- `part` is what noise is known of: the shape of a step, an operator's name and pass. `shown`:
+-- the figures of speed show it; the ablation's steps, forward and backward alone, `auto`, the
+-- ceilings and latency have figures or tables of their own or none.
 create or replace table timed as
 with measured as (
     select
@@ -50,6 +50,7 @@ with measured as (
             d_ff_storage,
             n_components,
             case when n_q is null then in_words(problem) end,
+            drawn(draw, d_ff),
             nullif(timing, 'throughput')
         ) as family,
         implementation as name,

@@ -1,7 +1,7 @@
 """Rows of lse, delta and dq padded to whole tiles: what Hopper's backward kernels start from.
 
-A row past the last query has an lse of +inf, so that no loop over queries needs a mask. Where
-sequences are packed each begins with a tile of its own.
+A row past the last query has an lse of +inf, and do is read as 0 there, so that no loop over
+queries needs a mask. Where sequences are packed each begins with a tile of its own.
 """
 
 import triton
