@@ -19,9 +19,12 @@ reductions of float32 tiles, in whatever order programs arrive: dq then differs 
 to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_padded_rows._finish_dq_kernel` puts it right.
 
-ORDERED (FUSED, without a causal mask or a window): blocks of keys add to a tile of dq in their
-order, which makes dq equal from run to run. Each waits until a count says that those before it
-have.
+ORDERED (FUSED alone): blocks of keys add to a tile of dq in their order, which makes dq equal from
+run to run. Each waits until a count says that those before it have.
+
+Queries are walked from the last to the first, of each tile all heads that share the keys in turn:
+under a causal mask blocks that begin together then meet the same tiles one after the other, and
+none comes up with one that has more to walk.
 
 BASE2 (FUSED alone): q carries scale·log2(e), and of query tiles all of whose lse lie between −64
 and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is
@@ -46,21 +49,18 @@ from tnp.launch import Bound
 from tnp.ops.attention.hopper_dkdv_pipeline import (
     BLOCK_N,
     ROWS,
-    TURN_TILES,
     Pipeline,
     heads_in_turn,
 )
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
-    barrier,
     flat_map,
     head_map,
     load_tile,
     reduce_add,
     ring,
     tile,
-    written,
 )
 from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
 from tnp.ops.hopper_primitives import barriers
@@ -98,21 +98,19 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
         load_tile(k_desc, b, h, first_key + c * ROWS, full, pipe.k, 2 * slot + c)
         load_tile(v_desc, b, h, first_key + c * ROWS, full, pipe.v, 2 * slot + c)
-    for member in range(pipe.GROUP):
-        for i in range(n_stages):
-            stage, phase = ring(step + i, pipe.STAGES)
+    for i in range(n_stages):
+        row = pipe.stage_at(i, first_stage, n_stages) * pipe.TILES * ROWS
+        for member in range(pipe.GROUP):
+            stage, phase = ring(step + i * pipe.GROUP + member, pipe.STAGES)
             mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
             full = pipe.full.index(stage)
             mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-            row = (first_stage + i) * pipe.TILES * ROWS
             head = h * pipe.GROUP + member
             load_tile(q_desc, b, head, first_q + row, full, pipe.q, stage)
             load_tile(do_desc, b, head, first_q + row, full, pipe.do, stage)
-            row += padded
-            tma.async_copy_global_to_shared(lse_desc, [row], full, pipe.lse.index(stage))
-            tma.async_copy_global_to_shared(delta_desc, [row], full, pipe.delta.index(stage))
-        step += n_stages
-        padded += pipe.head_rows
+            at = padded + member * pipe.head_rows + row
+            tma.async_copy_global_to_shared(lse_desc, [at], full, pipe.lse.index(stage))
+            tma.async_copy_global_to_shared(delta_desc, [at], full, pipe.delta.index(stage))
 
 
 @gluon.jit
@@ -237,14 +235,19 @@ def _add_dq(pipe, item, dq_desc):
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, S)
     slot, phase, step = pipe.turn(item)
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
+    if pipe.ORDERED:
+        _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
+        last_turn = pipe.turn_ptr
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
-    for _member in range(pipe.GROUP):
-        for i in range(n_stages):
-            at = first_stage + i
-            if pipe.ORDERED and at % TURN_TILES == 0:
-                pipe.wait_for_turn(item, at, padded)
-            buffer, phase = ring(step + i, 2)
+    for i in range(n_stages):
+        at = pipe.stage_at(i, first_stage, n_stages)
+        for member in range(pipe.GROUP):
+            first = padded + member * pipe.head_rows + at * ROWS
+            turn = pipe.turn_ptr + first // ROWS
+            if pipe.ORDERED:
+                pipe.wait_for_turn(turn, key, at * ROWS, n_rows, keys)
+            buffer, phase = ring(step + i * pipe.GROUP + member, 2)
             mbarrier.wait(pipe.ds_full.index(buffer), phase)
             for part in gl.static_range(PARTS):
                 dq = zeros
@@ -255,18 +258,20 @@ def _add_dq(pipe, item, dq_desc):
                 dq = warpgroup_mma_wait(0, deps=[dq])
                 if part + 1 == PARTS:
                     mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
-                tma.store_wait(1)
+                if pipe.ORDERED and part == 0:
+                    # What was added last has had a tile's time to arrive.
+                    pipe.pass_turn(last_turn, i + member > 0)
+                else:
+                    tma.store_wait(1)
                 in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
                 to = pipe.dq.index(buffer if PARTS == 1 else part)
                 to.store(gl.reshape(in_order, [ROWS, WIDTH]))
                 fence_async_shared()
-                reduce_add(dq_desc, [(padded + at * ROWS) * PARTS + part * ROWS, 0], to)
-            if pipe.ORDERED and ((at + 1) % TURN_TILES == 0 or i + 1 == n_stages):
-                written()
-                barrier()
-                pipe.pass_turn(at, padded)
-        step += n_stages
-        padded += pipe.head_rows
+                reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
+            if pipe.ORDERED:
+                last_turn = turn
+    if pipe.ORDERED:
+        pipe.pass_turn(last_turn, n_stages > 0)
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
 
@@ -320,7 +325,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         SPLIT, APART, ORDERED,
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT or TILES > 1))
-    gl.static_assert(not ORDERED or (FUSED and not (pipe.PLAIN or LEFT or RIGHT)))
+    gl.static_assert(not ORDERED or (FUSED and not pipe.PLAIN))
     if FUSED:
         gl.warp_specialize(
             [
@@ -387,7 +392,7 @@ def bound_dkdv(
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
-    section = heads_in_turn(call, of_head, batch * n_kv_heads, ordered)
+    section = heads_in_turn(call, of_head, batch * n_kv_heads)
     reach = Reach.of(call.problem)
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),

@@ -6,15 +6,18 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from tnp.contract import Call
-from tnp.ops.attention.hopper_primitives import acquired, before_reduction, ring
-from tnp.ops.attention.keys import place, query_range
+from tnp.ops.attention.hopper_primitives import (
+    acquired,
+    barrier,
+    before_reduction,
+    ring,
+    written,
+)
+from tnp.ops.attention.keys import key_range, place, query_range
 from tnp.ops.hopper_primitives import opaque
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
-# Tiles of queries in a turn. To wait until what was added is in memory and to count it takes longer
-# than the matmuls of one: 295 TFLOP/s with one in a turn, 460 with two (H200, 8 × 2,048 tokens).
-TURN_TILES = gl.constexpr(2)
 # A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
 PADDED_ROWS = gl.constexpr(128)
 # Rounds of programs that a section of heads has at least. Of 196 causal problems the busiest
@@ -22,23 +25,19 @@ PADDED_ROWS = gl.constexpr(128)
 LEAST = 1.5
 
 
-def heads_in_turn(call: Call, of_head: int, n_heads: int, ordered: bool) -> int:
+def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
     """Heads of keys one block of each of which is launched in turn.
 
-    Where `ordered` as many as fill the GPU. Else, for masks, as many as fill it between LEAST and
-    twice as many times, in sections as equal as they can be: of a small one at the end items that
-    take longest would be launched last. Of all heads too little would be in the L2 cache.
+    As many as fill the GPU between LEAST and twice as many times, in sections as equal as they can
+    be: of a small one at the end items that take longest would be launched last. Of all heads too
+    little would be in the L2 cache.
 
     Args:
         call: whose GPU it is.
         of_head: blocks of keys of a head.
         n_heads: of keys, of all samples.
-        ordered: whether a block waits for those before it.
     """
-    programs = call.target.multiprocessors
-    if ordered:
-        return triton.cdiv(programs, of_head)
-    least = min(triton.cdiv(int(LEAST * programs), of_head), n_heads)
+    least = min(triton.cdiv(int(LEAST * call.target.multiprocessors), of_head), n_heads)
     return min(range(least, min(2 * least, n_heads) + 1), key=lambda heads: -n_heads % heads)
 
 
@@ -65,7 +64,7 @@ class Pipeline:
     cu_k_ptr: gl.tensor
     n_keys_ptr: gl.tensor
     left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
-    turn_ptr: gl.tensor  # of every TURN_TILES tiles of queries, how many blocks added to their dq
+    turn_ptr: gl.tensor  # of each tile of queries, how many blocks of keys added to its dq
     n_heads: gl.tensor  # of keys
     n_q: gl.tensor
     n_k: gl.tensor
@@ -220,27 +219,34 @@ class Pipeline:
         return first, gl.maximum(gl.cdiv(end, ROWS), first)
 
     @gluon.jit
-    def wait_for_turn(self, item, tile, padded):
-        """Wait until all earlier blocks of keys have added to dq of some tiles.
-
-        Their programs were launched before, so that none waits for one that cannot run.
+    def wait_for_turn(self, turn, key, row, n_rows, keys):
+        """Wait until all earlier blocks of keys that queries row … row + 63 see have added to their
+        dq, which they count at `turn`. Their programs were launched before this one.
         """
-        _bh, block = self.block(item)
-        if self.PACKED:
-            _b, _h, key, _first_q, _n_rows, _first_k, _keys, _padded = self.origin(item)
-            block = key // BLOCK_N
-        while acquired(self.counter(tile, padded)) < block:
+        before = key // BLOCK_N
+        if self.LEFT:
+            begin, _full_begin, _full_end, _end = key_range(
+                row, n_rows, keys, self.left, self.right, ROWS, self.LEFT, self.RIGHT
+            )
+            before -= begin // BLOCK_N
+        while acquired(turn) < before:
             pass
         before_reduction()
 
     @gluon.jit
-    def pass_turn(self, tile, padded):
-        """Count that the item has added to dq of some tiles; what it added must be in memory."""
-        gl.atomic_add(self.counter(tile, padded), 1, sem="release", scope="gpu")
+    def pass_turn(self, turn, added):
+        """Count at `turn` what was added to dq there, if anything was, once it is in memory."""
+        written()
+        barrier()
+        gl.atomic_add(turn, added.to(gl.int32), sem="release", scope="gpu")
 
     @gluon.jit
-    def counter(self, tile, padded):
-        return self.turn_ptr + padded // ROWS + tile // TURN_TILES * TURN_TILES
+    def stage_at(self, i, first, n):
+        """Of the n stages from `first` on the one that is walked after i others."""
+        if self.PLAIN:
+            return first + i
+        else:
+            return first + n - 1 - i
 
     @gluon.jit
     def walk_of(self, item):

@@ -103,6 +103,12 @@ def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
 
 
 @gluon.jit
+def _next_row(pipe, i, row):
+    """What stage i + 1 begins with, if stage i begins with `row`: each tile is walked by all heads."""
+    return gl.where((i + 1) % pipe.GROUP == 0, row - ROWS, row)
+
+
+@gluon.jit
 def walk(
     pipe, k, v, scale_log2, item, step, end,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -118,8 +124,8 @@ def walk(
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
     if not pipe.PLAIN:
-        key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-        row = begin
+        key, _begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
+        row = past - ROWS
     elif pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
         keys, _first, _n_stages = pipe.extent(item)
@@ -150,7 +156,7 @@ def walk(
                 s = gl.where(visible, s * scale_log2 - lse, float("-inf"))
                 slope = scale_log2 * 0 + 1
                 lse = gl.zeros([1, ROWS], gl.float32, S)
-            row = gl.where(row + ROWS == past, begin, row + ROWS)
+            row = _next_row(pipe, i, row)
         for t in gl.static_range(pipe.TILES):
             q = _query_tile(pipe.q, stage, t)
             do = _query_tile(pipe.do, stage, t)
@@ -208,7 +214,7 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
     dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-    row = begin  # of a tile of queries; past a head's last is the next head's first
+    row = past - ROWS
     for i in range((past - begin) // ROWS * pipe.GROUP):
         stage, phase = ring(i, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
@@ -236,5 +242,5 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
-        row = gl.where(row + ROWS == past, begin, row + ROWS)
+        row = _next_row(pipe, i, row)
     return dk, dv
