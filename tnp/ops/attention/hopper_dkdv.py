@@ -98,19 +98,19 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
         load_tile(k_desc, b, h, first_key + c * ROWS, full, pipe.k, 2 * slot + c)
         load_tile(v_desc, b, h, first_key + c * ROWS, full, pipe.v, 2 * slot + c)
-    for i in range(n_stages):
-        row = pipe.stage_at(i, first_stage, n_stages) * pipe.TILES * ROWS
-        for member in range(pipe.GROUP):
-            stage, phase = ring(step + i * pipe.GROUP + member, pipe.STAGES)
-            mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
-            full = pipe.full.index(stage)
-            mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-            head = h * pipe.GROUP + member
-            load_tile(q_desc, b, head, first_q + row, full, pipe.q, stage)
-            load_tile(do_desc, b, head, first_q + row, full, pipe.do, stage)
-            at = padded + member * pipe.head_rows + row
-            tma.async_copy_global_to_shared(lse_desc, [at], full, pipe.lse.index(stage))
-            tma.async_copy_global_to_shared(delta_desc, [at], full, pipe.delta.index(stage))
+    for i in range(n_stages * pipe.GROUP):
+        at, member = pipe.stage_at(i, first_stage, n_stages)
+        stage, phase = ring(step + i, pipe.STAGES)
+        mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
+        full = pipe.full.index(stage)
+        mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
+        row = at * pipe.TILES * ROWS
+        head = h * pipe.GROUP + member
+        load_tile(q_desc, b, head, first_q + row, full, pipe.q, stage)
+        load_tile(do_desc, b, head, first_q + row, full, pipe.do, stage)
+        row += padded + member * pipe.head_rows
+        tma.async_copy_global_to_shared(lse_desc, [row], full, pipe.lse.index(stage))
+        tma.async_copy_global_to_shared(delta_desc, [row], full, pipe.delta.index(stage))
 
 
 @gluon.jit
@@ -240,36 +240,35 @@ def _add_dq(pipe, item, dq_desc):
         last_turn = pipe.turn_ptr
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
-    for i in range(n_stages):
-        at = pipe.stage_at(i, first_stage, n_stages)
-        for member in range(pipe.GROUP):
-            first = padded + member * pipe.head_rows + at * ROWS
-            turn = pipe.turn_ptr + first // ROWS
-            if pipe.ORDERED:
-                pipe.wait_for_turn(turn, key, at * ROWS, n_rows, keys)
-            buffer, phase = ring(step + i * pipe.GROUP + member, 2)
-            mbarrier.wait(pipe.ds_full.index(buffer), phase)
-            for part in gl.static_range(PARTS):
-                dq = zeros
-                for c in gl.static_range(2):
-                    k = tile(pipe.k, 2 * slot + c).slice(part * WIDTH, WIDTH, dim=1)
-                    ds = tile(pipe.ds, 2 * buffer + c).permute((1, 0))
-                    dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=[dq])
-                if part + 1 == PARTS:
-                    mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
-                if pipe.ORDERED and part == 0:
-                    # What was added last has had a tile's time to arrive.
-                    pipe.pass_turn(last_turn, i + member > 0)
-                else:
-                    tma.store_wait(1)
-                in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-                to = pipe.dq.index(buffer if PARTS == 1 else part)
-                to.store(gl.reshape(in_order, [ROWS, WIDTH]))
-                fence_async_shared()
-                reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
-            if pipe.ORDERED:
-                last_turn = turn
+    for i in range(n_stages * pipe.GROUP):
+        at, member = pipe.stage_at(i, first_stage, n_stages)
+        first = padded + member * pipe.head_rows + at * ROWS
+        turn = pipe.turn_ptr + first // ROWS
+        if pipe.ORDERED:
+            pipe.wait_for_turn(turn, key, at * ROWS, n_rows, keys)
+        buffer, phase = ring(step + i, 2)
+        mbarrier.wait(pipe.ds_full.index(buffer), phase)
+        for part in gl.static_range(PARTS):
+            dq = zeros
+            for c in gl.static_range(2):
+                k = tile(pipe.k, 2 * slot + c).slice(part * WIDTH, WIDTH, dim=1)
+                ds = tile(pipe.ds, 2 * buffer + c).permute((1, 0))
+                dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            if part + 1 == PARTS:
+                mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
+            if pipe.ORDERED and part == 0:
+                # What was added last has had a tile's time to arrive.
+                pipe.pass_turn(last_turn, i > 0)
+            else:
+                tma.store_wait(1)
+            in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+            to = pipe.dq.index(buffer if PARTS == 1 else part)
+            to.store(gl.reshape(in_order, [ROWS, WIDTH]))
+            fence_async_shared()
+            reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
+        if pipe.ORDERED:
+            last_turn = turn
     if pipe.ORDERED:
         pipe.pass_turn(last_turn, n_stages > 0)
     if pipe.PERSISTENT:

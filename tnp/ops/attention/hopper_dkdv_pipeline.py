@@ -242,11 +242,13 @@ class Pipeline:
 
     @gluon.jit
     def stage_at(self, i, first, n):
-        """Of the n stages from `first` on the one that is walked after i others."""
+        """Of a walk of n stages from `first` on the one after i others: queries, and which of the
+        heads that share the keys.
+        """
         if self.PLAIN:
-            return first + i
+            return first + i, 0
         else:
-            return first + n - 1 - i
+            return first + n - 1 - i // self.GROUP, i % self.GROUP
 
     @gluon.jit
     def walk_of(self, item):

@@ -105,7 +105,7 @@ def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
 @gluon.jit
 def _next_row(pipe, i, row):
     """What stage i + 1 begins with, if stage i begins with `row`: each tile is walked by all heads."""
-    return gl.where((i + 1) % pipe.GROUP == 0, row - ROWS, row)
+    return gl.where((i + 1) % pipe.GROUP == 0, opaque(row) - ROWS, row)
 
 
 @gluon.jit
