@@ -242,7 +242,7 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
             *of_keys.strides, n_heads, k.shape[2], n_whole, n_pieces,
             HEAD_DIM=head_dim, BLOCK_N=BLOCK_N.value, ROWS=PIECE_ROWS,
         )  # fmt: skip
-    finish_kernel = padded.finish(q, of_q[1][:3])
+    finish_kernel = padded.finish(q, of_q[1][:3], ordered=ordered)
 
     def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         tiles = lse.new_empty_strided(*of_workspace)
@@ -263,7 +263,7 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
         if pieces:
             add_pieces(of_split, dk, dv)
         dq = q.new_empty_strided(*of_q)
-        finish_kernel(tiles, dq, *of_queries, scale)
+        finish_kernel(tiles, dq, turns, *of_queries, scale)
         return dq, dk, dv
 
     return launch

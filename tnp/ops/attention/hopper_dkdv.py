@@ -20,11 +20,7 @@ to run. The tiles hold dq in the order of the matmul's registers, which needs no
 `hopper_padded_rows._finish_dq_kernel` puts it right.
 
 ORDERED (FUSED alone): blocks of keys add to a tile of dq in their order, which makes dq equal from
-run to run. Each waits until a count says that those before it have.
-
-Queries are walked from the last to the first, of each tile all heads that share the keys in turn:
-under a causal mask blocks that begin together then meet the same tiles one after the other, and
-none comes up with one that has more to walk.
+run to run. The first writes it. Each other one waits until a count says that those before it have.
 
 BASE2 (FUSED alone): q carries scale·log2(e), and of query tiles all of whose lse lie between −64
 and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is
@@ -54,13 +50,17 @@ from tnp.ops.attention.hopper_dkdv_pipeline import (
 )
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
+    acquired,
     allocate_tiles,
+    barrier,
+    before_reduction,
     flat_map,
     head_map,
     load_tile,
     reduce_add,
     ring,
     tile,
+    written,
 )
 from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
 from tnp.ops.hopper_primitives import barriers
@@ -237,15 +237,12 @@ def _add_dq(pipe, item, dq_desc):
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
     if pipe.ORDERED:
         _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
-        last_turn = pipe.turn_ptr
+        added = padded  # where it added last
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
     for i in range(n_stages * pipe.GROUP):
         at, member = pipe.stage_at(i, first_stage, n_stages)
         first = padded + member * pipe.head_rows + at * ROWS
-        turn = pipe.turn_ptr + first // ROWS
-        if pipe.ORDERED:
-            pipe.wait_for_turn(turn, key, at * ROWS, n_rows, keys)
         buffer, phase = ring(step + i, 2)
         mbarrier.wait(pipe.ds_full.index(buffer), phase)
         for part in gl.static_range(PARTS):
@@ -258,21 +255,58 @@ def _add_dq(pipe, item, dq_desc):
             if part + 1 == PARTS:
                 mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
             if pipe.ORDERED and part == 0:
-                # What was added last has had a tile's time to arrive.
-                pipe.pass_turn(last_turn, i > 0)
+                if i > 0:
+                    # What was added last has had a tile's time to arrive.
+                    _pass_turn(pipe, added)
+                mbarrier.wait(pipe.turn_full.index(buffer), phase)
+                mbarrier.arrive(pipe.turn_empty.index(buffer), count=1)
+                added = first
             else:
                 tma.store_wait(1)
             in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
             to = pipe.dq.index(buffer if PARTS == 1 else part)
             to.store(gl.reshape(in_order, [ROWS, WIDTH]))
             fence_async_shared()
-            reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
-        if pipe.ORDERED:
-            last_turn = turn
+            if pipe.ORDERED and pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0:
+                tma.async_copy_shared_to_global(dq_desc, [first * PARTS + part * ROWS, 0], to)
+            else:
+                reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
     if pipe.ORDERED:
-        pipe.pass_turn(last_turn, n_stages > 0)
+        if n_stages > 0:
+            _pass_turn(pipe, added)
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
+
+
+@gluon.jit
+def _turns(pipe):
+    """Say of each tile that an item walks when it may add to its dq: after all earlier blocks of
+    keys that the tile sees. Their programs were launched before, so none waits for one that cannot
+    run.
+
+    A warp of its own: to read a count takes half as long as a tile's products.
+    """
+    item = pipe.item()
+    _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
+    first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
+    for i in range(n_stages * pipe.GROUP):
+        at, member = pipe.stage_at(i, first_stage, n_stages)
+        before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
+        turn = pipe.turn_of(padded + member * pipe.head_rows + at * ROWS)
+        buffer, phase = ring(i, 2)
+        mbarrier.wait(pipe.turn_empty.index(buffer), phase ^ 1)
+        while acquired(turn) < before:
+            pass
+        before_reduction()
+        mbarrier.arrive(pipe.turn_full.index(buffer), count=1)
+
+
+@gluon.jit
+def _pass_turn(pipe, padded):
+    """Count that the item added to dq of rows padded … padded + 63, once that is in memory."""
+    written()
+    barrier()
+    gl.atomic_add(pipe.turn_of(padded), 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -305,6 +339,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
     gl.static_assert(not SPLIT or (FUSED and not PERSISTENT and not HAS_N_KEYS))
     slots: gl.constexpr = 2 if PERSISTENT else 1
+    ds_full, ds_empty = barriers(2, 2), barriers(2, 1)
     pipe = Pipeline(
         allocate_tiles(q_desc, STAGES),
         allocate_tiles(do_desc, STAGES),
@@ -317,7 +352,8 @@ def _attention_bwd_dkdv_hopper_kernel(
         ),
         gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
-        barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
+        barriers(STAGES, 1), barriers(STAGES, 2), ds_full, ds_empty,
+        barriers(2, 1) if ORDERED else ds_full, barriers(2, 1) if ORDERED else ds_empty,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
@@ -325,7 +361,19 @@ def _attention_bwd_dkdv_hopper_kernel(
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT or TILES > 1))
     gl.static_assert(not ORDERED or (FUSED and not pipe.PLAIN))
-    if FUSED:
+    if ORDERED:
+        gl.warp_specialize(
+            [
+                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
+                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
+                (_dq_consumer, (pipe, dq_desc)),
+                (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+                (_turns, (pipe,)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, 488 - 2 * REGISTERS, 24, 24],
+        )
+    elif FUSED:
         gl.warp_specialize(
             [
                 (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
@@ -371,7 +419,8 @@ def bound_dkdv(
         config: what to launch with.
         fused: dq is added to its tiles, float32 [rows, D], each 64 rows by 64 columns a tile of
             unscaled dq in the order of registers. Where not, they are never read.
-        ordered: dq is added up in the order of blocks of keys; needs `fused`.
+        ordered: dq is added up in the order of blocks of keys, and its tiles need not be 0; needs
+            `fused`.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         split: how many items are whole, and of how many pieces each other one is.
     """

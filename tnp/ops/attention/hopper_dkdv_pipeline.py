@@ -6,13 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from tnp.contract import Call
-from tnp.ops.attention.hopper_primitives import (
-    acquired,
-    barrier,
-    before_reduction,
-    ring,
-    written,
-)
+from tnp.ops.attention.hopper_primitives import ring
 from tnp.ops.attention.keys import key_range, place, query_range
 from tnp.ops.hopper_primitives import opaque
 
@@ -59,6 +53,8 @@ class Pipeline:
     empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
+    turn_full: gl.shared_memory_descriptor  # it is this program's turn to add to dq of a tile
+    turn_empty: gl.shared_memory_descriptor
     tiles_ptr: gl.tensor  # see `keys.place`
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
@@ -95,6 +91,7 @@ class Pipeline:
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
+        turn_full, turn_empty,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
@@ -105,6 +102,7 @@ class Pipeline:
         self.key_full, self.key_empty = key_full, key_empty
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
+        self.turn_full, self.turn_empty = turn_full, turn_empty
         self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
         self.n_keys_ptr, self.left_ptr, self.turn_ptr = n_keys_ptr, left_ptr, turn_ptr
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
@@ -219,36 +217,45 @@ class Pipeline:
         return first, gl.maximum(gl.cdiv(end, ROWS), first)
 
     @gluon.jit
-    def wait_for_turn(self, turn, key, row, n_rows, keys):
-        """Wait until all earlier blocks of keys that queries row … row + 63 see have added to their
-        dq, which they count at `turn`. Their programs were launched before this one.
-        """
+    def turn_of(self, padded):
+        """Where blocks of keys count that they added to dq of rows padded … padded + 63."""
+        return self.turn_ptr + padded // ROWS
+
+    @gluon.jit
+    def blocks_before(self, key, row, n_rows, keys):
+        """Blocks of keys before that of `key` that some of queries row … row + 63 see."""
         before = key // BLOCK_N
         if self.LEFT:
             begin, _full_begin, _full_end, _end = key_range(
                 row, n_rows, keys, self.left, self.right, ROWS, self.LEFT, self.RIGHT
             )
             before -= begin // BLOCK_N
-        while acquired(turn) < before:
-            pass
-        before_reduction()
-
-    @gluon.jit
-    def pass_turn(self, turn, added):
-        """Count at `turn` what was added to dq there, if anything was, once it is in memory."""
-        written()
-        barrier()
-        gl.atomic_add(turn, added.to(gl.int32), sem="release", scope="gpu")
+        return before
 
     @gluon.jit
     def stage_at(self, i, first, n):
         """Of a walk of n stages from `first` on the one after i others: queries, and which of the
         heads that share the keys.
+
+        From the last queries back, of each tile all heads in turn: under a causal mask blocks that
+        begin together then meet the same tiles one shortly after the other, and none comes up with
+        one that has more to walk. In a window they do so head by head.
         """
         if self.PLAIN:
             return first + i, 0
+        elif self.LEFT:
+            return first + n - 1 - i % n, i // n
         else:
             return first + n - 1 - i // self.GROUP, i % self.GROUP
+
+    @gluon.jit
+    def row_after(self, i, row, begin, past):
+        """First row of the stage that is walked after the i-th, which begins with `row`."""
+        if self.LEFT:
+            return gl.where(row == begin, past, row) - ROWS
+        else:
+            # Opaque: ptxas of Triton 3.7 would spill.
+            return gl.where((i + 1) % self.GROUP == 0, opaque(row) - ROWS, row)
 
     @gluon.jit
     def walk_of(self, item):

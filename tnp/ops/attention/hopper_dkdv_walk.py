@@ -103,12 +103,6 @@ def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
 
 
 @gluon.jit
-def _next_row(pipe, i, row):
-    """What stage i + 1 begins with, if stage i begins with `row`: each tile is walked by all heads."""
-    return gl.where((i + 1) % pipe.GROUP == 0, opaque(row) - ROWS, row)
-
-
-@gluon.jit
 def walk(
     pipe, k, v, scale_log2, item, step, end,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -124,7 +118,7 @@ def walk(
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
     if not pipe.PLAIN:
-        key, _begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
+        key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
         row = past - ROWS
     elif pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
@@ -156,7 +150,7 @@ def walk(
                 s = gl.where(visible, s * scale_log2 - lse, float("-inf"))
                 slope = scale_log2 * 0 + 1
                 lse = gl.zeros([1, ROWS], gl.float32, S)
-            row = _next_row(pipe, i, row)
+            row = pipe.row_after(i, row, begin, past)
         for t in gl.static_range(pipe.TILES):
             q = _query_tile(pipe.q, stage, t)
             do = _query_tile(pipe.do, stage, t)
@@ -242,5 +236,5 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
-        row = _next_row(pipe, i, row)
+        row = pipe.row_after(i, row, begin, past)
     return dk, dv

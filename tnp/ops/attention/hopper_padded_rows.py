@@ -50,7 +50,7 @@ def _statistics_kernel(
     ORDERED: tl.constexpr, BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; if FUSED its tile
-    of dq becomes 0, and if ORDERED how many blocks of keys have added to it; if BASE2 do times
+    of dq becomes 0, or if ORDERED how many blocks of keys have added to it; if BASE2 do times
     2^−lse, and the first tile's program says whether some tile of the head was left as it was.
     """
     pid_bh = tl.program_id(0) // n_tiles
@@ -97,21 +97,23 @@ def _statistics_kernel(
         delta -= dlse
     tl.store(padded, lse)
     tl.store(padded + rows, delta)
-    if FUSED:
+    if ORDERED:
+        tl.store(turn_ptr + at, 0)
+    elif FUSED:
         tile = dq_ptr + at * ROWS * HEAD_DIM
         offs = tl.arange(0, ROWS * HEAD_DIM)
         tl.store(tile + offs, tl.zeros([ROWS * HEAD_DIM], tl.float32))
-    if ORDERED:
-        tl.store(turn_ptr + at, 0)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_tiles"])
 def _finish_dq_kernel(
-    tile_ptr, dq_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
+    tile_ptr, dq_ptr, turn_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
     stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, n_tiles, scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Scaled dq from float32 tiles in the order of a matmul's registers."""
+    """Scaled dq from float32 tiles in the order of a matmul's registers; if ORDERED those that no
+    block of keys added to hold nothing yet.
+    """
     pid_bh = tl.program_id(0) // n_tiles
     row, end, at = _padded_tile(
         tl.program_id(0), n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS, PACKED
@@ -122,6 +124,8 @@ def _finish_dq_kernel(
     # Of each 64 columns, a register: row 16·warp + 8·half + lane/4, column 8·block + 2·(lane % 4) +
     # pair.
     x = tl.load(tile + tl.arange(0, ROWS * HEAD_DIM)) * scale
+    if ORDERED:
+        x = tl.where(tl.load(turn_ptr + at) > 0, x, 0.0)
     x = tl.reshape(x.to(dq_ptr.dtype.element_ty), [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [ROWS, HEAD_DIM])
     dq_ptr = head_ptr(dq_ptr, stride_dqb, stride_dqh, pid_bh, n_heads)
@@ -147,9 +151,9 @@ class PaddedRows:
         of_lse: bool = False,
     ) -> Bound:  # fmt: skip
         """Of o, do, lse, its gradient if `of_lse`, a workspace of padded lse, delta and if `base2`
-        a number a head, dq's tiles, which become 0 if `fused`, what do times 2^−lse goes to if
-        `base2`, int32 of each tile that become 0 if `ordered`, and the first three of the table's
-        pointers.
+        a number a head, dq's tiles, which become 0 if `fused` and not `ordered`, what do times
+        2^−lse goes to if `base2`, int32 of each tile that become 0 if `ordered`, and the first
+        three of the table's pointers.
         """
         _batch, n_heads, n_q, head_dim = o.shape
         return Bound(
@@ -158,10 +162,12 @@ class PaddedRows:
             ORDERED=ordered, BASE2=base2, HAS_DLSE=of_lse,
         )  # fmt: skip
 
-    def finish(self, q: Tensor, strides: tuple[int, ...]) -> Bound:
-        """Of dq's tiles, dq, the first three of the table's pointers, and scale."""
+    def finish(self, q: Tensor, strides: tuple[int, ...], *, ordered: bool = False) -> Bound:
+        """Of dq's tiles, dq, if `ordered` of each tile how many blocks of keys added to it, the
+        first three of the table's pointers, and scale.
+        """
         _batch, n_heads, n_q, head_dim = q.shape
         return Bound(
             _finish_dq_kernel, (self.n_all,), *strides, n_heads, n_q, self.n,
-            HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed,
+            HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed, ORDERED=ordered,
         )  # fmt: skip
