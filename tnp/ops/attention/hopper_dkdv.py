@@ -63,7 +63,7 @@ from tnp.ops.attention.hopper_primitives import (
     written,
 )
 from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
-from tnp.ops.hopper_primitives import barriers
+from tnp.ops.hopper_primitives import barriers, opaque
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
 
@@ -145,7 +145,8 @@ def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
         if pipe.PACKED:
             row += first_k
             end = first_k + keys
-    heads = pipe.n_heads if pipe.APART else 2 * pipe.n_heads  # of a row
+    n_heads = pipe.n_heads if pipe.PLAIN else opaque(pipe.n_heads)
+    heads = n_heads if pipe.APART else 2 * n_heads  # of a row
     first = ((b.to(gl.int64) * pipe.n_k + row) * heads + h) * pipe.HEAD_DIM
     ptrs = ptr + first[:, None] + column[None, :]
     gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(row < end)[:, None])
@@ -259,7 +260,6 @@ def _add_dq(pipe, item, dq_desc):
                     # What was added last has had a tile's time to arrive.
                     _pass_turn(pipe, added)
                 mbarrier.wait(pipe.turn_full.index(buffer), phase)
-                mbarrier.arrive(pipe.turn_empty.index(buffer), count=1)
                 added = first
             else:
                 tma.store_wait(1)
@@ -293,12 +293,14 @@ def _turns(pipe):
         at, member = pipe.stage_at(i, first_stage, n_stages)
         before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
         turn = pipe.turn_of(padded + member * pipe.head_rows + at * ROWS)
-        buffer, phase = ring(i, 2)
-        mbarrier.wait(pipe.turn_empty.index(buffer), phase ^ 1)
+        if i > 0:
+            # By then the turn before the last was taken.
+            buffer, phase = ring(i - 1, 2)
+            mbarrier.wait(pipe.ds_empty.index(buffer), phase)
         while acquired(turn) < before:
             pass
         before_reduction()
-        mbarrier.arrive(pipe.turn_full.index(buffer), count=1)
+        mbarrier.arrive(pipe.turn_full.index(i & 1), count=1)
 
 
 @gluon.jit
@@ -353,7 +355,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), ds_full, ds_empty,
-        barriers(2, 1) if ORDERED else ds_full, barriers(2, 1) if ORDERED else ds_empty,
+        barriers(2, 1) if ORDERED else ds_full,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,

@@ -54,7 +54,6 @@ class Pipeline:
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
     turn_full: gl.shared_memory_descriptor  # it is this program's turn to add to dq of a tile
-    turn_empty: gl.shared_memory_descriptor
     tiles_ptr: gl.tensor  # see `keys.place`
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
@@ -91,7 +90,7 @@ class Pipeline:
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        turn_full, turn_empty,
+        turn_full,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
@@ -102,7 +101,7 @@ class Pipeline:
         self.key_full, self.key_empty = key_full, key_empty
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
-        self.turn_full, self.turn_empty = turn_full, turn_empty
+        self.turn_full = turn_full
         self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
         self.n_keys_ptr, self.left_ptr, self.turn_ptr = n_keys_ptr, left_ptr, turn_ptr
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
@@ -198,7 +197,7 @@ class Pipeline:
         b = bh // self.n_heads
         key, first_q, n_rows, first_k, keys = place(
             tile, b, self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr, self.n_keys_ptr,
-            self.n_q, opaque(self.n_k), BLOCK_N, self.PACKED, self.HAS_N_KEYS,
+            opaque(self.n_q), opaque(self.n_k), BLOCK_N, self.PACKED, self.HAS_N_KEYS,
         )  # fmt: skip
         padded = 0
         if self.PACKED:
@@ -269,7 +268,7 @@ class Pipeline:
             b, h, key, first_q, n_rows, _first_k, keys, padded = self.origin(item)
             first, last = self.tiles(key, n_rows, keys)
             head = (b * self.n_heads + h) * self.GROUP
-            return first, last - first, first_q, head * self.head_rows + padded
+            return first, last - first, first_q, head * opaque(self.head_rows) + padded
 
     @gluon.jit
     def first_row(self, item):

@@ -84,7 +84,7 @@ def _extent(pipe, item, WARPGROUP: gl.constexpr):
 def _some_hidden(pipe, key, row, n_rows, keys):
     """Whether some of queries row … row + 63 do not see all of keys key … key + 63."""
     _begin, full_begin, full_end, _end = key_range(
-        row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
+        row, n_rows, keys, pipe.left, opaque(pipe.right), ROWS, pipe.LEFT, pipe.RIGHT
     )
     return (full_begin > key) | (full_end < key + ROWS)
 
