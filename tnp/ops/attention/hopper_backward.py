@@ -272,6 +272,9 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
 def _ordered_supported(call: Call) -> Reason:
     if plain(call.problem):
         return "two passes are faster where every query sees all keys and D = 64"
+    p = call.problem
+    if p["head_dim"] == 128 and p["n_sequences"] and p["window"]:
+        return "of packed sequences with a window and D = 128 its registers do not suffice"
     return supported(call)
 
 

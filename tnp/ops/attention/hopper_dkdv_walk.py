@@ -95,7 +95,8 @@ def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
     # Opaque: kept through the loop, indices and masks would spill. Rows 2·(lane % 4) are the
     # thread's, and what is added to them a constant of each register: one index instead of 16.
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
-    rows = opaque((rows & 6) + row) + (rows & 57)
+    of_thread = opaque(rows & 6) + row if pipe.ORDERED else opaque((rows & 6) + row)
+    rows = of_thread + (rows & 57)
     columns = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) + opaque(key)
     return seen(
         rows[None, :], columns[:, None], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
