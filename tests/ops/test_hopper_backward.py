@@ -7,6 +7,8 @@ from itertools import accumulate
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.ops.problems import DEVICE
 from tnp import targets
@@ -14,6 +16,7 @@ from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.hopper_dkdv_pipeline import heads_in_turn
 from tnp.ops.attention.hopper_padded_rows import PADDED_ROWS, TILE_ROWS, PaddedRows
+from tnp.ops.attention.keys import Reach, key_range, query_range
 
 N_Q, N_HEADS = 150, 3
 PADDED = 256
@@ -73,8 +76,11 @@ def padded_places(lengths: list[int] | None) -> torch.Tensor:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
 @pytest.mark.parametrize("lengths", [None, [150], [5, 0, 64, 1, 80]], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
-    """Every sequence begins with a tile of its own; what no row is in must not be read."""
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim, ordered):
+    """Every sequence begins with a tile of its own; what no row is in must not be read. If ordered,
+    no tile of dq need be written before its first block of keys does.
+    """
     sizes = {"batch": 1, "n_heads": N_HEADS, "n_q": N_Q, "n_k": N_Q, "head_dim": head_dim}
     packed = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": len(lengths or ())}
     problem = OPERATOR.problem("bfloat16", **sizes, **(packed if lengths else {}), causal=True)
@@ -88,7 +94,7 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
     statistics = torch.full([2 * rows], 7.0)
     tiles = torch.full([rows * head_dim], 7.0)
     turns = torch.full([padded.n_all], 7, dtype=torch.int32)
-    launch = padded.statistics(o, do, fused=True, ordered=True, of_lse=True)
+    launch = padded.statistics(o, do, fused=True, ordered=ordered, of_lse=True)
     dlse = torch.randn(1, N_HEADS, N_Q, generator=generator)
     launch(o, do, lse, dlse, statistics, tiles, do, turns, *pointers)
 
@@ -96,11 +102,11 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
     found_lse, delta = statistics.view(2, N_HEADS, padded.of_head)
     assert torch.equal(found_lse[:, places], lse[0])
     torch.testing.assert_close(delta[:, places], ((o * do).sum(-1) - dlse)[0], rtol=1e-5, atol=1e-5)
-    whole = (tiles.view(N_HEADS, -1, TILE_ROWS * head_dim) == 0).all(2)
     of_rows = torch.zeros(padded.n, dtype=torch.bool)
     of_rows[places // TILE_ROWS] = True
-    assert whole[:, of_rows].all()
-    assert (turns.view(N_HEADS, -1)[:, of_rows] == 0).all()
+    cleared = turns.view(N_HEADS, -1, 1) if ordered else tiles.view(N_HEADS, padded.n, -1)
+    kept = tiles if ordered else turns
+    assert (cleared[:, of_rows] == 0).all() and (kept == 7).all()
     beside = of_rows.repeat_interleave(TILE_ROWS)
     beside[places] = False
     assert torch.isinf(found_lse[:, beside]).all() and (delta[:, beside] == 0).all()
@@ -109,9 +115,44 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim):
     expected = torch.randn(N_HEADS, padded.of_head, head_dim, generator=generator)
     by_register = expected.view(N_HEADS, padded.n, 4, 2, 8, head_dim // 64, 8, 4, 2)
     tiles = by_register.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous()
+    turns = torch.ones(N_HEADS, padded.n, dtype=torch.int32)
+    if ordered:  # no block of keys added to the first tile of the second head
+        turns[1, 0], tiles[1, 0], expected[1, :TILE_ROWS] = 0, float("nan"), 0.0
     dq = torch.full([1, N_HEADS, N_Q, head_dim], 7.0)
-    padded.finish(dq, dq.stride()[:3])(tiles.flatten(), dq, *pointers, 0.5)
+    finish = padded.finish(dq, dq.stride()[:3], ordered=ordered)
+    finish(tiles.flatten(), dq, turns, *pointers, 0.5)
     torch.testing.assert_close(dq[0], 0.5 * expected[:, places])
+
+
+@triton.jit
+def _ranges_kernel(
+    ptr, n_q, n_k, left, right, n_blocks, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):  # fmt: skip
+    """Of each block of 128 keys the queries that see it, then of each 64 queries the first key."""
+    i = tl.program_id(0)
+    begin, _a, _b, end = query_range(i * 128, n_q, n_k, left, right, 128, LEFT, RIGHT)
+    first_key, _a, _b, _c = key_range((i - n_blocks) * 64, n_q, n_k, left, right, 64, LEFT, RIGHT)
+    tl.store(ptr + 2 * i, tl.where(i < n_blocks, begin, first_key))
+    tl.store(ptr + 2 * i + 1, tl.where(i < n_blocks, end, 0))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
+@pytest.mark.parametrize("n_q, n_k", [(600, 600), (500, 777), (777, 300), (65, 1000), (1, 129)])
+@pytest.mark.parametrize("causal, window", [(True, 0), (True, 70), (False, 70), (True, 300)])
+def test_blocks_of_keys_take_turns_that_begin_with_0_and_leave_none_out(n_q, n_k, causal, window):
+    """A block waits for as many as `blocks_before` says. Were that too many, it waited forever;
+    were it too few, dq would be added up in no order.
+    """
+    sizes = {"batch": 1, "n_heads": 1, "n_q": n_q, "n_k": n_k, "head_dim": 64}
+    options = {name: it for name, it in (("causal", causal), ("window", window)) if it}
+    reach = Reach.of(OPERATOR.problem("bfloat16", **sizes, **options))
+    n_blocks, n_tiles = triton.cdiv(n_k, 128), triton.cdiv(n_q, 64)
+    found = torch.empty([n_blocks + n_tiles, 2], dtype=torch.int32)
+    _ranges_kernel[(len(found),)](found, n_q, n_k, *reach.numbers, n_blocks, **reach.constants)
+    walks = [range(begin // 64, triton.cdiv(end, 64)) for begin, end in found[:n_blocks].tolist()]
+    for tile, (first_key, _) in enumerate(found[n_blocks:].tolist()):
+        turns = [block - first_key // 128 for block in range(n_blocks) if tile in walks[block]]
+        assert turns == list(range(len(turns)))
 
 
 def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:
@@ -133,6 +174,6 @@ def test_no_multiprocessor_is_left_with_a_long_causal_item(n_heads, of_head):
         targets.named("H200"),
     )
     programs = call.target.multiprocessors
-    assert busiest(programs, n_heads, of_head, heads_in_turn(call, of_head, n_heads, False)) < 1.05
+    assert busiest(programs, n_heads, of_head, heads_in_turn(call, of_head, n_heads)) < 1.05
     head_by_head = busiest(programs, n_heads, of_head, 1)
     assert head_by_head > 1.1, "the control"

@@ -271,9 +271,8 @@ def _add_dq(pipe, item, dq_desc):
                 tma.async_copy_shared_to_global(dq_desc, [first * PARTS + part * ROWS, 0], to)
             else:
                 reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
-    if pipe.ORDERED:
-        if n_stages > 0:
-            _pass_turn(pipe, added)
+    if pipe.ORDERED and n_stages > 0:
+        _pass_turn(pipe, added)
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
 

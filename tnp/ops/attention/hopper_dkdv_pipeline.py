@@ -24,13 +24,17 @@ def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
 
     As many as fill the GPU between LEAST and twice as many times, in sections as equal as they can
     be: of a small one at the end items that take longest would be launched last. Of all heads too
-    little would be in the L2 cache.
+    little would be in the L2 cache. In a window all items take as long, and a head's blocks follow
+    one another: of four heads in turn `fused` takes 8 % longer (H200, D = 128, 2 × 8,192 tokens,
+    window of 4,096).
 
     Args:
         call: whose GPU it is.
         of_head: blocks of keys of a head.
         n_heads: of keys, of all samples.
     """
+    if call.problem["window"]:
+        return 1
     least = min(triton.cdiv(int(LEAST * call.target.multiprocessors), of_head), n_heads)
     return min(range(least, min(2 * least, n_heads) + 1), key=lambda heads: -n_heads % heads)
 
@@ -67,7 +71,7 @@ class Pipeline:
     n_whole: gl.tensor  # items that are not split
     n_pieces: gl.tensor  # of each of the others
     of_head: gl.tensor  # items of a head
-    section: gl.tensor  # heads of keys that programs take together where ORDERED or RIGHT
+    section: gl.tensor  # heads of keys that programs take in turn where ORDERED or RIGHT
     head_rows: gl.tensor  # of a head of queries, padded
     left: gl.tensor
     right: gl.tensor
@@ -133,9 +137,9 @@ class Pipeline:
     def block(self, item):
         """Head of the batch and block of keys of an item: kept through the loop they would spill.
 
-        Heads may be taken in sections, one block of each in turn. Where ORDERED the next block's
-        program, which waits for this one, is then not the next that is launched; where RIGHT
-        earlier blocks see more queries, and those that take longest are launched first.
+        Heads may be taken in sections, one block of each in turn. Where ORDERED the next block of
+        a head, which waits for this one, is then launched later; where RIGHT earlier blocks see
+        more queries, and those that take longest are launched first.
         """
         item = opaque(item)
         if self.ORDERED or self.RIGHT:
