@@ -340,9 +340,9 @@ def _attention_bwd_dkdv_hopper_kernel(
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
     gl.static_assert(not SPLIT or (FUSED and not PERSISTENT and not HAS_N_KEYS))
     slots: gl.constexpr = 2 if PERSISTENT else 1
-    ds_full, ds_empty = barriers(2, 2), barriers(2, 1)
+    q = allocate_tiles(q_desc, STAGES)
     pipe = Pipeline(
-        allocate_tiles(q_desc, STAGES),
+        q,
         allocate_tiles(do_desc, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], delta_desc.layout),
@@ -353,8 +353,8 @@ def _attention_bwd_dkdv_hopper_kernel(
         ),
         gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
-        barriers(STAGES, 1), barriers(STAGES, 2), ds_full, ds_empty,
-        barriers(2, 1) if ORDERED else ds_full,
+        barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
+        barriers(2, 1) if ORDERED else q,  # which nobody reads there
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
