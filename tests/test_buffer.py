@@ -5,46 +5,16 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from tests.replays import Replays
+from tests.buffers import F64, LENGTHS, ROOM, WITH, assert_equal, exact, lengths, task_of, with_role
 from tests.test_model import CONFIG, build, make_task
-from tnp import archive, joint
+from tnp import archive
 from tnp.buffer import Buffer, log_densities
-from tnp.drawing import Draws
-from tnp.gates.buffer import in_training, masked, masked_log_density, masked_loss, one_by_one
+from tnp.gates.buffer import in_training, masked_log_density, masked_loss, one_by_one
 from tnp.model import TNPConfig, TransformerNP
 from tnp.normalization import Normalization
 from tnp.ops.mixture_nll import mixture_nll
-from tnp.prediction import Prediction
 from tnp.step import TrainingStep
 from tnp.tasks import Context, GaussianProcessTasks, Task
-
-ROOM = 3
-WITH = replace(CONFIG, buffer=ROOM)
-F64 = {"dtype": torch.float64, "attention": "reference"}
-LENGTHS = torch.tensor([7, 4], dtype=torch.int32)
-
-
-def with_role(model: TransformerNP) -> TransformerNP:
-    """Tells the buffer from the context, as a trained model does."""
-    with torch.no_grad():
-        model.embed.role.copy_(torch.linspace(-1, 1, len(model.embed.role)))
-    return model
-
-
-def exact(config=WITH, **spec) -> TransformerNP:
-    return with_role(build(config, **(F64 | spec)).double())
-
-
-def task_of(n_target: int, lengths=None, config=CONFIG) -> Task:
-    task = make_task(config, n_target=n_target).to(dtype=torch.float64)
-    return replace(task, context_lengths=lengths)
-
-
-def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-
-
-lengths = pytest.mark.parametrize("lengths", [None, LENGTHS])
 
 
 @lengths
@@ -153,36 +123,6 @@ def test_a_density_without_the_buffer_is_that_of_predictions_which_encode_anew(c
     assert_equal(model.joint_log_density(task, buffer=False), expected)
 
 
-@lengths
-@pytest.mark.parametrize("n_target", [1, ROOM + 1, 2 * ROOM + 3])
-def test_draws_are_made_of_predictions_under_the_mask(lengths, n_target, monkeypatch):
-    """Every draw stands in for its mean, so that both ways must come to the same."""
-    monkeypatch.setattr(Prediction, "draw", lambda self, *noise: self.mean)
-    model, task = exact(), task_of(n_target, lengths)
-    drawn = model.sample_jointly(task.context, task.x_target, n_samples=2)
-    assert drawn.shape == (2, 2, n_target, 1)
-    assert_equal(drawn[1], drawn[0])
-    for b in range(2):
-        m = 7 if lengths is None else int(lengths[b])
-        x, y = task.x_context[b : b + 1, :m], task.y_context[b : b + 1, :m]
-        for first in range(0, n_target, ROOM + 1):
-            run = slice(first, first + ROOM + 1)
-            entered = task.x_target[b : b + 1, run], drawn[0, b : b + 1, run]
-            n_seen = torch.arange(entered[0].shape[1])
-            found = masked(model, Context(x, y), entered, entered[0], n_seen)
-            assert_equal(drawn[0, b : b + 1, run], Prediction(found.detach()).mean)
-            x, y = torch.cat([x, entered[0]], 1), torch.cat([y, entered[1]], 1)
-
-
-def test_draws_of_one_context_are_drawn_each_for_itself():
-    model, task = with_role(build(WITH)), make_task()
-    torch.manual_seed(0)
-    drawn = model.sample_jointly(task.context, task.x_target, n_samples=3)
-    assert len({tuple(one.flatten().tolist()) for one in drawn}) == 3
-    short = replace(task, y_target=drawn[1].to(task.y_target.dtype))
-    assert model.joint_log_density(short).isfinite().all()
-
-
 def test_a_later_point_changes_no_earlier_density():
     model, task = exact(), task_of(ROOM + 1)
     before = log_densities(model, task.context, task.x_target, task.y_target)
@@ -279,54 +219,6 @@ def test_a_step_sends_two_rows_through_the_model(monkeypatch):
         known.predict(task.x_target[:, :1])
         known.predict(task.x_target[:, 1:2], (task.x_target[:, :1], task.y_target[:, :1]))
     assert rows == [(0, 1), (1, 1), (0, 2), (1, 1)]
-
-
-@lengths
-@pytest.mark.parametrize("n_samples", [1, 2])
-def test_replayed_draws_are_the_launched_ones(lengths, n_samples, monkeypatch):
-    """One graph serves all runs, the second and later ones over longer contexts."""
-    model, task = exact(), task_of(3 * (ROOM + 1), lengths)
-    x_target, captures = task.x_target.repeat(n_samples, 1, 1), Replays()
-
-    @torch.no_grad()
-    def drawn(captures: Replays | None) -> torch.Tensor:
-        torch.manual_seed(0)
-        draws, context = Draws(model, x_target, captures), task.context
-        for x in x_target.split(ROOM + 1, 1):
-            y = draws.run(model.encode(context), ROOM + 1)
-            if len(context.x) < len(x):  # from here on each draw has its own
-                context = joint._repeated(context, n_samples)
-            context = joint._joined(context, x, y)
-        return context.y
-
-    assert torch.equal(drawn(captures), drawn(None)) and captures.captured == 1
-
-
-def test_draws_follow_the_mixture():
-    """Of 20,000 draws: shares of components, and mean and deviation of each."""
-    mu = torch.tensor([-30.0, 50.0])
-    log_sigma = torch.tensor([0.5, 2.0]).log()
-    log_weight = torch.tensor([0.2, 0.8]).log()
-    parameters = torch.stack([log_weight, mu, log_sigma], -1).expand(1, 20_000, -1, -1)
-    generator = torch.Generator().manual_seed(0)
-    gumbel = -torch.empty(1, 20_000, 2).exponential_(generator=generator).log()
-    normal = torch.randn(1, 20_000, 1, generator=generator)
-    drawn = Prediction(parameters).draw(gumbel, normal)
-    first = drawn[drawn < 0]
-    assert abs(len(first) / 20_000 - 0.2) < 5 * (0.16 / 20_000) ** 0.5
-    for of, mean, deviation in ((first, -30.0, 0.5), (drawn[drawn > 0], 50.0, 2.0)):
-        error = deviation / len(of) ** 0.5
-        assert abs(of.mean() - mean) < 5 * error and abs(of.std() - deviation) < 5 * error
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_captured_draws_are_the_launched_ones(monkeypatch):
-    monkeypatch.setattr(Prediction, "draw", lambda self, *noise: self.mean)
-    model, task = with_role(build(WITH)).cuda(), make_task(n_target=11).to("cuda")
-    drawn = [
-        model.sample_jointly(task.context, task.x_target, 2, cuda_graph=on) for on in (False, True)
-    ]
-    assert torch.equal(*drawn)
 
 
 def test_the_loss_is_compiled_whole():

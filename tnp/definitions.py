@@ -15,7 +15,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,14 +136,17 @@ class _Source:
             self._read[name] = digest(sorted(texts)) if texts else "", list(filter(None, resolved))
         return self._read[name]
 
+    @cached_property
+    def _lambdas(self) -> list[ast.Lambda]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
+
     def _statements(self, name: str) -> list[ast.AST]:
         """Those that define a name, and those that are run for it."""
         if name == EVERYTHING:
             return self._nameless
         if name.startswith(LAMBDA):
             line = int(name.removeprefix(LAMBDA))
-            found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
-            return [node for node in found if node.lineno == line]
+            return [node for node in self._lambdas if node.lineno == line]
         own = self.bound[name]
         if name in DECLARED or any(map(_declares, own)):
             return []

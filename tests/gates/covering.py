@@ -17,10 +17,15 @@ def covering(jobs: Iterable[Job | CudaJob]) -> list[Job | CudaJob]:
     kept = []
     for candidates in of_kernel.values():
         missing = set().union(*(values for _, values in candidates))
+        found = []
         while missing:
-            job, values = max(candidates, key=lambda one: len(one[1] & missing))
-            kept.append(job)
-            missing -= values
+            found.append(max(candidates, key=lambda one: len(one[1] & missing)))
+            missing -= found[-1][1]
+        for one in list(found):  # what came first may be covered by what came later
+            others = [other for other in found if other is not one]
+            if one[1] <= set().union(*(values for _, values in others)):
+                found = others
+        kept += [job for job, _ in found]
     return kept
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,15 +45,22 @@ def run(gate, device, slug, definitions, timeout_s):
     row["passed"] = row["value"] <= row["bound"]
     return {"environments": [], "gates": [row], "kernels": [], "code": []}
 """
-# Measurements and gates are replaced, and do not read the definitions that a job looks up for them.
-# The plan, which Snakemake makes, does.
+# No source is read for what depends on it: measurements and gates, which are replaced, have no use
+# for it, and a plan spends most of its time on it.
 FAKE_DEFINITIONS = """
+def of_gate(gate):
+    return {}
+
+def of_job(kind, parameters):
+    return {}
+
+def with_definitions(kind, parameters):
+    return parameters
+"""
+IN_JOBS = f"""
 import sys
 if "snakemake.workflow" not in sys.modules:
-    def of_gate(gate):
-        return {}
-    def with_definitions(kind, parameters):
-        return parameters
+{textwrap.indent(FAKE_DEFINITIONS, "    ")}
 """
 FAKE_FIGURES = """
 import os
@@ -127,7 +135,7 @@ class Checkout:
         self.config["training"] = {}
         self.append("tnp/bench/isolate.py", FAKE_BENCHMARK)
         self.append("workflow/gate_process.py", FAKE_GATE)
-        self.append("workflow/sources.py", FAKE_DEFINITIONS)
+        self.append("workflow/sources.py", IN_JOBS)
         (folder / "tnp/figures/__init__.py").write_text(FAKE_FIGURES)
         (folder / "tnp/train.py").write_text(FAKE_TRAINING)
 
@@ -209,7 +217,12 @@ def _nothing_outlives_its_test() -> Iterator[None]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path / "checkout")
+    """One in which nothing has run. Its plan reads no source either: what an edit voids is asked of
+    `finished`.
+    """
+    made = Checkout(tmp_path / "checkout")
+    made.append("workflow/sources.py", FAKE_DEFINITIONS)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,140 @@
+"""Attention over packed sequences: each is alone, whatever stands beside it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
+
+from tests.ops.attention_kinds import HEAD_DIM, NAMES, assert_close, cu_seqlens, draw, ours, run
+from tests.ops.problems import DEVICE, HERE
+from tnp import selection
+from tnp.ops.attention import OPERATOR, attention, keys
+
+LENGTHS, KEY_LENGTHS = (5, 0, 17, 28), (9, 3, 0, 38)
+KINDS = ({}, {"causal": True}, {"window": 9}, {"causal": True, "window": 9})
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="on CUDA other functions of PyTorch do it")
+def test_flash_on_the_cpu_takes_packed_sequences():
+    inputs = draw(20, 33)
+    asked = {"cu_seqlens_q": cu_seqlens((5, 0, 15)), "cu_seqlens_k": cu_seqlens((3, 9, 21))}
+    for kind in ({}, {"causal": True}):
+        expected = run(inputs, implementation="reference", **asked, **kind)
+        assert_close(run(inputs, implementation="sdpa_flash", **asked, **kind), expected)
+
+
+def of_sequence(x: torch.Tensor, cu: torch.Tensor, s: int) -> torch.Tensor:
+    return x[:, :, cu[s] : cu[s + 1]]
+
+
+@ours
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_packed_sequences_are_each_alone(implementation, kind):
+    """Some without queries, some without keys; of grouped heads."""
+    inputs = draw(sum(LENGTHS), sum(KEY_LENGTHS), heads=(2, 1))
+    cu_q, cu_k = cu_seqlens(LENGTHS), cu_seqlens(KEY_LENGTHS)
+    asked = {"implementation": implementation} | kind
+    found = run(inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **asked)
+    sides = {"o": cu_q, "dq": cu_q, "dk": cu_k, "dv": cu_k}
+    for s in range(len(LENGTHS)):
+        of_this = {name: of_sequence(x, sides[name], s) for name, x in found.items()}
+        alone = [
+            of_sequence(x, cu, s) for x, cu in zip(inputs, (cu_q, cu_k, cu_k, cu_q), strict=True)
+        ]  # fmt: skip
+        if LENGTHS[s] and KEY_LENGTHS[s]:
+            assert_close(of_this, run(alone, **asked))
+        else:
+            assert all((x == 0).all() for x in of_this.values())
+
+
+def test_packed_sequences_are_each_alone_bit_by_bit_where_tiles_agree():
+    """A sequence's tiles begin with it, and the separate backward pass adds in one order."""
+    inputs, cu = draw(), cu_seqlens(LENGTHS)
+    asked = {"implementation": "separate", "causal": True}
+    found = run(inputs, cu_seqlens_q=cu, cu_seqlens_k=cu, **asked)
+    for s in (0, 2, 3):
+        alone = run([of_sequence(x, cu, s) for x in inputs], **asked)
+        for name, x in alone.items():
+            assert torch.equal(of_sequence(found[name], cu, s), x), name
+
+
+@ours
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_sequence_sees_nothing_of_another(implementation, kind):
+    """Not even what is not finite there."""
+    inputs, cu = draw(), cu_seqlens(LENGTHS)
+    asked = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "implementation": implementation} | kind
+    before = run(inputs, **asked)
+    for x in inputs:
+        of_sequence(x, cu, 2)[:] = float("nan")
+    after = run(inputs, **asked)
+    for s in (0, 3):
+        for name in NAMES:
+            pair = (of_sequence(x[name], cu, s) for x in (before, after))
+            assert torch.equal(*pair), name
+
+
+@ours
+def test_a_batch_is_sequences_of_equal_length(implementation):
+    inputs = draw(20, 33, batch=3)
+    packed = [x.transpose(0, 1).flatten(1, 2)[None] for x in inputs]
+    cu = {"cu_seqlens_q": cu_seqlens([20] * 3), "cu_seqlens_k": cu_seqlens([33] * 3)}
+    found = run(packed, causal=True, implementation=implementation, **cu)
+    unpacked = {name: x[0].unflatten(1, (3, -1)).transpose(0, 1) for name, x in found.items()}
+    assert_close(unpacked, run(inputs, causal=True, implementation=implementation))
+
+
+@ours
+def test_no_queries_of_packed_sequences(implementation):
+    inputs = draw(0, 8)
+    cu = {"cu_seqlens_q": cu_seqlens([0, 0]), "cu_seqlens_k": cu_seqlens([3, 5])}
+    found = run(inputs, implementation=implementation, **cu)
+    assert found["o"].shape == inputs[0].shape and (found["dk"] == 0).all()
+
+
+@pytest.mark.parametrize("side", ["n_q", "n_k"])
+def test_the_table_of_tiles(side):
+    """Of each tile its sequence and its first row there. Of more sequences than a program of the
+    table reads at a time, among them empty ones, one of a whole tile and one of several.
+    """
+    lengths = [3, 0, 16, *[0] * 127, 5, 40, 0, 1]
+    x, cu = torch.zeros(1, 1, sum(lengths), HEAD_DIM, device=DEVICE), cu_seqlens(lengths)
+    inputs = x, x, x, None, cu, cu
+    tiles = keys.Tiles(selection.describe(OPERATOR, inputs, (), (), HERE), side, 16)
+    table = tiles.pointers(inputs[3:], x)[0].tolist()
+    expected = [[s, row] for s, n in enumerate(lengths) for row in range(0, n, 16)]
+    assert table[: len(expected)] == expected
+    assert table[len(expected) :] == [[-1, 0]] * (tiles.n - len(expected))
+
+
+@pytest.fixture
+def asserting(monkeypatch):
+    """Have the interpreter run assertions of kernels, as devices do; it passes them over."""
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
+@ours
+@pytest.mark.parametrize(
+    "ends, sentence",
+    [
+        ([0, 5, 3, 8], "cu_seqlens decrease"),
+        ([1, 2, 3, 8], "must begin with 0"),
+        ([0, 2, 3, 7], "must end with all rows"),
+        ([0, 2, 3, 9], "name rows that there are not"),
+        ([0, -1, 3, 8], "cu_seqlens decrease"),
+    ],
+    ids=str,
+)
+def test_cu_seqlens_that_cannot_be_are_found_on_the_device(
+    asserting, implementation, ends, sentence
+):
+    x = torch.zeros(1, 1, 8, HEAD_DIM)
+    right, wrong = cu_seqlens([2, 1, 5]), torch.tensor(ends, dtype=torch.int32)
+    for pair in ((wrong, right), (right, wrong)):
+        given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pair, strict=True))
+        with pytest.raises(InterpreterError, match=sentence):
+            attention(x, x, x, implementation=implementation, **given)
