@@ -1,10 +1,10 @@
 """Attention backward for Hopper: what runs before, between and after its two kernels.
 
-`separate` launches dK/dV (`hopper_dkdv`) and dQ (`hopper_dq`), without atomics and equal from run
-to run. `fused` launches one kernel (`hopper_dkdv` with its dQ part), which adds dQ up in float32 in
-device memory, in any order. ORDERED is that kernel with one order, which `separate` takes at D =
-128 without a causal mask or a window. All start from the same statistics, delta = Σ_d do·o and lse
-in padded rows (`hopper_padded_rows`).
+`fused` launches one kernel (`hopper_dkdv` with its dQ part), which adds dQ up in float32 in device
+memory, in any order. ORDERED is that kernel with one order, and `separate` takes it wherever it
+can: it is equal from run to run. Where it cannot, SEPARATE launches dK/dV (`hopper_dkdv`) and dQ
+(`hopper_dq`), without atomics. All start from the same statistics, delta = Σ_d do·o and lse in
+padded rows (`hopper_padded_rows`).
 
 Where q carries scale·log2(e), `fused` multiplies do and delta of a query tile by 2^−lse, so that
 its weights are 2^s as they are; its lse is then 0, past the last query too. A tile with a row whose
