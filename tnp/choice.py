@@ -154,7 +154,9 @@ def _predicted(
         offered = _name(entry["choice"], entry["config"])
         if offered not in usable:
             continue
-        made_of = counts(*usable[offered]) or ()
+        made_of = counts(*usable[offered])
+        if made_of is None:
+            continue
         if len(made_of) != len(entry["us"]):
             _warn_once("a kernel counts other things than the table has costs of", entry)
             continue

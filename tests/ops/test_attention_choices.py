@@ -75,6 +75,21 @@ def test_what_runs_on_an_h200(shape, options):
         assert config == chosen(operation, call(shape))[1] or source == "predicted"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": 100}, {"n_kv_heads": 2}, {"n_sequences": 3}], ids=str
+)
+def test_costs_of_attention_to_all_keys_say_nothing_of_other_kinds(head_dim, options):
+    """They did at D = 64, of the portable kernels alone, which then ran in place of Hopper's."""
+    packed = {"cu_seqlens_q": True, "cu_seqlens_k": True} if "n_sequences" in options else {}
+    sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048, "head_dim": head_dim}
+    asked = OPERATOR.problem("bfloat16", **sizes, **options, **packed)
+    what = Call(asked, H200, OPERATOR.differentiated)
+    found = [chosen(operation, what) for operation in OPERATIONS]
+    assert [name for name, _, _ in found] == ["hopper", "hopper_ordered", "hopper"]
+    assert "predicted" not in {source for _, _, source in found}
+
+
 def test_where_nothing_was_measured_the_default_runs():
     for shape, kernel in (("small", "few_keys"), ("mid", "triton")):
         what = call(shape, "float32")

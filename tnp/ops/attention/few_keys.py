@@ -40,6 +40,7 @@ from tnp.ops.attention.primitives import (
     load_rows,
     lse_layout,
     n_query_tiles,
+    of_all_seen,
     row_strides,
     rows_layout,
     segments,
@@ -237,6 +238,7 @@ def _supported(configs: Callable[[Call], tuple]) -> Support:
     return supported
 
 
+@of_all_seen
 def forward_counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
     """A launch, query tiles of a multiprocessor on average, programs of the busiest."""
     tiles = n_query_tiles(call, config.block_m) / call.target.multiprocessors
@@ -274,6 +276,7 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
     return segments(triton.cdiv(p["n_q"], config.block_m), wanted, MIN_SEGMENT_TILES)
 
 
+@of_all_seen
 def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
     """A launch, query tiles of a multiprocessor on average, those of a program, a sum of parts."""
     n_segments, tiles = _segments(call, config)

@@ -27,7 +27,7 @@ from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
 from tnp.ops.attention.hopper_forward import section
 from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
 from tnp.ops.attention.hopper_primitives import supported, without_reference
-from tnp.ops.attention.keys import Tiles
+from tnp.ops.attention.keys import Tiles, all_seen
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -37,6 +37,7 @@ from tnp.ops.attention.primitives import (
     head_ptr,
     n_key_tiles,
     n_query_tiles,
+    of_all_seen,
     rows_layout,
     store_rows,
 )
@@ -113,9 +114,7 @@ def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
 
 def plain(problem: Problem) -> bool:
     """Whether every query sees all keys of its sample, D = 64, and no heads share keys."""
-    p = problem
-    masked = p["causal"] or p["window"] or p["n_sequences"] or p["n_kv_heads"]
-    return p["head_dim"] == 64 and not masked
+    return problem["head_dim"] == 64 and all_seen(problem) and not problem["n_kv_heads"]
 
 
 def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
@@ -146,6 +145,7 @@ def _items(call: Call, config: DkdvConfig) -> tuple[int, int]:
     return items, items * walked
 
 
+@of_all_seen
 def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
     """A launch, items and pieces of the busiest multiprocessor, query tiles that it walks for them,
     and tiles of the statistics on average.
@@ -161,6 +161,7 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
     return 1, items, walked, PaddedRows(call).n_all / call.target.multiprocessors
 
 
+@of_all_seen
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """As of `fused`; and for dq query tiles of the busiest multiprocessor, and their key blocks."""
     n_tiles = n_query_tiles(call, config.dq.tile_rows)

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem
+from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_forward_kernel import attention_fwd_hopper_kernel, part_width
 from tnp.ops.attention.hopper_forward_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import head_map, supported, without_reference
-from tnp.ops.attention.keys import Reach, Tiles, lengths_given, n_tiles
+from tnp.ops.attention.keys import Reach, Tiles, all_seen, lengths_given, n_tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,
     Layout,
@@ -25,6 +25,7 @@ from tnp.ops.attention.primitives import (
     forward,
     head_ptr,
     lse_layout,
+    of_all_seen,
     rows_layout,
     store_rows,
 )
@@ -105,7 +106,7 @@ def _combine_kernel(
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
     """Candidates, the default first. With masks three consumers and wide blocks would spill."""
-    wide, masked = call.problem["head_dim"] == 128, not _equal(call.problem)
+    wide, masked = call.problem["head_dim"] == 128, not all_seen(call.problem)
     if masked:
         return (ForwardConfig(64, 4 if wide else 8, 240, 2),)
     if wide:  # 649 : 626 TFLOP/s (8 × 2,048, 32 heads, H200)
@@ -129,13 +130,8 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
     of_head = n_tiles(p["n_q"], rows, int(p["n_sequences"]))
     n = of_head * p["batch"] * p["n_heads"]
     blocks = triton.cdiv(p["n_k"], config.block_n)
-    may_split = _equal(p) and not p["n_keys"]
+    may_split = all_seen(p) and not p["n_keys"]
     return n, blocks, schedule(n, blocks, call.target.multiprocessors, may_split)
-
-
-def _equal(problem: Problem) -> bool:
-    """Whether all queries of a sample see as many keys."""
-    return not (problem["n_sequences"] or problem["causal"] or problem["window"])
 
 
 def section(call: Call) -> int:
@@ -170,6 +166,7 @@ def parts(
     )  # fmt: skip
 
 
+@of_all_seen
 def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
     """A launch, blocks of keys of the busiest program, tiles of an average one, a split."""
     n, blocks, (n_whole, n_split, share) = tiles(call, config)

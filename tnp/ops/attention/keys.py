@@ -54,6 +54,11 @@ class Reach:
         return {"LEFT": self.bounded_left, "RIGHT": self.bounded_right}
 
 
+def all_seen(problem: Problem) -> bool:
+    """Whether every query sees all keys of its sample."""
+    return not (problem["n_sequences"] or problem["causal"] or problem["window"])
+
+
 @triton.jit
 def key_range(
     row, n_q, n_keys, left, right, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 import triton
@@ -11,6 +12,7 @@ from torch import Tensor
 from tnp.contract import Call
 from tnp.inputs import is_expanded
 from tnp.launch import Bound, asserts
+from tnp.ops.attention.keys import all_seen
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.primitives import KernelConfig, cast
 from tnp.targets import Target
@@ -57,6 +59,20 @@ def n_key_tiles(call: Call, rows: int) -> int:
     """Tiles of so many keys, of all heads of all samples."""
     p = call.problem
     return triton.cdiv(p["n_k"], rows) * p["batch"] * p["n_heads"]
+
+
+def of_all_seen(counts: Callable) -> Callable:
+    """`Kernel.counts` that hold where every query sees all keys of its sample and no heads share
+    keys: tables have costs of such problems alone. Of others no time is predicted.
+    """
+
+    @wraps(counts)
+    def known(call: Call, config: object) -> tuple[float, ...] | None:
+        if not all_seen(call.problem) or call.problem["n_kv_heads"]:
+            return None
+        return counts(call, config)
+
+    return known
 
 
 def segments(n_tiles: int, wanted: int, least: int) -> tuple[int, int]:

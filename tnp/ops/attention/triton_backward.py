@@ -23,7 +23,7 @@ from torch import Tensor
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.attention.definition import WITH_LSE
-from tnp.ops.attention.keys import Reach, Tiles, lengths_given
+from tnp.ops.attention.keys import Reach, Tiles, all_seen, lengths_given
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -36,6 +36,7 @@ from tnp.ops.attention.primitives import (
     lse_layout,
     n_key_tiles,
     n_query_tiles,
+    of_all_seen,
     row_strides,
     rows_layout,
     segments,
@@ -137,13 +138,14 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
     One has all queries where the tiles of keys fill the GPU alone.
     """
     p = call.problem
-    if p["causal"] or p["window"] or p["n_sequences"]:  # a tile of keys is not seen by all
+    if not all_seen(p):
         return 1, triton.cdiv(p["n_q"], config.block_m)
     wanted = triton.cdiv(full_grid(call.target), n_key_tiles(call, config.block_n))
     query_tiles = triton.cdiv(p["n_q"], config.block_m)
     return segments(query_tiles, wanted, MIN_SEGMENT_TILES)
 
 
+@of_all_seen
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """A launch; a sum of parts; for dk and dv programs of a multiprocessor on average, query tiles
     that they walk, and those of one program; for dq programs, key blocks that they walk, and those
@@ -158,6 +160,7 @@ def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     return 1, float(n_segments > 1), *of_dkdv, queries, queries * blocks, blocks
 
 
+@of_all_seen
 def fused_counts(call: Call, config: FusedConfig) -> tuple[float, ...]:
     """A launch; of a multiprocessor on average query tiles walked for dk and dv, key blocks walked
     for dq, and programs; tiles or blocks of the longest program.

@@ -38,6 +38,7 @@ from tnp.ops.attention.primitives import (
     load_rows,
     lse_layout,
     n_query_tiles,
+    of_all_seen,
     row_ptr,
     row_strides,
     rows_layout,
@@ -158,6 +159,7 @@ def configs(call: Call) -> tuple[LaunchConfig, ...]:
     return candidates(call, CONFIGS, MASKED_CONFIGS)
 
 
+@of_all_seen
 def counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
     """A launch, blocks of keys of a multiprocessor, its query tiles, blocks of one of them.
 
