@@ -176,7 +176,7 @@ class Kernel:
     options: tuple[str, ...] = ()  # that it takes
     saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
     moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
-    # None, or of a call None: no time is predicted.
+    # Where it is None, or returns None for a call, no time is predicted.
     counts: Callable[[Call, Any], tuple[float, ...] | None] | None = None
     compiled_for: tuple[int, ...] = (80, 90, 100)  # capabilities, by the compile gate
 

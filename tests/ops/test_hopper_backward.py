@@ -137,19 +137,26 @@ def _ranges_kernel(
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
-@pytest.mark.parametrize("n_q, n_k", [(600, 600), (500, 777), (777, 300), (65, 1000), (1, 129)])
+@pytest.mark.parametrize(
+    "n_q, n_keys, n_k",
+    [(600, 600, 600), (500, 777, 777), (777, 300, 300), (65, 1000, 1000), (1, 129, 129),
+     (700, 65, 600), (300, 130, 300), (300, 1, 300)],
+)  # fmt: skip
 @pytest.mark.parametrize("causal, window", [(True, 0), (True, 70), (False, 70), (True, 300)])
-def test_blocks_of_keys_take_turns_that_begin_with_0_and_leave_none_out(n_q, n_k, causal, window):
-    """A block waits for as many as `blocks_before` says. Were that too many, it waited forever;
-    were it too few, dq would be added up in no order.
+def test_blocks_of_keys_take_turns_that_begin_with_0_and_leave_none_out(
+    n_q, n_keys, n_k, causal, window
+):
+    """If a block waited for too many, it would wait forever; if for too few, dq would be added up
+    in no order. Blocks past a sample's last key walk nothing.
     """
     sizes = {"batch": 1, "n_heads": 1, "n_q": n_q, "n_k": n_k, "head_dim": 64}
     options = {name: it for name, it in (("causal", causal), ("window", window)) if it}
     reach = Reach.of(OPERATOR.problem("bfloat16", **sizes, **options))
     n_blocks, n_tiles = triton.cdiv(n_k, 128), triton.cdiv(n_q, 64)
     found = torch.empty([n_blocks + n_tiles, 2], dtype=torch.int32)
-    _ranges_kernel[(len(found),)](found, n_q, n_k, *reach.numbers, n_blocks, **reach.constants)
+    _ranges_kernel[(len(found),)](found, n_q, n_keys, *reach.numbers, n_blocks, **reach.constants)
     walks = [range(begin // 64, triton.cdiv(end, 64)) for begin, end in found[:n_blocks].tolist()]
+    assert all(tile < n_tiles for walk in walks for tile in walk)
     for tile, (first_key, _) in enumerate(found[n_blocks:].tolist()):
         turns = [block - first_key // 128 for block in range(n_blocks) if tile in walks[block]]
         assert turns == list(range(len(turns)))

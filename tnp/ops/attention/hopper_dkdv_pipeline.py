@@ -25,8 +25,8 @@ def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
     As many as fill the GPU between LEAST and twice as many times, in sections as equal as they can
     be: of a small one at the end items that take longest would be launched last. Of all heads too
     little would be in the L2 cache. In a window all items take as long, and a head's blocks follow
-    one another: of four heads in turn `fused` takes 8 % longer (H200, D = 128, 2 × 8,192 tokens,
-    window of 4,096).
+    one another: `fused` took 4.26 ms with four heads in turn, and 3.94 before any were (H200, D =
+    128, 2 × 8,192 tokens, window of 4,096).
 
     Args:
         call: whose GPU it is.

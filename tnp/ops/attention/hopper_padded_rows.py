@@ -50,7 +50,8 @@ def _statistics_kernel(
     ORDERED: tl.constexpr, BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; if FUSED its tile
-    of dq becomes 0, or if ORDERED how many blocks of keys have added to it; if BASE2 do times
+    of dq becomes 0; if ORDERED that is left as it is, and the count of blocks that have added to it
+    becomes 0; if BASE2 do times
     2^−lse, and the first tile's program says whether some tile of the head was left as it was.
     """
     pid_bh = tl.program_id(0) // n_tiles

@@ -98,7 +98,7 @@ def query_range(
     if LEFT:
         end = tl.maximum(tl.minimum(beside + KEYS + left, n_q), 0)
         full_end = tl.maximum(tl.minimum(beside + left + 1, n_q), 0)
-    end = tl.where(key < n_keys, end, begin)  # keys past the end are seen by nobody
+    end = tl.where(key < n_keys, end, 0)  # keys past the end are seen by nobody
     return begin, full_begin, full_end, end
 
 
