@@ -1,8 +1,8 @@
 """Attention backward for Hopper: what runs before, between and after its two kernels.
 
 `fused` launches one kernel (`hopper_dkdv` with its dQ part), which adds dQ up in float32 in device
-memory, in any order. ORDERED is that kernel with one order, and `separate` takes it wherever it
-can: it is equal from run to run. Where it cannot, SEPARATE launches dK/dV (`hopper_dkdv`) and dQ
+memory, in any order. ORDERED is that kernel with one order, equal from run to run, and `separate`
+takes it wherever it is supported. Elsewhere SEPARATE launches dK/dV (`hopper_dkdv`) and dQ
 (`hopper_dq`), without atomics. All start from the same statistics, delta = Σ_d do·o and lse in
 padded rows (`hopper_padded_rows`).
 

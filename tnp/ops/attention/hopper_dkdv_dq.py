@@ -81,7 +81,7 @@ def read_turns(pipe):
     keys that the tile sees. Their programs were launched before, so none waits for one that cannot
     run.
 
-    A warp of its own: to read a count takes half as long as a tile's products.
+    A warp of its own: the warpgroup of dq would wait 0.7 µs for every count (H200).
     """
     item = pipe.item()
     _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
@@ -91,7 +91,7 @@ def read_turns(pipe):
         before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
         turn = pipe.turn_of(padded + member * pipe.head_rows + at * ROWS)
         if i > 0:
-            # By then the turn before the last was taken.
+            # The warpgroup of dq has then taken turn i − 2, whose barrier this one uses again.
             buffer, phase = ring(i - 1, 2)
             mbarrier.wait(pipe.ds_empty.index(buffer), phase)
         while acquired(turn) < before:

@@ -51,8 +51,8 @@ def _statistics_kernel(
 ):  # fmt: skip
     """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; if FUSED its tile
     of dq becomes 0; if ORDERED that is left as it is, and the count of blocks that have added to it
-    becomes 0; if BASE2 do times
-    2^−lse, and the first tile's program says whether some tile of the head was left as it was.
+    becomes 0; if BASE2 do times 2^−lse, and the first tile's program says whether some tile of the
+    head was left as it was.
     """
     pid_bh = tl.program_id(0) // n_tiles
     row, end, at = _padded_tile(
@@ -112,8 +112,8 @@ def _finish_dq_kernel(
     stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, n_tiles, scale,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Scaled dq from float32 tiles in the order of a matmul's registers; if ORDERED those that no
-    block of keys added to hold nothing yet.
+    """Scaled dq from float32 tiles in the order of a matmul's registers; if ORDERED one that no
+    block of keys added to was never written, and counts as 0.
     """
     pid_bh = tl.program_id(0) // n_tiles
     row, end, at = _padded_tile(
