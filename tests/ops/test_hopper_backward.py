@@ -16,7 +16,7 @@ from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.hopper_dkdv_pipeline import heads_in_turn
 from tnp.ops.attention.hopper_padded_rows import PADDED_ROWS, TILE_ROWS, PaddedRows
-from tnp.ops.attention.keys import Reach, key_range, query_range
+from tnp.ops.attention.keys import Reach, blocks_before, query_tiles
 
 N_Q, N_HEADS = 150, 3
 PADDED = 256
@@ -125,15 +125,19 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim, ordered):
 
 
 @triton.jit
-def _ranges_kernel(
-    ptr, n_q, n_k, left, right, n_blocks, LEFT: tl.constexpr, RIGHT: tl.constexpr
+def _turns_kernel(
+    ptr, n_q, n_k, left, right, n_tiles, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
-    """Of each block of 128 keys the queries that see it, then of each 64 queries the first key."""
-    i = tl.program_id(0)
-    begin, _a, _b, end = query_range(i * 128, n_q, n_k, left, right, 128, LEFT, RIGHT)
-    first_key, _a, _b, _c = key_range((i - n_blocks) * 64, n_q, n_k, left, right, 64, LEFT, RIGHT)
-    tl.store(ptr + 2 * i, tl.where(i < n_blocks, begin, first_key))
-    tl.store(ptr + 2 * i + 1, tl.where(i < n_blocks, end, 0))
+    """Of a block of 128 keys and each tile of 64 queries how many blocks add to its dq before, or
+    −1 where this one does not.
+    """
+    key = tl.program_id(0) * 128
+    first, last = query_tiles(key, n_q, n_k, left, right, 128, 64, LEFT, RIGHT)
+    for tile in range(n_tiles):
+        before = blocks_before(key, tile * 64, n_q, n_k, left, right, 128, 64, LEFT, RIGHT)
+        walked = (tile >= first) & (tile < last)
+        tl.store(ptr + tl.program_id(0) * n_tiles + tile, tl.where(walked, before, -1))
+    tl.device_assert(last <= n_tiles)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
@@ -142,7 +146,9 @@ def _ranges_kernel(
     [(600, 600, 600), (500, 777, 777), (777, 300, 300), (65, 1000, 1000), (1, 129, 129),
      (700, 65, 600), (300, 130, 300), (300, 1, 300)],
 )  # fmt: skip
-@pytest.mark.parametrize("causal, window", [(True, 0), (True, 70), (False, 70), (True, 300)])
+@pytest.mark.parametrize(
+    "causal, window", [(False, 0), (True, 0), (True, 70), (False, 70), (True, 300)]
+)
 def test_blocks_of_keys_take_turns_that_begin_with_0_and_leave_none_out(
     n_q, n_keys, n_k, causal, window
 ):
@@ -153,13 +159,11 @@ def test_blocks_of_keys_take_turns_that_begin_with_0_and_leave_none_out(
     options = {name: it for name, it in (("causal", causal), ("window", window)) if it}
     reach = Reach.of(OPERATOR.problem("bfloat16", **sizes, **options))
     n_blocks, n_tiles = triton.cdiv(n_k, 128), triton.cdiv(n_q, 64)
-    found = torch.empty([n_blocks + n_tiles, 2], dtype=torch.int32)
-    _ranges_kernel[(len(found),)](found, n_q, n_keys, *reach.numbers, n_blocks, **reach.constants)
-    walks = [range(begin // 64, triton.cdiv(end, 64)) for begin, end in found[:n_blocks].tolist()]
-    assert all(tile < n_tiles for walk in walks for tile in walk)
-    for tile, (first_key, _) in enumerate(found[n_blocks:].tolist()):
-        turns = [block - first_key // 128 for block in range(n_blocks) if tile in walks[block]]
-        assert turns == list(range(len(turns)))
+    turns = torch.empty([n_blocks, n_tiles], dtype=torch.int32)
+    _turns_kernel[(n_blocks,)](turns, n_q, n_keys, *reach.numbers, n_tiles, **reach.constants)
+    for of_tile in turns.T.tolist():
+        taken = [turn for turn in of_tile if turn >= 0]
+        assert taken == list(range(len(taken)))
 
 
 def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:

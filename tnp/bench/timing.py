@@ -32,8 +32,10 @@ SETTLED_WITHIN = 0.01
 # batches are nearly independent; 2.26 is Student's 97.5 % quantile of 9 degrees of freedom.
 N_BATCHES, T_QUANTILE = 10, 2.26
 
-# Where single launches are timed, L2 caches are overwritten by so many times their size.
-FLUSHED_CACHES = 2
+# Where single launches are timed, L2 caches are overwritten by so many times their size. That takes
+# the device about as long as the host takes to launch a backward pass: with 2 caches, 0.03 ms, most
+# passes were timed as the host's, and drifted by up to a factor of two within a run (H200).
+FLUSHED_CACHES = 32
 
 Mark = torch.cuda.Event | float
 Call = Callable[[], object]

@@ -112,6 +112,11 @@ def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
     return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in forms)
 
 
+def ordered_configs(call: Call) -> tuple[DkdvConfig, ...]:
+    """The only candidate: a program that takes one item after another could wait for itself."""
+    return (DkdvConfig(2 if call.problem["head_dim"] == 128 else 4, 1, 208, False),)
+
+
 def plain(problem: Problem) -> bool:
     """Whether every query sees all keys of its sample, D = 64, and no heads share keys."""
     return problem["head_dim"] == 64 and all_seen(problem) and not problem["n_kv_heads"]
@@ -159,6 +164,12 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
         items = n_whole // programs + pieces
         walked = n_whole // programs * of_one + pieces * triton.cdiv(of_one, n_pieces)
     return 1, items, walked, PaddedRows(call).n_all / call.target.multiprocessors
+
+
+@of_all_seen
+def ordered_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
+    """As of `fused`, whose items may be split: these never are."""
+    return 1, *_items(call, config), PaddedRows(call).n_all / call.target.multiprocessors
 
 
 @of_all_seen
@@ -225,7 +236,7 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     of_q, of_keys = rows_layout(q), KeyGradients(k, call.apart)
     n_of_tiles = rows * head_dim
     of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
-    of_turns = flat(padded.n_all)
+    of_counts = flat(padded.n_all)
     statistics_kernel = padded.statistics(
         o, do, fused=True, ordered=ordered, base2=base2, of_lse=dlse is not None
     )
@@ -251,37 +262,37 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
         delta = tiles.narrow(0, n_of_tiles + rows, rows)
         left = tiles.narrow(0, n_of_tiles + 2 * rows, batch * n_heads)
         weighted = do.new_empty(weighted_shape) if base2 else do
-        turns = lse.new_empty_strided(*of_turns, dtype=torch.int32) if ordered else lse
+        counts = lse.new_empty_strided(*of_counts, dtype=torch.int32) if ordered else lse
         of_queries = padded.table.pointers(lengths, lse)[:3]
         of_lse = lse if dlse is None else dlse
-        statistics_kernel(o, do, lse, of_lse, statistics, tiles, weighted, turns, *of_queries)
+        statistics_kernel(o, do, lse, of_lse, statistics, tiles, weighted, counts, *of_queries)
         dk, dv = of_keys.allocate(k)
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
         kernel(
             q, weighted, k, v, statistics, delta, tiles, dk, dv,
-            *key_tiles.pointers(lengths, lse), left, of_split, turns, scale, scale * LOG2_E,
+            *key_tiles.pointers(lengths, lse), left, of_split, counts, scale, scale * LOG2_E,
         )  # fmt: skip
         if pieces:
             add_pieces(of_split, dk, dv)
         dq = q.new_empty_strided(*of_q)
-        finish_kernel(tiles, dq, turns, *of_queries, scale)
+        finish_kernel(tiles, dq, counts, *of_queries, scale)
         return dq, dk, dv
 
     return launch
 
 
 def _ordered_supported(call: Call) -> Reason:
-    if plain(call.problem):
-        return "two passes are faster where every query sees all keys and D = 64"
     p = call.problem
+    if reason := supported(call):
+        return reason
     if p["head_dim"] == 128 and p["n_sequences"] and p["window"]:
         return "of packed sequences with a window and D = 128 its registers do not suffice"
-    return supported(call)
+    return None
 
 
 ORDERED = Kernel(
-    "hopper_ordered", empty_backward, prepare_ordered, _ordered_supported, fused_configs,
-    WITH_LSE, counts=fused_counts,
+    "hopper_ordered", empty_backward, prepare_ordered, _ordered_supported, ordered_configs,
+    WITH_LSE, counts=ordered_counts,
 )  # fmt: skip
 SEPARATE = Kernel(
     "hopper", empty_backward, prepare_separate, supported, separate_configs, WITH_LSE,

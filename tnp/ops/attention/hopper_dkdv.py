@@ -36,8 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_dq import WIDTH, dq_consumer, read_turns
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline, heads_in_turn
+from tnp.ops.attention.hopper_dkdv_dq import WIDTH, dq_consumer, read_counts
+from tnp.ops.attention.hopper_dkdv_pipeline import (
+    BLOCK_N,
+    ROWS,
+    TURNS,
+    Pipeline,
+    heads_in_turn,
+)
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
@@ -219,7 +225,7 @@ def _consumer(pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, WARPGROUP: gl.
 )  # fmt: skip
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr,
-    tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr, turn_ptr,
+    tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr, count_ptr,
     n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
     scale, scale_log2,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
@@ -245,14 +251,15 @@ def _attention_bwd_dkdv_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
-        barriers(2, 1) if ORDERED else q,  # which nobody reads there
-        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
+        # Which nobody reads where not ORDERED.
+        barriers(TURNS, 1) if ORDERED else q, barriers(TURNS, 1) if ORDERED else q,
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
         SPLIT, APART, ORDERED,
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT or TILES > 1))
-    gl.static_assert(not ORDERED or (FUSED and not pipe.PLAIN))
+    gl.static_assert(not ORDERED or (FUSED and not PERSISTENT and not SPLIT))
     if ORDERED:
         gl.warp_specialize(
             [
@@ -260,7 +267,7 @@ def _attention_bwd_dkdv_hopper_kernel(
                 (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
                 (dq_consumer, (pipe, dq_desc)),
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-                (read_turns, (pipe,)),
+                (read_counts, (pipe,)),
             ],
             [4, 4, 1, 1],
             [REGISTERS, 488 - 2 * REGISTERS, 24, 24],

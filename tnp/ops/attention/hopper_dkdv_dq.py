@@ -1,5 +1,5 @@
 """What the third warpgroup of `hopper_dkdv` does: it adds ds k of a program's keys to dq in device
-memory; and, where that has an order, what the warp beside it does, which reads whose turn it is.
+memory; and, where that has an order, what the warp beside it does, which reads how many have added.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tnp.ops.attention.hopper_dkdv_pipeline import ROWS
+from tnp.ops.attention.hopper_dkdv_pipeline import ROWS, TURNS
 from tnp.ops.attention.hopper_primitives import (
     acquired,
     barrier,
@@ -24,6 +24,8 @@ from tnp.ops.attention.hopper_primitives import (
 )
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
+# Tiles later at which an item counts that it added to one: until then it need not be in memory.
+LATE = gl.constexpr(2)
 
 
 @gluon.jit
@@ -34,12 +36,12 @@ def _add_dq(pipe, item, dq_desc):
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, S)
     slot, phase, step = pipe.turn(item)
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
+    n = n_stages * pipe.GROUP
     if pipe.ORDERED:
         _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
-        added = padded  # where it added last
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
-    for i in range(n_stages * pipe.GROUP):
+    for i in range(n):
         at, member = pipe.stage_at(i, first_stage, n_stages)
         first = padded + member * pipe.head_rows + at * ROWS
         buffer, phase = ring(step + i, 2)
@@ -54,58 +56,66 @@ def _add_dq(pipe, item, dq_desc):
             if part + 1 == PARTS:
                 mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
             if pipe.ORDERED and part == 0:
-                if i > 0:
-                    # What was added last has had a tile's time to arrive.
-                    _pass_turn(pipe, added)
-                mbarrier.wait(pipe.turn_full.index(buffer), phase)
-                added = first
-            else:
-                tma.store_wait(1)
+                if i >= LATE:
+                    written(PARTS * (LATE - 1))
+                    _count(pipe, i - LATE, first_stage, n_stages, padded)
+                turn, phase = ring(i, TURNS)
+                mbarrier.wait(pipe.turn_full.index(turn), phase)
+                mbarrier.arrive(pipe.turn_empty.index(turn), count=1)
+                is_first = pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0
+            tma.store_wait(1)
             in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
             to = pipe.dq.index(buffer if PARTS == 1 else part)
             to.store(gl.reshape(in_order, [ROWS, WIDTH]))
             fence_async_shared()
-            if pipe.ORDERED and pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0:
+            if pipe.ORDERED and is_first:
                 tma.async_copy_shared_to_global(dq_desc, [first * PARTS + part * ROWS, 0], to)
             else:
                 reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
-    if pipe.ORDERED and n_stages > 0:
-        _pass_turn(pipe, added)
+    if pipe.ORDERED:
+        written(0)
+        for i in range(gl.maximum(n - LATE, 0), n):
+            _count(pipe, i, first_stage, n_stages, padded)
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
 
 
 @gluon.jit
-def read_turns(pipe):
+def _count(pipe, i, first_stage, n_stages, padded):
+    """Count that an item added to dq of the i-th tile that it walks: it is in memory."""
+    at, member = pipe.stage_at(i, first_stage, n_stages)
+    barrier()
+    count = pipe.count_of(padded + member * pipe.head_rows + at * ROWS)
+    gl.atomic_add(count, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def read_counts(pipe):
     """Say of each tile that an item walks when it may add to its dq: after all earlier blocks of
     keys that the tile sees. Their programs were launched before, so none waits for one that cannot
     run.
 
-    A warp of its own: the warpgroup of dq would wait 0.7 µs for every count (H200).
+    A warp of its own, each lane of which reads the count of another of the next tiles: a count
+    takes 0.7 µs to arrive (H200), which at D = 64 is longer than a tile takes.
     """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     item = pipe.item()
     _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
-    for i in range(n_stages * pipe.GROUP):
-        at, member = pipe.stage_at(i, first_stage, n_stages)
+    n = n_stages * pipe.GROUP
+    lane = gl.arange(0, 32, layout=LANES)
+    i = 0
+    while i < n:
+        at, member = pipe.stage_at(gl.minimum(i + lane, n - 1), first_stage, n_stages)
         before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
-        turn = pipe.turn_of(padded + member * pipe.head_rows + at * ROWS)
-        if i > 0:
-            # The warpgroup of dq has then taken turn i − 2, whose barrier this one uses again.
-            buffer, phase = ring(i - 1, 2)
-            mbarrier.wait(pipe.ds_empty.index(buffer), phase)
-        while acquired(turn) < before:
-            pass
+        count = acquired(pipe.count_of(padded + member * pipe.head_rows + at * ROWS))
+        ready = gl.minimum(i + gl.min(gl.where(count < before, lane, 32), 0), n)
         before_reduction()
-        mbarrier.arrive(pipe.turn_full.index(i & 1), count=1)
-
-
-@gluon.jit
-def _pass_turn(pipe, padded):
-    """Count that the item added to dq of rows padded … padded + 63, once that is in memory."""
-    written()
-    barrier()
-    gl.atomic_add(pipe.turn_of(padded), 1, sem="release", scope="gpu")
+        for j in range(i, ready):
+            turn, phase = ring(j, TURNS)
+            mbarrier.wait(pipe.turn_empty.index(turn), phase ^ 1)
+            mbarrier.arrive(pipe.turn_full.index(turn), count=1)
+        i = ready
 
 
 @gluon.jit

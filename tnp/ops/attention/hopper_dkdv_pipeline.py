@@ -7,13 +7,14 @@ from triton.language.core import _aggregate as aggregate
 
 from tnp.contract import Call
 from tnp.ops.attention.hopper_primitives import ring
-from tnp.ops.attention.keys import key_range, place, query_range
+from tnp.ops.attention.keys import blocks_before, place, query_tiles
 from tnp.ops.hopper_primitives import opaque
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
 # A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
 PADDED_ROWS = gl.constexpr(128)
+TURNS = gl.constexpr(8)  # that a program may know of ahead, a power of two
 # Rounds of programs that a section of heads has at least. Of 196 causal problems the busiest
 # multiprocessor then has 3 % more to do than the average, and 16 % head by head (counted).
 LEAST = 1.5
@@ -58,12 +59,13 @@ class Pipeline:
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
     turn_full: gl.shared_memory_descriptor  # it is this program's turn to add to dq of a tile
+    turn_empty: gl.shared_memory_descriptor
     tiles_ptr: gl.tensor  # see `keys.place`
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
     n_keys_ptr: gl.tensor
     left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
-    turn_ptr: gl.tensor  # of each tile of queries, how many blocks of keys added to its dq
+    count_ptr: gl.tensor  # of each tile of queries, how many blocks of keys added to its dq
     n_heads: gl.tensor  # of keys
     n_q: gl.tensor
     n_k: gl.tensor
@@ -94,8 +96,8 @@ class Pipeline:
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        turn_full,
-        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, turn_ptr,
+        turn_full, turn_empty,
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
         SPLIT, APART, ORDERED,
@@ -105,9 +107,9 @@ class Pipeline:
         self.key_full, self.key_empty = key_full, key_empty
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
-        self.turn_full = turn_full
+        self.turn_full, self.turn_empty = turn_full, turn_empty
         self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
-        self.n_keys_ptr, self.left_ptr, self.turn_ptr = n_keys_ptr, left_ptr, turn_ptr
+        self.n_keys_ptr, self.left_ptr, self.count_ptr = n_keys_ptr, left_ptr, count_ptr
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
         self.n_items, self.n_whole, self.n_pieces = n_items, n_whole, n_pieces
         self.of_head, self.section, self.head_rows = of_head, section, head_rows
@@ -213,27 +215,21 @@ class Pipeline:
     @gluon.jit
     def tiles(self, key, n_rows, keys):
         """Tiles of queries that see any of an item's keys, key …: the first and the last + 1."""
-        begin, _full_begin, _full_end, end = query_range(
-            key, n_rows, keys, self.left, self.right, BLOCK_N, self.LEFT, self.RIGHT
+        return query_tiles(
+            key, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
         )
-        first = begin // ROWS
-        return first, gl.maximum(gl.cdiv(end, ROWS), first)
 
     @gluon.jit
-    def turn_of(self, padded):
+    def count_of(self, padded):
         """Where blocks of keys count that they added to dq of rows padded … padded + 63."""
-        return self.turn_ptr + padded // ROWS
+        return self.count_ptr + padded // ROWS
 
     @gluon.jit
     def blocks_before(self, key, row, n_rows, keys):
         """Blocks of keys before that of `key` that some of queries row … row + 63 see."""
-        before = key // BLOCK_N
-        if self.LEFT:
-            begin, _full_begin, _full_end, _end = key_range(
-                row, n_rows, keys, self.left, self.right, ROWS, self.LEFT, self.RIGHT
-            )
-            before -= begin // BLOCK_N
-        return before
+        return blocks_before(
+            key, row, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
+        )
 
     @gluon.jit
     def stage_at(self, i, first, n):

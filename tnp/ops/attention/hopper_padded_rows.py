@@ -41,7 +41,7 @@ def _padded_tile(
 
 @triton.jit(do_not_specialize=["n_q", "n_tiles"])
 def _statistics_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, padded_ptr, dq_ptr, weighted_ptr, turn_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, padded_ptr, dq_ptr, weighted_ptr, count_ptr,
     tiles_ptr, cu_q_ptr, cu_k_ptr,
     stride_ob, stride_oh, stride_om,
     stride_dob, stride_doh, stride_dom,
@@ -99,7 +99,7 @@ def _statistics_kernel(
     tl.store(padded, lse)
     tl.store(padded + rows, delta)
     if ORDERED:
-        tl.store(turn_ptr + at, 0)
+        tl.store(count_ptr + at, 0)
     elif FUSED:
         tile = dq_ptr + at * ROWS * HEAD_DIM
         offs = tl.arange(0, ROWS * HEAD_DIM)
@@ -108,7 +108,7 @@ def _statistics_kernel(
 
 @triton.jit(do_not_specialize=["n_q", "n_tiles"])
 def _finish_dq_kernel(
-    tile_ptr, dq_ptr, turn_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
+    tile_ptr, dq_ptr, count_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
     stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, n_tiles, scale,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def _finish_dq_kernel(
     # pair.
     x = tl.load(tile + tl.arange(0, ROWS * HEAD_DIM)) * scale
     if ORDERED:
-        x = tl.where(tl.load(turn_ptr + at) > 0, x, 0.0)
+        x = tl.where(tl.load(count_ptr + at) > 0, x, 0.0)
     x = tl.reshape(x.to(dq_ptr.dtype.element_ty), [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [ROWS, HEAD_DIM])
     dq_ptr = head_ptr(dq_ptr, stride_dqb, stride_dqh, pid_bh, n_heads)

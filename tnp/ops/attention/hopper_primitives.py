@@ -131,14 +131,18 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def written():
+def written(but: gl.constexpr = 0):
     """Wait until what TMA stored or added for this thread is in memory, not only read from shared
-    memory.
+    memory, `but` for so many of the last.
     """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
+        _wait_ptx(but), "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _wait_ptx(but):
+    return f"cp.async.bulk.wait_group {but}; mov.b32 $0, 0;"
 
 
 @gluon.jit

@@ -103,6 +103,34 @@ def query_range(
 
 
 @triton.jit
+def query_tiles(
+    key, n_q, n_keys, left, right,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ROWS queries that see any of keys key … key + KEYS − 1: the first, the last + 1."""
+    begin, _full_begin, _full_end, end = query_range(
+        key, n_q, n_keys, left, right, KEYS, LEFT, RIGHT
+    )
+    first = begin // ROWS
+    return first, tl.maximum(tl.cdiv(end, ROWS), first)
+
+
+@triton.jit
+def blocks_before(
+    key, row, n_q, n_keys, left, right,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Blocks of KEYS keys before that of `key` that some of queries row … row + ROWS − 1 see."""
+    before = key // KEYS
+    if LEFT:
+        begin, _full_begin, _full_end, _end = key_range(
+            row, n_q, n_keys, left, right, ROWS, LEFT, RIGHT
+        )
+        before -= begin // KEYS
+    return before
+
+
+@triton.jit
 def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
     """A range in blocks: where the first begins, where those begin and end that need no mask."""
     first = begin // BLOCK * BLOCK
