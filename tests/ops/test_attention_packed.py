@@ -96,15 +96,21 @@ def test_no_queries_of_packed_sequences(implementation):
 
 @pytest.mark.parametrize("side", ["n_q", "n_k"])
 def test_the_table_of_tiles(side):
-    """Of each tile its sequence and its first row there. Of more sequences than a program of the
-    table reads at a time, among them empty ones, one of a whole tile and one of several.
+    """Of each tile its sequence and its first row there, those together that as many tiles of their
+    sequence come before, or where they are of keys, behind. Of more sequences than a program of the
+    table reads at a time, among them empty ones, one of a whole tile and one of more than it writes
+    at a time.
     """
-    lengths = [3, 0, 16, *[0] * 127, 5, 40, 0, 1]
+    lengths = [3, 0, 16, *[0] * 127, 5, 40, 0, 1, 1100]
     x, cu = torch.zeros(1, 1, sum(lengths), HEAD_DIM, device=DEVICE), cu_seqlens(lengths)
     inputs = x, x, x, None, cu, cu
     tiles = keys.Tiles(selection.describe(OPERATOR, inputs, (), (), HERE), side, 16)
     table = tiles.pointers(inputs[3:], x)[0].tolist()
-    expected = [[s, row] for s, n in enumerate(lengths) for row in range(0, n, 16)]
+    every = [[s, row] for s, n in enumerate(lengths) for row in range(0, n, 16)]
+    behind = {s: (n - 1) // 16 * 16 for s, n in enumerate(lengths)}
+    shortest_first = sorted(every, key=lambda tile: tile[1])
+    longest_first = sorted(every, key=lambda tile: tile[1] - behind[tile[0]])
+    expected = shortest_first if side == "n_q" else longest_first
     assert table[: len(expected)] == expected
     assert table[len(expected) :] == [[-1, 0]] * (tiles.n - len(expected))
 

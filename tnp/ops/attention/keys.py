@@ -23,7 +23,7 @@ from tnp.contract import Call, Problem
 from tnp.launch import Bound
 from tnp.ops.primitives import key_count
 
-AT_ONCE = tl.constexpr(128)  # sequences that a program of the table reads at a time
+AT_ONCE = tl.constexpr(64)  # sequences, and tiles, that a program of the table takes at a time
 
 
 @dataclass(frozen=True)
@@ -176,31 +176,54 @@ def place(
 
 @triton.jit(do_not_specialize=["n_sequences", "n_tiles", "n_q", "n_k"], debug=True)
 def _tiles_kernel(
-    tiles_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, n_sequences, n_tiles, n_q, n_k, ROWS: tl.constexpr
-):
+    tiles_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, n_sequences, n_tiles, n_q, n_k,
+    ROWS: tl.constexpr, OF_KEYS: tl.constexpr,
+):  # fmt: skip
     """Of each tile its sequence and first row in it, by a program a sequence; −1 past the last.
+
+    Under a causal mask a tile of queries takes the longer the more tiles of its sequence come
+    before it, and one of keys the more come after it. The table goes by that number, so that tiles
+    which take as long follow one another, whatever sequences they are of: queries' from the
+    shortest on, since kernels take them from the last back, and keys' from the longest.
 
     The device alone knows what cu_seqlens hold, so it is the device that checks them.
     """
     s = tl.program_id(0)
     _check(cu_q_ptr, s, n_sequences, n_q)
     _check(cu_k_ptr, s, n_sequences, n_k)
-    first = 0
-    for start in tl.range(0, s, AT_ONCE):
-        at = start + tl.arange(0, AT_ONCE)
-        begin = tl.load(cu_ptr + at, mask=at < s, other=0)
-        end = tl.load(cu_ptr + at + 1, mask=at < s, other=0)
-        first += tl.sum(tl.cdiv(end - begin, ROWS))
-    last = first + tl.cdiv(tl.load(cu_ptr + s + 1) - tl.load(cu_ptr + s), ROWS)
-    for start in tl.range(first, last, AT_ONCE):
+    n_own = tl.cdiv(tl.load(cu_ptr + s + 1) - tl.load(cu_ptr + s), ROWS)
+    for start in tl.range(0, n_own, AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
-        tl.store(tiles_ptr + 2 * tile, s, mask=tile < last)
-        tl.store(tiles_ptr + 2 * tile + 1, (tile - first) * ROWS, mask=tile < last)
+        number = n_own - 1 - tile if OF_KEYS else tile
+        place = tl.zeros([AT_ONCE], tl.int32)
+        for others in tl.range(0, n_sequences, AT_ONCE):
+            at = others + tl.arange(0, AT_ONCE)
+            n = _n_tiles(cu_ptr, at, n_sequences, ROWS)[None, :]
+            if OF_KEYS:
+                before = tl.maximum(n - 1 - number[:, None], 0)
+            else:
+                before = tl.minimum(n, number[:, None])
+            equal = (at < s)[None, :] & (n > number[:, None])
+            place += tl.sum(before + equal.to(tl.int32), 1)
+        tl.store(tiles_ptr + 2 * place, s, mask=tile < n_own)
+        tl.store(tiles_ptr + 2 * place + 1, tile * ROWS, mask=tile < n_own)
     if s == n_sequences - 1:
+        last = 0
+        for start in tl.range(0, n_sequences, AT_ONCE):
+            at = start + tl.arange(0, AT_ONCE)
+            last += tl.sum(_n_tiles(cu_ptr, at, n_sequences, ROWS))
         for start in tl.range(last, n_tiles, AT_ONCE):
             tile = start + tl.arange(0, AT_ONCE)
             tl.store(tiles_ptr + 2 * tile, -1, mask=tile < n_tiles)
             tl.store(tiles_ptr + 2 * tile + 1, 0, mask=tile < n_tiles)
+
+
+@triton.jit
+def _n_tiles(cu_ptr, at, n_sequences, ROWS: tl.constexpr):
+    """Of sequences `at` how many tiles they have; 0 past the last sequence."""
+    begin = tl.load(cu_ptr + at, mask=at < n_sequences, other=0)
+    end = tl.load(cu_ptr + at + 1, mask=at < n_sequences, other=0)
+    return tl.cdiv(end - begin, ROWS)
 
 
 @triton.jit
@@ -241,7 +264,8 @@ class Tiles:
         self.n = n_tiles(p[side], rows, n_sequences)
         self._of_keys = side == "n_k"
         self._fill = Bound(
-            _tiles_kernel, (n_sequences,), n_sequences, self.n, p["n_q"], p["n_k"], ROWS=rows
+            _tiles_kernel, (n_sequences,), n_sequences, self.n, p["n_q"], p["n_k"], ROWS=rows,
+            OF_KEYS=self._of_keys,
         ) if n_sequences else None  # fmt: skip
 
     def pointers(self, lengths: tuple, otherwise: Tensor) -> tuple[Tensor, ...]:
