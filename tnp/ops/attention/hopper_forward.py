@@ -105,10 +105,12 @@ def _combine_kernel(
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Candidates, the default first. With masks three consumers and wide blocks would spill."""
+    """Candidates, the default first. With masks wide blocks would spill."""
     wide, masked = call.problem["head_dim"] == 128, not all_seen(call.problem)
+    if masked and wide:
+        return (ForwardConfig(64, 4, 240, 2),)
     if masked:
-        return (ForwardConfig(64, 4 if wide else 8, 240, 2),)
+        return ForwardConfig(64, 8, 240, 2), ForwardConfig(64, 8, 160, 3)
     if wide:  # 649 : 626 TFLOP/s (8 × 2,048, 32 heads, H200)
         return ForwardConfig(128, 2, 240, 2), ForwardConfig(64, 4, 240, 2)
     return (

@@ -121,7 +121,8 @@ def store_some(ptr, x, bh, row, end, n_heads):
     LAYOUT: gl.constexpr = x.type.layout
     HEAD_DIM: gl.constexpr = x.shape[1]
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT)))
+    # Opaque, or indices would be kept through the loops, and spill.
+    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT)) + opaque(row * 0)
     of_row = (rows.to(gl.int64) * n_heads + bh) * HEAD_DIM
     gl.store(ptr + of_row[:, None] + offs_d[None, :], x, mask=(rows < end)[:, None])
 
