@@ -129,11 +129,22 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
     """
     p = call.problem
     rows = config.consumers * ROWS.value
-    of_head = n_tiles(p["n_q"], rows, int(p["n_sequences"]))
-    n = of_head * p["batch"] * p["n_heads"]
+    of_head, heads = n_tiles(p["n_q"], rows, int(p["n_sequences"])), p["batch"] * p["n_heads"]
+    n = of_head * heads
     blocks = triton.cdiv(p["n_k"], config.block_n)
+    reach = Reach.of(p)
+    if reach.bounded_right and not reach.bounded_left:
+        together, programs = min(section(call), heads), call.target.multiprocessors
+        of_section = triton.cdiv(of_head * together, programs)
+        return n, blocks, (rounds(of_head, heads, together, programs), 0, of_section)
     may_split = all_seen(p) and not p["n_keys"]
     return n, blocks, schedule(n, blocks, call.target.multiprocessors, may_split)
+
+
+def rounds(of_head: int, heads: int, section: int, programs: int) -> int:
+    """Tiles of the busiest program where each section of heads begins with a round of its own."""
+    sections = (min(section, heads - first) for first in range(0, heads, section))
+    return sum(triton.cdiv(of_head * n, programs) for n in sections)
 
 
 def section(call: Call) -> int:

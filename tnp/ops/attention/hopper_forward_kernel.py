@@ -413,7 +413,8 @@ def attention_fwd_hopper_kernel(
         allocate_tiles(v_desc, STAGES),
         barriers(2, 1), barriers(2, CONSUMERS),
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
-        failed, overflow, barriers(1, CONSUMERS).index(0), tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
+        failed, overflow, barriers(1, CONSUMERS).index(0),
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
         n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
         HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT, BASE2,
     )  # fmt: skip

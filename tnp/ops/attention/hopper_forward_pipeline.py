@@ -50,7 +50,7 @@ class Pipeline:
     n_q: gl.tensor
     n_k: gl.tensor
     n_whole: gl.tensor
-    share: gl.tensor
+    share: gl.tensor  # with a mask the rounds that a section takes
     left: gl.tensor
     right: gl.tensor
     scale_log2: gl.tensor
@@ -94,6 +94,9 @@ class Pipeline:
     @gluon.jit
     def n_items(self):
         """Most tiles that a program works on, whole or in part; `item` says which exist."""
+        # Without the way past a loop of no items, whose registers are merged with the loop's.
+        gl.assume(self.n_whole >= 0)
+        gl.assume(self.n_whole < 2**30)
         return self.n_whole + 2
 
     @gluon.jit
@@ -119,7 +122,10 @@ class Pipeline:
         """Index, head of the batch, first query row in its sequence, first row of the sequence's
         queries and how many they are, first row of its keys and how many they are.
         """
-        index, bh, tile = tile_in_turn(i, self.n_tiles, self.of_head, self.section)
+        index, bh, tile = tile_in_turn(
+            i, self.n_tiles, self.of_head, self.section,
+            self.share if self.RIGHT and not self.LEFT else None,
+        )  # fmt: skip
         rows: gl.constexpr = self.CONSUMERS * ROWS
         row, first_q, n_rows, first_k, keys = place(
             tile, bh // self.n_heads, self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr,
