@@ -225,6 +225,7 @@ def _attend_masked(pipe, q, step, place, first, last, ONLINE: gl.constexpr):
     acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
     row, n_rows, keys = place
     own_first, own_last = pipe.blocks(row, n_rows, keys, ROWS, first, last)
+    own_first = gl.where(row < 0, own_last - 1, own_first)  # no rows: a block of little use
     _begin, full_begin, full_end, _end = key_range(
         row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
     )
@@ -288,7 +289,7 @@ def _sees(pipe, place, LAYOUT: gl.constexpr):
     begin, _full_begin, _full_end, end = key_range(
         rows, n_rows, keys, pipe.left, pipe.right, 1, pipe.LEFT, pipe.RIGHT
     )
-    return (begin < end) & (rows < n_rows)
+    return (begin < end) & (rows >= 0) & (rows < n_rows)
 
 
 @gluon.jit
@@ -347,11 +348,14 @@ def _consume(
                     m = gl.where(sees, m, float("-inf"))
                 acc = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
                 n_q = pipe.n_q
+                exist = row >= 0
                 if pipe.PACKED:
                     _index, _bh, _row, first_q, _n_rows, _first_k, _keys = pipe.origin(i)
                     row += first_q
                     n_q = first_q + n_rows
-                if row + ROWS <= n_q or not pipe.PACKED:
+                if not exist:
+                    pass
+                elif row + ROWS <= n_q or not pipe.PACKED:
                     tile(pipe.q, q_slot).store(acc.to(DTYPE))
                     fence_async_shared()
                     tma.async_copy_shared_to_global(
@@ -361,7 +365,7 @@ def _consume(
                 else:  # the rows that follow are another sequence's
                     store_some(o_ptr, acc.to(DTYPE), bh, row, n_q, pipe.n_heads)
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
-                gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < n_q)
+                gl.store(lse_ptrs, m + gl.log2(l_i), mask=(row + rows < n_q) & exist)
             else:
                 store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
             step += last - first + LAG

@@ -120,7 +120,8 @@ class Pipeline:
     @gluon.jit
     def origin(self, i):
         """Index, head of the batch, first query row in its sequence, first row of the sequence's
-        queries and how many they are, first row of its keys and how many they are.
+        queries and how many they are, first row of its keys and how many they are. The first row is
+        negative where a sequence's first tile has warpgroups without rows.
         """
         index, bh, tile = tile_in_turn(
             i, self.n_tiles, self.of_head, self.section,
@@ -132,6 +133,8 @@ class Pipeline:
             self.n_keys_ptr, self.n_q, opaque(self.n_k), rows, self.PACKED, self.HAS_N_KEYS,
         )  # fmt: skip
         index = gl.where(row < n_rows, index, self.n_tiles)
+        # Warpgroups without rows are those of the sequence's first tile, which sees fewest keys.
+        row -= (gl.cdiv(n_rows, rows) * self.CONSUMERS - gl.cdiv(n_rows, ROWS)) * ROWS
         return index, bh, row, first_q, n_rows, first_k, keys
 
     @gluon.jit

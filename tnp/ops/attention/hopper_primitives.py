@@ -100,9 +100,10 @@ def tile_in_turn(i, n_tiles, of_head, section, rounds=None):
     see most come first. There is no tile where the index is n_tiles or more.
 
     Heads are taken in sections, a section's tiles from the last to the first, of each of its heads
-    in turn. `rounds`, of a section, if given: a section's last tiles are a round of their own, though it be short, and
-    another section begins with the next: where tiles see unequal numbers of keys, programs that
-    take the largest of one section in the same round as the last of another have more to do.
+    in turn. Where `rounds` are given, those of a section, its last tiles are a round of their own,
+    though it be short, and another section begins with the next: where tiles see unequal numbers of
+    keys, programs that take the largest of one section in the same round in which others take the
+    last of another have more to do.
     """
     i = opaque(i)
     program = opaque(gl.program_id(0))
