@@ -206,7 +206,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
     n = 0
     step = 0
     for i in range(pipe.n_items()):
-        index, bh, row, keys, first, last = pipe.item(i)
+        index, bh, row, _n_rows, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
             rows = row + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             q_scales = pipe.q_scale_ptr + bh.to(gl.int64) * pipe.n_q + rows
@@ -222,7 +222,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
             mbarrier.arrive(pipe.q_empty.index(slot), count=1)
 
             # Computed again: kept through the loops over keys it would take registers.
-            _index, bh, row, _keys, first, last = pipe.item(i)
+            _index, bh, row, _n_rows, _keys, first, last = pipe.item(i)
             if i < pipe.n_whole:
                 offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
                 vector = gl.load(vector_ptr + bh * HEAD_DIM + offs_d)

@@ -105,10 +105,12 @@ def _combine_kernel(
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Candidates, the default first. With masks three consumers and wide blocks would spill."""
+    """Candidates, the default first. With masks wide blocks would spill."""
     wide, masked = call.problem["head_dim"] == 128, not all_seen(call.problem)
+    if masked and wide:
+        return (ForwardConfig(64, 4, 240, 2),)
     if masked:
-        return (ForwardConfig(64, 4 if wide else 8, 240, 2),)
+        return ForwardConfig(64, 8, 240, 2), ForwardConfig(64, 8, 160, 3)
     if wide:  # 649 : 626 TFLOP/s (8 × 2,048, 32 heads, H200)
         return ForwardConfig(128, 2, 240, 2), ForwardConfig(64, 4, 240, 2)
     return (
@@ -127,11 +129,22 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
     """
     p = call.problem
     rows = config.consumers * ROWS.value
-    of_head = n_tiles(p["n_q"], rows, int(p["n_sequences"]))
-    n = of_head * p["batch"] * p["n_heads"]
+    of_head, heads = n_tiles(p["n_q"], rows, int(p["n_sequences"])), p["batch"] * p["n_heads"]
+    n = of_head * heads
     blocks = triton.cdiv(p["n_k"], config.block_n)
+    reach = Reach.of(p)
+    if reach.bounded_right and not reach.bounded_left:
+        together, programs = min(section(call), heads), call.target.multiprocessors
+        of_section = triton.cdiv(of_head * together, programs)
+        return n, blocks, (rounds(of_head, heads, together, programs), 0, of_section)
     may_split = all_seen(p) and not p["n_keys"]
     return n, blocks, schedule(n, blocks, call.target.multiprocessors, may_split)
+
+
+def rounds(of_head: int, heads: int, section: int, programs: int) -> int:
+    """Tiles of the busiest program where each section of heads begins with a round of its own."""
+    sections = (min(section, heads - first) for first in range(0, heads, section))
+    return sum(triton.cdiv(of_head * n, programs) for n in sections)
 
 
 def section(call: Call) -> int:

@@ -122,10 +122,10 @@ def _first_block(pipe, q, step, keys, block, alone, place, ONLINE: gl.constexpr)
     if pipe.MASKED:
         s = _hidden(pipe, s, block, place)
     else:
-        # Opaque, or one mask would be kept for both forms, and spill.
+        # As in `_hidden`.
         columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
-        inside = (columns < opaque(keys - block * BLOCK_N))[None, :]
-        s = gl.where(inside, s, float("-inf"))
+        inside = (columns & -7) < opaque(keys - block * BLOCK_N) - opaque(columns & 6)
+        s = gl.where(inside[None, :], s, float("-inf"))
     m = gl.max(s, 1) * pipe.scale_log2
     if pipe.BASE2 and not ONLINE:
         # One block alone may have its reference: o is then exact where a sample has one key.
@@ -178,12 +178,16 @@ def _hidden(pipe, s, block, place):
     """
     S: gl.constexpr = s.type.layout
     row, n_rows, keys = place
-    # Opaque, or indices and masks would be kept through the loops, and spill.
-    rows = opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    columns = opaque(block) * pipe.BLOCK_N + gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
+    # Rows and keys are counted from the thread's own first column of the block, 2·(lane % 4), so
+    # that its columns are constants. Opaque, or indices and masks would be kept through the loops,
+    # and spill.
+    columns = gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
+    origin = (opaque(columns & 6) + block * pipe.BLOCK_N)[None, :]
+    rows = (opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)))[:, None]
     visible = seen(
-        rows[:, None], columns[None, :], n_rows, keys, pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT
-    )
+        rows - origin, (columns & -7)[None, :], n_rows - origin, keys - origin,
+        pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT,
+    )  # fmt: skip
     return gl.where(visible, s, float("-inf"))
 
 
@@ -221,6 +225,7 @@ def _attend_masked(pipe, q, step, place, first, last, ONLINE: gl.constexpr):
     acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
     row, n_rows, keys = place
     own_first, own_last = pipe.blocks(row, n_rows, keys, ROWS, first, last)
+    own_first = gl.where(row < 0, own_last - 1, own_first)  # no rows: a block of little use
     _begin, full_begin, full_end, _end = key_range(
         row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
     )
@@ -269,19 +274,11 @@ def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
     part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
     rows = gl.arange(0, ROWS, layout=m.type.layout)
     acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
+    # Opaque, or indices would be kept through the loops, and spill.
+    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)) + opaque(i * 0)
     gl.store(part_ptr + acc_rows[:, None] * WIDTH + offs_d[None, :], acc)
     gl.store(part_ptr + (part_rows + rows) * WIDTH + HEAD_DIM, m)
     gl.store(part_ptr + (part_rows + rows) * WIDTH + HEAD_DIM + 1, l_i)
-
-
-@gluon.jit
-def _place(pipe, i, WARPGROUP: gl.constexpr):
-    """Of a warpgroup's rows in an item: the first one in its sequence, and the sequence's queries
-    and keys.
-    """
-    _index, _bh, row, _first_q, n_rows, _first_k, keys = pipe.origin(i)
-    return row + WARPGROUP * ROWS, n_rows, keys
 
 
 @gluon.jit
@@ -292,7 +289,7 @@ def _sees(pipe, place, LAYOUT: gl.constexpr):
     begin, _full_begin, _full_end, end = key_range(
         rows, n_rows, keys, pipe.left, pipe.right, 1, pipe.LEFT, pipe.RIGHT
     )
-    return (begin < end) & (rows < n_rows)
+    return (begin < end) & (rows >= 0) & (rows < n_rows)
 
 
 @gluon.jit
@@ -304,7 +301,7 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     DTYPE: gl.constexpr = o_desc.dtype
     for i in range(pipe.n_items()):
-        index, bh, _row, keys, first, last = pipe.item(i)
+        index, bh, row, n_rows, keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
             slot, phase = ring(n, 2)
             mbarrier.wait(pipe.q_full.index(slot), phase)
@@ -316,42 +313,49 @@ def _consume(
             tma.store_wait(0)
             mbarrier.arrive(pipe.q_empty.index(slot ^ 1), count=1, pred=n > 0)
             if pipe.MASKED:
-                place = _place(pipe, i, WARPGROUP)
+                place = (row + WARPGROUP * ROWS, n_rows, keys)
                 acc, l_i, m = _attend_masked(pipe, operand, step, place, first, last, ONLINE)
             else:
                 acc, l_i, m = _attend(pipe, operand, step, keys, first, last, ONLINE)
 
+            # Computed again: kept through the loops over keys it would spill.
+            _index, bh, row, n_rows, keys, first, last = pipe.item(i)
+            row += WARPGROUP * ROWS
+            sees = True
+            if pipe.MASKED:
+                sees = _sees(pipe, (row, n_rows, keys), S)
             if not ONLINE:
                 # Not l > LIMIT, which NaN would not be either.
                 stands = l_i <= LIMIT
                 if pipe.MASKED:
-                    stands = stands & ((l_i >= LEAST) | ~_sees(pipe, _place(pipe, i, WARPGROUP), S))
+                    stands = stands & ((l_i >= LEAST) | ~sees)
                 elif pipe.BASE2:
                     stands = stands & (l_i >= LEAST)
-                failed = gl.max(gl.where(stands, 0.0, 1.0), 0)
                 if o_desc.dtype == gl.float16:
-                    failed += gl.max(gl.where(gl.sum(acc * 0.0, 1) == 0.0, 0.0, 1.0), 0)
-                if failed > 0.0:
-                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                    pipe.overflow.store(gl.full([1], 1.0, gl.float32, one))
+                    finite = gl.sum(acc * 0.0, 1) == 0.0
+                    stands = stands & gl.convert_layout(finite, gl.SliceLayout(1, S))
+                # By row, and asked once after all items: of a maximum over warps ptxas keeps a
+                # register through all loops, and spills it.
+                failed = pipe.failed.slice(WARPGROUP * ROWS, ROWS)
+                failed.store(gl.where(stands, failed.load(gl.SliceLayout(1, S)), 1.0))
 
-            # Computed again: kept through the loops over keys it would spill.
-            _index, bh, row, _keys, first, last = pipe.item(i)
             slot, _phase = ring(n, 2)
             q_slot = slot * pipe.CONSUMERS + WARPGROUP
             rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-            row += WARPGROUP * ROWS
-            if i < pipe.n_whole:
+            if pipe.MASKED or i < pipe.n_whole:
                 if pipe.MASKED:
                     l_i = gl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key o is 0
-                    m = gl.where(_sees(pipe, _place(pipe, i, WARPGROUP), S), m, float("-inf"))
+                    m = gl.where(sees, m, float("-inf"))
                 acc = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
                 n_q = pipe.n_q
+                exist = row >= 0
                 if pipe.PACKED:
-                    _index, _bh, _row, first_q, n_rows, _first_k, _keys = pipe.origin(i)
+                    _index, _bh, _row, first_q, _n_rows, _first_k, _keys = pipe.origin(i)
                     row += first_q
                     n_q = first_q + n_rows
-                if row + ROWS <= n_q or not pipe.PACKED:
+                if not exist:
+                    pass
+                elif row + ROWS <= n_q or not pipe.PACKED:
                     tile(pipe.q, q_slot).store(acc.to(DTYPE))
                     fence_async_shared()
                     tma.async_copy_shared_to_global(
@@ -361,11 +365,17 @@ def _consume(
                 else:  # the rows that follow are another sequence's
                     store_some(o_ptr, acc.to(DTYPE), bh, row, n_q, pipe.n_heads)
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
-                gl.store(lse_ptrs, m + gl.log2(l_i), mask=row + rows < n_q)
+                gl.store(lse_ptrs, m + gl.log2(l_i), mask=(row + rows < n_q) & exist)
             else:
                 store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
             step += last - first + LAG
             n += 1
+    if not ONLINE:
+        # Each warp reads all rows, and no maximum over warps follows.
+        of_warp: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [4], [0])
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        some = gl.max(pipe.failed.slice(WARPGROUP * ROWS, ROWS).load(of_warp), 0)
+        pipe.overflow.slice(WARPGROUP, 1).store(gl.full([1], some, gl.float32, one))
     return n, step
 
 
@@ -398,16 +408,17 @@ def attention_fwd_hopper_kernel(
     """o and lse of whole query tiles, and parts of those that are split."""
     flag: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    overflow = gl.allocate_shared_memory(
-        gl.float32, [1], flag, gl.full([1], 0.0, gl.float32, one)
-    )  # fmt: skip
+    zeros = gl.zeros([4 * ROWS], gl.float32, one)
+    failed = gl.allocate_shared_memory(gl.float32, [4 * ROWS], flag, zeros)
+    overflow = gl.allocate_shared_memory(gl.float32, [4], flag, gl.zeros([4], gl.float32, one))
     pipe = Pipeline(
         allocate_tiles(q_desc, 2 * CONSUMERS),
         allocate_tiles(k_desc, STAGES),
         allocate_tiles(v_desc, STAGES),
         barriers(2, 1), barriers(2, CONSUMERS),
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
-        overflow, barriers(1, CONSUMERS).index(0), tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
+        failed, overflow, barriers(1, CONSUMERS).index(0),
+        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
         n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
         HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT, BASE2,
     )  # fmt: skip

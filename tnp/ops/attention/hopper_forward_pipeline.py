@@ -36,7 +36,8 @@ class Pipeline:
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
     empty: gl.shared_memory_descriptor
-    overflow: gl.shared_memory_descriptor  # 1 where a reference did not stand
+    failed: gl.shared_memory_descriptor  # 1 for a row whose reference did not stand
+    overflow: gl.shared_memory_descriptor  # 1 for a warpgroup that has such a row
     done: gl.shared_memory_descriptor  # all consumers with all tiles, and `overflow` with it
     tiles_ptr: gl.tensor  # see `keys.place`
     cu_q_ptr: gl.tensor
@@ -49,7 +50,7 @@ class Pipeline:
     n_q: gl.tensor
     n_k: gl.tensor
     n_whole: gl.tensor
-    share: gl.tensor
+    share: gl.tensor  # with a mask the rounds that a section takes
     left: gl.tensor
     right: gl.tensor
     scale_log2: gl.tensor
@@ -67,7 +68,7 @@ class Pipeline:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, q_full, q_empty, full, empty, overflow, done,
+        self, q, k, v, q_full, q_empty, full, empty, failed, overflow, done,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
         n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
         HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT, BASE2,
@@ -75,7 +76,7 @@ class Pipeline:
         self.q, self.k, self.v = q, k, v
         self.q_full, self.q_empty = q_full, q_empty
         self.full, self.empty = full, empty
-        self.overflow, self.done = overflow, done
+        self.failed, self.overflow, self.done = failed, overflow, done
         self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
         self.n_keys_ptr = n_keys_ptr
         self.n_tiles, self.of_head, self.section = n_tiles, of_head, section
@@ -93,11 +94,16 @@ class Pipeline:
     @gluon.jit
     def n_items(self):
         """Most tiles that a program works on, whole or in part; `item` says which exist."""
+        # Without the way past a loop of no items, whose registers are merged with the loop's.
+        gl.assume(self.n_whole >= 0)
+        gl.assume(self.n_whole < 2**30)
         return self.n_whole + 2
 
     @gluon.jit
     def item(self, i):
-        """Index, head of the batch, first query row, keys, first and last + 1 of the key blocks."""
+        """Index, head of the batch, first query row, queries, keys, first and last + 1 of the key
+        blocks.
+        """
         if self.MASKED:
             return self.masked_item(i)
         else:
@@ -109,20 +115,26 @@ class Pipeline:
         index, bh, row, _first_q, n_rows, _first_k, keys = self.origin(i)
         rows: gl.constexpr = self.CONSUMERS * ROWS
         first, last = self.blocks(row, n_rows, keys, rows, 0, gl.cdiv(keys, self.BLOCK_N))
-        return index, bh, row, keys, first, last
+        return index, bh, row, n_rows, keys, first, last
 
     @gluon.jit
     def origin(self, i):
         """Index, head of the batch, first query row in its sequence, first row of the sequence's
-        queries and how many they are, first row of its keys and how many they are.
+        queries and how many they are, first row of its keys and how many they are. The first row is
+        negative where a sequence's first tile has warpgroups without rows.
         """
-        index, bh, tile = tile_in_turn(i, self.n_tiles, self.of_head, self.section)
+        index, bh, tile = tile_in_turn(
+            i, self.n_tiles, self.of_head, self.section,
+            self.share if self.RIGHT and not self.LEFT else None,
+        )  # fmt: skip
         rows: gl.constexpr = self.CONSUMERS * ROWS
         row, first_q, n_rows, first_k, keys = place(
             tile, bh // self.n_heads, self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr,
             self.n_keys_ptr, self.n_q, opaque(self.n_k), rows, self.PACKED, self.HAS_N_KEYS,
         )  # fmt: skip
         index = gl.where(row < n_rows, index, self.n_tiles)
+        # Warpgroups without rows are those of the sequence's first tile, which sees fewest keys.
+        row -= (gl.cdiv(n_rows, rows) * self.CONSUMERS - gl.cdiv(n_rows, ROWS)) * ROWS
         return index, bh, row, first_q, n_rows, first_k, keys
 
     @gluon.jit
@@ -161,28 +173,30 @@ class Pipeline:
             n_keys = gl.load(self.n_keys_ptr + bh // self.n_heads, mask=exists, other=0)
             keys = gl.maximum(gl.minimum(n_keys, keys), 1)
             last = gl.cdiv(keys, self.BLOCK_N)
-        return index, bh, (index % tiles_per_head) * rows, keys, first, last
+        row = (index % tiles_per_head) * rows
+        return index, bh, row, self.n_q, keys, first, last
 
     @gluon.jit
     def must_repeat(self, WARPS: gl.constexpr):
         """Whether some reference of the program did not stand; waits for all consumers."""
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        # Each thread reads all of them: the compiler then knows that threads agree.
+        whole: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
         mbarrier.wait(self.done, 0)
-        return gl.max(self.overflow.load(one), 0) > 0.0
+        return gl.max(self.overflow.load(whole), 0) > 0.0
 
 
 @gluon.jit
 def produce(pipe, q_desc, k_desc, v_desc, n, step):
     """Stream the program's items; n items and `step` stages came before. Both, after it."""
     for i in range(pipe.n_items()):
-        index, bh, row, _keys, first, last = pipe.item(i)
+        index, bh, row, _n_rows, _keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):
             b = bh // pipe.n_heads
             h = bh % pipe.n_heads
             of_keys = h // pipe.GROUP if pipe.GROUP > 1 else h
             first_k = 0
             if pipe.PACKED:
-                _index, _bh, _row, first_q, _n_rows, first_k, _keys = pipe.origin(i)
+                _index, _bh, _row, first_q, _rows, first_k, _keys = pipe.origin(i)
                 row += first_q
             slot, phase = ring(n, 2)
             mbarrier.wait(pipe.q_empty.index(slot), phase ^ 1)

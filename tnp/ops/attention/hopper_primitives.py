@@ -94,23 +94,35 @@ def ring(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def tile_in_turn(i, n_tiles, of_head, section):
+def tile_in_turn(i, n_tiles, of_head, section, rounds=None):
     """Index, head of the batch and tile in it of a program's i-th tile of queries, `of_head` of
     each head: programs take tiles there and back, so that each has as much to do where those that
     see most come first. There is no tile where the index is n_tiles or more.
 
     Heads are taken in sections, a section's tiles from the last to the first, of each of its heads
-    in turn.
+    in turn. Where `rounds` are given, those of a section, its last tiles are a round of their own,
+    though it be short, and another section begins with the next: where tiles see unequal numbers of
+    keys, programs that take the largest of one section in the same round in which others take the
+    last of another have more to do.
     """
     i = opaque(i)
     program = opaque(gl.program_id(0))
-    n_programs = gl.num_programs(0)
-    index = i * n_programs + gl.where((i & 1) == 0, program, n_programs - 1 - program)
+    n_programs = opaque(gl.num_programs(0))
+    at = gl.where((i & 1) == 0, program, n_programs - 1 - program)
     of_head = opaque(of_head)
     n_heads = opaque(n_tiles) // of_head
-    begin = index // (of_head * section) * section
+    if rounds is not None:
+        rounds = opaque(rounds)
+        begin = i // rounds * section
+        at += i % rounds * n_programs
+    else:
+        index = i * n_programs + at
+        begin = index // (of_head * section) * section
+        at = index - begin * of_head
     of_section = gl.maximum(gl.minimum(section, n_heads - begin), 1)
-    at = index - begin * of_head
+    index = begin * of_head + at
+    if rounds is not None:
+        index = gl.where((begin < n_heads) & (at < of_section * of_head), index, n_tiles)
     bh = gl.where(index < n_tiles, begin + at % of_section, 0)
     return index, bh, gl.maximum(of_head - 1 - at // of_section, 0)
 
@@ -121,7 +133,8 @@ def store_some(ptr, x, bh, row, end, n_heads):
     LAYOUT: gl.constexpr = x.type.layout
     HEAD_DIM: gl.constexpr = x.shape[1]
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT)))
+    # Opaque, or indices would be kept through the loops, and spill.
+    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT)) + opaque(row * 0)
     of_row = (rows.to(gl.int64) * n_heads + bh) * HEAD_DIM
     gl.store(ptr + of_row[:, None] + offs_d[None, :], x, mask=(rows < end)[:, None])
 
