@@ -36,14 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_dq import WIDTH, dq_consumer, read_counts
-from tnp.ops.attention.hopper_dkdv_pipeline import (
-    BLOCK_N,
-    ROWS,
-    TURNS,
-    Pipeline,
-    heads_in_turn,
-)
+from tnp.ops.attention.hopper_dkdv_dq import WIDTH, add_in_turn, dq_consumer
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline, heads_in_turn
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
     allocate_tiles,
@@ -252,7 +246,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
         # Which nobody reads where not ORDERED.
-        barriers(TURNS, 1) if ORDERED else q, barriers(TURNS, 1) if ORDERED else q,
+        barriers(2, 1) if ORDERED else q, barriers(2, 1) if ORDERED else q,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
@@ -267,7 +261,7 @@ def _attention_bwd_dkdv_hopper_kernel(
                 (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
                 (dq_consumer, (pipe, dq_desc)),
                 (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-                (read_counts, (pipe,)),
+                (add_in_turn, (pipe, dq_desc)),
             ],
             [4, 4, 1, 1],
             [REGISTERS, 488 - 2 * REGISTERS, 24, 24],

@@ -1,5 +1,5 @@
 """What the third warpgroup of `hopper_dkdv` does: it adds ds k of a program's keys to dq in device
-memory; and, where that has an order, what the warp beside it does, which reads how many have added.
+memory; and, where that has an order, what the warp beside it does, which adds in its stead.
 """
 
 from triton.experimental import gluon
@@ -12,10 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tnp.ops.attention.hopper_dkdv_pipeline import ROWS, TURNS
+from tnp.ops.attention.hopper_dkdv_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import (
     acquired,
-    barrier,
     before_reduction,
     reduce_add,
     ring,
@@ -25,23 +24,22 @@ from tnp.ops.attention.hopper_primitives import (
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
 # Tiles later at which an item counts that it added to one: until then it need not be in memory.
-LATE = gl.constexpr(2)
+LATE = gl.constexpr(1)
 
 
 @gluon.jit
 def _add_dq(pipe, item, dq_desc):
-    """Add ds k of an item's keys to dq: of each tile of queries 64 columns at a time."""
+    """Add ds k of an item's keys to dq: of each tile of queries 64 columns at a time. If COUNTED
+    leave it in shared memory, for the warp that adds it.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, S)
     slot, phase, step = pipe.turn(item)
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
-    n = n_stages * pipe.GROUP
-    if pipe.ORDERED:
-        _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
     mbarrier.wait(pipe.key_full.index(2 * slot), phase)
     mbarrier.wait(pipe.key_full.index(2 * slot + 1), phase)
-    for i in range(n):
+    for i in range(n_stages * pipe.GROUP):
         at, member = pipe.stage_at(i, first_stage, n_stages)
         first = padded + member * pipe.head_rows + at * ROWS
         buffer, phase = ring(step + i, 2)
@@ -55,67 +53,78 @@ def _add_dq(pipe, item, dq_desc):
             dq = warpgroup_mma_wait(0, deps=[dq])
             if part + 1 == PARTS:
                 mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
-            if pipe.ORDERED and part == 0:
-                if i >= LATE:
-                    written(PARTS * (LATE - 1))
-                    _count(pipe, i - LATE, first_stage, n_stages, padded)
-                turn, phase = ring(i, TURNS)
-                mbarrier.wait(pipe.turn_full.index(turn), phase)
-                mbarrier.arrive(pipe.turn_empty.index(turn), count=1)
-                is_first = pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0
-            tma.store_wait(1)
+            at_once, phase = ring(i * PARTS + part, 2)
+            if pipe.COUNTED:
+                mbarrier.wait(pipe.dq_empty.index(at_once), phase ^ 1)
+            else:
+                tma.store_wait(1)
             in_order = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-            to = pipe.dq.index(buffer if PARTS == 1 else part)
+            to = pipe.dq.index(at_once)
             to.store(gl.reshape(in_order, [ROWS, WIDTH]))
             fence_async_shared()
-            if pipe.ORDERED and is_first:
-                tma.async_copy_shared_to_global(dq_desc, [first * PARTS + part * ROWS, 0], to)
+            if pipe.COUNTED:
+                mbarrier.arrive(pipe.dq_full.index(at_once), count=1)
             else:
                 reduce_add(dq_desc, [first * PARTS + part * ROWS, 0], to)
-    if pipe.ORDERED:
-        written(0)
-        for i in range(gl.maximum(n - LATE, 0), n):
-            _count(pipe, i, first_stage, n_stages, padded)
     if pipe.PERSISTENT:
         mbarrier.arrive(pipe.key_empty.index(slot), count=1)
 
 
 @gluon.jit
-def _count(pipe, i, first_stage, n_stages, padded):
-    """Count that an item added to dq of the i-th tile that it walks: it is in memory."""
-    at, member = pipe.stage_at(i, first_stage, n_stages)
-    barrier()
-    count = pipe.count_of(padded + member * pipe.head_rows + at * ROWS)
-    gl.atomic_add(count, 1, sem="release", scope="gpu")
+def add_in_turn(pipe, dq_desc):
+    """Add what `_add_dq` left to dq: of each tile of queries the first block of keys that it sees
+    writes it, and others add to it after the first, or if ORDERED after all that come before them.
+    Their programs were launched before, so none waits for one that cannot run.
 
-
-@gluon.jit
-def read_counts(pipe):
-    """Say of each tile that an item walks when it may add to its dq: after all earlier blocks of
-    keys that the tile sees. Their programs were launched before, so none waits for one that cannot
-    run.
-
-    A warp of its own, each lane of which reads the count of another of the next tiles: a count
-    takes 0.7 µs to arrive (H200), which at D = 64 is longer than a tile takes.
+    A warp of its own: to read a count takes 0.7 µs (H200), and to publish one the wait for all that
+    was written. Each lane reads the count of another of the next tiles.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
     item = pipe.item()
     _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
     n = n_stages * pipe.GROUP
     lane = gl.arange(0, 32, layout=LANES)
-    i = 0
-    while i < n:
-        at, member = pipe.stage_at(gl.minimum(i + lane, n - 1), first_stage, n_stages)
-        before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
-        count = acquired(pipe.count_of(padded + member * pipe.head_rows + at * ROWS))
-        ready = gl.minimum(i + gl.min(gl.where(count < before, lane, 32), 0), n)
-        before_reduction()
-        for j in range(i, ready):
-            turn, phase = ring(j, TURNS)
-            mbarrier.wait(pipe.turn_empty.index(turn), phase ^ 1)
-            mbarrier.arrive(pipe.turn_full.index(turn), count=1)
-        i = ready
+    ready = 0  # tiles that may be added to
+    for i in range(n):
+        while ready <= i:
+            at, member = pipe.stage_at(gl.minimum(i + lane, n - 1), first_stage, n_stages)
+            before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
+            if not pipe.ORDERED:
+                before = gl.minimum(before, 1)
+            count = acquired(pipe.count_of(padded + member * pipe.head_rows + at * ROWS))
+            ready = i + gl.min(gl.where(count < before, lane, 32), 0)
+            before_reduction()
+        at, member = pipe.stage_at(i, first_stage, n_stages)
+        row = (padded + member * pipe.head_rows + at * ROWS) * PARTS
+        is_first = pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0
+        for part in gl.static_range(PARTS):
+            at_once, phase = ring(i * PARTS + part, 2)
+            mbarrier.wait(pipe.dq_full.index(at_once), phase)
+            if is_first:
+                tma.async_copy_shared_to_global(
+                    dq_desc, [row + part * ROWS, 0], pipe.dq.index(at_once)
+                )
+            else:
+                reduce_add(dq_desc, [row + part * ROWS, 0], pipe.dq.index(at_once))
+            tma.store_wait(1)  # what was left before has been read
+            mbarrier.arrive(pipe.dq_empty.index(at_once ^ 1), count=1, pred=i * PARTS + part > 0)
+        if i >= LATE:
+            written(PARTS * LATE)
+            _count(pipe, i - LATE, first_stage, n_stages, padded, key, n_rows, keys)
+    written(0)
+    for i in range(gl.maximum(n - LATE, 0), n):
+        _count(pipe, i, first_stage, n_stages, padded, key, n_rows, keys)
+
+
+@gluon.jit
+def _count(pipe, i, first_stage, n_stages, padded, key, n_rows, keys):
+    """Count that an item added to dq of the i-th tile that it walks: it is in memory."""
+    at, member = pipe.stage_at(i, first_stage, n_stages)
+    if pipe.ORDERED or pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0:
+        count = pipe.count_of(padded + member * pipe.head_rows + at * ROWS)
+        gl.atomic_add(count, 1, sem="release", scope="gpu")
 
 
 @gluon.jit

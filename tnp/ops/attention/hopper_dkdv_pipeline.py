@@ -14,7 +14,6 @@ ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
 # A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
 PADDED_ROWS = gl.constexpr(128)
-TURNS = gl.constexpr(8)  # that a program may know of ahead, a power of two
 # Rounds of programs that a section of heads has at least. Of 196 causal problems the busiest
 # multiprocessor then has 3 % more to do than the average, and 16 % head by head (counted).
 LEAST = 1.5
@@ -58,8 +57,8 @@ class Pipeline:
     empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
-    turn_full: gl.shared_memory_descriptor  # it is this program's turn to add to dq of a tile
-    turn_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor  # 64 columns of a tile of dq
+    dq_empty: gl.shared_memory_descriptor
     tiles_ptr: gl.tensor  # see `keys.place`
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
@@ -92,11 +91,12 @@ class Pipeline:
     SPLIT: gl.constexpr
     APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
     ORDERED: gl.constexpr  # dq is added up in one order
+    COUNTED: gl.constexpr  # the first block that adds to a tile of dq writes it, and others wait
 
     @gluon.constexpr_function
     def __init__(
         self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        turn_full, turn_empty,
+        dq_full, dq_empty,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
         HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
@@ -107,7 +107,7 @@ class Pipeline:
         self.key_full, self.key_empty = key_full, key_empty
         self.full, self.empty = full, empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
-        self.turn_full, self.turn_empty = turn_full, turn_empty
+        self.dq_full, self.dq_empty = dq_full, dq_empty
         self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
         self.n_keys_ptr, self.left_ptr, self.count_ptr = n_keys_ptr, left_ptr, count_ptr
         self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
@@ -123,6 +123,7 @@ class Pipeline:
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
         self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.COUNTED = gl.constexpr(ORDERED)
 
     @gluon.jit
     def item(self):
