@@ -50,15 +50,15 @@ class BackwardConfig(Config):
     num_stages: int
 
 
-# In each a thread has halves of 16 bytes of one head, but for the last, where it has two heads.
+# In each a thread has halves of 16 bytes of one head. With one stage nothing is loaded ahead, and
+# there is no barrier in the walk.
 BACKWARD_CONFIGS = (
     BackwardConfig(512, 8, 2, 10, 2),
-    BackwardConfig(1024, 8, 4, 5, 1),
+    BackwardConfig(512, 8, 2, 10, 1),
     BackwardConfig(1024, 8, 4, 5, 2),
     BackwardConfig(256, 4, 1, 20, 2),
     BackwardConfig(512, 8, 2, 20, 1),
     BackwardConfig(512, 4, 2, 8, 3),
-    BackwardConfig(2048, 8, 4, 3, 1),
 )
 # Where the norm's weights are read too, two heads of a thread share them.
 FORWARD_CONFIGS = (Config(2048, 8, 4), *(one for one in CONFIGS if one != Config(2048, 8, 4)))
