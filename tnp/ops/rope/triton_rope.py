@@ -124,16 +124,19 @@ def load_angles(
     """Cosines and sines of these rows in the tables' dtype, for every head of a tile or once for
     all of them; of a row that is not known the cosine is NaN, and so is all that it turns.
     """
-    # Of every head a thread loads what its own pairs need, 16 bytes at once; once for all heads
-    # they would be spread over the program and go to the threads through shared memory. Interleaved
-    # pairs lie so that they must, and less is moved of one head.
-    heads: tl.constexpr = 1 if INTERLEAVED else HEADS
-    pair, row = tl.arange(0, BLOCK)[None, None, :], row[:, None, None]
-    mask = in_tile[:, None, None] & (pair < HALF)
-    offs_c = tl.broadcast_to(row * STRIDE_C + pair, [TOKENS, heads, BLOCK])
-    offs_s = tl.broadcast_to(row * STRIDE_S + pair, [TOKENS, heads, BLOCK])
+    pair, row = tl.arange(0, BLOCK)[None, :], row[:, None]
+    mask = in_tile[:, None] & (pair < HALF)
+    offs_c, offs_s = row * STRIDE_C + pair, row * STRIDE_S + pair
+    if not INTERLEAVED:
+        # Of every head a thread loads what its own pairs need, 16 bytes at once; once for all heads
+        # they would be spread over the program and go to the threads through shared memory.
+        offs_c = tl.broadcast_to(offs_c[:, None, :], [TOKENS, HEADS, BLOCK])
+        offs_s = tl.broadcast_to(offs_s[:, None, :], [TOKENS, HEADS, BLOCK])
+        mask = mask[:, None, :]
     cos = tl.load(cos_ptr + offs_c, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + offs_s, mask=mask, other=0.0)
+    if INTERLEAVED:  # these pairs lie otherwise than a load does: less is moved of one head
+        cos, sin = cos[:, None, :], sin[:, None, :]
     if HAS_POSITIONS:
         cos = tl.where(known[:, None, None], cos, float("nan"))
     return cos, sin
@@ -177,7 +180,7 @@ def _turn_tile(
     store_pairs(out_ptr, offs_out, turned_a, turned_b, mask, HALF, BLOCK, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "length", "n_positions"])
+@triton.jit(do_not_specialize=["n_positions"])
 def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr,
     cos_ptr, sin_ptr, positions_ptr,
