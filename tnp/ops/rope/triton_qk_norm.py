@@ -58,7 +58,6 @@ BACKWARD_CONFIGS = (
     BackwardConfig(1024, 8, 4, 5, 2),
     BackwardConfig(256, 4, 1, 20, 2),
     BackwardConfig(512, 8, 2, 20, 1),
-    BackwardConfig(512, 4, 2, 8, 3),
 )
 # Where the norm's weights are read too, two heads of a thread share them.
 FORWARD_CONFIGS = (Config(2048, 8, 4), *(one for one in CONFIGS if one != Config(2048, 8, 4)))
