@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,84 @@ def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
     place = torch.arange(n_first + n, device=lengths.device)
     moved = (place + n_first - lengths[:, None]).clamp(max=n_first + n - 1)
     return torch.where(place < lengths[:, None], place, moved)
+
+
+def _in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
+    """[..., D] in elements of 16 bytes where all can be read so.
+
+    PyTorch copies strided rows an element a thread, so that few wide ones take less time. What a
+    compiler makes of copies needs no help.
+    """
+    wide = 16 // xs[0].element_size()
+
+    def fits(x: torch.Tensor) -> bool:
+        steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+        return x.stride(-1) == 1 and not any(n % wide for n in steps)
+
+    if torch.compiler.is_compiling() or not all(map(fits, xs)):
+        return list(xs)
+    return [x.view(torch.complex128) for x in xs]
+
+
+def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
+    """Rows [B, L, H, D] → of the context, of G groups of n beside the buffer, and of others.
+
+    Group g of head h becomes head h · G + g, which reads keys of head h: [B, n, H · G, D].
+    """
+    first, beside, others = x.split(sizes, 1)
+    (wide,) = _in_wide_elements(beside)
+    grouped = wide.unflatten(1, (-1, n)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return first, grouped.view(x.dtype), others
+
+
+def _join(first: torch.Tensor, grouped: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """What was split."""
+    groups = grouped.unflatten(2, (first.shape[2], -1)).unbind(3)
+    return torch.cat(_in_wide_elements(first, *groups, others), 1).view(first.dtype)
+
+
+class _Split(torch.autograd.Function):
+    """`_split`, whose gradient is `_join`: autograd's own would copy most rows three times."""
+
+    @staticmethod
+    def forward(ctx, x, sizes, n):
+        return _split(x, sizes, n)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return _join(*gradients), None, None
+
+
+class _Join(torch.autograd.Function):
+    """`_join`, whose gradient is `_split`."""
+
+    @staticmethod
+    def forward(ctx, sizes, n, *parts):
+        ctx.sizes, ctx.n = sizes, n
+        return _join(*parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None, *_split(gradient, ctx.sizes, ctx.n)
+
+
+class _Keys(torch.autograd.Function):
+    """Keys and values of the first m points, and of all.
+
+    The gradient of the first is added in place to that of all, which has just been made and which
+    nobody else reads. So dk and dv stay halves of the same rows, one product for the projection.
+    """
+
+    @staticmethod
+    def forward(ctx, k, v, m):
+        ctx.m = m
+        return k[:, :, :m], v[:, :, :m], k, v
+
+    @staticmethod
+    def backward(ctx, dk_first, dv_first, dk, dv):
+        for whole, first in ((dk, dk_first), (dv, dv_first)):
+            whole.narrow(2, 0, ctx.m).add_(first)
+        return dk, dv, None
 
 
 @dataclass(frozen=True)
@@ -67,18 +145,23 @@ class BufferedRows:
         of_all = q.shape[2] == self.n_rows
         n_first, n_groups = (m, 1 + self.n_groups) if of_all else (0, self.n_groups)
         sizes = n_first, n_groups * n, q.shape[2] - n_first - n_groups * n
-        of_context, beside, others = q.split(sizes, 2)
-        context = k[:, :, :m], v[:, :, :m]
-        found = [heads(of_context, *context, self.lengths)] if n_first else []
-        # Group g of head h becomes head h · n_groups + g, which reads keys of head h.
-        grouped = beside.unflatten(2, (n_groups, n)).flatten(1, 2)
+        of_context = k[:, :, :m], v[:, :, :m]
+        if not torch.compiler.is_compiling():  # which adds nothing in place
+            *of_context, k, v = _Keys.apply(k, v, m)
         n_keys = None if self.lengths is None else self.lengths + n
-        o = heads(grouped, self._following(k), self._following(v), n_keys, causal=True)
-        o = o.unflatten(2, (q.shape[1], n_groups, -1)).movedim(3, 1)
-        found.append(o.flatten(3).flatten(1, 2))
-        if sizes[2]:
-            found.append(heads(others, *context, self.lengths))
-        return torch.cat(found, 1)
+        of_all_keys = self._following(k), self._following(v), n_keys, True
+
+        def seen(rows: torch.Tensor, *keys: Any) -> torch.Tensor:
+            return heads(rows.transpose(1, 2), *keys).view(rows.shape) if rows.shape[1] else rows
+
+        # [B, rows, H, D] is how attention of ours writes o and dq, and how they are projected.
+        first, beside, others = _Split.apply(q.transpose(1, 2), sizes, n)
+        o = (
+            seen(first, *of_context, self.lengths),
+            seen(beside, *of_all_keys),
+            seen(others, *of_context, self.lengths),
+        )
+        return _Join.apply(sizes, n, *o).flatten(2)
 
     def _following(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values where each sample's buffer follows its own context."""

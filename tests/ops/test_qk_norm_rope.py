@@ -8,7 +8,7 @@ import torch
 from tests.ops.launched import reads, recorded
 from tests.ops.test_rope import draw, tables
 from tnp import dispatch, plans
-from tnp.ops.rope import PAIRINGS, QK_NORM_ROPE, qk_norm_rope, triton_qk_norm, triton_rope
+from tnp.ops.rope import PAIRINGS, QK_NORM_ROPE, qk_norm_rope, triton_qk_norm
 
 NAMES = QK_NORM_ROPE.differentiated
 
@@ -74,8 +74,12 @@ def test_positions():
 
 
 def configs():
-    forward = [(one, triton_qk_norm.BACKWARD_CONFIGS[0]) for one in triton_rope.CONFIGS[1:]]
-    return forward + [(triton_rope.CONFIGS[0], one) for one in triton_qk_norm.BACKWARD_CONFIGS]
+    forward = [
+        (one, triton_qk_norm.BACKWARD_CONFIGS[0]) for one in triton_qk_norm.FORWARD_CONFIGS[1:]
+    ]
+    return forward + [
+        (triton_qk_norm.FORWARD_CONFIGS[0], one) for one in triton_qk_norm.BACKWARD_CONFIGS
+    ]
 
 
 @pytest.mark.parametrize("forward, backward", configs())
@@ -90,25 +94,22 @@ def test_every_configuration_where_programs_walk_several_tiles(forward, backward
     torch.testing.assert_close(found, results(inputs), atol=5e-5, rtol=5e-5)
 
 
-def test_programs_are_shared_out_by_tiles():
-    assert triton_qk_norm._shared_out(1056, (32_768, 8192)) == [845, 211]
-    assert triton_qk_norm._shared_out(2, (1, 1)) == [1, 1]
-    assert triton_qk_norm._shared_out(7, (100, 1)) == [7, 1]
-    assert triton_qk_norm._shared_out(4, (0, 9)) == [0, 3]
-    assert triton_qk_norm._shared_out(4, (9, 0)) == [4, 0]
-
-
-def test_one_launch_forward_and_a_sum_for_each_weight_backward():
+def test_one_launch_forward_and_one_more_backward_that_adds_up_the_weights():
     inputs = drawn(2, 4, 2, 5, 16)
     q, k, q_weight, k_weight, cos, sin = inputs
     with recorded() as launches:
         results(inputs, implementation="triton")
     forward, backward, *sums = launches
-    assert reads(forward, *inputs) and reads(backward, *inputs) and len(sums) == 2
+    assert reads(forward, *inputs) and reads(backward, *inputs) and len(sums) == 1
     with recorded() as launches:
         outputs = qk_norm_rope(q, k, q_weight.detach(), k_weight, cos, sin, implementation="triton")
         torch.autograd.grad(sum(x.sum() for x in outputs), (q, k_weight))
     assert len(launches) == 3
+    with recorded() as launches:
+        outputs = qk_norm_rope(q, k, *(x.detach() for x in (q_weight, k_weight)), cos, sin,
+                               implementation="triton")  # fmt: skip
+        torch.autograd.grad(sum(x.sum() for x in outputs), (q, k))
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("route", ["eager", "compiled"])

@@ -5,25 +5,26 @@ With x̂ = x·rstd, g the gradient of a rotated head turned back, and h = g·wei
     dx = rstd·(h − x̂·mean_D(h·x̂))    dweight = Σ_heads g·x̂
 
 Computed in float32. The forward pass is `triton_rope`'s kernel. The backward pass reads q, k and
-both gradients once and computes rstd again. Its programs walk tiles of either q or k, in proportion
-to their heads, and keep dweight in registers: each writes one partial [D], and a small launch for
-each weight adds these in a fixed order.
+both gradients once and computes rstd again. A program has some heads of either q or k, walks tiles
+of tokens, and keeps dweight in registers: it writes one partial [D], and a small launch adds these
+for both weights in a fixed order.
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
 from tnp.contract import Kernel
 from tnp.launch import Bound
-from tnp.ops.norms import ParameterSum
+from tnp.ops.primitives import cast
 from tnp.ops.rope.definition import OPTIONS
 from tnp.ops.rope.triton_rope import (
+    CONFIGS,
     Config,
     Tiles,
     checked,
-    configs,
     empty,
     empty_like,
     head_offsets,
@@ -38,7 +39,7 @@ from tnp.ops.rope.triton_rope import (
     steps,
     store_pairs,
 )
-from tnp.ops.rows import programs
+from tnp.ops.rows import SUM_COLUMNS, SUM_ROWS, programs
 
 
 @dataclass(frozen=True)
@@ -49,35 +50,38 @@ class BackwardConfig(Config):
     num_stages: int
 
 
-# With the first a thread has 8 pairs, and six programs fit into a multiprocessor's registers.
+# In each a thread has halves of 16 bytes of one head. With one stage nothing is loaded ahead, and
+# there is no barrier in the walk.
 BACKWARD_CONFIGS = (
-    BackwardConfig(512, 8, 2, 6, 3),
-    BackwardConfig(512, 8, 2, 6, 2),
-    BackwardConfig(512, 4, 2, 6, 3),
-    BackwardConfig(256, 4, 1, 12, 3),
-    BackwardConfig(1024, 8, 4, 3, 3),
-    BackwardConfig(1024, 8, 4, 4, 2),
-    BackwardConfig(2048, 8, 8, 2, 2),
+    BackwardConfig(512, 8, 2, 10, 2),
+    BackwardConfig(512, 8, 2, 10, 1),
+    BackwardConfig(1024, 8, 4, 5, 2),
+    BackwardConfig(256, 4, 1, 20, 2),
+    BackwardConfig(512, 8, 2, 20, 1),
 )
+# Where the norm's weights are read too, two heads of a thread share them.
+FORWARD_CONFIGS = (Config(2048, 8, 4), *(one for one in CONFIGS if one != Config(2048, 8, 4)))
 
 
 @triton.jit
-def _walk_tiles(
+def _walk_tokens(
     x_ptr, gradient_ptr, dx_ptr, weight_ptr, partials_ptr, cos_ptr, sin_ptr, positions_ptr,
-    program, n_programs, n_tiles, blocks, n_tokens, length, n_positions,
+    head, walker, walkers, rows, n_tokens, length, n_positions,
     stride_xb, stride_xh, stride_xl, stride_gb, stride_gh, stride_gl,
     stride_db, stride_dh, stride_dl, stride_pb, stride_pl, eps,
     STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`program` of `n_programs` takes every `n_programs`-th tile of q or of k."""
-    a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, INTERLEAVED)
+    """Of these heads of q or of k every `walkers`-th of `rows` tiles of tokens, and the partial
+    sum of the weight's gradient.
+    """
+    a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, TOKENS, HEADS, INTERLEAVED)
+    a_weight, b_weight = a_weight.to(tl.float32), b_weight.to(tl.float32)
     da_weight = tl.zeros([TOKENS, HEADS, BLOCK], tl.float32)
     db_weight = tl.zeros([TOKENS, HEADS, BLOCK], tl.float32)
-    for tile in tl.range(program, n_tiles, n_programs, num_stages=STAGES):
-        tokens = tile // blocks * TOKENS + tl.arange(0, TOKENS)
-        head = tile % blocks * HEADS + tl.arange(0, HEADS)
+    for tile in tl.range(walker, rows, walkers, num_stages=STAGES):
+        tokens = tile * TOKENS + tl.arange(0, TOKENS)
         b, at, row, in_tile, known = locate(
             tokens, n_tokens, length, n_positions, positions_ptr, stride_pb, stride_pl,
             HAS_POSITIONS,
@@ -88,15 +92,19 @@ def _walk_tiles(
         x_a, x_b = load_pairs(x_ptr, offs_x, mask, HALF, BLOCK, INTERLEAVED)
         turned_a, turned_b = load_pairs(gradient_ptr, offs_g, mask, HALF, BLOCK, INTERLEAVED)
         cos, sin = load_angles(
-            cos_ptr, sin_ptr, row, in_tile, known, STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS
-        )
+            cos_ptr, sin_ptr, row, in_tile, known, STRIDE_C, STRIDE_S, HALF, BLOCK, TOKENS, HEADS,
+            HAS_POSITIONS, INTERLEAVED,
+        )  # fmt: skip
+        x_a, x_b = x_a.to(tl.float32), x_b.to(tl.float32)
+        turned_a, turned_b = turned_a.to(tl.float32), turned_b.to(tl.float32)
+        cos, sin = cos.to(tl.float32), sin.to(tl.float32)
         g_a, g_b = turned_a * cos + turned_b * sin, turned_b * cos - turned_a * sin
         rstd = reciprocal_root(x_a, x_b, eps, HALF)
         da_weight += g_a * (x_a * rstd)
         db_weight += g_b * (x_b * rstd)
         h_a, h_b = g_a * a_weight, g_b * b_weight
         # The sum is of loaded values alone, so that it does not wait for rstd.
-        along = tl.sum(h_a * x_a + h_b * x_b, 2)[:, :, None] / (2 * HALF)
+        along = tl.sum(h_a * x_a + h_b * x_b, 2)[:, :, None] * (0.5 / HALF)
         shrink = rstd * (rstd * (rstd * along))
         offs_d = head_offsets(b, at, head, stride_db, stride_dh, stride_dl)
         store_pairs(
@@ -104,17 +112,20 @@ def _walk_tiles(
             HALF, BLOCK, INTERLEAVED,
         )  # fmt: skip
     pair = tl.arange(0, BLOCK)
-    offs_p = program.to(tl.int64) * 2 * HALF + (2 * pair if INTERLEAVED else pair)
+    offs_p = 2 * pair if INTERLEAVED else pair
     partner: tl.constexpr = 1 if INTERLEAVED else HALF
     tl.store(partials_ptr + offs_p, tl.sum(tl.sum(da_weight, 0), 0), mask=pair < HALF)
     tl.store(partials_ptr + offs_p + partner, tl.sum(tl.sum(db_weight, 0), 0), mask=pair < HALF)
 
 
-@triton.jit
+SIZES = ["walkers", "rows", "q_blocks", "blocks", "n_tokens", "length", "n_positions"]
+
+
+@triton.jit(do_not_specialize=SIZES)
 def _qk_norm_rope_bwd_kernel(
     q_ptr, k_ptr, dq_out_ptr, dk_out_ptr, dq_ptr, dk_ptr, q_weight_ptr, k_weight_ptr,
-    q_partials_ptr, k_partials_ptr, cos_ptr, sin_ptr, positions_ptr,
-    q_programs, k_programs, q_tiles, k_tiles, q_blocks, k_blocks, n_tokens, length, n_positions,
+    partials_ptr, cos_ptr, sin_ptr, positions_ptr,
+    walkers, rows, q_blocks, blocks, n_tokens, length, n_positions,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     stride_gqb, stride_gqh, stride_gql, stride_gkb, stride_gkh, stride_gkl,
     stride_dqb, stride_dqh, stride_dql, stride_dkb, stride_dkh, stride_dkl,
@@ -123,26 +134,56 @@ def _qk_norm_rope_bwd_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The first `q_programs` walk q, the others k."""
-    program = tl.program_id(0)
-    if program < q_programs:
-        _walk_tiles(
-            q_ptr, dq_out_ptr, dq_ptr, q_weight_ptr, q_partials_ptr,
-            cos_ptr, sin_ptr, positions_ptr,
-            program, q_programs, q_tiles, q_blocks, n_tokens, length, n_positions,
+    """A token's heads are `blocks` tiles, q's first, each with `walkers` programs of its own."""
+    block, walker = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    partials_ptr += (block * walkers + walker).to(tl.int64) * 2 * HALF
+    if block < q_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)
+        _walk_tokens(
+            q_ptr, dq_out_ptr, dq_ptr, q_weight_ptr, partials_ptr, cos_ptr, sin_ptr, positions_ptr,
+            head, walker, walkers, rows, n_tokens, length, n_positions,
             stride_qb, stride_qh, stride_ql, stride_gqb, stride_gqh, stride_gql,
             stride_dqb, stride_dqh, stride_dql, stride_pb, stride_pl, eps,
             STRIDE_C, STRIDE_S, HALF, BLOCK, TOKENS, HEADS, HAS_POSITIONS, INTERLEAVED, STAGES,
         )  # fmt: skip
     else:
-        _walk_tiles(
-            k_ptr, dk_out_ptr, dk_ptr, k_weight_ptr, k_partials_ptr,
-            cos_ptr, sin_ptr, positions_ptr,
-            program - q_programs, k_programs, k_tiles, k_blocks, n_tokens, length, n_positions,
+        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+        _walk_tokens(
+            k_ptr, dk_out_ptr, dk_ptr, k_weight_ptr, partials_ptr, cos_ptr, sin_ptr, positions_ptr,
+            head, walker, walkers, rows, n_tokens, length, n_positions,
             stride_kb, stride_kh, stride_kl, stride_gkb, stride_gkh, stride_gkl,
             stride_dkb, stride_dkh, stride_dkl, stride_pb, stride_pl, eps,
             STRIDE_C, STRIDE_S, HALF, BLOCK, TOKENS, HEADS, HAS_POSITIONS, INTERLEAVED, STAGES,
         )  # fmt: skip
+
+
+@triton.jit
+def _sum_span(
+    partials_ptr, out_ptr, start, end, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    offs_d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in tl.range(start, end, ROWS):
+        offs_p = at + tl.arange(0, ROWS)
+        mask = (offs_p < end)[:, None] & (offs_d < D)[None, :]
+        ptrs = partials_ptr + offs_p.to(tl.int64)[:, None] * D + offs_d[None, :]
+        acc += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(out_ptr + offs_d, cast(tl.sum(acc, 0), out_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+SPANS = ["first_start", "first_end", "last_start", "last_end"]
+
+
+@triton.jit(do_not_specialize=SPANS)
+def _qk_norm_weights_kernel(
+    partials_ptr, first_ptr, last_ptr, first_start, first_end, last_start, last_end,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds the partials of one weight or, in programs of their own, of both."""
+    if tl.program_id(1) == 0:
+        _sum_span(partials_ptr, first_ptr, first_start, first_end, D, ROWS, COLUMNS)
+    else:
+        _sum_span(partials_ptr, last_ptr, last_start, last_end, D, ROWS, COLUMNS)
 
 
 def prepare(call, config, inputs):
@@ -164,12 +205,6 @@ def _arriving(wanted, gradients):
     """Gradients that something wanted depends on."""
     pairs = zip(SIDES, gradients, strict=True)
     return [x if set(names) & set(wanted) else None for names, x in pairs]
-
-
-def _shared_out(n_programs, tiles):
-    """Programs for q and for k, in proportion to their tiles, at least one where there is any."""
-    for_q = max(1, round(n_programs * tiles[0] / sum(tiles)))
-    return [min(for_q, tiles[0]), min(max(1, n_programs - for_q), tiles[1])]
 
 
 def empty_backward(wanted, inputs):
@@ -195,47 +230,54 @@ def prepare_backward(call, config, inputs):
         return lambda inputs, scalars: (None,) * 4
     first, last = there[0], there[-1]
     cut = Tiles(problem, config, arriving)
-    tiles = [cut.rows * blocks for blocks in cut.blocks]
-    n_programs = _shared_out(programs(call.target, config.per_multiprocessor, sum(tiles)), tiles)
+    blocks = sum(cut.blocks)
+    at_once = programs(call.target, config.per_multiprocessor, blocks * cut.rows)
+    walkers = max(1, at_once // blocks)
     ends = [(q, k)[at] for at in (first, last)]
     cos, _sin, positions = tables
     kernel = Bound(
-        _qk_norm_rope_bwd_kernel, (sum(n_programs),),
-        *n_programs, *tiles, *cut.blocks, cut.n_tokens, problem["n_tokens"], len(cos),
+        _qk_norm_rope_bwd_kernel, (blocks * walkers,),
+        walkers, cut.rows, cut.blocks[0], blocks, cut.n_tokens, problem["n_tokens"], len(cos),
         *steps(*map(readable, ends), *(readable(arriving[at]) for at in (first, last))),
         *steps(*map(empty_like, ends)),
         *((0, 0) if positions is None else positions.stride()),
         INTERLEAVED=bool(problem["interleaved"]), STAGES=config.num_stages,
         num_warps=config.num_warps, **cut.constants, **of_tables(*tables),
     )  # fmt: skip
-    totals = [ParameterSum(max(1, n), problem["head_dim"]) for n in n_programs]
+    head_dim, n_partials = problem["head_dim"], blocks * walkers
+    spans = (0, cut.blocks[0] * walkers), (cut.blocks[0] * walkers, n_partials)
+    summed = [at for at in there if SIDES[at][1] in call.wanted]
+    add = Bound(
+        _qk_norm_weights_kernel, (triton.cdiv(head_dim, SUM_COLUMNS), len(summed)),
+        *(n for at in summed[:1] + summed[-1:] for n in spans[at]),
+        D=head_dim, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
+    )  # fmt: skip
 
     def launch(inputs, scalars):
         gradients, (q, k, q_weight, k_weight, cos, sin, positions), _saved = inputs
         heads = readable(q), readable(k)
         weights = q_weight.contiguous(), k_weight.contiguous()
-        dx, partials, read = [None, None], [None, None], [None, None]
+        dx, read = [None, None], [None, None]
         for at in there:
-            dx[at], partials[at] = empty_like((q, k)[at]), totals[at].partials(q)
-            read[at] = readable(gradients[at])
+            dx[at], read[at] = empty_like((q, k)[at]), readable(gradients[at])
+        partials = q.new_empty((n_partials, head_dim), dtype=torch.float32)
         # Of what is not there no program takes a tile: the other stands in its place.
-        pairs = heads, read, dx, weights, partials
+        pairs = heads, read, dx, weights
         kernel(
-            *(pair[at] for pair in pairs for at in (first, last)),
+            *(pair[at] for pair in pairs for at in (first, last)), partials,
             readable(cos), readable(sin), q if positions is None else positions, *scalars,
         )  # fmt: skip
         of_weights = [
-            totals[at].of(partials[at], weights[at])
-            if at in there and SIDES[at][1] in call.wanted
-            else None
-            for at in (0, 1)
+            x.new_empty(x.shape) if at in summed else None for at, x in enumerate(weights)
         ]
+        if summed:
+            add(partials, of_weights[summed[0]], of_weights[summed[-1]])
         return _given(call.wanted, (*dx, *of_weights))
 
     return launch
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=OPTIONS)
+FORWARD = Kernel("triton", empty, prepare, configs=lambda call: FORWARD_CONFIGS, options=OPTIONS)
 BACKWARD = Kernel(
     "triton", empty_backward, prepare_backward, configs=lambda call: BACKWARD_CONFIGS,
     options=OPTIONS,

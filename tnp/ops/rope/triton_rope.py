@@ -28,7 +28,7 @@ class Config:
     num_warps: int
 
 
-# With 1024 pairs and four warps a thread's halves are 16 bytes each.
+# With 1024 pairs and four warps a thread has halves of 16 bytes of one head, with 2048 of two.
 CONFIGS = (
     Config(1024, 8, 4),
     Config(1024, 4, 4),
@@ -42,18 +42,18 @@ CONFIGS = (
 @triton.jit
 def load_pairs(ptr, offs, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Both elements of each pair of the heads at offs, [tokens, heads, 1]: [tokens, heads, BLOCK]
-    in float32. mask is [tokens, 1, 1].
+    in the dtype of the memory. mask is [tokens, 1, 1].
     """
     if INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = tl.load(ptr + offs + offs_d, mask=mask & (offs_d < 2 * HALF), other=0.0)
         pairs: tl.constexpr = [x.shape[0], x.shape[1], BLOCK, 2]
-        a, b = tl.split(tl.reshape(x.to(tl.float32), pairs))
+        a, b = tl.split(tl.reshape(x, pairs))
     else:
         offs_d = tl.arange(0, BLOCK)[None, None, :]
         mask = mask & (offs_d < HALF)
-        a = tl.load(ptr + offs + offs_d, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(ptr + offs + HALF + offs_d, mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(ptr + offs + offs_d, mask=mask, other=0.0)
+        b = tl.load(ptr + offs + HALF + offs_d, mask=mask, other=0.0)
     return a, b
 
 
@@ -76,16 +76,23 @@ def store_pairs(
 
 
 @triton.jit
-def load_weight(ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of both elements of each pair of a head, [1, 1, BLOCK]."""
-    first, present = tl.zeros([1, 1, 1], tl.int32), tl.full([1, 1, 1], True, tl.int1)
+def load_weight(
+    ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Of both elements of each pair of a head, for every head of a tile: a thread loads what its
+    own pairs need. As [1, 1, BLOCK] they would be spread over the program, and the layout of what
+    they are multiplied with would follow theirs.
+    """
+    first = tl.zeros([TOKENS, HEADS, 1], tl.int32)
+    present = tl.full([TOKENS, 1, 1], True, tl.int1)
     return load_pairs(ptr, first, present, HALF, BLOCK, INTERLEAVED)
 
 
 @triton.jit
 def reciprocal_root(a, b, eps, HALF: tl.constexpr):
     """1/√(mean_D x² + eps) of each head, [tokens, heads, 1]."""
-    return 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, 2) / (2 * HALF) + eps)[:, :, None]
+    return tl.rsqrt(tl.sum(a * a + b * b, 2) * (0.5 / HALF) + eps)[:, :, None]
 
 
 @triton.jit
@@ -110,19 +117,29 @@ def locate(
 @triton.jit
 def load_angles(
     cos_ptr, sin_ptr, row, in_tile, known,
-    STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines of these rows, [tokens, 1, BLOCK] in float32; of a row that is not known
-    the cosine is NaN, and so is all that it turns.
+    """Cosines and sines of these rows in the tables' dtype, for every head of a tile or once for
+    all of them; of a row that is not known the cosine is NaN, and so is all that it turns.
     """
     pair, row = tl.arange(0, BLOCK)[None, :], row[:, None]
     mask = in_tile[:, None] & (pair < HALF)
-    cos = tl.load(cos_ptr + row * STRIDE_C + pair, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + row * STRIDE_S + pair, mask=mask, other=0.0).to(tl.float32)
+    offs_c, offs_s = row * STRIDE_C + pair, row * STRIDE_S + pair
+    if not INTERLEAVED:
+        # Of every head a thread loads what its own pairs need, 16 bytes at once; once for all heads
+        # they would be spread over the program and go to the threads through shared memory.
+        offs_c = tl.broadcast_to(offs_c[:, None, :], [TOKENS, HEADS, BLOCK])
+        offs_s = tl.broadcast_to(offs_s[:, None, :], [TOKENS, HEADS, BLOCK])
+        mask = mask[:, None, :]
+    cos = tl.load(cos_ptr + offs_c, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + offs_s, mask=mask, other=0.0)
+    if INTERLEAVED:  # these pairs lie otherwise than a load does: less is moved of one head
+        cos, sin = cos[:, None, :], sin[:, None, :]
     if HAS_POSITIONS:
-        cos = tl.where(known[:, None], cos, float("nan"))
-    return cos[:, None, :], sin[:, None, :]
+        cos = tl.where(known[:, None, None], cos, float("nan"))
+    return cos, sin
 
 
 @triton.jit
@@ -136,6 +153,7 @@ def head_offsets(b, at, head, stride_b, stride_h, stride_l):
 def _turn_tile(
     x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, offs_x, offs_out, row, in_tile, known, eps,
     STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
@@ -143,55 +161,64 @@ def _turn_tile(
     mask = in_tile[:, None, None]
     a, b = load_pairs(x_ptr, offs_x, mask, HALF, BLOCK, INTERLEAVED)
     cos, sin = load_angles(
-        cos_ptr, sin_ptr, row, in_tile, known, STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS
-    )
+        cos_ptr, sin_ptr, row, in_tile, known, STRIDE_C, STRIDE_S, HALF, BLOCK, TOKENS, HEADS,
+        HAS_POSITIONS, INTERLEAVED,
+    )  # fmt: skip
+    if NORM:
+        a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, TOKENS, HEADS, INTERLEAVED)
+    a, b, cos, sin = a.to(tl.float32), b.to(tl.float32), cos.to(tl.float32), sin.to(tl.float32)
     if BACK:
         sin = -sin
+    scaled_a, scaled_b = a, b
     if NORM:
-        a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, INTERLEAVED)
+        scaled_a, scaled_b = a * a_weight.to(tl.float32), b * b_weight.to(tl.float32)
+    turned_a, turned_b = scaled_a * cos - scaled_b * sin, scaled_b * cos + scaled_a * sin
+    if NORM:
+        # In this order ptxas issues more of the loads before it waits for the first.
         rstd = reciprocal_root(a, b, eps, HALF)
-        a, b = a * rstd * a_weight, b * rstd * b_weight
-    store_pairs(
-        out_ptr, offs_out, a * cos - b * sin, b * cos + a * sin, mask, HALF, BLOCK, INTERLEAVED
-    )
+        turned_a, turned_b = turned_a * rstd, turned_b * rstd
+    store_pairs(out_ptr, offs_out, turned_a, turned_b, mask, HALF, BLOCK, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_positions"])
 def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr,
     cos_ptr, sin_ptr, positions_ptr,
-    n_tokens, length, n_positions, q_blocks, blocks,
+    n_tokens, length, n_positions,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     stride_oqb, stride_oqh, stride_oql, stride_okb, stride_okh, stride_okl,
     stride_pb, stride_pl, eps,
     STRIDE_C: tl.constexpr, STRIDE_S: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    Q_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """`n_tokens` of all sequences of `length`; a token's heads are `blocks` tiles, q's first."""
-    tokens = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
-    block = tl.program_id(0) % blocks
+    """`n_tokens` of all sequences of `length`; a token's heads are BLOCKS tiles, q's first."""
+    tokens = tl.program_id(0) // BLOCKS * TOKENS + tl.arange(0, TOKENS)
+    block = tl.program_id(0) % BLOCKS
     b, at, row, in_tile, known = locate(
         tokens, n_tokens, length, n_positions, positions_ptr, stride_pb, stride_pl, HAS_POSITIONS
     )
-    if block < q_blocks:
+    if block < Q_BLOCKS:
         head = block * HEADS + tl.arange(0, HEADS)
         offs_x = head_offsets(b, at, head, stride_qb, stride_qh, stride_ql)
         offs_out = head_offsets(b, at, head, stride_oqb, stride_oqh, stride_oql)
         _turn_tile(
             q_ptr, q_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, offs_x, offs_out,
             row, in_tile, known, eps,
-            STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS, INTERLEAVED, BACK, NORM,
+            STRIDE_C, STRIDE_S, HALF, BLOCK, TOKENS, HEADS,
+            HAS_POSITIONS, INTERLEAVED, BACK, NORM,
         )  # fmt: skip
     else:
-        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+        head = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
         offs_x = head_offsets(b, at, head, stride_kb, stride_kh, stride_kl)
         offs_out = head_offsets(b, at, head, stride_okb, stride_okh, stride_okl)
         _turn_tile(
             k_ptr, k_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, offs_x, offs_out,
             row, in_tile, known, eps,
-            STRIDE_C, STRIDE_S, HALF, BLOCK, HAS_POSITIONS, INTERLEAVED, BACK, NORM,
+            STRIDE_C, STRIDE_S, HALF, BLOCK, TOKENS, HEADS,
+            HAS_POSITIONS, INTERLEAVED, BACK, NORM,
         )  # fmt: skip
 
 
@@ -257,9 +284,10 @@ def prepared(
     ends = present[0], present[-1]
     kernel = Bound(
         _rope_kernel, (tiles.rows * sum(tiles.blocks),),
-        tiles.n_tokens, call.problem["n_tokens"], len(cos), tiles.blocks[0], sum(tiles.blocks),
+        tiles.n_tokens, call.problem["n_tokens"], len(cos),
         *steps(*map(readable, ends), *map(empty_like, ends)),
         *((0, 0) if positions is None else positions.stride()),
+        Q_BLOCKS=tiles.blocks[0], BLOCKS=sum(tiles.blocks),
         INTERLEAVED=bool(call.problem["interleaved"]), BACK=back, NORM=norm,
         num_warps=config.num_warps, **tiles.constants, **of_tables(*tables),
     )  # fmt: skip
