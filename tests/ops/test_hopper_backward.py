@@ -40,7 +40,7 @@ def test_do_is_weighted_where_every_lse_of_a_tile_is_near_zero():
     statistics = torch.full([2 * rows + N_HEADS], 7.0)
     dq = torch.full([rows * 64], 7.0)
     weighted = torch.full([1, N_HEADS, PADDED, 64], 7.0, dtype=torch.bfloat16)
-    launch = PaddedRows(call).statistics(o, do, fused=True, base2=True)
+    launch = PaddedRows(call).statistics(o, do, base2=True)
     launch(o, do, lse, lse, statistics, dq, weighted, lse, lse, lse, lse)
 
     found_lse, delta = statistics[: 2 * rows].view(2, N_HEADS, PADDED)
@@ -94,7 +94,7 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim, ordered):
     statistics = torch.full([2 * rows], 7.0)
     tiles = torch.full([rows * head_dim], 7.0)
     turns = torch.full([padded.n_all], 7, dtype=torch.int32)
-    launch = padded.statistics(o, do, fused=True, ordered=ordered, of_lse=True)
+    launch = padded.statistics(o, do, ordered=ordered, of_lse=True)
     dlse = torch.randn(1, N_HEADS, N_Q, generator=generator)
     launch(o, do, lse, dlse, statistics, tiles, do, turns, *pointers)
 

@@ -153,7 +153,6 @@ FORWARD = _operation(
 SEPARATE = _operation(
     "separate",
     "few_keys:BACKWARD",
-    "hopper_backward:ORDERED",
     "hopper_backward:SEPARATE",
     "triton_backward:SEPARATE",
 )

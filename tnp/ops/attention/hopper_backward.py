@@ -1,30 +1,26 @@
-"""Attention backward for Hopper: what runs before, between and after its two kernels.
+"""Attention backward for Hopper: what runs before and after its kernel, `hopper_dkdv`.
 
-`fused` launches one kernel (`hopper_dkdv` with its dQ part), which adds dQ up in float32 in device
-memory, in any order. ORDERED is that kernel with one order, equal from run to run, and `separate`
-takes it wherever it is supported. Elsewhere SEPARATE launches dK/dV (`hopper_dkdv`) and dQ
-(`hopper_dq`), without atomics. All start from the same statistics, delta = Σ_d do·o and lse in
-padded rows (`hopper_padded_rows`).
+`fused` adds dQ up in float32 in device memory, in any order; `separate` in one order, equal from
+run to run. Both start from the same statistics, delta = Σ_d do·o and lse in padded rows
+(`hopper_padded_rows`).
 
-Where q carries scale·log2(e), `fused` multiplies do and delta of a query tile by 2^−lse, so that
-its weights are 2^s as they are; its lse is then 0, past the last query too. A tile with a row whose
-lse is not between −64 and 64 is left as it was: no weight overflows in bfloat16 in the others, and
-what underflows is less than 2^−62.
+Where q carries scale·log2(e), do and delta of a query tile are multiplied by 2^−lse, so that
+weights are 2^s as they are; its lse is then 0, past the last query too. A tile with a row whose lse
+is not between −64 and 64 is left as it was: no weight overflows in bfloat16 in the others, and what
+underflows is less than 2^−62.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem, Reason
+from tnp.contract import Call, Kernel, Problem
 from tnp.launch import Bound
 from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N
-from tnp.ops.attention.hopper_dq import DqConfig, bound_dq
-from tnp.ops.attention.hopper_forward import section
 from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
 from tnp.ops.attention.hopper_primitives import supported, without_reference
 from tnp.ops.attention.keys import Tiles, all_seen
@@ -36,7 +32,6 @@ from tnp.ops.attention.primitives import (
     flat,
     head_ptr,
     n_key_tiles,
-    n_query_tiles,
     of_all_seen,
     rows_layout,
     store_rows,
@@ -52,14 +47,6 @@ PIECE_TILES, MIN_TILES_SAVED = 6, 16
 MIN_SHARE_SAVED = 0.01
 MAX_PIECES = 16
 PIECE_ROWS = 32  # that a program adds up
-
-
-@dataclass(frozen=True)
-class SeparateConfig:
-    """One configuration a launch."""
-
-    dkdv: DkdvConfig
-    dq: DqConfig
 
 
 @triton.jit(do_not_specialize=["n_k", "n_whole", "n_pieces"])
@@ -83,38 +70,18 @@ def _add_pieces_kernel(
     store_rows(out_ptr, acc, item % n_blocks * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
 
 
-def _forms(call: Call) -> tuple[bool, ...]:
-    """Whether programs may be persistent: not where samples walk unequal numbers of stages."""
-    return (False,) if call.problem["n_keys"] else (False, True)
-
-
-def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
-    """Candidates, the default first."""
-    if not plain(call.problem):
-        n_stages = 2 if call.problem["head_dim"] == 128 else 4
-        dkdv, dq = DkdvConfig(n_stages, 1, 240, False), DqConfig(64, n_stages, 240)
-        return (SeparateConfig(dkdv, dq),)
-    return tuple(
-        SeparateConfig(dkdv, dq)
-        for persistent in _forms(call)
-        for dkdv in (DkdvConfig(4, 2, 240, persistent), DkdvConfig(4, 1, 240, persistent))
-        for dq in (DqConfig(64, 4, 160), DqConfig(64, 8, 160))
-    )
+def separate_configs(call: Call) -> tuple[DkdvConfig, ...]:
+    """The only candidate: a program that takes one item after another could wait for itself."""
+    return (DkdvConfig(2 if call.problem["head_dim"] == 128 else 4, 208, persistent=False),)
 
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """Candidates, the default first."""
-    if call.problem["head_dim"] == 128:
-        return (DkdvConfig(2, 1, 208, False),)
-    if not plain(call.problem):
-        return (DkdvConfig(4, 1, 208, False),)
-    forms = _forms(call) if call.problem["n_q"] < LONG_WALK else (False,)
-    return tuple(DkdvConfig(4, 1, 208, persistent) for persistent in forms)
-
-
-def ordered_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """The only candidate: a program that takes one item after another could wait for itself."""
-    return (DkdvConfig(2 if call.problem["head_dim"] == 128 else 4, 1, 208, False),)
+    """Candidates, the default first; persistent where all items walk as many stages."""
+    found = separate_configs(call)
+    p = call.problem
+    if plain(p) and not p["n_keys"] and p["n_q"] < LONG_WALK:
+        found += (replace(found[0], persistent=True),)
+    return found
 
 
 def plain(problem: Problem) -> bool:
@@ -128,7 +95,7 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
         return None
     programs = call.target.multiprocessors
     n_whole, n_last = divmod(n_key_tiles(call, BLOCK_N.value), programs)
-    items, busiest = _items(call, config)
+    items, busiest = _items(call)
     walked = busiest // items
 
     def tiles(n_pieces: int) -> int:
@@ -143,11 +110,10 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
     return n_whole * programs, n_pieces
 
 
-def _items(call: Call, config: DkdvConfig) -> tuple[int, int]:
+def _items(call: Call) -> tuple[int, int]:
     """Items of the busiest multiprocessor, and query tiles that it walks for them."""
     items = triton.cdiv(n_key_tiles(call, BLOCK_N.value), call.target.multiprocessors)
-    walked = triton.cdiv(call.problem["n_q"], config.tiles * TILE_ROWS) * config.tiles
-    return items, items * walked
+    return items, items * triton.cdiv(call.problem["n_q"], TILE_ROWS)
 
 
 @of_all_seen
@@ -155,7 +121,7 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
     """A launch, items and pieces of the busiest multiprocessor, query tiles that it walks for them,
     and tiles of the statistics on average.
     """
-    items, walked = _items(call, config)
+    items, walked = _items(call)
     found = split(call, config)
     if found:
         n_whole, n_pieces = found
@@ -167,67 +133,24 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
 
 
 @of_all_seen
-def ordered_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
+def separate_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
     """As of `fused`, whose items may be split: these never are."""
-    return 1, *_items(call, config), PaddedRows(call).n_all / call.target.multiprocessors
-
-
-@of_all_seen
-def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
-    """As of `fused`; and for dq query tiles of the busiest multiprocessor, and their key blocks."""
-    n_tiles = n_query_tiles(call, config.dq.tile_rows)
-    tiles = triton.cdiv(n_tiles, call.target.multiprocessors)
-    blocks = triton.cdiv(call.problem["n_k"], config.dq.block_n)
-    of_statistics = PaddedRows(call).n_all / call.target.multiprocessors
-    return 1, *_items(call, config.dkdv), of_statistics, tiles, tiles * blocks
-
-
-@backward
-def prepare_separate(call, config, do, q, k, v, lengths, o, lse, dlse):
-    """Statistics, dk and dv, and dq."""
-    padded = PaddedRows(call)
-    rows = padded.n_all * TILE_ROWS
-    of_q, of_keys, of_statistics = rows_layout(q), KeyGradients(k, call.apart), flat(2 * rows)
-    statistics_kernel = padded.statistics(o, do, fused=False, of_lse=dlse is not None)
-    dkdv_kernel = bound_dkdv(call, q, k, padded.of_head, config.dkdv, fused=False)
-    key_tiles = Tiles(call, "n_k", BLOCK_N.value)
-    query_tiles = Tiles(call, "n_q", config.dq.tile_rows)
-    # Tiles that all take as long need no sections: 1 % less time at 7 × 2,000 keys (H200).
-    heads = 1 if plain(call.problem) else section(call)
-    dq_kernel = bound_dq(call, q, k, query_tiles, padded.of_head, heads, config.dq)
-
-    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
-        statistics = lse.new_empty_strided(*of_statistics)
-        delta = statistics.narrow(0, rows, rows)
-        of_queries = padded.table.pointers(lengths, lse)[:3]
-        of_lse = lse if dlse is None else dlse
-        statistics_kernel(o, do, lse, of_lse, statistics, statistics, do, lse, *of_queries)
-        dk, dv = of_keys.allocate(k)
-        scales = scale, scale * LOG2_E
-        dkdv_kernel(
-            q, do, k, v, statistics, delta, statistics, dk, dv,
-            *key_tiles.pointers(lengths, lse), lse, lse, lse, *scales,
-        )  # fmt: skip
-        dq = q.new_empty_strided(*of_q)
-        dq_kernel(q, do, k, v, dq, dq, statistics, *query_tiles.pointers(lengths, lse), *scales)
-        return dq, dk, dv
-
-    return launch
+    return 1, *_items(call), PaddedRows(call).n_all / call.target.multiprocessors
 
 
 @backward
 def prepare_fused(*arguments):
     """Statistics, dk and dv with dq added up on the way in any order, and dq's rows in place."""
-    return _in_one_pass(*arguments, ordered=False)
+    return _prepare(*arguments, ordered=False)
 
 
 @backward
-def prepare_ordered(*arguments):
+def prepare_separate(*arguments):
     """The same, dq added up in one order."""
-    return _in_one_pass(*arguments, ordered=True)
+    return _prepare(*arguments, ordered=True)
 
 
-def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
+def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     batch, n_heads, n_q, head_dim = q.shape
     padded = PaddedRows(call)
     base2 = without_reference(call) and plain(call.problem)
@@ -238,11 +161,11 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     of_workspace = flat(n_of_tiles + 2 * rows + batch * n_heads)
     of_counts = flat(padded.n_all)
     statistics_kernel = padded.statistics(
-        o, do, fused=True, ordered=ordered, base2=base2, of_lse=dlse is not None
+        o, do, ordered=ordered, base2=base2, of_lse=dlse is not None
     )
     pieces = None if ordered else split(call, config)
     kernel = bound_dkdv(
-        call, q, k, padded.of_head, config, fused=True, ordered=ordered, base2=base2, split=pieces
+        call, q, k, padded.of_head, config, ordered=ordered, base2=base2, split=pieces
     )
     key_tiles = Tiles(call, "n_k", BLOCK_N.value)
     if pieces:
@@ -281,19 +204,6 @@ def _in_one_pass(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     return launch
 
 
-def _ordered_supported(call: Call) -> Reason:
-    p = call.problem
-    if reason := supported(call):
-        return reason
-    if p["head_dim"] == 128 and p["n_sequences"] and p["window"]:
-        return "of packed sequences with a window and D = 128 its registers do not suffice"
-    return None
-
-
-ORDERED = Kernel(
-    "hopper_ordered", empty_backward, prepare_ordered, _ordered_supported, ordered_configs,
-    WITH_LSE, counts=ordered_counts,
-)  # fmt: skip
 SEPARATE = Kernel(
     "hopper", empty_backward, prepare_separate, supported, separate_configs, WITH_LSE,
     counts=separate_counts,

@@ -1,4 +1,4 @@
-"""dK and dV of attention for Hopper, and in the fused form dQ.
+"""dQ, dK and dV of attention for Hopper, in one launch.
 
 An item is 128 keys of a head. A program works on one, or, if it is persistent, on one after
 another: the next keys then arrive in a second slot while it works, and a slot is free when both
@@ -14,17 +14,17 @@ from registers. With pᵀ = 2^(scale·log2(e)·k qᵀ − lse) and delta = Σ_d 
 
     dv = Σ_tiles pᵀ do    dsᵀ = pᵀ ∘ (v doᵀ − delta)    dk = scale · Σ_tiles dsᵀ q
 
-FUSED adds a third warpgroup that multiplies ds k and adds it to dq in device memory, by bulk
-reductions of float32 tiles, in whatever order programs arrive: dq then differs by rounding from run
-to run. The tiles hold dq in the order of the matmul's registers, which needs no shuffles;
+A third warpgroup multiplies ds k and adds it to dq in device memory, by bulk reductions of float32
+tiles, in whatever order programs arrive: dq then differs by rounding from run to run. The tiles
+hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_padded_rows._finish_dq_kernel` puts it right.
 
-ORDERED (FUSED alone): blocks of keys add to a tile of dq in their order, which makes dq equal from
-run to run. The first writes it. Each other one waits until a count says that those before it have.
+ORDERED: blocks of keys add to a tile of dq in their order, which makes dq equal from run to run. A
+warp apart from the third warpgroup sees to that (`hopper_dkdv_dq.add_in_turn`).
 
-BASE2 (FUSED alone): q carries scale·log2(e), and of query tiles all of whose lse lie between −64
-and 64 do and delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is
-2^(k qᵀ), and neither lse nor a subtraction is in the loop.
+BASE2: q carries scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and
+delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is 2^(k qᵀ), and
+neither lse nor a subtraction is in the loop.
 """
 
 from dataclasses import dataclass
@@ -53,14 +53,13 @@ from tnp.ops.hopper_primitives import barriers, opaque
 
 @dataclass(frozen=True)
 class DkdvConfig:
-    """Stages in flight (a power of two), query tiles a stage, registers of a consumer's thread.
+    """Tiles of queries in flight (a power of two), registers of a consumer's thread.
 
     persistent: one program on each multiprocessor works through items and fetches the next while it
     works; else there is a program for each item. Not given n_keys.
     """
 
     num_stages: int
-    tiles: int
     registers: int
     persistent: bool
 
@@ -87,7 +86,7 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         mbarrier.wait(pipe.empty.index(stage), phase ^ 1)
         full = pipe.full.index(stage)
         mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-        row = at * pipe.TILES * ROWS
+        row = at * ROWS
         head = h * pipe.GROUP + member
         load_tile(q_desc, b, head, first_q + row, full, pipe.q, stage)
         load_tile(do_desc, b, head, first_q + row, full, pipe.do, stage)
@@ -147,7 +146,7 @@ def _store_piece(pipe, ptr, x, AT: gl.constexpr, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
-    """dk and dv, unscaled, at D = 64: keys, and where FUSED values, lie in registers."""
+    """dk and dv, unscaled, at D = 64: keys and values lie in registers."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     _slot, _phase, step = pipe.turn(item)
@@ -158,9 +157,8 @@ def _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
         n_stages *= pipe.GROUP
     k = k.load(A)
     end = step + n_stages
-    if pipe.FUSED:
-        v = v.load(A)
-    if pipe.FUSED and pipe.PLAIN:
+    v = v.load(A)
+    if pipe.PLAIN:
         _b, _h, first_key = pipe.place(item)
         inside = first_key + (WARPGROUP + 1) * ROWS <= keys
         if pipe.BASE2:
@@ -176,7 +174,6 @@ def _walk_ahead(pipe, item, k, v, scale_log2, WARPGROUP: gl.constexpr):
         else:
             dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, True, False)
     else:
-        # Where not FUSED v in registers miscompiles: ptxas 12.8 overwrites it with ds in the loop.
         dk, dv = walk(pipe, k, v, scale_log2, item, step, end, WARPGROUP, False, False)
     return dk, dv
 
@@ -222,38 +219,35 @@ def _attention_bwd_dkdv_hopper_kernel(
     tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr, count_ptr,
     n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
     scale, scale_log2,
-    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_N_KEYS: gl.constexpr, PACKED: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, FUSED: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
+    RIGHT: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
     SPLIT: gl.constexpr, APART: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(FUSED or not BASE2, "do of the separate form is as it was")
     gl.static_assert(not (PERSISTENT and HAS_N_KEYS), "items of samples walk unequal stages")
-    gl.static_assert(not SPLIT or (FUSED and not PERSISTENT and not HAS_N_KEYS))
+    gl.static_assert(not SPLIT or not (PERSISTENT or HAS_N_KEYS))
     slots: gl.constexpr = 2 if PERSISTENT else 1
     q = allocate_tiles(q_desc, STAGES)
     pipe = Pipeline(
         q,
         allocate_tiles(do_desc, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, TILES * ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta_desc.layout),
         allocate_tiles(k_desc, 2 * slots),
         allocate_tiles(v_desc, 2 * slots),
-        gl.allocate_shared_memory(
-            k_desc.dtype, [4 if FUSED else 1, 1, 1, ROWS, ROWS], k_desc.layout
-        ),
-        gl.allocate_shared_memory(gl.float32, [2 if FUSED else 1, ROWS, WIDTH], dq_desc.layout),
-        barriers(2 * slots, 1), barriers(slots, 3 if FUSED else 2),
+        gl.allocate_shared_memory(k_desc.dtype, [4, 1, 1, ROWS, ROWS], k_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], dq_desc.layout),
+        barriers(2 * slots, 1), barriers(slots, 3),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 2), barriers(2, 1),
         # Which nobody reads where not ORDERED.
         barriers(2, 1) if ORDERED else q, barriers(2, 1) if ORDERED else q,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
-        HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
-        SPLIT, APART, ORDERED,
+        HEAD_DIM, GROUP, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT, APART,
+        ORDERED,
     )  # fmt: skip
-    gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT or TILES > 1))
-    gl.static_assert(not ORDERED or (FUSED and not PERSISTENT and not SPLIT))
+    gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT))
+    gl.static_assert(not ORDERED or not (PERSISTENT or SPLIT))
     if ORDERED:
         gl.warp_specialize(
             [
@@ -266,7 +260,7 @@ def _attention_bwd_dkdv_hopper_kernel(
             [4, 4, 1, 1],
             [REGISTERS, 488 - 2 * REGISTERS, 24, 24],
         )
-    elif FUSED:
+    else:
         gl.warp_specialize(
             [
                 (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
@@ -277,16 +271,6 @@ def _attention_bwd_dkdv_hopper_kernel(
             [4, 4, 1],
             [REGISTERS, 488 - 2 * REGISTERS, 24],
         )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
-                (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
 
 
 def bound_dkdv(
@@ -296,24 +280,21 @@ def bound_dkdv(
     head_rows: int,
     config: DkdvConfig,
     *,
-    fused: bool,
-    ordered: bool = False,
+    ordered: bool,
     base2: bool = False,
     split: tuple[int, int] | None = None,
 ) -> Bound:
     """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, what `Tiles.pointers` gives of 128 keys, of
     each head whether do of some query tile is as it was or any tensor, pieces or any tensor, int32
-    zeros of each tile of queries or any tensor, scale, scale·log2(e).
+    zeros of each tile of queries or any tensor, scale, scale·log2(e). Tiles of dq are float32
+    [rows, D], of each 64 rows by 64 columns, unscaled, in the order of registers.
 
     Args:
         call: what is asked.
         q, k: [B, H, n_q, D] and [B, H_kv, n_k, D], whose sizes count.
         head_rows: of a head in lse and delta, padded.
         config: what to launch with.
-        fused: dq is added to its tiles, float32 [rows, D], each 64 rows by 64 columns a tile of
-            unscaled dq in the order of registers. Where not, they are never read.
-        ordered: dq is added up in the order of blocks of keys, and its tiles need not be 0; needs
-            `fused`.
+        ordered: dq is added up in the order of blocks of keys, and its tiles need not be 0.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         split: how many items are whole, and of how many pieces each other one is.
     """
@@ -323,9 +304,9 @@ def bound_dkdv(
     rows = batch * n_heads * head_rows
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     tile_layout = gl.NVMMASharedLayout.get_default_for([size, size], gl.float32)
-    of_q = head_map(size * config.tiles)
-    of_rows = flat_map([rows], [size * config.tiles], row_layout)
-    of_parts = rows * head_dim // WIDTH.value if fused else 1
+    of_q = head_map(size)
+    of_rows = flat_map([rows], [size], row_layout)
+    of_parts = rows * head_dim // WIDTH.value
     of_tiles = flat_map([of_parts, WIDTH.value], [size, WIDTH.value], tile_layout)
     of_head = n_tiles(n_k, BLOCK_N.value, int(call.problem["n_sequences"]))
     n_items = of_head * batch * n_kv_heads
@@ -341,7 +322,7 @@ def bound_dkdv(
         *reach.numbers,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
         HEAD_DIM=head_dim, GROUP=n_heads // n_kv_heads, STAGES=config.num_stages,
-        TILES=config.tiles, REGISTERS=config.registers, **lengths_given(call), **reach.constants,
-        FUSED=fused, PERSISTENT=config.persistent, BASE2=base2, SPLIT=split is not None,
+        REGISTERS=config.registers, **lengths_given(call), **reach.constants,
+        PERSISTENT=config.persistent, BASE2=base2, SPLIT=split is not None,
         APART=call.apart, ORDERED=ordered, num_warps=4,
     )  # fmt: skip

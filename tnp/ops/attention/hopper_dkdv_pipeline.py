@@ -53,7 +53,7 @@ class Pipeline:
     dq: gl.shared_memory_descriptor
     key_full: gl.shared_memory_descriptor  # a consumer's keys and values
     key_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # TILES query tiles: q, do, lse, delta
+    full: gl.shared_memory_descriptor  # a tile of queries: q, do, lse, delta
     empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
@@ -79,19 +79,16 @@ class Pipeline:
     HEAD_DIM: gl.constexpr
     GROUP: gl.constexpr  # heads of queries that share one of keys
     STAGES: gl.constexpr
-    TILES: gl.constexpr
     HAS_N_KEYS: gl.constexpr
     PACKED: gl.constexpr
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     PLAIN: gl.constexpr  # every query sees all keys of its sample, D = 64, no heads share keys
-    FUSED: gl.constexpr
     PERSISTENT: gl.constexpr
     BASE2: gl.constexpr
     SPLIT: gl.constexpr
     APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
     ORDERED: gl.constexpr  # dq is added up in one order
-    COUNTED: gl.constexpr  # the first block that adds to a tile of dq writes it, and others wait
 
     @gluon.constexpr_function
     def __init__(
@@ -99,8 +96,8 @@ class Pipeline:
         dq_full, dq_empty,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
-        HEAD_DIM, GROUP, STAGES, TILES, HAS_N_KEYS, PACKED, LEFT, RIGHT, FUSED, PERSISTENT, BASE2,
-        SPLIT, APART, ORDERED,
+        HEAD_DIM, GROUP, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT, APART,
+        ORDERED,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
@@ -115,15 +112,13 @@ class Pipeline:
         self.of_head, self.section, self.head_rows = of_head, section, head_rows
         self.left, self.right = left, right
         self.HEAD_DIM, self.GROUP = gl.constexpr(HEAD_DIM), gl.constexpr(GROUP)
-        self.STAGES, self.TILES = gl.constexpr(STAGES), gl.constexpr(TILES)
+        self.STAGES = gl.constexpr(STAGES)
         self.HAS_N_KEYS, self.PACKED = gl.constexpr(HAS_N_KEYS), gl.constexpr(PACKED)
         self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.PLAIN = gl.constexpr(HEAD_DIM == 64 and GROUP == 1 and not (LEFT or RIGHT or PACKED))
-        self.FUSED = gl.constexpr(FUSED)
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
         self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)
         self.ORDERED = gl.constexpr(ORDERED)
-        self.COUNTED = gl.constexpr(ORDERED)
 
     @gluon.jit
     def item(self):
@@ -169,7 +164,7 @@ class Pipeline:
         if self.PERSISTENT:
             before = (opaque(item) - gl.program_id(0)) // gl.num_programs(0)
             slot, phase = ring(before, 2)
-            return slot, phase, before * gl.cdiv(opaque(self.n_q), self.TILES * ROWS)
+            return slot, phase, before * gl.cdiv(opaque(self.n_q), ROWS)
         else:
             return 0, 0, 0
 
@@ -180,7 +175,7 @@ class Pipeline:
         Opaque where there is a loop over items, out of which they would be hoisted and spill.
         """
         keys = opaque(self.n_k) if self.PERSISTENT else self.n_k
-        n_stages = gl.cdiv(opaque(self.n_q) if self.PERSISTENT else self.n_q, self.TILES * ROWS)
+        n_stages = gl.cdiv(opaque(self.n_q) if self.PERSISTENT else self.n_q, ROWS)
         if self.HAS_N_KEYS:
             b, _h, first_key = self.place(item)
             keys = gl.maximum(gl.minimum(gl.load(self.n_keys_ptr + b), keys), 1)

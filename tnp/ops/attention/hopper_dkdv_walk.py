@@ -23,17 +23,10 @@ ANY = gl.constexpr(PropagateNan.NONE)
 
 
 @gluon.jit
-def _query_tile(buffers, stage, t: gl.constexpr):
-    """Tile t of a stage of q or do."""
-    return tile(buffers, stage).slice(t * ROWS, ROWS, dim=0)
-
-
-@gluon.jit
-def _row_of(buffers, stage, t: gl.constexpr):
-    """lse or delta of tile t of a stage, along the columns of the scores."""
+def _row_of(buffers, stage):
+    """lse or delta of a stage's tile, along the columns of the scores."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    values = buffers.index(stage).slice(t * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, S))
-    return values[None, :]
+    return buffers.index(stage).load(gl.SliceLayout(0, S))[None, :]
 
 
 @gluon.jit
@@ -45,29 +38,22 @@ def _times_transposed(a, b):
 
 
 @gluon.jit
-def _start_dp(pipe, v, do, stage, t: gl.constexpr):
-    """Start v doᵀ, less delta where FUSED."""
+def _start_dp(pipe, v, do, stage):
+    """Start v doᵀ less delta."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    if pipe.FUSED:
-        # As what the matmul adds to, delta is awaited where time is left: 557 → 570 TFLOP/s (mid).
-        start = gl.zeros([ROWS, ROWS], gl.float32, S) - _row_of(pipe.delta, stage, t)
-        return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
-    else:
-        return _times_transposed(v, do)
+    # As what the matmul adds to, delta is awaited where time is left: 557 → 570 TFLOP/s (mid).
+    start = gl.zeros([ROWS, ROWS], gl.float32, S) - _row_of(pipe.delta, stage)
+    return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
 
 
 @gluon.jit
-def _gradient_of_scores(p, p_operand, dp, FUSED: gl.constexpr):
-    """p ∘ dp in the operands' dtype."""
-    if FUSED:
-        # In pairs of 16 bits: with p in float32 the registers do not suffice.
-        return gl.inline_asm_elementwise(
-            product_ptx(p_operand.dtype), "=r,r,r",
-            [gl.convert_layout(p_operand, dp.type.layout), dp.to(p_operand.dtype)],
-            dtype=p_operand.dtype, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return (p * dp).to(p_operand.dtype)
+def _gradient_of_scores(p, dp):
+    """p ∘ dp, with p as it was rounded: in float32 the registers do not suffice."""
+    return gl.inline_asm_elementwise(
+        product_ptx(p.dtype), "=r,r,r",
+        [gl.convert_layout(p, dp.type.layout), dp.to(p.dtype)],
+        dtype=p.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -137,9 +123,9 @@ def walk(
     if step < end:
         stage, phase = ring(step, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
-        s = warpgroup_mma_wait(0, deps=[_times_transposed(k, _query_tile(pipe.q, stage, 0))])
+        s = warpgroup_mma_wait(0, deps=[_times_transposed(k, tile(pipe.q, stage))])
         if not WEIGHTED:
-            lse = _row_of(pipe.lse, stage, 0)
+            lse = _row_of(pipe.lse, stage)
     for i in range(step, end):
         stage, _phase = ring(i, pipe.STAGES)
         # The last stage's next is itself: its scores are thrown away.
@@ -152,45 +138,27 @@ def walk(
                 slope = scale_log2 * 0 + 1
                 lse = gl.zeros([1, ROWS], gl.float32, S)
             row = pipe.row_after(i, row, begin, past)
-        for t in gl.static_range(pipe.TILES):
-            q = _query_tile(pipe.q, stage, t)
-            do = _query_tile(pipe.do, stage, t)
-            dp_started = _start_dp(pipe, v, do, stage, t)
-            exponent = s if WEIGHTED else s * slope - lse
-            if t + 1 == pipe.TILES:
-                mbarrier.wait(pipe.full.index(following), phase)
-            if MASKED:
-                # NaN is to be seen, but not what padding may hold.
-                exponent = gl.minimum(exponent, limit, ANY if pipe.HAS_N_KEYS else NAN_STAYS)
-            p = gl.exp2(exponent)
-            p_operand = gl.convert_layout(p.to(DTYPE), A)
-            if t + 1 < pipe.TILES:
-                s_started = _times_transposed(k, _query_tile(pipe.q, stage, t + 1))
-            else:
-                s_started = _times_transposed(k, _query_tile(pipe.q, following, 0))
-            dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
-            delta = 0.0
-            if not pipe.FUSED:
-                delta = _row_of(pipe.delta, stage, t)
-            if t == 0:
-                dp = warpgroup_mma_wait(2, deps=[dp_started])
-            else:
-                dp, dk = warpgroup_mma_wait(2, deps=[dp_started, dk_started])  # noqa: F821
-            ds = _gradient_of_scores(p, p_operand, dp - delta, pipe.FUSED)
-            if pipe.FUSED:
-                mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
-                tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
-            dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-            if t + 1 < pipe.TILES:
-                if not WEIGHTED:
-                    lse = _row_of(pipe.lse, stage, t + 1)
-                s, dv = warpgroup_mma_wait(1, deps=[s_started, dv_started])
-            else:
-                if not WEIGHTED:
-                    lse = _row_of(pipe.lse, following, 0)
-                s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
+        q = tile(pipe.q, stage)
+        do = tile(pipe.do, stage)
+        dp_started = _start_dp(pipe, v, do, stage)
+        exponent = s if WEIGHTED else s * slope - lse
+        mbarrier.wait(pipe.full.index(following), phase)
+        if MASKED:
+            # NaN is to be seen, but not what padding may hold.
+            exponent = gl.minimum(exponent, limit, ANY if pipe.HAS_N_KEYS else NAN_STAYS)
+        p = gl.convert_layout(gl.exp2(exponent).to(DTYPE), A)
+        s_started = _times_transposed(k, tile(pipe.q, following))
+        dv_started = warpgroup_mma(p, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(2, deps=[dp_started])
+        ds = _gradient_of_scores(p, dp)
+        mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+        tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+        dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+        if not WEIGHTED:
+            lse = _row_of(pipe.lse, following)
+        s, dv, dk = warpgroup_mma_wait(0, deps=[s_started, dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
     return dk, dv
 
@@ -218,22 +186,18 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         # Opaque, or their descriptors would be kept through the loop, and spill.
         own = opaque(i * 0 + WARPGROUP)
         s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
-        p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage, 0))
+        p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage))
         if _some_hidden(pipe, key, row, n_rows, keys):
             p = gl.where(_visible(pipe, key, row, n_rows, keys, S), p, 0.0)
-        p_operand = gl.convert_layout(p.to(DTYPE), A)
-        dp_started = _start_dp(pipe, tile(pipe.v, own), do, stage, 0)
-        dv_started = warpgroup_mma(p_operand, do, dv, is_async=True)
-        delta = 0.0
-        if not pipe.FUSED:
-            delta = _row_of(pipe.delta, stage, 0)
+        p = gl.convert_layout(p.to(DTYPE), A)
+        dp_started = _start_dp(pipe, tile(pipe.v, own), do, stage)
+        dv_started = warpgroup_mma(p, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_started])
-        ds = _gradient_of_scores(p, p_operand, dp - delta, pipe.FUSED)
-        if pipe.FUSED:
-            mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
-            tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+        ds = _gradient_of_scores(p, dp)
+        mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+        tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)

@@ -46,13 +46,12 @@ def _statistics_kernel(
     stride_ob, stride_oh, stride_om,
     stride_dob, stride_doh, stride_dom,
     n_heads, n_q, n_tiles,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr,
-    ORDERED: tl.constexpr, BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; if FUSED its tile
-    of dq becomes 0; if ORDERED that is left as it is, and the count of blocks that have added to it
-    becomes 0; if BASE2 do times 2^−lse, and the first tile's program says whether some tile of the
-    head was left as it was.
+    """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; its tile of dq
+    becomes 0, or if ORDERED the count of blocks that have added to it; if BASE2 do times 2^−lse,
+    and the first tile's program says whether some tile of the head was left as it was.
     """
     pid_bh = tl.program_id(0) // n_tiles
     row, end, at = _padded_tile(
@@ -100,7 +99,7 @@ def _statistics_kernel(
     tl.store(padded + rows, delta)
     if ORDERED:
         tl.store(count_ptr + at, 0)
-    elif FUSED:
+    else:
         tile = dq_ptr + at * ROWS * HEAD_DIM
         offs = tl.arange(0, ROWS * HEAD_DIM)
         tl.store(tile + offs, tl.zeros([ROWS * HEAD_DIM], tl.float32))
@@ -148,19 +147,19 @@ class PaddedRows:
         self.n_all = self.n * p["batch"] * p["n_heads"]
 
     def statistics(
-        self, o: Tensor, do: Tensor, *, fused: bool, ordered: bool = False, base2: bool = False,
+        self, o: Tensor, do: Tensor, *, ordered: bool = False, base2: bool = False,
         of_lse: bool = False,
     ) -> Bound:  # fmt: skip
         """Of o, do, lse, its gradient if `of_lse`, a workspace of padded lse, delta and if `base2`
-        a number a head, dq's tiles, which become 0 if `fused` and not `ordered`, what do times
-        2^−lse goes to if `base2`, int32 of each tile that become 0 if `ordered`, and the first
-        three of the table's pointers.
+        a number a head, dq's tiles, which become 0 if not `ordered`, what do times 2^−lse goes to
+        if `base2`, int32 of each tile that become 0 if `ordered`, and the first three of the
+        table's pointers.
         """
         _batch, n_heads, n_q, head_dim = o.shape
         return Bound(
             _statistics_kernel, (self.n_all,), *row_strides(o), *row_strides(do), n_heads, n_q,
-            self.n, HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed, FUSED=fused,
-            ORDERED=ordered, BASE2=base2, HAS_DLSE=of_lse,
+            self.n, HEAD_DIM=head_dim, ROWS=TILE_ROWS, PACKED=self.packed, ORDERED=ordered,
+            BASE2=base2, HAS_DLSE=of_lse,
         )  # fmt: skip
 
     def finish(self, q: Tensor, strides: tuple[int, ...], *, ordered: bool = False) -> Bound:
