@@ -53,7 +53,7 @@ def _add_dq(pipe, item, dq_desc):
             dq = warpgroup_mma_wait(0, deps=[dq])
             if part + 1 == PARTS:
                 mbarrier.arrive(pipe.ds_empty.index(buffer), count=1)
-            at_once, phase = ring(i * PARTS + part, 2)
+            at_once, phase = ring((step + i) * PARTS + part, 2)
             if pipe.ORDERED:
                 mbarrier.wait(pipe.dq_empty.index(at_once), phase ^ 1)
             else:
