@@ -272,6 +272,36 @@ def test_gradients_of_keys_stay_halves_of_the_same_rows():
         assert (x[:, :, :5] == 3).all() and (x[:, :, 5:] == 1).all()
 
 
+def test_gradients_of_keys_that_share_memory_are_copied_first():
+    """As PyTorch's sums give them: one tensor for both, and one number for all."""
+    rows = BufferedRows(3, 2, 1, 9, None)
+    q = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def heads(q, k, v, n_keys, causal=False):
+        return (q.sum() + (k + v).sum()) * torch.ones_like(q).transpose(1, 2).flatten(2)
+
+    o = rows.around(heads, q, k, v)
+    dk, dv = torch.autograd.grad(o.sum(), (k, v))
+    of_context, of_all = 4.0 * 5, 4.0 * 4  # numbers of o whose rows see the context alone, or all
+    expected = torch.full_like(k, of_all)
+    expected[:, :, :3] += of_context
+    assert torch.equal(dk, expected) and torch.equal(dv, expected)
+
+
+def test_gradients_of_gradients_are_refused():
+    rows = BufferedRows(3, 2, 1, 9, None)
+    q = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True)
+
+    def heads(q, k, v, n_keys, causal=False):
+        return (q @ k.mT @ v).transpose(1, 2).flatten(2)
+
+    (dq,) = torch.autograd.grad(rows.around(heads, q, k, k).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.square().sum().backward()
+
+
 def test_the_loss_is_compiled_whole():
     model, task = exact(), task_of(8, LENGTHS)
     compiled = torch.compile(model.nll, fullgraph=True, backend="aot_eager")

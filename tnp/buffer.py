@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context
@@ -81,6 +82,7 @@ class _Split(torch.autograd.Function):
         return _split(x, sizes, n)
 
     @staticmethod
+    @once_differentiable  # a view of wider elements has no gradient
     def backward(ctx, *gradients):
         return _join(*gradients), None, None
 
@@ -94,6 +96,7 @@ class _Join(torch.autograd.Function):
         return _join(*parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         return None, None, *_split(gradient, ctx.sizes, ctx.n)
 
@@ -101,8 +104,8 @@ class _Join(torch.autograd.Function):
 class _Keys(torch.autograd.Function):
     """Keys and values of the first m points, and of all.
 
-    The gradient of the first is added in place to that of all, which has just been made and which
-    nobody else reads. So dk and dv stay halves of the same rows, one product for the projection.
+    The gradient of the first is added in place to that of all, which attention has just made for
+    nobody else. So dk and dv stay halves of the same rows, one product for the projection.
     """
 
     @staticmethod
@@ -111,7 +114,10 @@ class _Keys(torch.autograd.Function):
         return k[:, :, :m], v[:, :, :m], k, v
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dk_first, dv_first, dk, dv):
+        if dk.data_ptr() == dv.data_ptr() or 0 in (*dk.stride(), *dv.stride()):
+            dk, dv = dk.clone(), dv.clone()  # one tensor for both, or one number for many
         for whole, first in ((dk, dk_first), (dv, dv_first)):
             whole.narrow(2, 0, ctx.m).add_(first)
         return dk, dv, None
@@ -137,7 +143,8 @@ class BufferedRows:
         """[B, rows of q, width]: heads(q, k, v, n_keys, causal) of each kind of rows.
 
         Args:
-            heads: [B, H, n_q, D] and keys and values → [B, n_q, H · D].
+            heads: [B, H, n_q, D] and keys and values → [B, n_q, H · D]. Nobody may keep the
+                gradients that it gives keys and values: they are added to in place.
             q: [B, H, rows, D], of all rows, or of followers and others alone.
             k, v: [B, H, n_context + n_buffer, D].
         """

@@ -199,7 +199,7 @@ def test_a_format_that_the_gpu_does_not_multiply_in_is_refused(monkeypatch):
 
 
 def test_latency_is_of_single_calls_and_its_rows_say_so():
-    timing = TIMING | {"latency": {"warmup_calls": 3, "launches": 12}}
+    timing = TIMING | {"latency": {"warmup_calls": 3, "launches": 12, "flushed_caches": 1}}
     job = op_parameters(implementations=BOTH | {"sdpa_flash--twin1": "t"}, timing=timing)
     del job["implementations"]["other"]
     tables = measure_op(job, time.perf_counter())

@@ -204,9 +204,11 @@ def test_an_empty_policy_is_refused(name: str) -> None:
 
 def test_latency_flushes_before_each_call_and_takes_turns(monkeypatch):
     seen = []
-    monkeypatch.setattr(timing, "_flush", lambda device: lambda: seen.append("flush"))
+    monkeypatch.setattr(timing, "_flush", lambda device, caches: lambda: seen.append("flush"))
     calls = [[lambda name=name: seen.append(name)] for name in "ab"]
-    measured = timing.measure_latency(calls, CPU, Latency(warmup_calls=2, launches=9))
+    measured = timing.measure_latency(
+        calls, CPU, Latency(warmup_calls=2, launches=9, flushed_caches=2)
+    )
     assert [len(one.samples_ms) for one in measured] == [9, 9]
     assert {(one.n_launches, one.n_warmup) for one in measured} == {(1, 2)}
     assert seen[::2] == ["flush"] * 22
@@ -214,4 +216,4 @@ def test_latency_flushes_before_each_call_and_takes_turns(monkeypatch):
 
 
 def test_latency_of_nobody_is_nothing():
-    assert timing.measure_latency([], CPU, Latency(1, 1)) == []
+    assert timing.measure_latency([], CPU, Latency(1, 1, 1)) == []

@@ -17,7 +17,7 @@ from tnp.ops.attention import hopper_backward as backward
 from tnp.ops.attention.primitives import KeyGradients, n_key_tiles
 
 BLOCK_N = backward.BLOCK_N.value
-ONE = backward.DkdvConfig(4, 1, 208, persistent=False)
+ONE = backward.DkdvConfig(4, 208, persistent=False)
 
 
 def call(batch: int, n_q: int, n_k: int, **options) -> Call:
@@ -52,7 +52,7 @@ def test_nothing_is_split_where_it_does_not_pay_or_samples_have_keys_of_their_ow
         call(1, 205_000, 200_000),  # 95 rounds, of which the last counts little
     ):
         assert backward.split(what, ONE) is None
-    persistent = backward.DkdvConfig(4, 1, 208, persistent=True)
+    persistent = backward.DkdvConfig(4, 208, persistent=True)
     assert backward.split(call(4, 11_000, 10_000), persistent) is None
 
 

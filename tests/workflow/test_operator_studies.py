@@ -42,7 +42,7 @@ def test_a_study_of_latency_has_the_numbers_of_calls_and_no_other_study_has():
     asked = {name for name, spec in CONFIG["ops"].items() if spec.get("timing") == "latency"}
     assert asked and asked == {job["study"] for job in OPS.values() if "latency" in job["timing"]}
     (numbers,) = {str(job["timing"]["latency"]) for job in OPS.values() if job["study"] in asked}
-    assert numbers == str({"warmup_calls": 100, "launches": 1000})
+    assert numbers == str({"warmup_calls": 100, "launches": 1000, "flushed_caches": 32})
 
 
 def test_nothing_is_chosen_by_latency():

@@ -47,10 +47,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Latency:
-    """Call `warmup_calls` times, then sample `launches` single calls: `timing.latency`."""
+    """Call `warmup_calls` times, then sample `launches` single calls, before each of which so many
+    times the L2 cache is overwritten: `timing.latency`.
+    """
 
     warmup_calls: int
     launches: int
+    flushed_caches: int
 
 
 def question(timing: Mapping) -> str:

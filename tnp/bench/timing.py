@@ -32,11 +32,6 @@ SETTLED_WITHIN = 0.01
 # batches are nearly independent; 2.26 is Student's 97.5 % quantile of 9 degrees of freedom.
 N_BATCHES, T_QUANTILE = 10, 2.26
 
-# Where single launches are timed, L2 caches are overwritten by so many times their size. That takes
-# the device about as long as the host takes to launch a backward pass: with 2 caches, 0.03 ms, most
-# passes were timed as the host's, and drifted by up to a factor of two within a run (H200).
-FLUSHED_CACHES = 32
-
 Mark = torch.cuda.Event | float
 Call = Callable[[], object]
 Spans = list[tuple[Mark, Mark]]  # of one contender, in the order taken
@@ -154,18 +149,20 @@ def measure_latency(
         return []
     start = time.perf_counter()
     rounds = partial(_rounds, _turns(contenders), len(contenders), device)
-    flush = _flush(device)
+    flush = _flush(device, policy.flushed_caches)
     rounds(policy.warmup_calls, flush)
     began, origin = time.perf_counter(), mark(device)
     taken = rounds(policy.launches, flush)
     return _measurements(taken, origin, began, start, policy.warmup_calls, 1)
 
 
-def _flush(device: torch.device) -> Call:
-    """Overwrites the L2 cache; of a CPU, whose caches only the calls themselves fill, nothing."""
+def _flush(device: torch.device, caches: int) -> Call:
+    """Overwrites the L2 cache and more; of a CPU, whose caches only the calls themselves fill,
+    nothing.
+    """
     if device.type != "cuda":
         return lambda: None
-    size = FLUSHED_CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+    size = caches * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(size, dtype=torch.int8, device=device).zero_
 
 

@@ -243,6 +243,7 @@ _KINDS = (
     ("bfloat16", 128, _GROUPED),
     ("bfloat16", 128, _WINDOW),
     ("bfloat16", 64, {"causal": True, "n_keys": True}),
+    ("bfloat16", 64, _GROUPED | _WINDOW),
     *(("bfloat16", head_dim, _GROUPED | _WINDOW) for head_dim in (48, 80, 192)),
     ("float32", 64, _GROUPED | _WINDOW),
     ("bfloat16", 128, {"lse": True}),

@@ -73,8 +73,9 @@ def _add_dq(pipe, item, dq_desc):
 @gluon.jit
 def add_in_turn(pipe, dq_desc):
     """Add what `_add_dq` left to dq: of each tile of queries after all earlier blocks of keys that
-    the tile sees, the first of which writes it. Their programs were launched before, so none waits
-    for one that cannot run.
+    the tile sees, the first of which writes it. Their programs have lower numbers, and programs are
+    started in the order of their numbers, though CUDA does not promise it: none waits for one that
+    cannot run.
 
     A warp of its own: to read a count takes 0.7 µs, and to publish one it must wait for what was
     written. In the warpgroup that multiplies, a tile of D = 64 took 1.5 µs in place of 1.2 (H200).

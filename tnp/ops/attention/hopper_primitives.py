@@ -139,10 +139,6 @@ def store_some(ptr, x, bh, row, end, n_heads):
     gl.store(ptr + of_row[:, None] + offs_d[None, :], x, mask=(rows < end)[:, None])
 
 
-# Of the threads of a partition. Triton 3.6 has it by another name.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
 @gluon.jit
 def written(but: gl.constexpr = 0):
     """Wait until what TMA stored or added for this thread is in memory, not only read from shared

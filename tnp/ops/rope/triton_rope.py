@@ -138,7 +138,7 @@ def load_angles(
     if INTERLEAVED:  # these pairs lie otherwise than a load does: less is moved of one head
         cos, sin = cos[:, None, :], sin[:, None, :]
     if HAS_POSITIONS:
-        cos = tl.where(known[:, None, None], cos, float("nan"))
+        cos = tl.where(known[:, None, None], cos.to(tl.float32), float("nan"))
     return cos, sin
 
 
