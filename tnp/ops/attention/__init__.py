@@ -8,9 +8,10 @@ keys these are is answered in `keys`.
 
 Ours, `separate` and `fused`, share the forward pass and differ in the backward. `separate` gives
 gradients that are equal from run to run: the portable kernels by two launches, dk and dv and then
-dq, Hopper's by one that adds dq up in one order. `fused` may add it up in any. `portable` is `separate` without Hopper's
-warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from, and the portable backward
-pass reads their lse. `e4m3` has both products of the forward pass in 8 bits, and no backward.
+dq, Hopper's by one that adds dq up in one order. `fused` may add it up in any. `portable` is
+`separate` without Hopper's warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from,
+and the portable backward pass reads their lse. `e4m3` has both products of the forward pass in
+8 bits, and no backward.
 """
 
 from __future__ import annotations
