@@ -1,11 +1,21 @@
 """What runs around the forward kernel for Hopper, which itself is gated on one."""
 
-from itertools import chain
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
-import triton
 
-from tnp.ops.attention.hopper_forward import MIN_BLOCKS_SAVED, rounds, schedule
+from tnp import targets
+from tnp.contract import Call
+from tnp.ops.attention import OPERATOR
+from tnp.ops.attention.hopper_forward import (
+    MIN_BLOCKS_SAVED,
+    ForwardConfig,
+    configs,
+    schedule,
+    section,
+    tiles,
+)
 
 PROGRAMS = 132
 
@@ -31,33 +41,54 @@ def test_schedule_splits_only_where_it_pays():
     assert schedule(264, 47, PROGRAMS, may_split=True) == (2, 0, 0)
 
 
-def loads(sections: list[list[int]]) -> list[int]:
-    """What each program has to do where every section of tiles begins with a round of its own:
-    programs take tiles there and back.
-    """
-    found, i = [0] * PROGRAMS, 0
-    for tiles in sections:
-        for first in range(0, len(tiles), PROGRAMS):
-            for at, tile in enumerate(tiles[first : first + PROGRAMS]):
-                found[at if i % 2 == 0 else PROGRAMS - 1 - at] += tile
-            i += 1
-    return found
+def causal(batch: int, n_q: int, head_dim: int = 64, **kind) -> Call:
+    sizes = {"batch": batch, "n_heads": 32, "n_q": n_q, "n_k": n_q, "head_dim": head_dim}
+    problem = OPERATOR.problem("bfloat16", **sizes, causal=True, n_kv_heads=8, **kind)
+    return Call(problem, targets.named("H200"))
 
 
-@pytest.mark.parametrize("n_q, heads, together", [(8_192, 64, 44), (32_768, 32, 8)])
-def test_programs_have_as_much_to_do_where_tiles_see_unequal_numbers_of_keys(n_q, heads, together):
-    """Causal: of a head's tiles of 192 queries the last sees most, and is taken first, of all heads
-    of a section in turn.
-    """
-    of_head = triton.cdiv(n_q, 192)
-    tiles = range(of_head, 0, -1)
-    sections = [
-        [tile for tile in tiles for _ in range(min(together, heads - first))]
-        for first in range(0, heads, together)
-    ]
-    found = loads(sections)
-    assert max(found) < 1.01 * sum(found) / PROGRAMS
-    together_at_once = loads([list(chain.from_iterable(sections))])
-    assert max(together_at_once) > 1.03 * sum(found) / PROGRAMS, "the control"
-    of_sections = [triton.cdiv(len(section), PROGRAMS) for section in sections]
-    assert rounds(of_head, heads, together, PROGRAMS) == sum(of_sections)
+def taken(call: Call, config: ForwardConfig, in_rounds: bool) -> Iterator[tuple[int, int, int]]:
+    """As `tile_in_turn` has it: each program, and the heads and tiles that it takes."""
+    n, _blocks, (n_whole, _n_split, rounds) = tiles(call, config)
+    heads, together = call.problem["batch"] * call.problem["n_heads"], section(call)
+    of_head = n // heads
+    for i, program in product(range(n_whole + 2), range(PROGRAMS)):
+        at = program if i % 2 == 0 else PROGRAMS - 1 - program
+        if in_rounds:
+            begin = i // rounds * together
+            at += i % rounds * PROGRAMS
+        else:
+            index = i * PROGRAMS + at
+            begin = index // (of_head * together) * together
+            at = index - begin * of_head
+        of_section = max(min(together, heads - begin), 1)
+        if begin < heads and at < of_section * of_head:
+            yield program, begin + at % of_section, of_head - 1 - at // of_section
+
+
+@pytest.mark.parametrize("batch, n_q", [(1, 65), (2, 8_192), (3, 777), (1, 32_768)])
+@pytest.mark.parametrize("kind", [{}, {"window": 300}], ids=str)
+def test_every_tile_under_a_mask_is_taken_once(batch, n_q, kind):
+    call = causal(batch, n_q, **kind)
+    for config in configs(call):
+        n, *_ = tiles(call, config)
+        found = [tile for _program, *tile in taken(call, config, in_rounds=not kind)]
+        heads = batch * 32
+        assert sorted(found) == [list(one) for one in product(range(heads), range(n // heads))]
+
+
+@pytest.mark.parametrize("batch, n_q", [(2, 8_192), (1, 32_768)])
+def test_programs_have_as_much_to_do_where_tiles_see_unequal_numbers_of_keys(batch, n_q):
+    """The last tile of a head sees most keys. Without rounds of their own, sections share some."""
+    call = causal(batch, n_q)
+    config = configs(call)[0]
+    assert config.consumers == 3
+
+    def busiest(in_rounds: bool) -> float:
+        loads = [0] * PROGRAMS
+        for program, _head, tile in taken(call, config, in_rounds):
+            loads[program] += tile + 1
+        return max(loads) * PROGRAMS / sum(loads)
+
+    assert busiest(True) < 1.01
+    assert busiest(False) > 1.03, "the control"

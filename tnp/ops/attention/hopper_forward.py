@@ -126,7 +126,8 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
     """Query tiles, blocks of keys of one, and `schedule`, of programs as many as multiprocessors.
 
     With n_keys, and where queries see unequal numbers of keys, nothing is split: a program's share
-    would depend on the samples' lengths.
+    would depend on the samples' lengths. Under a causal mask without a window the rounds of a
+    section of heads stand in the share's place.
     """
     p = call.problem
     rows = config.consumers * ROWS.value
@@ -137,12 +138,12 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
     if reach.bounded_right and not reach.bounded_left:
         together, programs = min(section(call), heads), call.target.multiprocessors
         of_section = triton.cdiv(of_head * together, programs)
-        return n, blocks, (rounds(of_head, heads, together, programs), 0, of_section)
+        return n, blocks, (n_rounds(of_head, heads, together, programs), 0, of_section)
     may_split = all_seen(p) and not p["n_keys"]
     return n, blocks, schedule(n, blocks, call.target.multiprocessors, may_split)
 
 
-def rounds(of_head: int, heads: int, section: int, programs: int) -> int:
+def n_rounds(of_head: int, heads: int, section: int, programs: int) -> int:
     """Tiles of the busiest program where each section of heads begins with a round of its own."""
     sections = (min(section, heads - first) for first in range(0, heads, section))
     return sum(triton.cdiv(of_head * n, programs) for n in sections)
