@@ -248,29 +248,17 @@ def _attention_bwd_dkdv_hopper_kernel(
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT))
     gl.static_assert(not ORDERED or not (PERSISTENT or SPLIT))
-    if ORDERED:
-        gl.warp_specialize(
-            [
-                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
-                (dq_consumer, (pipe, dq_desc)),
-                (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-                (add_in_turn, (pipe, dq_desc)),
-            ],
-            [4, 4, 1, 1],
-            [REGISTERS, 488 - 2 * REGISTERS, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
-                (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
-                (dq_consumer, (pipe, dq_desc)),
-                (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, 488 - 2 * REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
+            (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 1)),
+            (dq_consumer, (pipe, dq_desc)),
+            (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+        ]
+        + ([(add_in_turn, (pipe, dq_desc))] if ORDERED else []),
+        [4, 4, 1] + ([1] if ORDERED else []),
+        [REGISTERS, 488 - 2 * REGISTERS, 24] + ([24] if ORDERED else []),
+    )
 
 
 def bound_dkdv(

@@ -90,6 +90,15 @@ def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
 
 
 @gluon.jit
+def _hand_over(pipe, i, ds, WARPGROUP: gl.constexpr):
+    """Leave ds of tile i for the third warpgroup, once it has read that of tile i − 2."""
+    mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+    tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+
+
+@gluon.jit
 def walk(
     pipe, k, v, scale_log2, item, step, end,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -151,10 +160,7 @@ def walk(
         dv_started = warpgroup_mma(p, do, dv, is_async=True)
         dp = warpgroup_mma_wait(2, deps=[dp_started])
         ds = _gradient_of_scores(p, dp)
-        mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
-        tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+        _hand_over(pipe, i, ds, WARPGROUP)
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         if not WEIGHTED:
             lse = _row_of(pipe.lse, following)
@@ -194,10 +200,7 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         dv_started = warpgroup_mma(p, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_started])
         ds = _gradient_of_scores(p, dp)
-        mbarrier.wait(pipe.ds_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
-        tile(pipe.ds, (i & 1) * 2 + WARPGROUP).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(pipe.ds_full.index(i & 1), count=1)
+        _hand_over(pipe, i, ds, WARPGROUP)
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
