@@ -23,8 +23,6 @@ from tnp.ops.attention.hopper_primitives import (
 )
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
-# Tiles later at which an item counts that it added to one: until then it need not be in memory.
-LATE = gl.constexpr(1)
 
 
 @gluon.jit
@@ -79,7 +77,8 @@ def add_in_turn(pipe, dq_desc):
 
     A warp of its own: to read a count takes 0.7 µs, and to publish one it must wait for what was
     written. In the warpgroup that multiplies, a tile of D = 64 took 1.5 µs in place of 1.2 (H200).
-    Each lane reads the count of another of the next tiles.
+    Each lane reads the count of another of the next tiles. That a tile was added to is counted one
+    tile later: until then it need not be in memory.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
@@ -110,12 +109,12 @@ def add_in_turn(pipe, dq_desc):
                 reduce_add(dq_desc, [row + part * ROWS, 0], pipe.dq.index(at_once))
             tma.store_wait(1)  # what was left before has been read
             mbarrier.arrive(pipe.dq_empty.index(at_once ^ 1), count=1, pred=i * PARTS + part > 0)
-        if i >= LATE:
-            written(PARTS * LATE)
-            _count(pipe, i - LATE, first_stage, n_stages, padded)
+        if i > 0:
+            written(PARTS)
+            _count(pipe, i - 1, first_stage, n_stages, padded)
     written(0)
-    for i in range(gl.maximum(n - LATE, 0), n):
-        _count(pipe, i, first_stage, n_stages, padded)
+    if n > 0:
+        _count(pipe, n - 1, first_stage, n_stages, padded)
 
 
 @gluon.jit

@@ -12,8 +12,6 @@ from tnp.ops.hopper_primitives import opaque
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
-# A head's rows of lse, delta and dq's tiles are padded to a multiple of this.
-PADDED_ROWS = gl.constexpr(128)
 # Rounds of programs that a section of heads has at least. Of 196 causal problems the busiest
 # multiprocessor then has 3 % more to do than the average, and 16 % head by head (counted).
 LEAST = 1.5

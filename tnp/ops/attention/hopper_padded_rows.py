@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_pipeline import PADDED_ROWS
 from tnp.ops.attention.keys import Tiles, place
 from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides, store_rows
 
@@ -133,16 +132,15 @@ def _finish_dq_kernel(
 
 
 class PaddedRows:
-    """Rows of lse, delta and dq's tiles of all heads, each head's in `n` tiles of queries: padded
-    to a multiple of PADDED_ROWS, or where sequences are packed each with tiles of its own.
+    """Rows of lse, delta and dq's tiles of all heads, each head's in `n` tiles of queries, those of
+    packed sequences each in tiles of its own.
     """
 
     def __init__(self, call: Call) -> None:
         p = call.problem
         self.table = Tiles(call, "n_q", TILE_ROWS)
         self.packed = bool(p["n_sequences"])
-        padded = triton.cdiv(p["n_q"], PADDED_ROWS.value) * (PADDED_ROWS.value // TILE_ROWS)
-        self.n = self.table.n if self.packed else padded
+        self.n = self.table.n
         self.of_head = self.n * TILE_ROWS
         self.n_all = self.n * p["batch"] * p["n_heads"]
 

@@ -165,10 +165,12 @@ def acquired(ptr):
 
 @gluon.jit
 def before_reduction():
-    """What was acquired is also seen by what TMA adds after it, which is of another proxy."""
+    """What lanes of this warp acquired is also seen by what TMA adds after it: one of them starts
+    that, and TMA is of another proxy.
+    """
     gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
+        "bar.warp.sync 0xffffffff; fence.proxy.async.global; mov.b32 $0, 0;", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
