@@ -285,6 +285,7 @@ class Buffer:
         ValueError: the model has no buffer.
     """
 
+    @torch.no_grad()
     def __init__(
         self, model: TransformerNP, encoding: Encoding, room: int, repeats: int = 1
     ) -> None:
@@ -294,9 +295,10 @@ class Buffer:
         batch, n_heads, m, width = k.shape
         self._n, self._room, self._capacity = 0, room, m + room
         # Zeros, since rows that nobody has written must be finite.
-        shape = repeats * batch, n_heads, self._capacity, width
-        self._blocks = [tuple(x.new_zeros(shape) for x in kv) for kv in encoding.blocks]
-        self._lengths = torch.empty(len(self._blocks[0][0]), dtype=torch.int32, device=k.device)
+        shape = repeats * batch, 2 * n_heads, self._capacity, width  # keys, then values
+        self._blocks = [k.new_zeros(shape) for _ in encoding.blocks]
+        self._weights = [block.attention.cast_weight(k.dtype, 3) for block in model.blocks]
+        self._lengths = torch.empty(len(self._blocks[0]), dtype=torch.int32, device=k.device)
         self._samples = torch.arange(len(self._lengths), device=k.device)
         self.refill(encoding)
 
@@ -310,7 +312,7 @@ class Buffer:
         if m > self._capacity:
             raise ValueError(f"the context has {m} points and there is room for {self._capacity}")
         for kept, new in zip(self._blocks, encoding.blocks, strict=True):
-            for whole, x in zip(kept, new, strict=True):
+            for whole, x in zip(kept.chunk(2, 1), new, strict=True):
                 whole[:, :, :m].unflatten(0, (-1, len(x))).copy_(x)
         if encoding.lengths is None:
             self._lengths.fill_(m)
@@ -354,10 +356,11 @@ class Buffer:
         model = self._model
         h, update = model.embed(None, None, x_target, model.compute_dtype), None
         of_blocks = zip(model.blocks, self._blocks, self._queries, strict=True)
-        for block, (k, v), weight in of_blocks:
+        for block, kept, weight in of_blocks:
             h, x = block.attention.norm(h, update)
-            q = block.attention.project_queries(x, weight)
-            h, update = block.mlp(h, block.attention.attend_cache(q, k, v, self._lengths))
+            q = block.attention.project_cast(x, weight)
+            update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
+            h, update = block.mlp(h, update)
         return model.heads(h, update)
 
     def behind(self, x_target: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -370,14 +373,14 @@ class Buffer:
         h, update = model.embed.buffered(x, y, 1, x_target, model.compute_dtype), None
         place = self._lengths.long()
         self._lengths += 1
-        for block, (k, v) in zip(model.blocks, self._blocks, strict=True):
+        for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
             h, x = block.attention.norm(h, update)
+            heads, n_heads = block.attention.project_cast(x, weight), block.attention.n_heads
+            kept[self._samples, :, place] = heads[:, n_heads:, 0]
             # Of the last block only the target is read.
             first = 1 if block is model.blocks[-1] else 0
-            q, *new = block.attention.project(x, 1, first)
-            for kept, one in zip((k, v), new, strict=True):
-                kept[self._samples, :, place] = one[:, :, 0]
-            update = block.attention.attend_cache(q, k, v, self._lengths)
+            q = heads[:, :n_heads, first:]
+            update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
             h, update = block.mlp(h[:, first:], update)
         return model.heads(h, update)
 

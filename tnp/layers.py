@@ -143,17 +143,21 @@ class Attention(nn.Module):
             implementation=self.variant.projection,
         )  # fmt: skip
 
-    def query_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """What `project_queries` takes, [d_model, d_model]: in `dtype`, times what q carries."""
-        weight, _, _ = self.qkv.chunk(3)
+    def cast_weight(self, dtype: torch.dtype, n_parts: int) -> torch.Tensor:
+        """What `project_cast` takes, [n_parts · d_model, d_model], of the first of q, k and v: in
+        `dtype`, q's times what q carries.
+        """
+        weight, *others = self.qkv.chunk(3)[:n_parts]
         if self.base2:
             weight = weight * query_factor(len(weight), self.n_heads, self.base2)
-        return weight.to(dtype)
+        return (torch.cat([weight, *others]) if others else weight).to(dtype)
 
-    def project_queries(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """q alone of all rows, [B, n_heads, rows, D]; `weight` is what `query_weight` gives."""
-        q = linear(x, weight, implementation=self.variant.projection)
-        return q.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+    def project_cast(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """q of all rows, then k and v where `weight` has them, in one product: [B, n_parts ·
+        n_heads, rows, D].
+        """
+        heads = linear(x, weight, implementation=self.variant.projection)
+        return heads.unflatten(-1, (-1, x.shape[-1] // self.n_heads)).transpose(1, 2)
 
     def attend(
         self,
@@ -187,16 +191,14 @@ class Attention(nn.Module):
     def attend_cache(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """The update of a few rows that all see the first lengths[b] keys of a cache.
-
-        They go through as heads of one token, which share their keys. No gradient.
+        """The update of a few rows that all see the first lengths[b] keys of a cache, without a
+        gradient.
         """
-        n_heads, n_rows = q.shape[1:3]
         o = decode_attention(
-            q.flatten(1, 2).unsqueeze(2), k, v, lengths, scale=LN_2 if self.base2 else None,
+            q, k, v, lengths, scale=LN_2 if self.base2 else None, full=True,
             implementation=self.variant.decode_attention,
         )  # fmt: skip
-        o = o.reshape(len(q), n_heads, n_rows, -1).transpose(1, 2).flatten(-2)
+        o = o.transpose(1, 2).flatten(-2)
         return linear(o, self.output, implementation=self.variant.projection)
 
     def forward(

@@ -2,7 +2,8 @@
 
     o = softmax(scale · q kᵀ) v        query t of T sees keys 0 … lengths − T + t
 
-The cache is contiguous, or in pages that a table names in their order. Forward only.
+If `full` every query sees all keys of its sequence. The cache is contiguous, or in pages that a
+table names in their order. Forward only.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def describe(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     cache: str | bool = False,
+    full: bool = False,
 ) -> dict[str, int]:
     """Sizes; ValueError where the tensors do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -145,7 +147,7 @@ OPERATOR = Operator(
     outputs=("o",),
     scalars={"scale": definition.SCALE},
     sizes=("batch", "heads", "kv_heads", "n_queries", "n_keys", "head_dim", "page"),
-    options={"cache": tuple(definition.CACHES)},
+    options={"cache": tuple(definition.CACHES), "full": bool},
     implementations=(
         Implementation(
             "sdpa",
@@ -203,6 +205,7 @@ def decode_attention(
     v_descale: Tensor | None = None,
     *,
     scale: float | None = None,
+    full: bool = False,
     implementation: str = "sdpa",
 ) -> Tensor:
     """softmax(scale · q kᵀ) v of each sequence's last tokens over its cache.
@@ -221,6 +224,7 @@ def decode_attention(
             sequence in their order; entries past its length are not read.
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
         scale: a number, positive and finite; 1/√D where None.
+        full: every query sees all of the lengths[b] keys, as rows beside one another do.
         implementation: a name of `tnp.catalog`, or "auto". `triton` takes D of `HEAD_DIMS`, pages
             of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
             same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
@@ -244,5 +248,7 @@ def decode_attention(
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
         scale = positive_number("scale", scale)
     options = (("cache", "e4m3"),) if str(k.dtype) == "torch.float8_e4m3fn" else ()
+    if full:
+        options += (("full", True),)
     inputs = q, k, v, lengths, page_table, k_descale, v_descale
     return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tnp.values import Random
 
 SCALE = 0.125  # that gates and benchmarks pass
-OPTIONS = ("cache", "page_table", "k_descale", "v_descale")
+OPTIONS = ("cache", "full", "page_table", "k_descale", "v_descale")
 CACHES = {"e4m3": "float8_e4m3fn"}  # number formats of a cache that are not q's
 SPARE_PAGES = 3  # that no sequence has
 
@@ -123,7 +123,8 @@ def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
             rows.append(whole(x[:, heads], table, descale, torch.float64))
         q = inputs["q"][one, h : h + 1 or None].double()
         lengths = inputs["lengths"][one]
-        found.append(reference(q, *rows, lengths, None, None, None, SCALE)[0, 0])
+        o = reference(q, *rows, lengths, None, None, None, SCALE, full=bool(p["full"]))
+        found.append(o[0, 0])
     return {"o": (([0, -1], [0, -1]), torch.stack(found))}
 
 
@@ -156,6 +157,7 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
             case(
                 2, 4, 2, 1, 140, 16, "float16", lengths="140,65", descale_each=True, **_DESCALED
             ),
+            case(3, 4, 2, 3, 140, 16, "float32", lengths="0,2,140", full=True),
         ]  # fmt: skip
     edges, many = ",".join(map(str, _EDGES)), ",".join(map(str, (*_EDGES[1:], 4095, 4096, 4097)))
     n_edges, n_many = len(_EDGES), len(_EDGES) + 2
@@ -167,6 +169,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
             case(n_edges, 12, 12, 5, 300, 64, dtype, lengths=edges),
             case(n_edges, 16, 2, 5, 320, 64, dtype, 64, lengths=edges),
             case(3, 32, 8, 1, 777, 64, dtype, lengths="777,1,300", heads_first=True),
+            case(n_edges, 8, 8, 2, 300, 64, dtype, lengths=edges, heads_first=True, full=True),
+            case(n_edges, 8, 2, 5, 320, 128, dtype, 64, lengths=edges, full=True),
             *(case(2, 8, 2, 1, 512, d, dtype, 128, lengths="65,511") for d in _OTHER_DIMS),
         ]
     for dtype in FLOATS[:2]:

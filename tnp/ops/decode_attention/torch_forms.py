@@ -25,18 +25,22 @@ def whole(cache, page_table, descale, dtype):
     return cache.to(dtype)
 
 
-def seen(lengths, n_queries, n_keys, ahead=0):
-    """bool [B, T, S]: whether a query sees a key; `ahead` keys more than it should."""
+def seen(lengths, n_queries, n_keys, full, ahead=0):
+    """bool [B, T, S], or [B, 1, S] if `full`: whether a query sees a key; `ahead` keys more than it
+    should.
+    """
     import torch
 
     key = torch.arange(n_keys, device=lengths.device)
     token = torch.arange(n_queries, device=lengths.device)[:, None]
-    n_seen = lengths.clamp(0, n_keys)[:, None, None] - n_queries + 1 + token
+    n_seen = lengths.clamp(0, n_keys)[:, None, None]
+    if not full:
+        n_seen = n_seen - n_queries + 1 + token
     return key < n_seen + ahead
 
 
 def reference(
-    q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, ahead=0
+    q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, full=False, ahead=0
 ):  # fmt: skip
     """softmax(scale · q kᵀ) v over the keys that each query sees, 0 where there is none.
 
@@ -45,6 +49,7 @@ def reference(
             `tnp.ops.decode_attention.decode_attention`; in any float dtype.
         scale: a number.
         cache: the cache's number format, which its dtype says too.
+        full: every query sees all keys of its sequence.
         ahead: keys that every query sees more than it should, for a control of the gate.
     """
     import torch
@@ -52,16 +57,18 @@ def reference(
     k = whole(k, page_table, k_descale, q.dtype).unsqueeze(2)
     v = whole(v, page_table, v_descale, q.dtype).unsqueeze(2)
     s = scale * (grouped(q, k.shape[1]) @ k.mT)
-    mask = seen(lengths, q.shape[2], k.shape[3], ahead)[:, None, None]
+    mask = seen(lengths, q.shape[2], k.shape[3], full, ahead)[:, None, None]
     p = torch.softmax(s.masked_fill(~mask, float("-inf")), -1)
     return ungrouped(p.masked_fill(~mask, 0.0) @ v)
 
 
-def sdpa(q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False):
+def sdpa(
+    q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, full=False
+):  # fmt: skip
     """PyTorch's scaled_dot_product_attention under a mask, of a copy of what is paged or 8-bit."""
     from torch.nn.functional import scaled_dot_product_attention
 
     k, v = whole(k, page_table, k_descale, q.dtype), whole(v, page_table, v_descale, q.dtype)
-    mask = seen(lengths, q.shape[2], k.shape[2])[:, None]
+    mask = seen(lengths, q.shape[2], k.shape[2], full)[:, None]
     o = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return o.masked_fill(~mask.any(-1, keepdim=True), 0.0)

@@ -126,7 +126,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    START: tl.constexpr, PRECISION: tl.constexpr, FOLLOWED: tl.constexpr,
+    START: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it.
 
@@ -161,8 +161,8 @@ def _decode_kernel(
         k_of, v_of = k_ptr + h.to(tl.int64) * stride_kh, v_ptr + h.to(tl.int64) * stride_vh
         table_of = table_ptr + b.to(tl.int64) * stride_tb
         scale = scale_log2 * _descale(k_descale_ptr, b, h, stride_kdb, stride_kdh, K_DESCALE)
-        # The queries are the sequence's last tokens: each sees those up to itself.
-        seen = n_keys - TOKENS + 1 + token
+        # The queries are the sequence's last tokens: each sees those up to itself, or all if FULL.
+        seen = n_keys + 0 * token if FULL else n_keys - TOKENS + 1 + token
 
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         weights = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end, across warps
@@ -305,6 +305,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         ROWS=tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
         K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, FOLLOWED=overlap,
         PRECISION=EXACTLY if p.itemsize == 4 and tile_rows(p) >= 64 else FLOAT32_PRECISION.value,
+        FULL=p["full"],
         **of_pairs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     add_parts = None
