@@ -342,6 +342,21 @@ def test_a_row_that_did_not_settle_does_not_count(store: Store) -> None:
         assert row["counts"] is settled and row["why_not"].startswith(why)
 
 
+def test_a_round_is_all_that_its_calls_took(store: Store) -> None:
+    """A sample is the mean of its launches: of a hundred it is a small part of a long call."""
+    long = step("fused", [1.0, 1.0, 1.0]), {"n_launches": 100}
+    short = step("sdpa_flash", [10.0, 10.0, 20.0]), {"n_launches": 1}
+    parts = []
+    for part, columns in (long, short):
+        at = ({"t_s": float(i)} for i in range(3))
+        parts.append(part | {"samples": [row | columns | next(at) for row in part["samples"]]})
+    # 110 to 120 ms a round are 9 % apart, 11 to 21 of plain means 65.
+    rows = store(gate("g"), run("r", *parts))("from settling")
+    assert [row["settled"] for row in rows] == [False]
+    parts[1]["samples"][2]["time_ms"] = 10.9  # 0.8 %, and 8 of plain means
+    assert one(store(gate("g"), run("r", *parts)), "from settling")["settled"]
+
+
 # 14
 @pytest.mark.parametrize("times", [[math.nan], [math.inf], [1.0, 1.0, math.inf]])
 def test_a_time_that_is_no_finite_number_is_an_error(store: Store, times: list[float]) -> None:

@@ -2,6 +2,7 @@
 --
 -- Contenders of a run take turns, so what has not settled is the device, for all of them alike: it
 -- has where the medians of the first and the last third of whole rounds are less than 1 % apart.
+-- A round is all that its calls took; a sample is the mean of the launches of one.
 -- One contender's own samples say little of it: at the power limit they vary by 4 %. Rows of the
 -- first sitting have in column `settled` what each contender's samples said, so the raw samples
 -- decide. Samples from before they carried their time are not in it.
@@ -11,7 +12,7 @@ with rounds as (
         run_id,
         pass,
         sample,
-        sum(time_ms) as round_ms
+        sum(time_ms * coalesce(n_launches, 1)) as round_ms
     from samples
     where run_id is not null and t_s is not null
     group by all
