@@ -374,6 +374,10 @@ def test_what_cannot_be_is_named():
     known = Buffer(model, model.encode(task.context), 1)
     with pytest.raises(ValueError, match=r"x_context is \(2, 1, 2\): it must be \[B, rows, 1\]"):
         known.predict(x, (x.repeat(1, 1, 2), y))
+    with pytest.raises(ValueError, match=r"x is \(2, 2, 1\): it must be \[2, 1, 1\], one point"):
+        known.predict(x, tuple(z[:, :2] for z in (task.x_target, task.y_target)))
+    with pytest.raises(ValueError, match=r"x_target is \(1, 1, 1\): it must be \[2, 1, 1\], one"):
+        known.predict(x[:1])
     known.predict(x, (x, y))  # the point that did not fit has not entered
     longer = model.encode(Context(*(torch.cat([z, z], 1) for z in task.context[:2])))
     with pytest.raises(ValueError, match="the context has 14 points and there is room for 8"):

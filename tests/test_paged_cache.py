@@ -147,7 +147,7 @@ def test_page_tables_of_a_fixed_width():
     one, two = of.allocate(1), of.allocate(9)
     table = of.page_table([one, two], columns=5)
     assert table.shape == (2, 5) and table.dtype == torch.int32
-    assert table[0, 1:].tolist() == [0] * 4 and table[1, :3].tolist() == pages(of, two)
+    assert table[0, 1:].tolist() == [-1] * 4 and table[1, :3].tolist() == pages(of, two)
     assert of.page_table([]).shape == (0, 0) and of.lengths([]).shape == (0,)
     with pytest.raises(ValueError, match="columns is 2: a sequence has 3 pages"):
         of.page_table([one, two], columns=2)
@@ -258,11 +258,14 @@ def test_an_extension_that_does_not_fit_changes_nothing():
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
-@pytest.mark.parametrize("length", [1, 33])
-def test_lengths_that_a_table_has_no_room_for_are_found_out(length):
-    lengths = torch.tensor([length], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        cache().write(*tokens(1, 2, 2, 4), lengths, torch.arange(8).view(1, 8).int())
+def test_what_a_table_has_no_room_for_is_found_out():
+    of, new = cache(), tokens(1, 2, 2, 4)
+    table = of.page_table(of.allocate(9), columns=8)
+    for length in (1, 33):
+        with pytest.raises(ValueError, match=f"lengths is {length} in sample 0: it must lie betwe"):
+            of.write(*new, torch.tensor([length], dtype=torch.int32), table)
+    with pytest.raises(ValueError, match="page_table"):  # past the pages that the sequence has
+        of.write(*new, torch.tensor([13], dtype=torch.int32), table)
 
 
 def test_bad_input_is_one_sentence():
@@ -291,6 +294,10 @@ def test_bad_input_is_one_sentence():
         (lambda: of.allocate(-1), "n_tokens is -1: it must be a whole number, at least 0"),
         (lambda: cache(n_pages=0), "n_pages is 0: it must be a whole number, at least 1"),
         (lambda: cache(head_dim=2.5), "head_dim is 2.5: it must be a whole number"),
+        (lambda: cache(dtype=torch.int32), "dtype is torch.int32: choose from torch.float64"),
+        (lambda: of.append(None, k, v), "handles is None: it must be a handle, or a list of them"),
+        (lambda: of.append(handle, k.clone().requires_grad_(), v), "k asks for a gradient and a"),
+        (lambda: of.write(k[None], v[None], torch.tensor([3]), of.page_table(handle)), "lengths"),
     ]
     for call, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):

@@ -331,10 +331,11 @@ class Buffer:
             entering: x [B, 1, d_x] and y [B, 1, d_y] of a point that enters first.
 
         Raises:
-            ValueError: the buffer is full, or points of another width.
+            ValueError: the buffer is full, or points of another width, or more than one a sample.
         """
         model = self._model
         x_target = model.prepared_x(x_target)
+        self._require_one_each(x_target=x_target)
         if entering is None:
             found = self.alone(x_target)
         else:
@@ -344,9 +345,18 @@ class Buffer:
                     "the context, which is encoded anew"
                 )
             x, y = model.prepared_context(*entering)
+            self._require_one_each(x=x, y=y)
             self._n += 1
             found = self.behind(x_target, x, y)
         return Prediction(found, model.config.sigma_min, model.normalization)
+
+    def _require_one_each(self, **points: torch.Tensor) -> None:
+        for name, x in points.items():
+            if x.shape[:2] != (len(self._samples), 1):
+                raise ValueError(
+                    f"{name} is {tuple(x.shape)}: it must be [{len(self._samples)}, 1, "
+                    f"{x.shape[2]}], one point for each sample of the buffer"
+                )
 
     def alone(self, x_target: torch.Tensor) -> torch.Tensor:
         """Mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all that there is.

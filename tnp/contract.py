@@ -335,6 +335,8 @@ class Operator:
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
     # Likewise by option, for the gates of implementations that take it.
     controls_of: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
+    # Inputs → those of them that say how many rows there are, with numbers of other rows.
+    other_lengths: Callable[[dict], dict[str, Any]] = lambda inputs: {}
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases

@@ -38,6 +38,14 @@ def require_floats(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
 
 
+def require_float_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError where `dtype` is none of floats."""
+    import torch
+
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name} is {dtype!r}: it must be a float dtype, such as torch.bfloat16")
+
+
 def require_equal(**tensors: torch.Tensor) -> None:
     """Raises ValueError where a tensor's shape, dtype or device are not those of the first."""
     (first, x), *others = tensors.items()
@@ -89,3 +97,66 @@ def require_lengths(x: torch.Tensor, **lengths: torch.Tensor) -> None:
             raise ValueError(
                 f"{name} is on {numbers.device} and its samples on {x.device}: they must be equal"
             )
+
+
+def numbers_on_host(x: torch.Tensor | None, dim: int = 1) -> list | None:
+    """Of an int32 tensor of `dim` dimensions what it holds, where the host can know: of a plain
+    tensor on the CPU that nobody traces, fakes or transforms. None of anything else.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or x.__class__ is not torch.Tensor or not x.is_cpu:
+        return None
+    if x.dtype is not torch.int32 or x.dim() != dim:
+        return None
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(x) else x.tolist()
+
+
+def require_between(name: str, x: torch.Tensor | None, low: int, high: int) -> None:
+    """Raises ValueError where the host knows the samples' numbers x, int32 [B], and that one lies
+    outside low … high; an empty range is left to others.
+    """
+    numbers = numbers_on_host(x)
+    if not numbers or low > high or (min(numbers) >= low and max(numbers) <= high):
+        return
+    sample = next(b for b, number in enumerate(numbers) if not low <= number <= high)
+    raise ValueError(
+        f"{name} is {numbers[sample]} in sample {sample}: it must lie between {low} and {high}"
+    )
+
+
+def require_pages(page_table: torch.Tensor, lengths: torch.Tensor, page: int, n_pages: int) -> None:
+    """Raises ValueError where the host knows page_table, int32 [B, columns], and lengths, int32
+    [B], and that one of the pages that a sequence uses is none of n_pages.
+    """
+    rows, numbers = numbers_on_host(page_table, 2), numbers_on_host(lengths)
+    if rows is None or numbers is None or len(rows) != len(numbers) or not page or not n_pages:
+        return
+    for sample, (row, length) in enumerate(zip(rows, numbers, strict=True)):
+        used = row[: -(-length // page)]
+        if used and not (min(used) >= 0 and max(used) < n_pages):
+            place = next(i for i, number in enumerate(used) if not 0 <= number < n_pages)
+            raise ValueError(
+                f"page_table is {used[place]} in sample {sample} at place {place}: it must lie "
+                f"between 0 and {n_pages - 1}"
+            )
+
+
+def require_cumulative(name: str, x: torch.Tensor | None, of: str, n_rows: int) -> None:
+    """Raises ValueError where the host knows x, int32 [n_sequences + 1], and that its sequences do
+    not follow one another from row 0 to the last of `of`, which has `n_rows`.
+    """
+    ends = numbers_on_host(x)
+    if ends is None or len(ends) < 2:
+        return
+    if ends[0] != 0:
+        raise ValueError(f"{name} begins with {ends[0]}: it must begin with 0")
+    if ends != sorted(ends):
+        at = next(i for i in range(1, len(ends)) if ends[i] < ends[i - 1])
+        raise ValueError(
+            f"{name} goes from {ends[at - 1]} to {ends[at]} at place {at}: it must not decrease"
+        )
+    if ends[-1] != n_rows:
+        raise ValueError(
+            f"{name} ends with {ends[-1]} and {of} has {n_rows} rows: they must be equal"
+        )

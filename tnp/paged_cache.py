@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tnp.inputs import require_count
+from tnp.inputs import require_between, require_count, require_pages
 from tnp.ops.attention.layouts import to_rows
 
 
@@ -33,6 +33,9 @@ class Handle:
 
 Handles = Handle | Sequence[Handle]
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+NOBODYS = -1  # in a page table, in place of a page that its sequence does not have
+
 
 class PagedCache:
     """A pool of pages, and the sequences that have them.
@@ -42,7 +45,7 @@ class PagedCache:
         page: tokens of a page; `decode_attention`'s own kernel takes multiples of 16.
         n_layers: layers, each with keys and values of its own in every page.
         n_kv_heads, head_dim: of a token in a layer.
-        dtype: of keys and values, torch.float8_e4m3fn too.
+        dtype: of keys and values: float64, float32, bfloat16, float16 or float8_e4m3fn.
         device: where they lie, 2 · n_layers · n_pages · page · n_kv_heads · head_dim numbers.
     """
 
@@ -61,6 +64,8 @@ class PagedCache:
         counts |= {"n_kv_heads": n_kv_heads, "head_dim": head_dim}
         for name, value in counts.items():
             require_count(name, value, 1)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}: choose from {', '.join(map(str, DTYPES))}")
         self.page, self.dtype, self.device = page, dtype, torch.device(device)
         shape = n_layers, n_pages, page, n_kv_heads, head_dim
         # Zeros: rows that nobody has written must be finite.
@@ -184,20 +189,24 @@ class PagedCache:
                 dtype and on its device; any strides.
             lengths: int32 [B] as `lengths` gives, with these tokens; at least T. What is less, or
                 past the table, the device asserts.
-            page_table: int32 [B, columns] as `page_table` gives.
+            page_table: int32 [B, columns] as `page_table` gives; of no use once one of its
+                sequences was freed or has written to a page that it shared.
             layer: which layer.
 
         Raises:
-            ValueError: shapes, dtypes, devices or the layer do not fit.
+            ValueError: shapes, dtypes, devices or the layer do not fit, or on a CPU the numbers.
         """
         self._require_layer(layer)
         self._require_tokens(len(lengths), k=k, v=v)
-        if page_table.dim() != 2 or len(page_table) != len(lengths):
-            raise ValueError(
-                f"page_table has shape {tuple(page_table.shape)}: it must be [{len(lengths)}, "
-                "columns]"
-            )
+        for name, x, n_dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
+            if x.dtype != torch.int32 or x.dim() != n_dims or len(x) != len(lengths):
+                shape = f"[{len(lengths)}{', columns' * (n_dims - 1)}]"
+                raise ValueError(
+                    f"{name} is {x.dtype} {tuple(x.shape)}: it must be torch.int32 {shape}"
+                )
         n_tokens = k.shape[2]
+        require_between("lengths", lengths, n_tokens, page_table.shape[1] * self.page)
+        require_pages(page_table, lengths, self.page, len(self._owners))
         ahead = torch.arange(-n_tokens, 0, device=lengths.device)
         position = lengths[:, None] + ahead
         pages = page_table.gather(1, position // self.page)
@@ -213,7 +222,7 @@ class PagedCache:
         return torch.tensor(found, dtype=torch.int32, device=self.device)
 
     def page_table(self, handles: Handles, columns: int | None = None) -> Tensor:
-        """int32 [B, columns] on the cache's device: each sequence's pages in their order, then 0.
+        """int32 [B, columns] on the cache's device: each sequence's pages in their order, then −1.
 
         Args:
             handles: a sequence, or several.
@@ -229,7 +238,7 @@ class PagedCache:
         require_count("columns", columns, 0)
         if columns < most:
             raise ValueError(f"columns is {columns}: a sequence has {most} pages")
-        rows = [one._pages + [0] * (columns - len(one._pages)) for one in several]
+        rows = [one._pages + [NOBODYS] * (columns - len(one._pages)) for one in several]
         table = torch.tensor(rows, dtype=torch.int32).reshape(len(several), columns)
         return table.to(self.device)
 
@@ -279,6 +288,8 @@ class PagedCache:
                 self._free.append(page)
 
     def _several(self, handles: Handles) -> list[Handle]:
+        if not isinstance(handles, (Handle, list, tuple)):
+            raise ValueError(f"handles is {handles!r}: it must be a handle, or a list of them")
         several = [handles] if isinstance(handles, Handle) else list(handles)
         self._require_own(several)
         return several
@@ -305,6 +316,11 @@ class PagedCache:
                 raise ValueError(
                     f"{name} is {x.dtype} on {x.device} and the cache {self.dtype} on "
                     f"{self._k.device}: they must be equal"
+                )
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{name} asks for a gradient and a cache gives none: write under "
+                    "torch.no_grad(), or detached tensors"
                 )
             if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, n_kv_heads, head_dim):
                 raise ValueError(

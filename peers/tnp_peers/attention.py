@@ -17,7 +17,7 @@ from tnp.contract import Call, Implementation, Reason, on_cuda
 from tnp.ops.attention import HEAD_DIMS, eight_bit
 from tnp.ops.attention.definition import PACKED
 from tnp.ops.attention.layouts import from_rows, heads_first, to_rows, tokens_first
-from tnp.ops.attention.torch_forms import longest_sequence, softmax_scale
+from tnp.ops.attention.torch_forms import bounded, longest_sequence, softmax_scale
 from tnp_peers.support import both, sizes
 
 OPTIONS = ("base2", "causal", "n_kv_heads", "n_sequences", "window", *PACKED)
@@ -117,6 +117,7 @@ def fa4(
     def first(function: Callable) -> Callable:
         return lambda *tensors, **asked: function(*tensors, **asked)[0]  # without lse
 
+    window = bounded(window, q, k)
     reach = (window - 1, 0 if causal else window - 1) if window else (None, None)
     return _flash(
         first(flash_attn_func), first(flash_attn_varlen_func), q, k, v, cu_seqlens_q, cu_seqlens_k,

@@ -42,7 +42,8 @@ def flashinfer(
 
     A composition is known by its tensors `lengths` and `page_table` as they stand, so that a later
     call with them runs what a captured step would run, and no plan. What a plan costs is not in
-    the time of such a call.
+    the time of such a call. Tensors of inference mode do not tell whether they were changed: with
+    them every call plans.
     """
     wrapper = _planned(q, k, lengths, page_table, scale)
     o = wrapper.run(q[:, :, 0].contiguous(), (k.transpose(1, 2), v.transpose(1, 2)))
@@ -54,6 +55,8 @@ _plans: OrderedDict[tuple, tuple[Any, Tensor, Tensor]] = OrderedDict()
 
 def _planned(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: float) -> Any:
     """The wrapper of a composition; its tensors are kept, so that no other has their identity."""
+    if lengths.is_inference() or page_table.is_inference():
+        return _plan(q, k, lengths, page_table, scale)
     of_tensors = tuple((id(x), x._version) for x in (lengths, page_table))
     key = *of_tensors, q.shape, q.dtype, k.shape, k.dtype, scale
     if key not in _plans:

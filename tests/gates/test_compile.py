@@ -27,6 +27,8 @@ KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 IN_CUDA = {
     ("softmax", "three_passes"): "softmax_three_passes",
     ("softmax", "one_pass"): "softmax_one_pass",
+    ("row_sum", "tree"): "row_sum_block",
+    ("row_sum", "shuffles"): "row_sum_block",
     ("attention", "wmma"): "attention_wmma",
     ("attention", "cute"): "attention_cute",
 }

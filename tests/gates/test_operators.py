@@ -12,6 +12,7 @@ from tnp.contract import OWN, Budget, Case, Implementation
 from tnp.gates import generic_gates, operators, run_gate
 from tnp.gates.checks import Unsupported
 from tnp.gates.poison import Poisoned
+from tnp.gates.results import Setting
 from tnp.ops import swiglu as package
 from tnp.ops.swiglu import OPERATOR, triton_swiglu
 
@@ -75,6 +76,36 @@ def of_swiglu(monkeypatch):
     yield run
     monkeypatch.undo()
     catalogs.catalog.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [
+        ("decode_attention", {}),
+        ("attention", {"n_keys": True}),
+        ("attention", {"n_sequences": 3, "cu_seqlens_q": True, "cu_seqlens_k": True}),
+    ],
+    ids=str,
+)
+def test_a_captured_launch_must_follow_its_lengths(monkeypatch, op, problem):
+    """A CPU captures nothing: in place of a graph the call is made again, or, as if lengths were
+    frozen in the graph, it is not.
+    """
+    operator = catalogs.catalog().operator(op)
+    sizes = {name: 16 for name in operator.sizes} | {"batch": 1 if "n_sequences" in problem else 3}
+    case = Case(operator.problem("float32", **sizes, **problem), (("lengths", "3,9,4"),))
+    found = catalogs.catalog().load(op, "reference")
+
+    def replays(again: bool) -> bool:
+        def captured(results):
+            once = results()
+            return once, lambda: once.update(results()) if again else None
+
+        monkeypatch.setattr(operators.routes, "_captured", captured)
+        setting = Setting.of(operator, found, case, torch.device("cpu"))
+        return all(check.passed for check in operators.routes.with_other_lengths(setting))
+
+    assert replays(again=True) and not replays(again=False)
 
 
 def red(checks: list) -> list[str]:

@@ -1,7 +1,10 @@
 """Attention of every kind through the public function: masks, grouped heads, what is refused."""
 
+import sys
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.ops.attention_kinds import (
@@ -18,7 +21,9 @@ from tests.ops.attention_kinds import (
 )
 from tests.ops.opaque import require_contracts
 from tests.ops.problems import DEVICE, assert_within_budget, by, setting
+from tnp import dispatch, plans
 from tnp.ops.attention import OPERATOR, attention
+from tnp.ops.attention.keys import Reach
 
 # ------------------------------------------------------------------------------------------- masks
 
@@ -69,6 +74,47 @@ def test_a_window_of_all_keys_is_none(implementation):
         asked = {"causal": causal, "implementation": implementation}
         o = attention(*inputs, **asked)
         torch.testing.assert_close(attention(*inputs, window=N, **asked), o, rtol=1e-4, atol=1e-5)
+
+
+HUGE = (2**31 - 1, sys.maxsize, 2**70)
+
+
+@pytest.mark.parametrize("implementation", [*OURS, "sdpa_flash"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_that_bounds_nothing_has_the_plan_of_none(implementation, causal):
+    """However long it is: no number of it comes to a kernel."""
+    inputs, asked = draw(5, 7), {"causal": causal, "implementation": implementation}
+    expected = run(inputs, **asked)
+    known = set(plans.plans(OPERATOR).by_key)
+    for window in (12, HUGE[-1]):
+        found = run(inputs, window=window, **asked)
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert set(plans.plans(OPERATOR).by_key) == known
+    run(inputs, window=11, **asked)
+    assert set(plans.plans(OPERATOR).by_key) != known
+
+
+@pytest.mark.parametrize("implementation", ["fused", "reference"])
+def test_a_problem_with_a_huge_window_is_one_without(implementation):
+    """As from a configuration, which goes by no public function."""
+
+    def windowed(*inputs, **asked):
+        options = tuple(asked.items())
+        return dispatch.call(OPERATOR, implementation, (*inputs, *[None] * 3), (SCALE,), options)
+
+    inputs = draw(5, 7)
+    expected = run(inputs, windowed, causal=True)
+    for window in HUGE:
+        assert_close(run(inputs, windowed, causal=True, window=window), expected)
+
+
+def test_a_reach_fits_32_bits():
+    sizes = {"batch": 1, "n_heads": 1, "n_q": 5, "n_k": 7, "head_dim": 16}
+    numbers = {
+        window: Reach.of(OPERATOR.problem("float32", **sizes, window=window)).numbers
+        for window in (3, 12, *HUGE)
+    }
+    assert numbers == {3: (2, 2)} | dict.fromkeys((12, *HUGE), (11, 11))
 
 
 @ours
@@ -174,6 +220,16 @@ def test_compiles_in_one_graph(implementation, kind):
 
 
 @ours
+@pytest.mark.parametrize("kind", [CU, {"n_keys": cu_seqlens([20])[1:]}], ids="-".join)
+def test_fake_tensors_are_not_asked_what_they_hold(implementation, kind):
+    x = draw(20, 20)[0]
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(one) for name, one in ({"x": x} | kind).items()}
+        q = fake.pop("x")
+        assert attention(q, q, q, implementation=implementation, **fake).shape == x.shape
+
+
+@ours
 @each
 def test_operators_keep_their_contracts(implementation, kind):
     asked = dict(kind)
@@ -218,6 +274,16 @@ def bad_inputs():
     yield "cu_seqlens_k is on meta", x, x, both | {"cu_seqlens_k": half.to("meta")}
     yield "q has a batch of 2: packed sequences lie in a batch of 1", two, two, both
     yield "n_keys and cu_seqlens are both given", x, x, both | {"n_keys": n_keys}
+    yield "q has 0 heads: attention needs at least one", x[:, :0], x, {}
+    yield "q has 0 heads: attention needs at least one", x[:, :0], x[:, :0], {}
+    yield "q is \\[1\\]: it must be a tensor", [1], x, {}
+    yield "k is \\[1\\]: it must be a tensor", x, [1], {"window": 3}
+    sentence = "it must be a float dtype, such as torch.bfloat16"
+    yield f"compute_dtype is torch.int32: {sentence}", x, x, {"compute_dtype": torch.int32}
+    yield f"compute_dtype is 'bfloat16': {sentence}", x, x, {"compute_dtype": "bfloat16"}
+    in_16_bits = {"compute_dtype": torch.bfloat16}
+    yield "q is torch.int64: it must be a float dtype", x.long(), x, in_16_bits
+    yield "q is torch.float32 on .* and k torch.float16 on", x, x.half(), in_16_bits
     more = cu_seqlens([4, 2, 2])
     yield "cu_seqlens_q has 3 numbers and cu_seqlens_k 4", x, x, both | {"cu_seqlens_k": more}
 
@@ -232,6 +298,38 @@ def str_of(x) -> str:
 def test_bad_input_is_one_sentence(implementation, sentence, q, k, asked):
     with pytest.raises(ValueError, match=sentence):
         attention(q, k, k, implementation=implementation, **asked)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the host does not know them")
+@pytest.mark.parametrize("implementation", [*OURS, "reference", "sdpa_flash"])
+@pytest.mark.parametrize("wrong", [0, -3, 9])
+def test_n_keys_out_of_range_are_one_sentence_on_the_cpu(implementation, wrong):
+    x, n_keys = torch.zeros(2, 1, 8, HEAD_DIM), torch.tensor([8, wrong], dtype=torch.int32)
+    with pytest.raises(ValueError) as raised:
+        attention(x, x, x, n_keys=n_keys, implementation=implementation)
+    sentence = f"n_keys is {wrong} in sample 1: it must lie between 1 and 8"
+    assert str(raised.value) == sentence
+
+
+# ------------------------------------------------------------------------- computed in other dtypes
+
+
+@pytest.mark.parametrize("implementation", ["fused", "reference", "sdpa_flash"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_compute_dtype_is_casts_by_hand(implementation, dtype):
+    """What comes back has the inputs' dtype, lse stays as it is."""
+    inputs = [x.to(dtype) for x in draw(5, 7)]
+    asked = {"causal": True, "implementation": implementation}
+
+    def by_hand(q, k, v, **options):
+        return attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **options).to(dtype)
+
+    found = run(inputs, compute_dtype=torch.bfloat16, **asked)
+    for name, x in run(inputs, by_hand, **asked).items():
+        assert found[name].dtype == dtype and torch.equal(found[name], x), name
+    if implementation != "sdpa_flash":
+        o, lse = attention(*inputs[:3], compute_dtype=torch.bfloat16, lse=True, **asked)
+        assert torch.equal(o, found["o"]) and lse.dtype == torch.float32
 
 
 REFUSED = [

@@ -9,8 +9,9 @@ from triton.runtime.errors import InterpreterError
 
 from tests.ops.attention_kinds import HEAD_DIM, NAMES, assert_close, cu_seqlens, draw, ours, run
 from tests.ops.problems import DEVICE, HERE
-from tnp import selection
+from tnp import dispatch, selection
 from tnp.ops.attention import OPERATOR, attention, keys
+from tnp.ops.attention.torch_forms import longest_sequence
 
 LENGTHS, KEY_LENGTHS = (5, 0, 17, 28), (9, 3, 0, 38)
 KINDS = ({}, {"causal": True}, {"window": 9}, {"causal": True, "window": 9})
@@ -138,9 +139,42 @@ def asserting(monkeypatch):
 def test_cu_seqlens_that_cannot_be_are_found_on_the_device(
     asserting, implementation, ends, sentence
 ):
+    """Below the public function, which knows them itself where the host does."""
     x = torch.zeros(1, 1, 8, HEAD_DIM)
     right, wrong = cu_seqlens([2, 1, 5]), torch.tensor(ends, dtype=torch.int32)
     for pair in ((wrong, right), (right, wrong)):
-        given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pair, strict=True))
         with pytest.raises(InterpreterError, match=sentence):
+            dispatch.call(OPERATOR, implementation, (x, x, x, None, *pair), (1.0,))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the host does not know them")
+@pytest.mark.parametrize("implementation", ["separate", "reference", "sdpa_flash"])
+@pytest.mark.parametrize(
+    "ends, sentence",
+    [
+        ([0, 5, 3, 8], "goes from 5 to 3 at place 2: it must not decrease"),
+        ([0, -1, 3, 8], "goes from 0 to -1 at place 1: it must not decrease"),
+        ([1, 2, 3, 8], "begins with 1: it must begin with 0"),
+        ([0, 2, 3, 7], "ends with 7 and {} has 8 rows: they must be equal"),
+        ([0, 2, 3, 9], "ends with 9 and {} has 8 rows: they must be equal"),
+    ],
+    ids=str,
+)
+def test_cu_seqlens_that_cannot_be_are_one_sentence_on_the_cpu(implementation, ends, sentence):
+    x = torch.zeros(1, 1, 8, HEAD_DIM)
+    right, wrong = cu_seqlens([2, 1, 5]), torch.tensor(ends, dtype=torch.int32)
+    for side in "qk":
+        given = {"cu_seqlens_q": right, "cu_seqlens_k": right} | {f"cu_seqlens_{side}": wrong}
+        with pytest.raises(ValueError) as raised:
             attention(x, x, x, implementation=implementation, **given)
+        assert str(raised.value) == f"cu_seqlens_{side} {sentence.format(side)}"
+
+
+def test_the_longest_sequence_is_that_of_the_tensor_as_it_stands():
+    """A tensor of inference mode, too, which does not count its changes."""
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            cu = cu_seqlens([3, 9, 2])
+            assert (longest_sequence(cu), longest_sequence(cu)) == (9, 9)
+            cu[2] = 4
+            assert longest_sequence(cu) == 10

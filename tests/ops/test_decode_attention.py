@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tests.ops.launched import reads, recorded
-from tnp import dispatch, plans, targets
+from tnp import plans, targets
 from tnp.ops.decode_attention import OPERATOR, decode_attention, definition
 from tnp.ops.decode_attention.triton_decode import Config, configs
 from tnp.targets import Target
@@ -171,21 +172,53 @@ def test_lengths_and_tables_that_are_strided():
     assert torch.equal(ours(q, k, v, lengths, table.T.contiguous().T), expected)
 
 
-def test_what_is_out_of_range_is_clamped(monkeypatch):
-    q, k, v, lengths, table = draw([96, 20, 40], page=32)
+def test_what_is_out_of_range_is_clamped_by_the_kernel(monkeypatch):
+    """Which is what happens on CUDA, where the host does not know it."""
+    inputs = draw([96, 20, 40], page=32)
+    q, k, v, lengths, table = inputs
     wrong, expected = torch.tensor([500, -7, 40]).int(), torch.tensor([96, 0, 40]).int()
-    close(ours(q, k, v, wrong, table), (q, k, v, expected, table))
+    made = plan(inputs, 3)
+    close(run(made, (q, k, v, wrong, table)), (q, k, v, expected, table))
     past = table.clone()
     past[0, 0], past[2, 1] = 10**6, -1
     nearest = past.clamp(0, len(k) - 1)
-    close(ours(q, k, v, lengths, past), (q, k, v, lengths, nearest))
-    dispatch.forget()
+    close(run(made, (q, k, v, lengths, past)), (q, k, v, lengths, nearest))
     monkeypatch.setenv("TNP_CHECK", "1")
+    made = plan(inputs, 3)
     for bad in ((wrong, table), (lengths, past)):
         with pytest.raises(RuntimeError, match="must lie between 0 and"):
-            ours(q, k, v, *bad)
-    close(ours(q, k, v, lengths, table), (q, k, v, lengths, table))
-    dispatch.forget()
+            run(made, (q, k, v, *bad))
+    close(run(made, inputs), inputs)
+
+
+OUT_OF_RANGE = [
+    ([5, 97], None, "lengths is 97 in sample 1: it must lie between 0 and 96"),
+    ([-1, 5], None, "lengths is -1 in sample 0: it must lie between 0 and 96"),
+    ([5, 97], (0, 0, 0), "lengths is 97 in sample 1: it must lie between 0 and 96"),
+    ([40, 40], (1, 1, 9), "page_table is 9 in sample 1 at place 1: it must lie between 0 and 8"),
+    ([40, 40], (0, 0, -1), "page_table is -1 in sample 0 at place 0: it must lie between 0 and 8"),
+]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "sdpa", "reference"])
+@pytest.mark.parametrize("lengths, entry, sentence", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_one_sentence_on_the_cpu(implementation, lengths, entry, sentence):
+    inputs = draw(lengths, page=32 if entry else None)
+    if entry:
+        *place, number = entry
+        inputs[4][tuple(place)] = number
+    with pytest.raises(ValueError) as raised:
+        decode_attention(*inputs, implementation=implementation)
+    assert str(raised.value) == sentence
+
+
+def test_numbers_that_the_host_cannot_read_are_not_asked_for():
+    """In one graph, and of fake tensors."""
+    inputs = draw([5, 9], n_keys=32, page=16)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    close(compiled(*inputs, scale=SCALE, implementation="reference"), inputs)
+    with FakeTensorMode() as mode:
+        assert ours(*map(mode.from_tensor, inputs)).shape == inputs[0].shape
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -297,6 +330,8 @@ FLAT = K[:2]
         ({"page_table": TABLE.long()}, r"it must be int32 \[2, max_pages\]"),
         ({"page_table": TABLE[:1]}, r"it must be int32 \[2, max_pages\]"),
         ({"k": K[:0], "v": V[:0]}, "k has no pages: it must have at least one"),
+        ({"q": [1]}, r"q is \[1\]: it must be a tensor"),
+        ({"k": [1]}, r"k is \[1\]: it must be a tensor"),
         ({"k_descale": torch.ones(3)}, r"k_descale is torch.float32 \(3,\): it must be float32"),
         ({"v_descale": torch.ones(2).half()}, r"must be float32 \[2\] or \[2, 2\]"),
         ({"scale": 0.0}, "scale is 0.0: it must be positive and finite"),

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from tnp.inputs import numbers_on_host, require_between, require_cumulative
 from tnp.ops.attention import attention
 from tnp.ops.attention.torch_forms import with_aligned_rows
 from tnp.ops.embedding import embed_rows
@@ -148,3 +150,22 @@ def test_a_target_out_of_every_components_reach(log_sigma, components):
     torch.testing.assert_close(ours[0], loss.float(), rtol=1e-5, atol=0.0)
     torch.testing.assert_close(ours[1][1], dparameters[1].float(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(ours[2][1], dy[1].float(), rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_are_read_of_plain_int32_tensors_on_the_cpu_alone():
+    x, seen = torch.tensor([3, 5], dtype=torch.int32), []
+    assert numbers_on_host(x) == [3, 5] and numbers_on_host(x[None], 2) == [[3, 5]]
+    with torch.inference_mode():
+        assert numbers_on_host(x.clone()) == [3, 5]
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    for other in (None, [3], x.long(), x[None], x.to("meta"), fake):
+        assert numbers_on_host(other) is None
+    torch.func.vmap(lambda one: seen.append(numbers_on_host(one)) or one)(x[None])
+    assert seen == [None]
+
+
+def test_an_empty_range_and_what_is_too_short_are_left_to_others():
+    require_between("n_keys", torch.ones(1, dtype=torch.int32), 1, 0)
+    require_between("n_keys", torch.ones(0, dtype=torch.int32), 1, 8)
+    require_cumulative("cu_seqlens_q", torch.ones(1, dtype=torch.int32), "q", 8)

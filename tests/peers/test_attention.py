@@ -209,6 +209,22 @@ def test_a_mask_of_flex_is_made_once_for_lengths_as_they_stand(packages):
     assert len(flex._masks) == flex.MOST_MASKS
 
 
+def test_packed_sequences_of_inference_mode(packages):
+    """Whose tensors have no version by which their longest is known again."""
+    with torch.inference_mode():
+        arguments = *qkv(sum(LENGTHS), sum(KEY_LENGTHS), batch=1), None
+        arguments += *(x.clone() for x in PACKED.values()), SCALE
+        for name in ("fa3", "fa4"):
+            torch.testing.assert_close(PEERS[name].run(*arguments), reference(*arguments))
+
+
+def test_a_window_is_no_longer_than_rows(packages):
+    """The package takes it in 32 bits."""
+    arguments = *qkv(), None, None, None, SCALE
+    found = PEERS["fa4"].run(*arguments, window=2**70)
+    torch.testing.assert_close(found, reference(*arguments))
+
+
 def in_8_bits(q, k, v):
     return PEERS["fa3_e4m3"].run(q, k, v, None, None, None, SCALE)
 

@@ -105,6 +105,16 @@ def test_flashinfer_plans_once_a_composition(plans):
     assert len(plans) == 3
 
 
+def test_flashinfer_plans_anew_what_does_not_count_its_changes(plans):
+    """Tensors of inference mode have no version."""
+    with torch.inference_mode():
+        of = [x if x is None else x.clone() for x in inputs()]
+        for length in (70, 20, 20):
+            of[3][2] = length
+            torch.testing.assert_close(peers.FLASHINFER.run(*of, 0.3), expected(of))
+    assert len(plans) == 3 and not peers._plans
+
+
 def test_flashinfer_keeps_so_many_plans(plans, monkeypatch):
     monkeypatch.setattr(peers, "MOST_PLANNED", 2)
     for seed in range(4):

@@ -17,8 +17,8 @@ PEER_ROOM = 140  # px right of a panel, for the peers' names
 MARK_HEIGHT = 16  # px
 DISTRIBUTION_HEIGHT = 150  # px
 COLUMNS = 2  # panels abreast
-MOST_SHAPES = 24  # of a study that has a line for each
-EDGES = 0.5, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
+MOST_SHAPES = 32  # of a study that has a line for each
+EDGES = 0.25, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
 QUERY = """
@@ -99,8 +99,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         "Time of the fastest implementation that is not ours ÷ time of our fastest, on the same "
         "numbers, in turn in one process: right of the line ours is faster. Bars: 95% interval. "
-        "Beyond 4× a mark stands at the edge. Beside each size: who is the fastest of the others, "
-        "forward.",
+        "Below 0.25× and beyond 4× a mark stands at the edge. Beside each size: who is the fastest "
+        "of the others, forward.",
         "Orange: called faster, blue: called slower, by more than 1% and allowing for how many are "
         "compared. Grey: neither, or no evidence.",
     ]
@@ -166,7 +166,7 @@ def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 def _marks(base: alt.Chart) -> list[alt.Chart]:
     """The line of equal speed, and on it a mark per row."""
-    axis = alt.Axis(values=[0.5, 1, 2, 4], labelExpr="datum.value + '×'")
+    axis = alt.Axis(values=[0.25, 0.5, 1, 2, 4], labelExpr="datum.value + '×'", labelFlush=False)
     x = alt.X("shown:Q", scale=_scale(), title="times as fast", axis=axis)
     passes = alt.Scale(domain=["forward", "backward"], range=["circle", "square"])
     return [

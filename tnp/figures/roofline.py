@@ -14,10 +14,10 @@ from tnp.figures import data, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import LABEL_HEIGHT, Layout
 
-PANEL_WIDTH, PANEL_HEIGHT = 440, 260  # px
+PANEL_WIDTH, PANEL_HEIGHT = 410, 260  # px
 MARK_HEIGHT = 16  # px
 LABEL_ROOM = 1.3  # of the roofline, right of it
-MOST_SHAPES = 24  # of an operator; of more, those of the neural process alone
+MOST_SHAPES = 32  # of an operator; of more, those of the neural process alone
 CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}
@@ -62,13 +62,14 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             "no operator has been timed", "snakemake --cores 1 all    # on a GPU", layout
         )
     devices = data.devices(connection, "roofline")
-    labels = list(dict.fromkeys(row["shape"] for row in rows))
     blocks = []
     for slug, device in devices.items():
         of_device = [row for row in rows if row["device"] == slug]
         for op in dict.fromkeys(row["op"] for row in of_device):
             of_op = [row for row in of_device if row["op"] == op]
             passes = [name for name in PASSES if any(row["pass"] == name for row in of_op)]
+            # Of this operator alone: with room for the longest of all two panels do not fit.
+            labels = list(dict.fromkeys(row["shape"] for row in of_op))
             points = {name: _points(of_op, name) for name in passes}
             # Where no operations are counted, on a log axis of them there is nothing to draw.
             counted = op == of_device[0]["op"] and any(row["tflops"] for row in of_op)

@@ -3,7 +3,8 @@
 For each case of the operator that the implementation serves, and each pair of its kernels of the
 forward and the backward pass: every result against float64; results again, bit by bit; results
 with poisoned memory; some gradients alone; gradients of other layouts; what a launch leaves against
-`Kernel.empty`. Then one case by every route that a call can take (`tnp.gates.routes`), and the
+`Kernel.empty`. Then one case by every route that a call can take (`tnp.gates.routes`), on a GPU
+the first of each kind that has lengths as a captured launch whose lengths change, and the
 operator's broken references, each of which these bounds must find.
 """
 
@@ -25,7 +26,7 @@ from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
 
 # A result that moves between runs is a race.
-REPEATS = {"cuda": 20, "cpu": 1}
+REPEATS = {"cuda": 50, "cpu": 1}
 
 
 class Form(NamedTuple):
@@ -98,6 +99,11 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
         missed = {what: broken for what, broken in missed.items() if not _is_red(setting, broken)}
         if case is of_routes:
             yield from routes.checks(setting)
+        lengths = tuple(operator.other_lengths(setting.inputs))
+        kind = lengths, case.problem.dtype, case.problem.options
+        if lengths and found.provider == OWN and device.type == "cuda" and kind not in known:
+            known.add(kind)
+            yield from routes.with_other_lengths(setting)
         del setting  # its results are the largest thing in memory
     for what in controls:
         yield Check(

@@ -1,8 +1,12 @@
-"""One case by every route that a call can take: eager, compiled, captured, as a custom operator."""
+"""One case by every route that a call can take: eager, compiled, captured, as a custom operator.
+
+And one of each kind that has lengths, captured, with other lengths in the same memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,33 +21,50 @@ BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 
 def checks(setting: Setting) -> Iterator[Check]:
     """Other packages' and PyTorch's own forms are called as they are; ours go every way."""
-    operator, found, device = setting.operator, setting.found, setting.device.type
-    n, options = len(operator.tensors), tuple(setting.options.items())
-
-    def call(*arguments: Any) -> Any:
-        tensors, numbers = arguments[:n], arguments[n:]
-        return dispatch.call(operator, found.name, tensors, numbers, options)
-
-    def results(function: Any) -> Results:
-        asked = operator, setting.case.problem
-        return compute(*asked, function, setting.inputs, setting.wanted, setting.upstream)
-
-    yield from setting.against_float64(results(call), ", eager,")
+    found, device, call = setting.found, setting.device.type, _call(setting)
+    yield from setting.against_float64(_results(setting, call), ", eager,")
     if found.provider != OWN or found.compile:
         return
     torch._dynamo.reset()
     backend = BACKEND[device]
     compiled = torch.compile(call, fullgraph=found.traceable, backend=backend)
-    yield from setting.against_float64(results(compiled), f", compiled by {backend},")
+    yield from setting.against_float64(_results(setting, compiled), f", compiled by {backend},")
     if device == "cuda":
-        captured = _captured(lambda: results(call))
+        captured, replay = _captured(lambda: _results(setting, call))
+        replay()
         yield from setting.against_float64(captured, ", from a CUDA graph,")
     if found.forward is not None:
         yield _opcheck(setting)
 
 
-def _captured(results: Any) -> Results:
-    """What a CUDA graph leaves where NaN was before it ran."""
+def with_other_lengths(setting: Setting) -> Iterator[Check]:
+    """A captured launch is right for what its lengths become, which are changed in place."""
+    captured, replay = _captured(partial(_results, setting, _call(setting)))
+    for name, x in setting.operator.other_lengths(setting.inputs).items():
+        setting.inputs[name].copy_(x)
+    replay()
+    expected = setting.with_upstream(setting.upstream)
+    yield from expected.against_float64(captured, ", from a CUDA graph with other lengths,")
+
+
+def _call(setting: Setting) -> Callable:
+    """The implementation as the public function reaches it, called as the reference is."""
+    n, options = len(setting.operator.tensors), tuple(setting.options.items())
+
+    def call(*arguments: Any) -> Any:
+        tensors, numbers = arguments[:n], arguments[n:]
+        return dispatch.call(setting.operator, setting.found.name, tensors, numbers, options)
+
+    return call
+
+
+def _results(setting: Setting, function: Callable) -> Results:
+    asked = setting.operator, setting.case.problem
+    return compute(*asked, function, setting.inputs, setting.wanted, setting.upstream)
+
+
+def _captured(results: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
+    """What a CUDA graph leaves its results in, NaN before it ran, and what replays it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -56,9 +77,12 @@ def _captured(results: Any) -> Results:
     for x in found.values():
         if x is not None and x.is_floating_point():
             x.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    return found
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return found, replay
 
 
 def _opcheck(setting: Setting) -> Check:

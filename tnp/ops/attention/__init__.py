@@ -31,7 +31,11 @@ from tnp.contract import (
 )
 from tnp.inputs import (
     positive_number,
+    require_alike,
+    require_between,
     require_count,
+    require_cumulative,
+    require_float_dtype,
     require_floats,
     require_lengths,
     require_one_device,
@@ -40,6 +44,7 @@ from tnp.ops.attention import cases, definition, eight_bit, torch_forms
 from tnp.ops.declared import by_cuda
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
@@ -81,6 +86,8 @@ def describe(
         raise ValueError("n_k is 0: attention needs at least one key")
     batch, n_heads, n_q, head_dim = q.shape
     n_kv_heads = k.shape[1]
+    if n_heads == 0:
+        raise ValueError("q has 0 heads: attention needs at least one")
     if n_kv_heads == 0 or n_heads % n_kv_heads:
         raise ValueError(f"k has {n_kv_heads} heads and q {n_heads}: theirs must divide q's")
     found = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
@@ -263,6 +270,7 @@ OPERATOR = Operator(
     cases=lambda target: cases.cases(OPERATOR, target),
     condition=lambda case, inputs: cases.condition(OPERATOR, case, inputs),
     controls=cases.CONTROLS,
+    other_lengths=definition.other_lengths,
     controls_of=cases.CONTROLS_OF,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
@@ -285,6 +293,7 @@ def attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     lse: bool = False,
+    compute_dtype: torch.dtype | None = None,
     implementation: str = "sdpa_flash",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v over the keys that each query sees; 0 where it sees none.
@@ -304,33 +313,43 @@ def attention(
             and are some 5 % faster.
         causal: a query sees no key after the one it stands beside.
         window: how many keys a query sees at most to one side, the one it stands beside among
-            them: the last `window` where causal, else window − 1 more on either side.
+            them: the last `window` where causal, else window − 1 more on either side. One of
+            n_q + n_k or more bounds nothing and is left out.
         n_keys: int32 [B] on q's device, each from 1 to n_k, or None for n_k everywhere: sample b
             has keys 0 … n_keys[b] − 1. Rows of k and v past them are padding: any finite values, of
-            weight exactly 0 and gradient exactly 0. Our kernels clamp a number out of range; with
-            TNP_CHECK=1 in the environment when a shape is first met, they assert it instead, on
-            CUDA at the next synchronization.
+            weight exactly 0 and gradient exactly 0. A number out of range is a ValueError on the
+            CPU. On CUDA, where the host does not know it, our kernels clamp it; with TNP_CHECK=1 in
+            the environment when a shape is first met, they assert it instead, at the next
+            synchronization.
         cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
             cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
-            never decrease, and end with n_q and n_k, which ours assert on the device.
+            never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU; on
+            CUDA, where the host does not know it, ours assert it on the device.
         lse: whether to return the logarithm of what softmax divides by as well, by which attention
             over parts of the keys can be put together. Ours and `reference` take it.
+        compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
+            bits, on request: q, k and v are cast to it and o back, and gradients come in the
+            inputs' dtypes. None: they are computed in their own.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
         [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours. If `lse`, the pair of it and
         log Σ e^(scale · q kᵀ) over the keys that a query sees, natural, [B, H, n_q] in float32
-        (float64 of float64), −inf where it sees none; gradients pass through both.
+        (float64 of what is computed in float64), −inf where it sees none; gradients pass through
+        both.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, a scale or a window out of
-            range, or both scale and base2.
+            range, both scale and base2, a compute_dtype that is no float dtype, or on the CPU
+            n_keys or cu_seqlens that cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    # What is no tensor or of other dimensions `describe` and `call` refuse.
+    shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
     if scale is None:
-        scale = (q.shape[-1] or 1) ** -0.5 if q.dim() == 4 else 1.0
+        scale = (q.shape[-1] or 1) ** -0.5 if shaped else 1.0
     elif base2:
         raise ValueError(f"scale is {scale} and base2 is set: q carries the scale then")
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
@@ -340,8 +359,25 @@ def attention(
         options += (("causal", True),)
     if window is not None:
         require_count("window", window, 1)
-        options += (("window", window),)
+        if not shaped or window < q.shape[2] + k.shape[2]:
+            options += (("window", window),)
     if lse:
         options += (("lse", True),)
-    inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
-    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+    if shaped:
+        if n_keys is not None:
+            require_between("n_keys", n_keys, 1, k.shape[2])
+        if cu_seqlens_q is not None:
+            require_cumulative("cu_seqlens_q", cu_seqlens_q, "q", q.shape[2])
+        if cu_seqlens_k is not None:
+            require_cumulative("cu_seqlens_k", cu_seqlens_k, "k", k.shape[2])
+    if compute_dtype is None:
+        inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
+        return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+    require_float_dtype("compute_dtype", compute_dtype)
+    require_floats(q=q, k=k, v=v)
+    require_alike(q=q, k=k)
+    require_alike(q=q, v=v)
+    cast = tuple([x.to(compute_dtype) for x in (q, k, v)])
+    inputs = (*cast, n_keys, cu_seqlens_q, cu_seqlens_k)
+    found = dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+    return (found[0].to(q.dtype), found[1]) if lse else found.to(q.dtype)

@@ -83,6 +83,17 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
     return tensors
 
 
+def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Half of each sample's keys, and packed sequences in the reverse order."""
+    found = {name: inputs[name] for name in (*PACKED, "n_keys") if inputs[name] is not None}
+    for name, x in found.items():
+        if name == "n_keys":
+            found[name] = (x + 1) // 2
+        else:
+            found[name] = x.diff(prepend=x[:1]).roll(-1).flip(0).cumsum(0, dtype=x.dtype)
+    return found
+
+
 def scores(case: Case) -> int:
     """How many a head computes: pairs of a query and a key that it sees, of all samples.
 

@@ -39,6 +39,8 @@ class Reach:
     def of(cls, problem: Problem) -> "Reach":
         """Of its options `causal` and `window`."""
         causal, window = bool(problem["causal"]), int(problem["window"])
+        # A longer one bounds no more, and kernels add it to indices in 32 bits.
+        window = min(window, problem["n_q"] + problem["n_k"])
         left = window - 1 if window else 0
         right = 0 if causal else left
         return cls(left, right, bool(window), causal or bool(window))

@@ -15,12 +15,19 @@ def softmax_scale(scale, base2):
     return LN_2 if base2 else scale
 
 
+def bounded(window, q, k):
+    """A window, no longer than the one that bounds nothing: a longer one may not fit an integer."""
+    return min(window, q.shape[2] + k.shape[2]) if window else 0
+
+
 def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, rows=None):
     """bool, broadcast to [B, 1, n_q, n_k]: which keys a query sees; None where all see all.
 
     Query i stands beside key i + n_keys − n_q of its sequence. `rows` is a slice of the queries.
     """
     import torch
+
+    window = bounded(window, q, k)
 
     def count(n):
         return torch.arange(n, device=q.device)
@@ -139,6 +146,8 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
+    window = bounded(window, q, k)
+
     def ends(x):
         return torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[2]
 
@@ -163,18 +172,25 @@ _longest = {}  # id of a tensor → its version and its longest sequence
 
 def longest_sequence(cu_seqlens):
     """Of packed sequences. Known from the first call on, as a caller knows it who packed them: the
-    device is asked once a tensor, and not again where a CUDA graph is captured.
+    device is asked once a tensor, and not again where a CUDA graph is captured. A tensor of
+    inference mode does not tell whether it was changed: there the device is asked every time.
     """
     import weakref
 
+    if cu_seqlens.is_inference():
+        return _longest_of(cu_seqlens)
     key = id(cu_seqlens)
     known = _longest.get(key)
     if known is None or known[0] != cu_seqlens._version:
-        longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        longest = _longest_of(cu_seqlens)
         if known is None:
             weakref.finalize(cu_seqlens, _longest.pop, key, None)
         known = _longest[key] = cu_seqlens._version, longest
     return known[1]
+
+
+def _longest_of(cu_seqlens):
+    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
 # Of the dimension that tells padding from keys: what queries hold there, and what padding holds.

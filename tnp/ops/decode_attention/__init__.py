@@ -11,7 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
-from tnp.inputs import positive_number, require_floats, require_lengths, require_one_device
+from tnp.inputs import (
+    positive_number,
+    require_between,
+    require_floats,
+    require_lengths,
+    require_one_device,
+    require_pages,
+)
 from tnp.ops.decode_attention import definition, torch_forms
 
 if TYPE_CHECKING:
@@ -121,6 +128,18 @@ def _require_descale(name: str, descale: Tensor, batch: int, kv_heads: int) -> N
         )
 
 
+def _require_in_range(k: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
+    """Raises ValueError where the host knows of a length past the cache, or of a page of a sequence
+    that there is not; shapes that do not go together are left to `describe`.
+    """
+    n_pages, page = k.shape[0], k.shape[2]
+    if page_table is None:
+        require_between("lengths", lengths, 0, page)
+    elif getattr(page_table, "ndim", 0) == 2:
+        require_between("lengths", lengths, 0, page * page_table.shape[1])
+        require_pages(page_table, lengths, page, n_pages)
+
+
 def _ours(call: Call) -> Reason:
     p = call.problem
     head_dim, rows = p["head_dim"], definition.rows_of(p)
@@ -189,6 +208,7 @@ OPERATOR = Operator(
     cases=lambda target: definition.cases(OPERATOR, target),
     condition=definition.condition,
     controls=definition.CONTROLS,
+    other_lengths=definition.other_lengths,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     fixed=("head_dim",),
     coordinates=definition.coordinates,
@@ -219,7 +239,11 @@ def decode_attention(
             h // (H // H_kv). In q's dtype, or in torch.float8_e4m3fn beside a q of 16 bits. Rows
             past a sequence's length hold any finite values, and from `triton` anything.
         lengths: int32 [B], each from 0 to S, or to max_pages · page: how many keys each sequence
-            has. A query without a key, as some are where lengths[b] < T, gives 0.
+            has. A query without a key, as some are where lengths[b] < T, gives 0. On the CPU a
+            length out of range is a ValueError, and so is a page that there is not among those that
+            a sequence uses. On CUDA, where the host does not know them, `triton` clamps both; with
+            TNP_CHECK=1 in the environment when a shape is first met, it asserts them instead, at
+            the next synchronization.
         page_table: int32 [B, max_pages], or None for a contiguous cache: the pages of each
             sequence in their order; entries past its length are not read.
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
@@ -228,26 +252,27 @@ def decode_attention(
         implementation: a name of `tnp.catalog`, or "auto". `triton` takes D of `HEAD_DIMS`, pages
             of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
             same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
-            and 32 in float32. It clamps lengths and pages that are out of range; with TNP_CHECK=1
-            in the environment when a shape is first met, it asserts them instead, on CUDA at the
-            next synchronization.
+            and 32 in float32.
 
     Returns:
         [B, H, T, D] in q's dtype, without a gradient; laid out [B, T, H, D] by ours, and equal from
         run to run.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, a scale out of range, or
-            a tensor that asks for a gradient.
+        ValueError: shapes, dtypes or devices that do not go together, a scale out of range, a
+            tensor that asks for a gradient, or on the CPU a length or a page out of range.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
 
     if scale is None:
-        scale = (q.shape[-1] or 1) ** -0.5 if q.dim() == 4 else 1.0
+        scale = (q.shape[-1] or 1) ** -0.5 if getattr(q, "ndim", 0) == 4 else 1.0
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
         scale = positive_number("scale", scale)
-    options = (("cache", "e4m3"),) if str(k.dtype) == "torch.float8_e4m3fn" else ()
+    if getattr(k, "ndim", 0) == 4:  # what is not, or no tensor, `describe` and `call` refuse
+        _require_in_range(k, lengths, page_table)
+    in_8_bits = str(getattr(k, "dtype", None)) == "torch.float8_e4m3fn"
+    options = (("cache", "e4m3"),) if in_8_bits else ()
     if full:
         options += (("full", True),)
     inputs = q, k, v, lengths, page_table, k_descale, v_descale

@@ -75,6 +75,11 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
     return tensors | {"lengths": lengths.to(random.device)}
 
 
+def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Half of each sequence's keys."""
+    return {"lengths": inputs["lengths"] // 2}
+
+
 def work(case: Case, pass_: str) -> Work:
     """Two products with the keys that there are, each read once."""
     p, n_keys = case.problem, sum(lengths_of(case))

@@ -1,0 +1,106 @@
+"""Sums of rows: what their gate's cases do not see, and their CUDA C++ run on this CPU."""
+
+import pytest
+import torch
+
+from tests.ops.on_rows import DEVICE, HERE, drawn
+from tests.ops.test_cuda import H200, assert_within_budget, emulates, here  # noqa: F401
+from tnp import cuda, plans, selection
+from tnp.contract import Call
+from tnp.gates.checks import error_ratio
+from tnp.ops.row_sum import LANES, OPERATOR, reference, row_sum
+from tnp.ops.row_sum.triton_row_sum import FORWARD, Config
+
+IN_CUDA = ("tree", "shuffles")
+
+
+def summed(x: torch.Tensor, name: str = "triton", config: Config | None = None) -> torch.Tensor:
+    """By a kernel with this configuration, or with its default."""
+    forced = {"row_sum.forward": ("triton", config)} if config else None
+    target = None if name == "triton" else H200
+    return plans.build(OPERATOR, name, (x,), (), (), target, forced).run((x,), ())
+
+
+def ratio(y: torch.Tensor, x: torch.Tensor) -> float:
+    exact = reference(x.double())
+    floor = OPERATOR.condition(None, {"x": x}) * exact.norm().item()
+    return error_ratio(y, reference(x), exact, floor)
+
+
+@pytest.mark.parametrize("rows, width", [(1, 60), (33, 60), (13, 1), (3, 2050)])
+def test_every_configuration_at_ragged_sizes(rows, width):
+    (x,) = drawn(OPERATOR, rows, width, start=1, magnitude=4.0).values()
+    configs = FORWARD.configs(Call(OPERATOR.problem("float32", rows=rows, width=width), HERE))
+    for config in (*configs, Config(16, 2, 1)):  # the last walks down a row
+        assert ratio(summed(x, config=config), x) <= OPERATOR.budget.outputs
+
+
+def test_what_is_not_finite_goes_the_way_of_pytorch():
+    x = torch.randn(3, 130, device=DEVICE)
+    x[0, 77], x[1, 66] = -float("inf"), float("nan")
+    torch.testing.assert_close(summed(x), x.sum(-1), equal_nan=True)
+
+
+def test_any_strides_and_nothing_to_add():
+    for x in (
+        torch.randn(5, 3, 48).transpose(0, 1),
+        torch.randn(3, 48, 5).mT,
+        torch.randn(2, 5, 3, 48).transpose(1, 2),
+        torch.randn(1, 1, 48).expand(3, 5, 48),
+        torch.randn(48),
+        torch.zeros(0, 5),
+        torch.zeros(5, 0),
+    ):
+        y = row_sum(x.to(DEVICE), implementation="triton")
+        torch.testing.assert_close(y.cpu(), x.sum(-1))
+        assert y.is_contiguous()
+
+
+def test_the_result_is_in_float32_or_as_wide_as_x():
+    for name in ("torch", "triton"):
+        y = row_sum(torch.full((2, 300), 300.0, device=DEVICE).half(), implementation=name)
+        assert y.dtype == torch.float32 and y.tolist() == [9e4, 9e4]
+    assert row_sum(torch.ones(2, 3).double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "x, error, message",
+    [
+        (torch.tensor(1.0), ValueError, "x has no dimensions"),
+        (torch.zeros(2, 3).int(), ValueError, "x is torch.int32: it must be a float dtype"),
+        (torch.zeros(2, 3).requires_grad_(), ValueError, "x asks for a gradient and row_sum gives"),
+        (torch.zeros(2, 3).double(), RuntimeError, "takes .*, not float64"),
+    ],
+)
+def test_refusals(x, error, message):
+    with pytest.raises(error, match=message):
+        row_sum(x, implementation="triton")
+    with torch.no_grad():
+        assert row_sum(torch.ones(2, 3, requires_grad=True)).tolist() == [3, 3]
+
+
+# --------------------------------------------------------------------------------------- CUDA C++
+
+
+@emulates
+@pytest.mark.parametrize("name, dtype, rows, width, kind", [
+    ("tree", "bfloat16", 3, 1000, {"apart": 100.0}),
+    ("tree", "bfloat16", 2, 32_768, {}),
+    ("shuffles", "float16", 9, 100, {"batch": 3, "start": 1}),  # strided, and not aligned
+    ("shuffles", "float16", 3, 1, {}),
+])  # fmt: skip
+def test_cuda_is_within_its_budget(name, dtype, rows, width, kind, here):  # noqa: F811
+    assert_within_budget("row_sum", name, OPERATOR.case(dtype, rows, width, **kind))
+
+
+@pytest.mark.parametrize("name", IN_CUDA)
+def test_a_block_a_row_and_never_chosen_but_by_its_name(name, here):  # noqa: F811
+    noted = []
+    with cuda.watched(noted.append):
+        summed(torch.empty(7, 800, dtype=torch.float16, device="meta"), name)
+    (bound,) = noted
+    assert (bound.grid, bound.threads) == ((7,), LANES)
+    assert dict(bound.source.constants)["VECTOR"] == 8
+    for case in OPERATOR.cases(H200):
+        chosen, _ = selection.choose_implementation(OPERATOR, "auto", Call(case.problem, H200))
+        assert chosen.name not in IN_CUDA

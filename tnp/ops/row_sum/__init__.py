@@ -1,0 +1,158 @@
+"""Sums over the last dimension, in float32.
+
+    y = Σ x        over each row
+
+Forward only. `tree` and `shuffles` are CUDA C++ to learn from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from tnp.contract import Implementation, Operation, Operator, Work, triton_from
+from tnp.inputs import require_floats
+from tnp.ops.declared import by_cuda, by_pytorch, cases_by_dtype, draw_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(x):
+    """The formula in PyTorch: in float32, or in float64 of float64."""
+    import torch
+
+    return x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def describe(x) -> dict:
+    """Sizes; ValueError where there is no last dimension, or a gradient is asked for."""
+    import torch
+
+    if x.dim() == 0:
+        raise ValueError("x has no dimensions: it must be [..., width]")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "x asks for a gradient and row_sum gives none: call it under torch.no_grad(), or with "
+            "a detached tensor"
+        )
+    require_floats(x=x)
+    return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
+
+
+def draw(case, random) -> dict:
+    """Normal numbers; where the case names a number `apart`, the first of every row is larger by
+    that, and the last as much smaller.
+    """
+    x = draw_rows(case, random)
+    if case["apart"]:
+        x[..., 0] += case["apart"]
+        x[..., -1] -= case["apart"]
+    return {"x": x}
+
+
+def work(case, pass_) -> Work:
+    """x once, and a number a row."""
+    p = case.problem
+    return Work({}, p["rows"] * p["width"] * p.itemsize, p["rows"] * max(4, p.itemsize))
+
+
+LANES = 256  # of which each adds up its share of a row, one number after another
+
+
+def condition(case, inputs) -> float:
+    """What float32 loses where LANES partial sums are added up as a tree.
+
+    A number of a row goes through half the additions of its lane in the mean, and through those of
+    the tree; each rounds by 2⁻²⁴ of what it adds at most, and by 1/√3 of that in the mean square.
+    """
+    x = inputs["x"].double()
+    additions = x.shape[-1] / (2 * LANES) + (LANES - 1).bit_length()
+    return additions**0.5 * float(x.norm() / reference(x).norm()) * 2**-24 / 3**0.5
+
+
+def _rounded(x):
+    """As a kernel that hands on what x's dtype holds of a sum."""
+    y = reference(x)
+    return y.to(x.dtype).to(y.dtype)
+
+
+# Rows and width, and how they are drawn: one column, both sides of what a block reads at once, sums
+# that float16 does not hold, and rows whose first and last number cancel.
+_RAGGED = [(33, width, {"start": 1}) for width in (1, 17, 777, 1000, 4097)]
+_GPU = {
+    "bfloat16": (
+        *_RAGGED,
+        *((131, width, {}) for width in (2047, 2048, 2049, 32_768, 128_256)),
+        (231, 100, {"batch": 3, "start": 5}),
+        (777, 8192, {"batch": 3, "start": 1}),
+        (4096, 8192, {}),
+        (1, 8192, {}),
+    ),
+    "float16": (*_RAGGED, (2000, 512, {"batch": 2, "magnitude": 4e3}), (77, 32_768, {})),
+    "float32": (
+        *_RAGGED,
+        *((200, 512, {"magnitude": magnitude}) for magnitude in (1e-4, 1e3)),
+        (131, 1000, {"apart": 1e4}),
+        (131, 20_000, {"apart": 1e4}),
+    ),
+}
+_INTERPRETED = {
+    "bfloat16": ((14, 48, {"batch": 2, "start": 2}), (3, 4097, {"start": 1})),
+    "float16": ((5, 512, {"magnitude": 4e3}),),
+    "float32": (
+        (3, 1, {}),
+        (33, 17, {"batch": 3, "start": 1}),
+        (5, 1000, {"apart": 1e4}),
+        (2, 8300, {"start": 1}),
+    ),
+}
+OPERATOR = Operator(
+    "row_sum",
+    inputs=("x",),
+    outputs=("y",),
+    sizes=("rows", "width"),
+    implementations=(
+        *(replace(one, gradients=()) for one in by_pytorch(reference)),
+        by_cuda("tree", "row_sum", "tnp.ops.row_sum.cuda_row_sum:FORWARD_TREE"),
+        by_cuda("shuffles", "row_sum", "tnp.ops.row_sum.cuda_row_sum:FORWARD_SHUFFLES"),
+        Implementation(
+            "triton",
+            forward=Operation("row_sum.forward", ("tnp.ops.row_sum.triton_row_sum:FORWARD",)),
+            supported=triton_from(80),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    condition=condition,
+    cases=lambda target: cases_by_dtype(OPERATOR, _GPU if target.kind == "cuda" else _INTERPRETED),
+    controls={
+        "the last number left out": lambda x: reference(x[..., :-1]),
+        "sums of the rows before": lambda x: reference(x).roll(1, -1),
+        "rounded to x's dtype": _rounded,
+    },
+)
+
+
+def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
+    """Sums over the last dimension, added up in float32.
+
+    Args:
+        x: [..., width], any strides; what is contiguous but for its rows, as h[:, n:], is not
+            copied. bfloat16, float16 or float32 for ours.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [...] in float32, or in float64 of float64, without a gradient; from ours contiguous, and
+        equal from run to run.
+
+    Raises:
+        ValueError: x has no dimensions, is no float or asks for a gradient.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    return dispatch.call(OPERATOR, implementation, (x,))

@@ -1,0 +1,74 @@
+"""Sums over the last dimension in Triton.
+
+A program has a tile: several short rows, or one row block after block. Each place of the tile has
+a sum of its own, so that there is one reduction, at the end.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Kernel
+from tnp.launch import Bound
+from tnp.ops.primitives import KernelConfig
+from tnp.ops.rows import load_rows, row_layout, row_offsets
+
+# Numbers of a tile, and warps: of 16 bits two to four loads of 16 bytes a thread.
+TILES = ((8192, 8), (4096, 4), (2048, 4))
+NARROW = 1024  # rows up to here, padded, share a program of the smallest tile
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Columns and rows of a tile."""
+
+    block: int
+    rows: int
+    num_warps: int
+
+
+def configs(call):
+    """Candidates, the default first."""
+    width = triton.next_power_of_2(call.problem["width"])
+    found = tuple(Config(min(n, width), max(1, n // width), warps) for n, warps in TILES)
+    return found[::-1] if width <= NARROW else found
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_inner"])
+def _row_sum_kernel(
+    x_ptr, y_ptr, stride_xb, stride_xl, n, n_rows, n_inner, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    x_ptrs = x_ptr + row_offsets(rows, n_inner, stride_xb, stride_xl)[:, None]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = (rows < n_rows)[:, None] & (offs < n)[None, :]
+        total += load_rows(x_ptrs, offs[None, :], mask)
+    tl.store(y_ptr + rows, tl.sum(total, 1), mask=rows < n_rows)
+
+
+def empty(wanted, inputs):
+    (x,) = inputs
+    return (x.new_empty(x.shape[:-1], dtype=torch.float32),), ()
+
+
+def prepare(call, config, inputs):
+    x_rows, n_rows = row_layout(inputs[0]), call.problem["rows"]
+    kernel = Bound(
+        _row_sum_kernel, (triton.cdiv(n_rows, config.rows),), *x_rows.strides,
+        call.problem["width"], n_rows, x_rows.n_inner, **config.kernel_arguments(),
+    )  # fmt: skip
+
+    def launch(inputs, scalars):
+        (x,) = inputs
+        (y,), saved = empty((), inputs)
+        kernel(x_rows.of(x), y)
+        return (y,), saved
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs)
