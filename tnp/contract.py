@@ -258,6 +258,8 @@ class Implementation:
     moving: tuple[str, ...] = ()  # of `run`; of operations the kernels say it
     budget: Budget | None = None  # None: the operator's
     work: Callable[[Case, str], Work] | None = None  # None: the operator's
+    # Called as `run` is: what that does once for numbers that stay, and its time leaves out.
+    plan: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.forward is None):

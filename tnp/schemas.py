@@ -230,6 +230,8 @@ TABLES: dict[str, pa.Schema] = {
             # other; null in rows from before the second was asked for.
             ("timing", pa.string()),
             ("bytes_written", pa.float64()),  # of `bytes`; null in rows from before
+            # The host's, of what is planned once and no time has; null where nothing is.
+            ("plan_ms", pa.float64()),
         ],
         "predictions": [  # many in a row over one context, and what encodes it
             *PREDICTION_KEY,

@@ -42,8 +42,8 @@ def flashinfer(
 
     A composition is known by its tensors `lengths` and `page_table` as they stand, so that a later
     call with them runs what a captured step would run, and no plan. What a plan costs is not in
-    the time of such a call. Tensors of inference mode do not tell whether they were changed: with
-    them every call plans.
+    the time of such a call: it is measured apart, by `plan`. Tensors of inference mode do not tell
+    whether they were changed: with them every call plans.
     """
     wrapper = _planned(q, k, lengths, page_table, scale)
     o = wrapper.run(q[:, :, 0].contiguous(), (k.transpose(1, 2), v.transpose(1, 2)))
@@ -90,6 +90,14 @@ def _plan(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: floa
     return wrapper
 
 
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor,
+    k_descale: None, v_descale: None, scale: float, cache: bool = False,
+) -> Any:  # fmt: skip
+    """The wrapper that `flashinfer` makes of a composition which it has not met yet."""
+    return _plan(q, k, lengths, page_table, scale)
+
+
 _SIZES = sizes("head_dim", HEAD_DIMS)
 FA3 = Implementation(
     "fa3",
@@ -114,4 +122,5 @@ FLASHINFER = Implementation(
     options=("page_table",),
     selectable=False,  # its plan waits for the device where a batch's composition is new
     traceable=False,
+    plan=plan,
 )

@@ -212,6 +212,18 @@ def test_a_gradient_that_is_made_with_the_result_is_timed_with_it(with_implement
     assert len(calls) > row["n_samples"]
 
 
+def test_what_is_planned_once_is_timed_apart(with_implementation):
+    planned = []
+
+    def plan(gate, up):
+        planned.append((gate.shape, up.shape))
+
+    with_implementation(Implementation("planned", run=OPERATOR.reference, plan=plan))
+    rows = measured("torch", "planned", passes=["forward"])
+    assert rows["planned", "forward"]["plan_ms"] > 0 and len(set(planned)) == 1
+    assert rows["torch", "forward"]["plan_ms"] is None
+
+
 def test_failures_have_the_same_key():
     asked = parameters("torch", "triton")
     failed = failure_rows("op", asked, "timeout", "not finished")["ops"]

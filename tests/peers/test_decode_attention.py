@@ -103,6 +103,9 @@ def test_flashinfer_plans_once_a_composition(plans):
     other = inputs(seed=1)
     torch.testing.assert_close(peers.FLASHINFER.run(*other, 0.3), expected(other))
     assert len(plans) == 3
+    for _ in range(2):  # as it is timed
+        peers.FLASHINFER.plan(*other, 0.3)
+    assert len(plans) == 5
 
 
 def test_flashinfer_plans_anew_what_does_not_count_its_changes(plans):

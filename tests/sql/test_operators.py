@@ -328,12 +328,13 @@ def test_forward_and_backward_together(store: Callable[..., Query]) -> None:
 def test_the_others_of_an_operator_without_keys_are_listed(store: Callable[..., Query]) -> None:
     query = store(
         both_passes("torch", "mlp", 2.0, 4.0, **SIZES_OF_MLP),
+        both_passes("planned", "mlp", 3.0, 0, plan_ms=0.1234, **SIZES_OF_MLP),
         both_passes("fused", "mlp", 1.0, 2.0, **SIZES_OF_MLP),
     )
     rows = query("select pass, others from own_operators order by pass")
     assert rows == [
-        {"pass": "backward", "others": "torch 4"},
-        {"pass": "forward", "others": "torch 2"},
+        {"pass": "backward", "others": "torch 4, planned oom"},
+        {"pass": "forward", "others": "torch 2, planned 3 (plan 0.12)"},
     ]
 
 

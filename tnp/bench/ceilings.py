@@ -43,6 +43,10 @@ class Ceiling:
         """The dtype's own."""
         return ""
 
+    def plan_ms(self, contender: str) -> float | None:
+        """Nothing is planned."""
+        return None
+
     def check(
         self, contender: str, output: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:

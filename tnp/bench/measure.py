@@ -212,6 +212,7 @@ def _measure_pass(
             | {"precision": workload.precision(name)}
             | {"max_abs_error": checked_error(workload.check(name, output()), bound)}
             | {"compile_s": contenders[name].compile_s}
+            | {"plan_ms": workload.plan_ms(name)}
             | {"peak_memory_bytes": contenders[name].peak_memory_bytes}
             | measured_columns(own, conditions)
         )

@@ -2,7 +2,8 @@
 -- New tokens (`n_queries`) of each sequence over up to `n_keys` cached ones. `b64_32k` is 64
 -- sequences of 32,768 tokens; of `ragged` ones the lengths are drawn up to that. `paged` caches lie
 -- in pages, and `sdpa` and `compiled` first gather them. "Share of the ceiling" is of the rate at
--- which PyTorch's sum reads 1 GiB on a GPU of the same model, which a longer read can surpass.
+-- which PyTorch's sum reads 1 GiB on a GPU of the same model, which a longer read can surpass. A
+-- plan is the host's, once for each composition of a batch, and no time has it.
 select
     device,
     shape || ': ' || in_words(problem) || ' ' || dtype as shape,

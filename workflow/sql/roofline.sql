@@ -51,6 +51,7 @@ operators as (
         median(time_ms_p50) filter (where is_used) as time_ms,
         min(time_ms_p50) filter (where is_used) as time_ms_low,
         max(time_ms_p50) filter (where is_used) as time_ms_high,
+        median(plan_ms) filter (where is_used) as plan_ms,
         bool_or(throttled) filter (where is_used) as throttled
     from runs
     group by device, question
