@@ -1,8 +1,8 @@
 -- Grain: device × question of an operator of ours that was timed, beside all others of its sizes.
 --
 -- `others` lists what is not ours with its time in ms, fastest first, and behind them what gave no
--- time, with its status. What one plans once for numbers that stay, its time leaves out: that stands
--- behind it. `auto` is left out: it is one of the rest, and view `auto_regret` says
+-- time, with its status. What one plans once for numbers that stay, its time leaves out: it stands
+-- behind that. `auto` is left out: it is one of the rest, and view `auto_regret` says
 -- which.
 create or replace view own_operators as
 with others as (
