@@ -27,9 +27,7 @@ TOOLTIP = [
     alt.Tooltip("evidence:N"),
     alt.Tooltip("switch:N"),
     alt.Tooltip("step_ms:Q", format=".4~r", title="median step, ms"),
-    alt.Tooltip("speedup:Q", format=".3f"),
-    alt.Tooltip("speedup_low:Q", format=".3f", title="95% low"),
-    alt.Tooltip("speedup_high:Q", format=".3f", title="95% high"),
+    alt.Tooltip("label:N", title="speedup, and its 95% interval if it has one"),
     alt.Tooltip("speedup_best:Q", format=".3f", title="against PyTorch's fastest"),
 ]
 
