@@ -58,8 +58,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
         "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
         "Left numbers: with checkpointing. Right numbers: without. A CUDA graph changes a tenth at "
-        "most, and its mark may hide that of the step without. At large our MLP computes its hidden "
-        "layer again without checkpointing too. No error bars: runs allocate alike. Each "
+        "most, and its mark may hide that of the step without. At large our MLP computes its "
+        "hidden layer again without checkpointing too. No error bars: runs allocate alike. Each "
         f"shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
