@@ -8,7 +8,7 @@ import torch
 from tests.buffers import F64, LENGTHS, ROOM, WITH, assert_equal, exact, lengths, task_of, with_role
 from tests.test_model import CONFIG, build, make_task
 from tnp import archive
-from tnp.buffer import Buffer, BufferedRows, log_densities
+from tnp.buffer import Buffer, log_densities
 from tnp.gates.buffer import in_training, masked_log_density, masked_loss, one_by_one
 from tnp.model import TNPConfig, TransformerNP
 from tnp.normalization import Normalization
@@ -219,87 +219,6 @@ def test_a_step_sends_two_rows_through_the_model(monkeypatch):
         known.predict(task.x_target[:, :1])
         known.predict(task.x_target[:, 1:2], (task.x_target[:, :1], task.y_target[:, :1]))
     assert rows == [(0, 1), (1, 1), (0, 2), (1, 1)]
-
-
-@pytest.mark.parametrize("head_dim", [8, 6])  # 16 bytes of bfloat16, and no multiple of them
-@pytest.mark.parametrize("n_groups", [1, 2])
-@pytest.mark.parametrize("last", [False, True])
-def test_rows_come_back_from_attention_in_their_order(head_dim, n_groups, last):
-    m, n, n_others, n_heads = 5, 3, 4, 2
-    layout = BufferedRows(m, n, n_groups, m + n * (1 + n_groups) + n_others, None)
-    x = torch.randn(2, layout.n_rows, n_heads, head_dim, dtype=torch.bfloat16, requires_grad=True)
-    keys = torch.randn(2, 2, n_heads, m + n, head_dim, dtype=torch.bfloat16)
-    x = x[:, m + n :] if last else x  # of the last block targets alone
-    asked = []
-
-    def heads(q, k, v, n_keys, causal=False):
-        asked.append((q.shape[2], k.shape[2], causal))
-        if causal:  # each group has every row of its head
-            groups = x[:, 0 if last else m : -n_others].unflatten(1, (-1, n))
-            assert torch.equal(q.unflatten(1, (n_heads, -1)), groups.permute(0, 3, 1, 2, 4))
-        return q.transpose(1, 2).flatten(2)
-
-    o = layout.around(heads, x.transpose(1, 2), *keys)
-    assert torch.equal(o, x.flatten(2))
-    gradient = torch.randn_like(o)
-    (found,) = torch.autograd.grad(o, x, gradient)
-    assert torch.equal(found, gradient.view(x.shape))
-    assert asked == [(m, m, False), (n, m + n, True), (n_others, m, False)][last:]
-
-
-def test_gradients_of_keys_stay_halves_of_the_same_rows():
-    """As which attention of ours makes them, and one product of the projection takes both."""
-    layout = BufferedRows(5, 3, 1, 13, None)
-
-    class Ours(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            ctx.shape = k.transpose(1, 2).shape
-            return torch.zeros_like(q)
-
-        @staticmethod
-        def backward(ctx, do):
-            batch, n_k, *row = ctx.shape
-            return do, *torch.ones(batch, n_k, 2, *row).permute(2, 0, 3, 1, 4)
-
-    def heads(q, k, v, n_keys, causal=False):
-        return Ours.apply(q, k, v).transpose(1, 2).flatten(2)
-
-    q, k, v = (torch.randn(2, 2, n, 4, requires_grad=True) for n in (13, 8, 8))
-    dk, dv = torch.autograd.grad(layout.around(heads, q, k, v).sum(), (k, v))
-    assert dv.data_ptr() - dk.data_ptr() == 2 * 4 * dk.element_size()
-    for x in (dk, dv):  # of the context's points three passes ask, of the buffer's one
-        assert (x[:, :, :5] == 3).all() and (x[:, :, 5:] == 1).all()
-
-
-def test_gradients_of_keys_that_share_memory_are_copied_first():
-    """As PyTorch's sums give them: one tensor for both, and one number for all."""
-    rows = BufferedRows(3, 2, 1, 9, None)
-    q = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-
-    def heads(q, k, v, n_keys, causal=False):
-        return (q.sum() + (k + v).sum()) * torch.ones_like(q).transpose(1, 2).flatten(2)
-
-    o = rows.around(heads, q, k, v)
-    dk, dv = torch.autograd.grad(o.sum(), (k, v))
-    of_context, of_all = 4.0 * 5, 4.0 * 4  # numbers of o whose rows see the context alone, or all
-    expected = torch.full_like(k, of_all)
-    expected[:, :, :3] += of_context
-    assert torch.equal(dk, expected) and torch.equal(dv, expected)
-
-
-def test_gradients_of_gradients_are_refused():
-    rows = BufferedRows(3, 2, 1, 9, None)
-    q = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True)
-
-    def heads(q, k, v, n_keys, causal=False):
-        return (q @ k.mT @ v).transpose(1, 2).flatten(2)
-
-    (dq,) = torch.autograd.grad(rows.around(heads, q, k, k).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.square().sum().backward()
 
 
 def test_the_loss_is_compiled_whole():

@@ -290,14 +290,14 @@ class Buffer:
         self, model: TransformerNP, encoding: Encoding, room: int, repeats: int = 1
     ) -> None:
         require_buffer(model)
-        self._model, self._queries = model, encoding.queries
+        self._model = model
         k, _ = encoding.blocks[0]
         batch, n_heads, m, width = k.shape
         self._n, self._room, self._capacity = 0, room, m + room
         # Zeros, since rows that nobody has written must be finite.
         shape = repeats * batch, 2 * n_heads, self._capacity, width  # keys, then values
         self._blocks = [k.new_zeros(shape) for _ in encoding.blocks]
-        self._weights = [block.attention.cast_weight(k.dtype, 3) for block in model.blocks]
+        self._weights = [block.attention.projection_weight(k.dtype, 3) for block in model.blocks]
         self._lengths = torch.empty(len(self._blocks[0]), dtype=torch.int32, device=k.device)
         self._samples = torch.arange(len(self._lengths), device=k.device)
         self.refill(encoding)
@@ -365,10 +365,9 @@ class Buffer:
         """
         model = self._model
         h, update = model.embed(None, None, x_target, model.compute_dtype), None
-        of_blocks = zip(model.blocks, self._blocks, self._queries, strict=True)
-        for block, kept, weight in of_blocks:
+        for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
             h, x = block.attention.norm(h, update)
-            q = block.attention.project_cast(x, weight)
+            q = block.attention.project_cast(x, weight[: model.config.d_model])
             update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
             h, update = block.mlp(h, update)
         return model.heads(h, update)

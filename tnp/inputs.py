@@ -85,6 +85,18 @@ def require_one_device(**tensors: torch.Tensor) -> None:
             )
 
 
+def require_no_gradient(giver: str, **tensors: torch.Tensor) -> None:
+    """Raises ValueError where a gradient is asked for that `giver` does not give."""
+    import torch
+
+    for name, x in tensors.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} asks for a gradient and {giver} gives none: call it under "
+                "torch.no_grad(), or with detached tensors"
+            )
+
+
 def require_lengths(x: torch.Tensor, **lengths: torch.Tensor) -> None:
     """Raises ValueError where numbers of rows are not int32, one for each sample of x [B, …]."""
     for name, numbers in lengths.items():

@@ -143,7 +143,7 @@ class Attention(nn.Module):
             implementation=self.variant.projection,
         )  # fmt: skip
 
-    def cast_weight(self, dtype: torch.dtype, n_parts: int) -> torch.Tensor:
+    def projection_weight(self, dtype: torch.dtype, n_parts: int) -> torch.Tensor:
         """What `project_cast` takes, [n_parts · d_model, d_model], of the first of q, k and v: in
         `dtype`, q's times what q carries.
         """

@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tnp.inputs import require_between, require_count, require_pages
+from tnp.inputs import (
+    require_between,
+    require_count,
+    require_lengths,
+    require_no_gradient,
+    require_pages,
+)
 from tnp.ops.attention.layouts import to_rows
 
 
@@ -198,12 +204,13 @@ class PagedCache:
         """
         self._require_layer(layer)
         self._require_tokens(len(lengths), k=k, v=v)
-        for name, x, n_dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
-            if x.dtype != torch.int32 or x.dim() != n_dims or len(x) != len(lengths):
-                shape = f"[{len(lengths)}{', columns' * (n_dims - 1)}]"
-                raise ValueError(
-                    f"{name} is {x.dtype} {tuple(x.shape)}: it must be torch.int32 {shape}"
-                )
+        require_lengths(k, lengths=lengths)
+        shape = tuple(page_table.shape)
+        if page_table.dtype != torch.int32 or len(shape) != 2 or shape[0] != len(lengths):
+            raise ValueError(
+                f"page_table is {page_table.dtype} {shape}: it must be int32 [{len(lengths)}, "
+                "columns]"
+            )
         n_tokens = k.shape[2]
         require_between("lengths", lengths, n_tokens, page_table.shape[1] * self.page)
         require_pages(page_table, lengths, self.page, len(self._owners))
@@ -311,16 +318,12 @@ class PagedCache:
 
     def _require_tokens(self, batch: int, **tensors: Tensor) -> None:
         n_kv_heads, head_dim = self._k.shape[3:]
+        require_no_gradient("a cache", **tensors)
         for name, x in tensors.items():
             if x.dtype != self.dtype or x.device != self._k.device:
                 raise ValueError(
                     f"{name} is {x.dtype} on {x.device} and the cache {self.dtype} on "
                     f"{self._k.device}: they must be equal"
-                )
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{name} asks for a gradient and a cache gives none: write under "
-                    "torch.no_grad(), or detached tensors"
                 )
             if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, n_kv_heads, head_dim):
                 raise ValueError(

@@ -83,8 +83,8 @@ class Prediction(MixtureSameFamily):
 class Encoding:
     """What targets read of a context: keys and values of every block, [B, n_heads, M, D] each.
 
-    Beside them lie the weights that make queries, as `Attention.cast_weight` gives them. All of it
-    is of the model's weights as they were: where these have changed, encode anew.
+    Beside them lie the weights that make queries, as `Attention.projection_weight` gives them. All
+    of it is of the model's weights as they were: where these have changed, encode anew.
     """
 
     blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -165,7 +165,7 @@ def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> 
         h, x = block.attention.norm(h, update)
         q, k, v = block.attention.project(x, n_keys=context.lengths)
         blocks.append((k, v))
-        queries.append(block.attention.cast_weight(dtype, 1))
+        queries.append(block.attention.projection_weight(dtype, 1))
         if block is not model.blocks[-1]:  # of the last, targets read keys and values alone
             h, update = block.mlp(h, block.attention.attend(q, k, v, context.lengths))
     graphs = DecodeGraphs(model.parameters(), Captures(x.device)) if cuda_graph else None

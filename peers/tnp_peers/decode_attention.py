@@ -45,7 +45,7 @@ def flashinfer(
     the time of such a call: it is measured apart, by `plan`. Tensors of inference mode do not tell
     whether they were changed: with them every call plans.
     """
-    wrapper = _planned(q, k, lengths, page_table, scale)
+    wrapper = _planned(q, k, v, lengths, page_table, scale)
     o = wrapper.run(q[:, :, 0].contiguous(), (k.transpose(1, 2), v.transpose(1, 2)))
     return o.unsqueeze(2)
 
@@ -53,14 +53,17 @@ def flashinfer(
 _plans: OrderedDict[tuple, tuple[Any, Tensor, Tensor]] = OrderedDict()
 
 
-def _planned(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: float) -> Any:
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor, scale: float
+) -> Any:
     """The wrapper of a composition; its tensors are kept, so that no other has their identity."""
+    of = q, k, v, lengths, page_table, None, None, scale
     if lengths.is_inference() or page_table.is_inference():
-        return _plan(q, k, lengths, page_table, scale)
+        return plan(*of)
     of_tensors = tuple((id(x), x._version) for x in (lengths, page_table))
     key = *of_tensors, q.shape, q.dtype, k.shape, k.dtype, scale
     if key not in _plans:
-        _plans[key] = _plan(q, k, lengths, page_table, scale), lengths, page_table
+        _plans[key] = plan(*of), lengths, page_table
         if len(_plans) > MOST_PLANNED:
             _plans.popitem(last=False)
     return _plans[key][0]
@@ -72,7 +75,11 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _plan(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: float) -> Any:
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor,
+    k_descale: None, v_descale: None, scale: float, cache: bool = False,
+) -> Any:  # fmt: skip
+    """The wrapper that `flashinfer` makes of a composition which it has not met yet."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     (_, kv_heads, page, head_dim), heads = k.shape, q.shape[1]
@@ -88,14 +95,6 @@ def _plan(q: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor, scale: floa
         q_data_type=q.dtype, kv_data_type=k.dtype, sm_scale=scale,
     )  # fmt: skip
     return wrapper
-
-
-def plan(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor,
-    k_descale: None, v_descale: None, scale: float, cache: bool = False,
-) -> Any:  # fmt: skip
-    """The wrapper that `flashinfer` makes of a composition which it has not met yet."""
-    return _plan(q, k, lengths, page_table, scale)
 
 
 _SIZES = sizes("head_dim", HEAD_DIMS)

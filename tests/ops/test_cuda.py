@@ -14,7 +14,8 @@ from tnp.contract import Call
 from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Setting, compute
 from tnp.ops import attention, softmax
-from tnp.ops.softmax.cuda_softmax import MOST_THREADS, ONE_PASS, shape, vector
+from tnp.ops.cuda_rows import vector
+from tnp.ops.softmax.cuda_softmax import MOST_THREADS, ONE_PASS, shape
 from tnp.targets import Target
 
 H200 = targets.named("nvidia-h200")

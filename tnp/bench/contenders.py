@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from tnp import choice, plans, selection, targets
 from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
-from tnp.bench.timing import synchronize
+from tnp.bench.timing import first_call
 from tnp.catalog import catalog, is_automatic
 from tnp.contract import Call, Case, Implementation, Operation, Work
 from tnp.gates.results import compute, in_float64, wanted_of
@@ -209,14 +208,8 @@ class Contenders:
         plan, inputs = self.plans[contender].found.plan, tuple(self.sets[0].values())
         if plan is None:
             return None
-        times = []
-        for _ in range(6):
-            synchronize(self.device)
-            start = time.perf_counter()
-            plan(*inputs, *self.operator.numbers, **self.options)
-            synchronize(self.device)
-            times.append(1e3 * (time.perf_counter() - start))
-        return statistics.median(times[1:])
+        run = partial(plan, *inputs, *self.operator.numbers, **self.options)
+        return 1e3 * statistics.median([first_call(run, self.device) for _ in range(6)][1:])
 
     def check(self, contender: str, output: Output) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (measured, float64) of the results for the first set of inputs."""

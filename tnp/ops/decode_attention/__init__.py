@@ -16,6 +16,7 @@ from tnp.inputs import (
     require_between,
     require_floats,
     require_lengths,
+    require_no_gradient,
     require_one_device,
     require_pages,
 )
@@ -53,7 +54,7 @@ def describe(
             raise ValueError(
                 f"{name} has strides {x.stride()}: its last dimension must be contiguous"
             )
-    _require_no_gradient(q=q, k=k, v=v)
+    require_no_gradient("decode_attention", q=q, k=k, v=v)
     given = {"page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
     given = {name: x for name, x in given.items() if x is not None}
     require_one_device(q=q, k=k, v=v, lengths=lengths, **given)
@@ -89,17 +90,6 @@ def describe(
         "batch": batch, "heads": heads, "kv_heads": kv_heads, "n_queries": n_queries,
         "n_keys": n_keys, "head_dim": head_dim, "page": page,
     }  # fmt: skip
-
-
-def _require_no_gradient(**tensors: Tensor) -> None:
-    import torch
-
-    for name, x in tensors.items():
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} asks for a gradient and decode_attention gives none: call it under "
-                "torch.no_grad(), or with detached tensors"
-            )
 
 
 def _is_in(x: Tensor, cache: str) -> bool:

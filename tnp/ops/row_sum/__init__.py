@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from tnp.contract import Implementation, Operation, Operator, Work, triton_from
-from tnp.inputs import require_floats
+from tnp.inputs import require_floats, require_no_gradient
 from tnp.ops.declared import by_cuda, by_pytorch, cases_by_dtype, draw_rows
 
 if TYPE_CHECKING:
@@ -28,15 +28,9 @@ def reference(x):
 
 def describe(x) -> dict:
     """Sizes; ValueError where there is no last dimension, or a gradient is asked for."""
-    import torch
-
     if x.dim() == 0:
         raise ValueError("x has no dimensions: it must be [..., width]")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "x asks for a gradient and row_sum gives none: call it under torch.no_grad(), or with "
-            "a detached tensor"
-        )
+    require_no_gradient("row_sum", x=x)
     require_floats(x=x)
     return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
 

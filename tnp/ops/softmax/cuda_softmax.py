@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tnp import cuda
-from tnp.contract import ITEMSIZE, Call, Kernel
-from tnp.ops.rows import row_layout
+from tnp.contract import Call, Kernel
+from tnp.ops import cuda_rows
 from tnp.ops.softmax import ONE_PASS_WIDTH
 
 THREE_PASSES = "tnp.ops.softmax.three_passes:softmax_three_passes"
 ONE_PASS = "tnp.ops.softmax.one_pass:softmax_one_pass"
-PACK_BYTES = 16  # what one instruction moves
 # Of `three_passes.cu`, whatever the width is.
 THREADS = 256
 # Of `one_pass.cu`: numbers that a thread holds while there are more threads to be had, which gives
 # each two loads of 16 bytes to wait for at once; rows that share a block where a warp holds one.
 HELD, MOST_THREADS, ROWS = 16, 1024, 4
-
-
-def vector(dtype: str, width: int, aligned: bool) -> int:
-    """Numbers that are read at once: 16 bytes where every row is made of them, else one.
-
-    `aligned` says it of the rows that are read; those of the result follow one another.
-    """
-    itemsize = ITEMSIZE[dtype]
-    return PACK_BYTES // itemsize if aligned and width * itemsize % PACK_BYTES == 0 else 1
 
 
 def shape(width: int, vector: int) -> dict[str, int]:
@@ -51,33 +41,13 @@ def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
 
 def prepare_three_passes(call: Call, config: object, inputs: tuple) -> Callable:
     """One launch, a block a row."""
-    return _prepare(call, inputs, THREE_PASSES, lambda width, vector: {"THREADS": THREADS})
+    constants = {"THREADS": THREADS}
+    return cuda_rows.prepare(call, inputs, THREE_PASSES, empty, lambda width, vector: constants)
 
 
 def prepare_one_pass(call: Call, config: object, inputs: tuple) -> Callable:
     """One launch, a block a row or several short ones."""
-    return _prepare(call, inputs, ONE_PASS, shape, call.problem["rows"])
-
-
-def _prepare(call: Call, inputs: tuple, kernel: str, shaped: Callable, *counts: int) -> Callable:
-    p, rows = call.problem, row_layout(inputs[0])
-    width = p["width"]
-    at_once = vector(p.dtype, width, call.aligned or rows.copied)
-    sizes = shaped(width, at_once)
-    per_block = sizes.get("ROWS", 1)
-    constants = cuda.constants(TYPE=cuda.TYPES[p.dtype], VECTOR=at_once, **sizes)
-    bound = cuda.Bound(
-        cuda.Source(kernel, constants), call.target.capability, (-(-p["rows"] // per_block),),
-        sizes["THREADS"] * per_block, *rows.strides, rows.n_inner, width, *counts,
-    )  # fmt: skip
-
-    def launch(inputs, scalars):
-        (x,) = inputs
-        y = x.new_empty(x.shape)
-        bound(rows.of(x), y)
-        return (y,), ()
-
-    return launch
+    return cuda_rows.prepare(call, inputs, ONE_PASS, empty, shape, call.problem["rows"])
 
 
 _BUILT = tuple(cuda.ARCHITECTURES)
