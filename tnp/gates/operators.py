@@ -89,6 +89,7 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
     controls = operator.controls_for(found)
     missed = dict(controls)
     known: set[tuple] = set()  # pairs by name that have served a case with the same options
+    replayed: set[tuple] = set()  # kinds of lengths, of which one case is captured
     for case in served:
         setting = Setting.of(operator, found, case, device)
         for pair in _pairs(setting):
@@ -99,10 +100,10 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
         missed = {what: broken for what, broken in missed.items() if not _is_red(setting, broken)}
         if case is of_routes:
             yield from routes.checks(setting)
-        lengths = tuple(operator.other_lengths(setting.inputs))
-        kind = lengths, case.problem.dtype, case.problem.options
-        if lengths and found.provider == OWN and device.type == "cuda" and kind not in known:
-            known.add(kind)
+        has_lengths = bool(operator.other_lengths(setting.inputs))
+        kind = case.problem.dtype, case.problem.options
+        if has_lengths and found.provider == OWN and device.type == "cuda" and kind not in replayed:
+            replayed.add(kind)
             yield from routes.with_other_lengths(setting)
         del setting  # its results are the largest thing in memory
     for what in controls:
