@@ -365,5 +365,6 @@ def test_a_direct_launch_hands_over_what_triton_does():
         "_combine_kernel", "_statistics_kernel", "_finish_dq_kernel",
         "_attention_fwd_kernel", "delta_kernel", "attention_bwd_dkdv_kernel",
         "_sum_partials_kernel", "attention_bwd_dq_kernel", "attention_bwd_fused_kernel",
+        "_add_shares_kernel",
         "_quantize_kernel", "_attention_fwd_8bit_kernel", "_tiles_kernel",
     }  # fmt: skip

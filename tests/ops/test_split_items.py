@@ -1,4 +1,5 @@
-"""Items of Hopper's fused backward pass that are split along the queries: which, and their sum.
+"""Items of Hopper's backward passes that are split, along the queries or by the heads that share
+keys: which, and their sum.
 
 The kernel that works on pieces runs on a GPU alone (gate `op--attention--fused` has such problems);
 the one that adds them up is interpreted here.
@@ -91,3 +92,44 @@ def test_pieces_are_added_up_where_their_item_lies(apart):
         expected[0, 1, BLOCK_N : 2 * BLOCK_N] = sums[0]
         expected[0, 1, 2 * BLOCK_N :] = sums[1, :37]
         assert relative_error(found.cpu(), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "is_served"),
+    [
+        ((1, 777, 777), {"causal": True}, True),  # 56 programs, the longest walks 52 tiles
+        ((1, 2048, 2048), {"causal": True}, True),
+        ((1, 2048, 2048), {}, True),  # 128 programs
+        ((2, 2048, 2048), {}, False),
+        ((1, 4097, 4097), {"causal": True}, False),
+        ((8, 2048, 2048), {"causal": True}, False),
+        ((1, 4097, 4097), {"causal": True, "window": 500}, False),
+    ],
+)
+def test_heads_have_programs_of_their_own_where_the_gpu_would_be_empty(sizes, options, is_served):
+    batch, n_q, n_k = sizes
+    of = {"batch": batch, "n_heads": 32, "n_q": n_q, "n_k": n_k, "head_dim": 128}
+    for heads in (0, 8):
+        problem = OPERATOR.problem("bfloat16", **of, n_kv_heads=heads, **options)
+        reason = backward.by_head(Call(problem, targets.named("nvidia-h200"), ("q", "k", "v")))
+        assert (reason is None) is (is_served and heads > 0), reason
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
+@pytest.mark.parametrize("apart", [False, True])
+def test_shares_of_heads_are_added_up(apart):
+    batch, n_k, n_kv_heads, group, head_dim = 2, 70, 3, 4, 64
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.randn(2, batch, n_k, n_kv_heads * group, head_dim, generator=generator)
+    k = torch.empty(batch, n_k, n_kv_heads, head_dim).transpose(1, 2)
+    of_keys = KeyGradients(k, apart)
+    dk, dv = (x.fill_(7.0) for x in of_keys.allocate(k))
+    launch = Bound(
+        backward._add_shares_kernel,
+        (-(-n_k // backward.PIECE_ROWS), batch * n_kv_heads, 2),
+        *of_keys.strides, batch, n_k,
+        N_HEADS=n_kv_heads * group, GROUP=group, HEAD_DIM=head_dim, ROWS=backward.PIECE_ROWS,
+    )  # fmt: skip
+    launch(shares.flatten(1), dk, dv)
+    expected = shares.unflatten(3, (n_kv_heads, group)).sum(4).transpose(2, 3)
+    torch.testing.assert_close(torch.stack([dk, dv]), expected)

@@ -161,10 +161,17 @@ FORWARD = _operation(
 SEPARATE = _operation(
     "separate",
     "few_keys:BACKWARD",
+    "hopper_backward:SEPARATE_BY_HEAD",
     "hopper_backward:SEPARATE",
     "triton_backward:SEPARATE",
 )
-FUSED = _operation("fused", "few_keys:BACKWARD", "hopper_backward:FUSED", "triton_backward:FUSED")
+FUSED = _operation(
+    "fused",
+    "few_keys:BACKWARD",
+    "hopper_backward:FUSED_BY_HEAD",
+    "hopper_backward:FUSED",
+    "triton_backward:FUSED",
+)
 PORTABLE_FORWARD = _operation("portable_forward", "triton_forward:FORWARD")
 PORTABLE_BACKWARD = _operation("portable_backward", "triton_backward:SEPARATE")
 IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWARD")

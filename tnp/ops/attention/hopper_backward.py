@@ -4,6 +4,9 @@
 run to run. Both start from the same statistics, delta = Σ_d do·o and lse in padded rows
 (`hopper_padded_rows`).
 
+Where heads of queries share keys and few programs would have work, each head has programs of its
+own (`…_BY_HEAD`), and a launch adds up their dk and dv.
+
 Where q carries scale·log2(e), do and delta of a query tile are multiplied by 2^−lse, so that
 weights are 2^s as they are; its lse is then 0, past the last query too. A tile with a row whose lse
 is not between −64 and 64 is left as it was: no weight overflows in bfloat16 in the others, and what
@@ -16,14 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem
+from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
-from tnp.ops.attention.definition import WITH_LSE
+from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N
 from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
 from tnp.ops.attention.hopper_primitives import supported, without_reference
-from tnp.ops.attention.keys import Tiles, all_seen
+from tnp.ops.attention.keys import Tiles, all_seen, n_tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -68,6 +71,45 @@ def _add_pieces_kernel(
     else:
         out_ptr = head_ptr(dk_ptr, stride_b, stride_h, item // n_blocks, n_heads)
     store_rows(out_ptr, acc, item % n_blocks * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["batch", "n_k"])
+def _add_shares_kernel(
+    share_ptr, dk_ptr, dv_ptr, stride_b, stride_h, stride_n, batch, n_k,
+    N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows of dk and dv, from the shares [2, B, n_k, H, D] of all heads of queries, in turn."""
+    first, bh, at = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    n_kv_heads: tl.constexpr = N_HEADS // GROUP
+    b, h = bh // n_kv_heads, bh % n_kv_heads
+    rows = first + tl.arange(0, ROWS)
+    of_row = ((at * batch + b).to(tl.int64) * n_k + rows) * N_HEADS + h * GROUP
+    offs = of_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for member in tl.static_range(GROUP):
+        share = share_ptr + offs + member * HEAD_DIM
+        acc += tl.load(share, mask=(rows < n_k)[:, None], other=0.0)
+    if at == 0:
+        out_ptr = head_ptr(dk_ptr, stride_b, stride_h, bh, n_kv_heads)
+    else:
+        out_ptr = head_ptr(dv_ptr, stride_b, stride_h, bh, n_kv_heads)
+    store_rows(out_ptr, acc, rows, n_k, stride_n, HEAD_DIM)
+
+
+def by_head(call: Call) -> Reason:
+    """Why a program walks the queries of all heads that share its keys; None where a walk of the
+    longest takes more time than all walks would, spread over the GPU.
+    """
+    p = call.problem
+    if reason := supported(call):
+        return reason
+    if n_kv_heads(p) == p["n_heads"]:
+        return "it is for heads that share keys"
+    items = n_tiles(p["n_k"], BLOCK_N.value, int(p["n_sequences"])) * p["batch"] * n_kv_heads(p)
+    share = 0.5 if p["causal"] and not p["window"] else 1.0  # that an average walk is of a longest
+    if share * items >= call.target.multiprocessors:
+        return "it is for few keys: programs of all heads that share more of them fill the GPU"
+    return None
 
 
 def separate_configs(call: Call) -> tuple[DkdvConfig, ...]:
@@ -150,7 +192,19 @@ def prepare_separate(*arguments):
     return _prepare(*arguments, ordered=True)
 
 
-def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
+@backward
+def prepare_fused_by_head(*arguments):
+    """As `fused`, with programs for each head of queries."""
+    return _prepare(*arguments, ordered=False, by_head=True)
+
+
+@backward
+def prepare_separate_by_head(*arguments):
+    """As `separate`, with programs for each head of queries."""
+    return _prepare(*arguments, ordered=True, by_head=True)
+
+
+def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_head=False):
     batch, n_heads, n_q, head_dim = q.shape
     padded = PaddedRows(call)
     base2 = without_reference(call) and plain(call.problem)
@@ -165,8 +219,9 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     )
     pieces = None if ordered else split(call, config)
     kernel = bound_dkdv(
-        call, q, k, padded.of_head, config, ordered=ordered, base2=base2, split=pieces
-    )
+        call, q, k, padded.of_head, config, ordered=ordered, base2=base2, split=pieces,
+        by_head=by_head,
+    )  # fmt: skip
     key_tiles = Tiles(call, "n_k", BLOCK_N.value)
     if pieces:
         n_whole, n_pieces = pieces
@@ -176,6 +231,14 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
             _add_pieces_kernel, (n_split, BLOCK_N.value // PIECE_ROWS, 2),
             *of_keys.strides, n_heads, k.shape[2], n_whole, n_pieces,
             HEAD_DIM=head_dim, BLOCK_N=BLOCK_N.value, ROWS=PIECE_ROWS,
+        )  # fmt: skip
+    if by_head:
+        n_kv_heads, n_k = k.shape[1:3]
+        of_shares = (2, batch * n_k * n_heads * head_dim), (batch * n_k * n_heads * head_dim, 1)
+        add_shares = Bound(
+            _add_shares_kernel, (triton.cdiv(n_k, PIECE_ROWS), batch * n_kv_heads, 2),
+            *of_keys.strides, batch, n_k, N_HEADS=n_heads, GROUP=n_heads // n_kv_heads,
+            HEAD_DIM=head_dim, ROWS=PIECE_ROWS,
         )  # fmt: skip
     finish_kernel = padded.finish(q, of_q[1][:3], ordered=ordered)
 
@@ -191,12 +254,15 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
         statistics_kernel(o, do, lse, of_lse, statistics, tiles, weighted, counts, *of_queries)
         dk, dv = of_keys.allocate(k)
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
+        shares = lse.new_empty_strided(*of_shares) if by_head else (dk, dv)
         kernel(
-            q, weighted, k, v, statistics, delta, tiles, dk, dv,
+            q, weighted, k, v, statistics, delta, tiles, shares[0], shares[1],
             *key_tiles.pointers(lengths, lse), left, of_split, counts, scale, scale * LOG2_E,
         )  # fmt: skip
         if pieces:
             add_pieces(of_split, dk, dv)
+        if by_head:
+            add_shares(shares, dk, dv)
         dq = q.new_empty_strided(*of_q)
         finish_kernel(tiles, dq, counts, *of_queries, scale)
         return dq, dk, dv
@@ -207,6 +273,13 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
 SEPARATE = Kernel(
     "hopper", empty_backward, prepare_separate, supported, separate_configs, WITH_LSE,
     counts=separate_counts,
+)  # fmt: skip
+SEPARATE_BY_HEAD = Kernel(
+    "hopper_by_head", empty_backward, prepare_separate_by_head, by_head, separate_configs, WITH_LSE
+)
+FUSED_BY_HEAD = Kernel(
+    "hopper_by_head", empty_backward, prepare_fused_by_head, by_head, separate_configs, WITH_LSE,
+    moving=("dq",),
 )  # fmt: skip
 FUSED = Kernel(
     "hopper", empty_backward, prepare_fused, supported, fused_configs, WITH_LSE,

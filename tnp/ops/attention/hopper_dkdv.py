@@ -4,6 +4,9 @@ An item is 128 keys of a head. A program works on one, or, if it is persistent, 
 another: the next keys then arrive in a second slot while it works, and a slot is free when both
 consumers, and the third that makes dQ, have said so (`key_empty`).
 
+Where heads of queries share keys an item walks the queries of all of them. Or, SHARED, there is an
+item for each, and what it makes of dk and dv is left in float32 for another kernel to add up.
+
 Items that would fill only a part of a last round of programs are SPLIT along the queries: each
 program works on a piece of one, and leaves its share of dk and dv in float32 for another kernel to
 add up. A program then has one item or one piece, and is not persistent.
@@ -75,11 +78,12 @@ def _produce(pipe, item, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
     first_stage, n_stages, first_q, padded = pipe.walk_of(item)
     if pipe.PERSISTENT:
         mbarrier.wait(pipe.key_empty.index(slot), phase ^ 1)
+    of_keys = h // pipe.SHARED
     for c in gl.static_range(2):
         full = pipe.key_full.index(2 * slot + c)
         mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
-        load_tile(k_desc, b, h, first_key + c * ROWS, full, pipe.k, 2 * slot + c)
-        load_tile(v_desc, b, h, first_key + c * ROWS, full, pipe.v, 2 * slot + c)
+        load_tile(k_desc, b, of_keys, first_key + c * ROWS, full, pipe.k, 2 * slot + c)
+        load_tile(v_desc, b, of_keys, first_key + c * ROWS, full, pipe.v, 2 * slot + c)
     for i in range(n_stages * pipe.GROUP):
         at, member = pipe.stage_at(i, first_stage, n_stages)
         stage, phase = ring(step + i, pipe.STAGES)
@@ -219,7 +223,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, piece_ptr, count_ptr,
     n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
     scale, scale_log2,
-    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_N_KEYS: gl.constexpr, PACKED: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PERSISTENT: gl.constexpr, BASE2: gl.constexpr,
     SPLIT: gl.constexpr, APART: gl.constexpr, ORDERED: gl.constexpr,
@@ -243,8 +247,8 @@ def _attention_bwd_dkdv_hopper_kernel(
         barriers(2, 1) if ORDERED else q, barriers(2, 1) if ORDERED else q,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
-        HEAD_DIM, GROUP, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT, APART,
-        ORDERED,
+        HEAD_DIM, GROUP, SHARED, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT,
+        APART, ORDERED,
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT))
     gl.static_assert(not ORDERED or not (PERSISTENT or SPLIT))
@@ -271,6 +275,7 @@ def bound_dkdv(
     ordered: bool,
     base2: bool = False,
     split: tuple[int, int] | None = None,
+    by_head: bool = False,
 ) -> Bound:
     """Of q, do, k, v, lse, delta, dq's tiles, dk, dv, what `Tiles.pointers` gives of 128 keys, of
     each head whether do of some query tile is as it was or any tensor, pieces or any tensor, int32
@@ -285,9 +290,11 @@ def bound_dkdv(
         ordered: dq is added up in the order of blocks of keys, and its tiles need not be 0.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         split: how many items are whole, and of how many pieces each other one is.
+        by_head: dk and dv are float32 [B, n_k, H, D], a share of each head of queries.
     """
     batch, n_heads, n_q, head_dim = q.shape
-    n_kv_heads, n_k = k.shape[1:3]
+    shared, n_k = n_heads // k.shape[1] if by_head else 1, k.shape[2]
+    n_kv_heads = k.shape[1] * shared
     size = ROWS.value
     rows = batch * n_heads * head_rows
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -309,8 +316,8 @@ def bound_dkdv(
         n_kv_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows,
         *reach.numbers,
         maps=(of_q, of_q, head_map(size), head_map(size), of_rows, of_rows, of_tiles),
-        HEAD_DIM=head_dim, GROUP=n_heads // n_kv_heads, STAGES=config.num_stages,
+        HEAD_DIM=head_dim, GROUP=n_heads // n_kv_heads, SHARED=shared, STAGES=config.num_stages,
         REGISTERS=config.registers, **lengths_given(call), **reach.constants,
         PERSISTENT=config.persistent, BASE2=base2, SPLIT=split is not None,
-        APART=call.apart, ORDERED=ordered, num_warps=4,
+        APART=by_head or call.apart, ORDERED=ordered, num_warps=4,
     )  # fmt: skip

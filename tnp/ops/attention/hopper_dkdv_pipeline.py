@@ -63,7 +63,7 @@ class Pipeline:
     n_keys_ptr: gl.tensor
     left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
     count_ptr: gl.tensor  # of each tile of queries, how many blocks of keys added to its dq
-    n_heads: gl.tensor  # of keys
+    n_heads: gl.tensor  # of keys, or where they are SHARED of queries
     n_q: gl.tensor
     n_k: gl.tensor
     n_items: gl.tensor
@@ -75,7 +75,8 @@ class Pipeline:
     left: gl.tensor
     right: gl.tensor
     HEAD_DIM: gl.constexpr
-    GROUP: gl.constexpr  # heads of queries that share one of keys
+    GROUP: gl.constexpr  # heads of queries that share one of keys, and a program walks
+    SHARED: gl.constexpr  # heads that share one of keys, of each of which programs walk it: else 1
     STAGES: gl.constexpr
     HAS_N_KEYS: gl.constexpr
     PACKED: gl.constexpr
@@ -94,8 +95,8 @@ class Pipeline:
         dq_full, dq_empty,
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
         n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
-        HEAD_DIM, GROUP, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT, APART,
-        ORDERED,
+        HEAD_DIM, GROUP, SHARED, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT,
+        APART, ORDERED,
     ):  # fmt: skip
         self.q, self.do, self.lse, self.delta = q, do, lse, delta
         self.k, self.v, self.ds, self.dq = k, v, ds, dq
@@ -110,7 +111,7 @@ class Pipeline:
         self.of_head, self.section, self.head_rows = of_head, section, head_rows
         self.left, self.right = left, right
         self.HEAD_DIM, self.GROUP = gl.constexpr(HEAD_DIM), gl.constexpr(GROUP)
-        self.STAGES = gl.constexpr(STAGES)
+        self.SHARED, self.STAGES = gl.constexpr(SHARED), gl.constexpr(STAGES)
         self.HAS_N_KEYS, self.PACKED = gl.constexpr(HAS_N_KEYS), gl.constexpr(PACKED)
         self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.PLAIN = gl.constexpr(HEAD_DIM == 64 and GROUP == 1 and not (LEFT or RIGHT or PACKED))
