@@ -207,10 +207,10 @@ def test_a_step_sends_two_rows_through_the_model(monkeypatch):
     encoding, rows = model.encode(task.context), []
     known = Buffer(model, encoding, ROOM)
     for index, block in enumerate(model.blocks):
-        run = block.mlp.forward
+        run = block.mlp.of_few
         monkeypatch.setattr(
             block.mlp,
-            "forward",
+            "of_few",
             lambda h, update, index=index, run=run: (
                 rows.append((index, h.shape[1])) or run(h, update)
             ),

@@ -300,6 +300,9 @@ class Buffer:
         self._weights = [block.attention.projection_weight(k.dtype, 3) for block in model.blocks]
         self._lengths = torch.empty(len(self._blocks[0]), dtype=torch.int32, device=k.device)
         self._samples = torch.arange(len(self._lengths), device=k.device)
+        # What is added to the embeddings of a point that enters, and of a target.
+        self._role = k.new_zeros(len(self._lengths), 2, model.config.d_model)
+        self._role[:, 0] = model.embed.role
         self.refill(encoding)
 
     def refill(self, encoding: Encoding) -> None:
@@ -364,12 +367,12 @@ class Buffer:
         x_target [B, 1, d_x] is in the model's units.
         """
         model = self._model
-        h, update = model.embed(None, None, x_target, model.compute_dtype), None
+        h, update = model.embed(None, None, x_target, model.compute_dtype), self._role[:, 1:]
         for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
-            h, x = block.attention.norm(h, update)
-            q = block.attention.project_cast(x, weight[: model.config.d_model])
+            of_q = weight[: model.config.d_model]
+            h, q = block.attention.norm_and_project_cast(h, update, of_q)
             update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
-            h, update = block.mlp(h, update)
+            h, update = block.mlp.of_few(h, update)
         return model.heads(h, update)
 
     def behind(self, x_target: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -379,18 +382,19 @@ class Buffer:
         caller's to see that there is room.
         """
         model = self._model
-        h, update = model.embed.buffered(x, y, 1, x_target, model.compute_dtype), None
+        h, update = model.embed(x, y, x_target, model.compute_dtype), self._role
         place = self._lengths.long()
         self._lengths += 1
         for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
-            h, x = block.attention.norm(h, update)
-            heads, n_heads = block.attention.project_cast(x, weight), block.attention.n_heads
-            kept[self._samples, :, place] = heads[:, n_heads:, 0]
+            h, heads = block.attention.norm_and_project_cast(h, update, weight)
+            n_heads = block.attention.n_heads
+            cache, entering = _in_wide_elements(kept, heads[:, n_heads:, 0])
+            cache[self._samples, :, place] = entering
             # Of the last block only the target is read.
             first = 1 if block is model.blocks[-1] else 0
             q = heads[:, :n_heads, first:]
             update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
-            h, update = block.mlp(h[:, first:], update)
+            h, update = block.mlp.of_few(h[:, first:], update)
         return model.heads(h, update)
 
 

@@ -21,6 +21,7 @@ from tnp.ops.mlp import mlp
 from tnp.ops.projection import linear, project_qkv
 from tnp.ops.projection.qkv import query_factor
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
+from tnp.ops.rms_norm_linear import rms_norm_linear
 from tnp.packing import Packing
 from tnp.variants import Variant
 
@@ -48,7 +49,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(config.d_model))
-        self.implementation = variant.rms_norm
+        self.implementation, self.of_product = variant.rms_norm, variant.rms_norm_linear
 
     def forward(
         self, h: torch.Tensor, update: torch.Tensor | None
@@ -58,6 +59,16 @@ class RMSNorm(nn.Module):
         if update is None:
             return h, rms_norm(h, self.weight, **options)
         return add_rms_norm(h, update, self.weight, **options)
+
+    def times(
+        self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, silu: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and the product of its norm, or the SiLU of that: of a few rows, without a
+        gradient. weight is [n_out, d_model].
+        """
+        return rms_norm_linear(
+            h, update, self.weight, weight, eps=NORM_EPS, silu=silu, implementation=self.of_product
+        )
 
 
 class Embedding(nn.Module):
@@ -156,8 +167,18 @@ class Attention(nn.Module):
         """q of all rows, then k and v where `weight` has them, in one product: [B, n_parts ·
         n_heads, rows, D].
         """
-        heads = linear(x, weight, implementation=self.variant.projection)
-        return heads.unflatten(-1, (-1, x.shape[-1] // self.n_heads)).transpose(1, 2)
+        return self._as_heads(linear(x, weight, implementation=self.variant.projection))
+
+    def norm_and_project_cast(
+        self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and `project_cast` of its norm: of a few rows, without a gradient."""
+        h, x = self.norm.times(h, update, weight)
+        return h, self._as_heads(x)
+
+    def _as_heads(self, x: torch.Tensor) -> torch.Tensor:
+        head_dim = len(self.output) // self.n_heads
+        return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
     def attend(
         self,
@@ -232,12 +253,17 @@ class MLP(nn.Module):
         down = _parameter(d_model, d_ff, fan_in=d_ff, gain=(2 * config.n_layers) ** -0.5)
         self.up = _pad(up, 0, variant.d_ff_storage or d_ff)
         self.down = _pad(down, 1, variant.d_ff_storage or d_ff)
-        self.implementation = variant.mlp
+        self.variant = variant
 
     def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """h + update, and what the MLP adds to it."""
         h, x = self.norm(h, update)
-        return h, mlp(x, self.up, self.down, implementation=self.implementation)
+        return h, mlp(x, self.up, self.down, implementation=self.variant.mlp)
+
+    def of_few(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of a few rows without a gradient, in two launches and never in 8 bits."""
+        h, hidden = self.norm.times(h, update, self.up, silu=True)
+        return h, linear(hidden, self.down, implementation=self.variant.projection)
 
 
 class MixtureHeads(nn.Module):

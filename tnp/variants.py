@@ -98,6 +98,13 @@ class Variant:
         return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
     @property
+    def rms_norm_linear(self) -> str:
+        """The implementation of `rms_norm_linear` that goes with that of the norm."""
+        if is_automatic(self.rms_norm):
+            return AUTO
+        return "triton" if catalog().role("rms_norm", self.rms_norm) == OWN else "torch"
+
+    @property
     def refuses_buffer(self) -> str | None:
         """Why it cannot run a model with a buffer; None where it can."""
         if self.centred_keys:

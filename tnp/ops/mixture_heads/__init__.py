@@ -145,7 +145,10 @@ def cases(target) -> list[Case]:
     model, padded = (512, 1408, 10, N_OUTPUTS), {"d_ff_real": 1365}
     return [
         # Of more than 40,000 rows nothing is saved on Hopper.
-        *(case("bfloat16", n, *model, **padded) for n in (1, 63, 65, 564, 777, 11_000, 44_000)),
+        *(
+            case("bfloat16", n, *model, **padded)
+            for n in (1, 16, 17, 63, 65, 564, 777, 11_000, 44_000)
+        ),
         *(case("bfloat16", n, 512, 1408, 3, N_OUTPUTS, **padded) for n in (777, 11_000)),
         case("bfloat16", 777, 512, 128, 10, N_OUTPUTS, d_ff_real=100),  # one tile wide
         case("bfloat16", 777, *model, wide=576, **padded),
@@ -158,10 +161,11 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of rows whose z is saved: those kernels that save nothing serve them too."""
+    """Of rows whose z is saved: those kernels that save nothing serve them too. And of few."""
     sizes = {"d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": N_OUTPUTS}
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
-        yield OPERATOR.problem(dtype, rows=32_000, **sizes)
+        for rows in (2, 32_000):
+            yield OPERATOR.problem(dtype, rows=rows, **sizes)
 
 
 def within(model, run):
@@ -201,9 +205,9 @@ def _no_activation(x, up, down):
 _TRITON, _HOPPER = "tnp.ops.mixture_heads.triton_heads", "tnp.ops.mixture_heads.hopper"
 
 
-def _operation(pass_):
+def _operation(pass_, *first):
     names = (f"{_HOPPER}:{pass_}_Z", f"{_HOPPER}:{pass_}_AGAIN", f"{_TRITON}:{pass_}")
-    return Operation(f"mixture_heads.{pass_.lower()}", names)
+    return Operation(f"mixture_heads.{pass_.lower()}", (*first, *names))
 
 
 OPERATOR = Operator(
@@ -222,8 +226,8 @@ OPERATOR = Operator(
             supported=_grouped, selectable=False,
         ),
         Implementation(
-            "fused", forward=_operation("FORWARD"), backward=_operation("BACKWARD"),
-            supported=_fused,
+            "fused", forward=_operation("FORWARD", f"{_TRITON}:FEW_ROWS"),
+            backward=_operation("BACKWARD"), supported=_fused,
         ),
     ),
     describe=describe,

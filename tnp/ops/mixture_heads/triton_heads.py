@@ -10,6 +10,9 @@ writes O numbers a row. Nothing is saved. The backward pass goes through x in ch
 computes z again: one kernel writes the chunk's dz, transposed, and ddown's sums over each tile of
 rows, and two matmuls turn dz into dx and add to dup. The buffer of dz serves all chunks.
 
+Of a few rows (`FEW_ROWS`) there is one tile, and heads are fewer than multiprocessors. So a program
+has a part of the hidden width, and a second launch adds up what the parts give each output.
+
 That kernel computes the transposed tile, zᵀ = up_k xᵀ: then silu(z)ᵀ is the left operand of the
 product with dout and comes from registers, where a transposed left operand that was computed came
 out wrong on 64-wide tiles (triton 3.4 to 3.7).
@@ -24,18 +27,20 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
+from tnp.contract import Call, Kernel, Reason
 from tnp.launch import Bound
 from tnp.ops.mixture_heads import MAX_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 from tnp.ops.operands import hidden_width, rows_of, weights
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
+from tnp.ops.rows import bound_sum
 from tnp.ops.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
 
 # Rows of the backward pass that are under way at once: dz takes 115 MB at K = 10, F = 1408.
 CHUNK_ROWS = 4096
 OUTPUTS = tl.constexpr(MAX_OUTPUTS)  # of a tile: a matmul is at least that wide
+MOST_FEW_ROWS = 16  # and at least that high
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,18 @@ class HeadsConfig(KernelConfig):
 
 # By bytes per element; none spills on any target, where a backward tile of 128 × 128 does.
 FORWARD_CONFIGS = {2: HeadsConfig(128, 128, 64, 8, 3), 4: HeadsConfig(64, 64, 32, 8, 2)}
+FEW_ROWS_CONFIGS = {2: HeadsConfig(16, 64, 128, 4, 4), 4: HeadsConfig(16, 32, 64, 4, 3)}
 BACKWARD_CONFIGS = {2: HeadsConfig(64, 128, 64, 8, 3), 4: HeadsConfig(32, 64, 32, 8, 2)}
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _mixture_heads_fwd_kernel(
-    x_ptr, up_ptr, down_ptr, out_ptr, n_rows, n_heads, n_hidden, n_inner, n_out, stride_xm,
+    x_ptr, up_ptr, down_ptr, out_ptr, n_rows, n_heads, n_hidden, n_inner, n_out, n_part, stride_xm,
     K_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Heads vary fastest: programs that run together share their rows of x."""
+    """Heads vary fastest: programs that run together share their rows of x. Program (·, i) has the
+    i-th n_part hidden units, and writes what they give to the i-th [T, K, O].
+    """
     head = tl.program_id(0) % n_heads
     offs_m = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_o = tl.arange(0, OUTPUTS)
@@ -68,7 +76,8 @@ def _mixture_heads_fwd_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
     acc = tl.zeros([BLOCK_M, OUTPUTS], tl.float32)
-    for start_f in tl.range(0, n_hidden, BLOCK_F):
+    first = tl.program_id(1) * n_part
+    for start_f in tl.range(first, tl.minimum(first + n_part, n_hidden), BLOCK_F):
         offs_f = start_f + tl.arange(0, BLOCK_F)
         z = product_tile(
             x_ptr, up_ptr, offs_m, offs_f, n_rows, n_hidden, n_inner, stride_xm, n_inner,
@@ -76,7 +85,8 @@ def _mixture_heads_fwd_kernel(
         )  # fmt: skip
         down = load_tile(down_ptr, offs_o, offs_f, n_out, n_hidden, n_hidden, True, True)
         acc = add_dot(cast(silu(z, dtype), dtype), tl.trans(down), acc)
-    store_tile(out_ptr + head * n_out, acc, offs_m, offs_o, n_rows, n_out, n_heads * n_out)
+    out_ptr += tl.program_id(1).to(tl.int64) * n_rows * n_heads * n_out + head * n_out
+    store_tile(out_ptr, acc, offs_m, offs_o, n_rows, n_out, n_heads * n_out)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -127,26 +137,51 @@ def configs(call: Call) -> tuple[HeadsConfig, ...]:
 
 
 def prepare(call: Call, config: HeadsConfig, inputs):
+    return _prepare(call, config, inputs, few=False)
+
+
+def _prepare(call: Call, config: HeadsConfig, inputs, *, few: bool):
     x, up, down = inputs
     n_heads, n_out, _ = down.shape
     n_hidden, n_inner = hidden_width(up.shape[1]), x.shape[-1]
     shape = *x.shape[:-1], n_heads, n_out
     rows, cast = rows_of(x), weights(up, down, x.dtype)
+    n_part = config.block_f if few else n_hidden
+    n_parts = triton.cdiv(n_hidden, n_part)
     kernel = Bound(
-        _mixture_heads_fwd_kernel, (triton.cdiv(rows.n, config.block_m) * n_heads,),
-        rows.n, n_heads, n_hidden, n_inner, n_out, rows.stride,
+        _mixture_heads_fwd_kernel, (triton.cdiv(rows.n, config.block_m) * n_heads, n_parts),
+        rows.n, n_heads, n_hidden, n_inner, n_out, n_part, rows.stride,
         K_MASKED=n_inner % config.block_k != 0, **config.kernel_arguments(),
     )  # fmt: skip
+    add_parts = bound_sum(n_parts, rows.n * n_heads * n_out) if n_parts > 1 else None
     read = rows.pointed
 
     def launch(inputs, scalars):
         x, up, down = inputs
         up, down = cast(up, down)
         out = x.new_empty(shape, dtype=torch.float32)
-        kernel(read(x), up, down, out)
+        parts = out.new_empty(n_parts, *shape) if add_parts else out
+        kernel(read(x), up, down, parts)
+        if add_parts:
+            add_parts(parts, out, 1.0)
         return (out,), ()
 
     return launch
+
+
+def few_rows(call: Call) -> Reason:
+    """Support of `FEW_ROWS`."""
+    rows = call.problem["rows"]
+    return None if rows <= MOST_FEW_ROWS else f"it takes up to {MOST_FEW_ROWS} rows, not {rows}"
+
+
+def configs_few_rows(call: Call) -> tuple[HeadsConfig, ...]:
+    return (FEW_ROWS_CONFIGS[call.problem.itemsize],)
+
+
+def prepare_few_rows(call: Call, config: HeadsConfig, inputs):
+    """A tile of hidden units a program."""
+    return _prepare(call, config, inputs, few=True)
 
 
 def configs_backward(call: Call) -> tuple[HeadsConfig, ...]:
@@ -193,6 +228,7 @@ def prepare_backward(call: Call, config: HeadsConfig, inputs):
 
 
 FORWARD = Kernel("triton", empty, prepare, configs=configs, saves="again")
+FEW_ROWS = Kernel("few_rows", empty, prepare_few_rows, few_rows, configs_few_rows, saves="again")
 BACKWARD = Kernel(
     "triton", empty_backward, prepare_backward, configs=configs_backward, saves="again"
 )

@@ -1,0 +1,157 @@
+"""RMSNorm behind the residual addition, and the linear layer that reads it, in one.
+
+    sum = x + update        y = rms_norm(sum) wᵀ, or its SiLU
+
+For a few rows, where a launch takes longer than what it does. Forward only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from tnp.contract import FLOATS, Implementation, Operation, Operator, Work, triton_from
+from tnp.inputs import positive_number, require_floats, require_no_gradient, require_one_device
+from tnp.ops import rms_norm
+from tnp.ops.declared import by_pytorch, cases_by_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(x, update, norm_weight, weight, eps, silu=False):
+    """The formulas in PyTorch, in whatever dtype it is given; weights are cast to x's."""
+    from torch.nn import functional as F
+
+    total, normalized = rms_norm.add_reference(x, update, norm_weight, eps)
+    y = F.linear(normalized, weight.to(x.dtype))
+    return total, F.silu(y) if silu else y
+
+
+def describe(x, update, norm_weight, weight, silu=False) -> dict:
+    """Sizes; ValueError where the tensors do not go together, or a gradient is asked for."""
+    tensors = {"x": x, "update": update, "norm_weight": norm_weight, "weight": weight}
+    require_no_gradient("rms_norm_linear", **tensors)
+    sizes = rms_norm.add_describe(x, update, norm_weight)
+    if weight.dim() != 2 or weight.shape[1] != sizes["width"]:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., D] and "
+            "[n_out, D]"
+        )
+    require_floats(weight=weight)
+    require_one_device(x=x, weight=weight)
+    return sizes | {"n_out": len(weight)}
+
+
+def draw(case, random) -> dict:
+    """As of `add_rms_norm`, and a weight scaled by its fan-in."""
+    inputs = rms_norm.add_draw(case, random)
+    norm_weight = inputs.pop("weight")
+    weight = random.weight(case.problem["n_out"], case.problem["width"])
+    return inputs | {"norm_weight": norm_weight, "weight": weight}
+
+
+def work(case, pass_) -> Work:
+    """x, update and the weight in x's dtype → sum and y."""
+    rows, width, n_out = (size for _, size in case.problem.sizes)
+    size = case.problem.itemsize
+    read = (2 * rows * width + n_out * width) * size + 4 * width
+    flops = {case.problem.dtype: 2.0 * rows * width * n_out}
+    return Work(flops, read, rows * (width + n_out) * size)
+
+
+_SILU = {"silu": True}
+_INTERPRETED = (
+    (2, 48, 40, {"batch": 2, "start": 1}),
+    (17, 100, 33, _SILU),
+    (3, 1100, 16, {"start": 1, **_SILU}),
+)
+# Both sides of a tile's rows in each configuration, ragged widths, and the model's.
+_GPU = (
+    *((rows, 512, 1536, {}) for rows in (1, 2, 16, 17, 64, 65, 777)),
+    *((rows, 512, 1408, _SILU) for rows in (1, 2, 8, 40)),
+    (14, 512, 1408, {"batch": 7, "start": 1, **_SILU}),
+    *((33, width, 100, _SILU) for width in (1, 100, 513, 1025, 4096)),
+    (8, 5000, 777, {"batch": 2, "start": 1}),
+    *((20, 512, 512, {"magnitude": magnitude}) for magnitude in (1e-4, 1e3)),
+)
+OPERATOR = Operator(
+    "rms_norm_linear",
+    inputs=("x", "update", "norm_weight", "weight"),
+    outputs=("sum", "y"),
+    sizes=("rows", "width", "n_out"),
+    options={"silu": bool},
+    scalars={"eps": rms_norm.EPS},
+    implementations=(
+        *(replace(one, gradients=()) for one in by_pytorch(reference, ("silu",))),
+        Implementation(
+            "triton",
+            forward=Operation(
+                "rms_norm_linear.forward", (f"{__name__}.triton_rms_norm_linear:FORWARD",)
+            ),
+            supported=triton_from(80),
+            options=("silu",),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=lambda target: cases_by_dtype(
+        OPERATOR, dict.fromkeys(FLOATS, _GPU if target.kind == "cuda" else _INTERPRETED)
+    ),
+    controls={
+        "update left out": lambda x, update, *others, **options: reference(
+            x, 0 * update, *others, **options
+        ),
+        "no norm": lambda x, update, norm_weight, weight, eps, **options: reference(
+            x, update, norm_weight, weight, 1e6, **options
+        ),
+        "weight shifted": lambda x, update, norm_weight, weight, eps, **options: reference(
+            x, update, norm_weight, weight.roll(1, 0), eps, **options
+        ),
+        "rows shifted": lambda x, update, *others, **options: reference(
+            x.roll(1, -2), update.roll(1, -2), *others, **options
+        ),
+    },
+)
+
+
+def rms_norm_linear(
+    x: Tensor,
+    update: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = rms_norm.EPS,
+    silu: bool = False,
+    implementation: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """x + update, and the linear layer of its `rms_norm`.
+
+    Args:
+        x, update: [..., D], equal in shape, dtype and device, each with strides of its own;
+            bfloat16, float16 or float32 for `triton`, which serves any number of rows. It pays for
+            a few: each program of a tile of rows computes their norm anew.
+        norm_weight: [D], any float dtype; `torch` casts it to x's.
+        weight: [n_out, D], any float dtype; cast to x's.
+        eps: a number, positive and finite.
+        silu: whether SiLU is applied to the product.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [..., D] and [..., n_out] in x's dtype, without a gradient, and equal from run to run.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together, or a tensor that asks for a
+            gradient.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    if type(eps) is not float or not 0.0 < eps < inf:
+        eps = positive_number("eps", eps)
+    options = (("silu", True),) if silu else ()
+    inputs = x, update, norm_weight, weight
+    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options)

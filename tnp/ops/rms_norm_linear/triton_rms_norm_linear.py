@@ -1,0 +1,121 @@
+"""RMSNorm and a linear layer in one launch.
+
+A program has BLOCK_N outputs of BLOCK_M rows. Every program of a tile of rows reads them whole,
+twice where they are wider than BLOCK_D, and computes their norm; one of them writes the sum. What a
+program has of the weight is on its way before the norm is known.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
+from tnp.ops.casting import cast_weight
+from tnp.ops.primitives import KernelConfig, add_dot, cast
+from tnp.ops.rows import load_rows, row_layout, row_offsets
+from tnp.ops.triton_matmul import load_tile, silu, store_tile
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Rows and outputs of a tile, and columns at a time."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+
+
+# By bytes per element: of up to `FEW` rows, and of more.
+FEW = 16
+FEW_ROWS = {2: Config(16, 16, 512, 4), 4: Config(16, 16, 128, 4)}
+MANY_ROWS = {2: Config(64, 64, 128, 8), 4: Config(32, 32, 64, 4)}
+
+
+@triton.jit
+def _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype: tl.constexpr, D: tl.constexpr):
+    mask = in_rows[:, None] & (offs_d < D)[None, :]
+    x = load_rows(x_ptr, of_x[:, None] + offs_d[None, :], mask)
+    return cast(x + load_rows(update_ptr, of_update[:, None] + offs_d[None, :], mask), dtype)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _rms_norm_linear_kernel(
+    x_ptr, update_ptr, norm_weight_ptr, weight_ptr, sum_ptr, y_ptr,
+    stride_xb, stride_xl, stride_ub, stride_ul, n_rows, inner_x, inner_update, n_out, eps,
+    D: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows, dtype = rows < n_rows, y_ptr.dtype.element_ty
+    of_x = row_offsets(rows, inner_x, stride_xb, stride_xl)
+    of_update = row_offsets(rows, inner_update, stride_ub, stride_ul)
+    MASKED: tl.constexpr = D % BLOCK_D != 0
+
+    offs_d = tl.arange(0, BLOCK_D)
+    w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
+    squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
+        if tl.program_id(0) == 0:
+            store_tile(sum_ptr, total.to(tl.float32), rows, offs_d, n_rows, D, D)
+        squares += total.to(tl.float32) * total.to(tl.float32)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / D + eps)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        if D > BLOCK_D:
+            total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
+        if start > 0:
+            w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
+        norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
+        normalized = cast(total.to(tl.float32) * rstd[:, None] * norm_weight[None, :], dtype)
+        acc = add_dot(normalized, tl.trans(w), acc)
+    if SILU:
+        acc = silu(acc, dtype)
+    store_tile(y_ptr, acc, rows, offs_n, n_rows, n_out, n_out)
+
+
+def configs(call: Call) -> tuple[Config, ...]:
+    """The only candidate."""
+    by_itemsize = FEW_ROWS if call.problem["rows"] <= FEW else MANY_ROWS
+    return (by_itemsize[call.problem.itemsize],)
+
+
+def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
+    """The sum and y, contiguous."""
+    x, _update, _norm_weight, weight = inputs
+    return (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(weight))), ()
+
+
+def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
+    x, update, _norm_weight, weight = inputs
+    n_out, width = weight.shape
+    of_x, of_update = row_layout(x), row_layout(update)
+    rows, shape = x.numel() // width, (*x.shape[:-1], n_out)
+    kernel = Bound(
+        _rms_norm_linear_kernel,
+        (triton.cdiv(n_out, config.block_n), triton.cdiv(rows, config.block_m)),
+        *of_x.strides, *of_update.strides, rows, of_x.n_inner, of_update.n_inner, n_out,
+        D=width, SILU=call.problem["silu"], **config.kernel_arguments(),
+    )  # fmt: skip
+
+    def launch(inputs, scalars):
+        x, update, norm_weight, weight = inputs
+        total, y = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(shape)
+        weight = cast_weight(weight, x.dtype).contiguous()
+        kernel(
+            of_x.of(x), of_update.of(update), norm_weight.contiguous(), weight, total, y, *scalars
+        )
+        return (total, y), ()
+
+    return launch
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("silu",))
