@@ -8,10 +8,10 @@ import torch
 from tests.buffers import ROOM, WITH, assert_equal, exact, lengths, task_of, with_role
 from tests.replays import Replays
 from tests.test_model import build, make_task
-from tnp import joint
+from tnp import drawing, joint
 from tnp.drawing import Draws
 from tnp.gates.buffer import masked
-from tnp.prediction import Prediction
+from tnp.prediction import Prediction, draw
 from tnp.tasks import Context
 
 
@@ -19,7 +19,9 @@ from tnp.tasks import Context
 @pytest.mark.parametrize("n_target", [1, ROOM + 1, 2 * ROOM + 3])
 def test_draws_are_made_of_predictions_under_the_mask(lengths, n_target, monkeypatch):
     """Every draw stands in for its mean, so that both ways must come to the same."""
-    monkeypatch.setattr(Prediction, "draw", lambda self, *noise: self.mean)
+    monkeypatch.setattr(
+        drawing, "draw", lambda parameters, *noise_and_units: Prediction(parameters).mean
+    )
     model, task = exact(), task_of(n_target, lengths)
     drawn = model.sample_jointly(task.context, task.x_target, n_samples=2)
     assert drawn.shape == (2, 2, n_target, 1)
@@ -75,7 +77,7 @@ def test_draws_follow_the_mixture():
     generator = torch.Generator().manual_seed(0)
     gumbel = -torch.empty(1, 20_000, 2).exponential_(generator=generator).log()
     normal = torch.randn(1, 20_000, 1, generator=generator)
-    drawn = Prediction(parameters).draw(gumbel, normal)
+    drawn = draw(parameters, gumbel, normal)
     first = drawn[drawn < 0]
     assert abs(len(first) / 20_000 - 0.2) < 5 * (0.16 / 20_000) ** 0.5
     for of, mean, deviation in ((first, -30.0, 0.5), (drawn[drawn > 0], 50.0, 2.0)):
@@ -85,7 +87,9 @@ def test_draws_follow_the_mixture():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_draws_are_the_launched_ones(monkeypatch):
-    monkeypatch.setattr(Prediction, "draw", lambda self, *noise: self.mean)
+    monkeypatch.setattr(
+        drawing, "draw", lambda parameters, *noise_and_units: Prediction(parameters).mean
+    )
     model, task = with_role(build(WITH)).cuda(), make_task(n_target=11).to("cuda")
     drawn = [
         model.sample_jointly(task.context, task.x_target, 2, cuda_graph=on) for on in (False, True)

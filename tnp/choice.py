@@ -322,7 +322,7 @@ def _of_costs(operator: Operator, problem: Problem) -> dict[str, Any]:
 
     Types of one size are served alike: their products run at one rate.
     """
-    fixed = {name: problem[name] for name in operator.fixed}
+    fixed = {name: problem[name] for name in operator.fixed if name in operator.sizes}
     return {"op": operator.name, "itemsize": problem.itemsize, "sizes": fixed}
 
 

@@ -342,7 +342,7 @@ class Operator:
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
-    fixed: tuple[str, ...] = ()  # sizes that a table's entry must share exactly
+    fixed: tuple[str, ...] = ()  # sizes and options that a table's entry must share exactly
     coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
     drawn: Callable[[Any, str], Problem] | None = None  # (random.Random, dtype) → for `tnp.costs`
     backward_with_forward: bool = False  # the gradient may be made along with the result

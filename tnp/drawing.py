@@ -13,7 +13,7 @@ import torch
 from tnp.buffer import Buffer
 from tnp.captures import Captures
 from tnp.ops.casting import WeightCasts
-from tnp.prediction import Encoding, Prediction
+from tnp.prediction import Encoding, draw
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
@@ -38,9 +38,10 @@ class Draws:
         on = {"dtype": torch.float64 if in_64_bits else torch.float32, "device": x_target.device}
         self._y = torch.zeros(batch, n_target, config.d_y, **on)
         # All noise at once: in the steps it would be a launch or two for each number.
-        self._gumbel = -torch.empty(batch, n_target, config.n_components, **on).exponential_().log()
-        self._normal = torch.randn(self._y.shape, **on)
-        self._next = torch.zeros(1, dtype=torch.int64, device=x_target.device)  # to be drawn
+        gumbel = -torch.empty(batch, n_target, config.n_components, **on).exponential_().log()
+        self._noise = torch.cat([gumbel, torch.randn(self._y.shape, **on)], -1)
+        # The places of the last that was drawn, and of the next.
+        self._places = torch.arange(-1, 1, device=x_target.device)
         self._drawn = 0  # the same as the host knows it
         self._known: Buffer | None = None
         self._casts = WeightCasts(model.parameters())
@@ -58,7 +59,7 @@ class Draws:
             self._known = Buffer(self._model, encoding, n_target - 1, batch // encoding.batch)
         else:
             self._known.refill(encoding)
-        self._draw(self._known.alone(self._at_next(self._x)))
+        self._draw(self._known.alone(self._x.index_select(1, self._places[1:])))
         for _ in range(n - 1):
             self._follow()
         first, self._drawn = self._drawn, self._drawn + n
@@ -77,16 +78,15 @@ class Draws:
         self._replay()
 
     def _enter_and_draw(self) -> None:
-        before = self._next - 1
-        x, y = (values.index_select(1, before) for values in (self._x, self._y))
-        y = self._model.in_units("y", y)
-        self._draw(self._known.behind(self._at_next(self._x), x, y))
+        x, x_next = self._x.index_select(1, self._places).split(1, 1)
+        y = self._model.in_units("y", self._y.index_select(1, self._places[:1]))
+        self._draw(self._known.behind(x_next, x, y))
 
     def _draw(self, parameters: torch.Tensor) -> None:
-        prediction = Prediction(parameters, self._model.config.sigma_min, self._model.normalization)
-        y = prediction.draw(self._at_next(self._gumbel), self._at_next(self._normal))
-        self._y.index_copy_(1, self._next, y.to(self._y.dtype))
-        self._next += 1
-
-    def _at_next(self, values: torch.Tensor) -> torch.Tensor:
-        return values.index_select(1, self._next)
+        model, place = self._model, self._places[1:]
+        noise = self._noise.index_select(1, place).split(
+            [parameters.shape[-2], self._y.shape[-1]], -1
+        )
+        y = draw(parameters, *noise, model.config.sigma_min, model.normalization)
+        self._y.index_copy_(1, place, y.to(self._y.dtype))
+        self._places += 1

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tnp.buffer import behind, log_densities, require_buffer
+from tnp.buffer import log_densities, require_buffer
+from tnp.buffered_rows import behind
 from tnp.captures import Captures
 from tnp.drawing import Draws
 from tnp.inputs import require_count

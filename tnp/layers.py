@@ -26,7 +26,7 @@ from tnp.packing import Packing
 from tnp.variants import Variant
 
 if TYPE_CHECKING:
-    from tnp.buffer import BufferedRows
+    from tnp.buffered_rows import BufferedRows
     from tnp.model import TNPConfig
 
 NORM_EPS = 1e-6
@@ -117,9 +117,8 @@ class Embedding(nn.Module):
     ) -> torch.Tensor:
         """The same where the last `n_buffer` of the known points are in the buffer."""
         h = self(x_known, y_known, x_target, dtype)
-        m = x_known.shape[1] - n_buffer
-        context, buffer, targets = h.split([m, n_buffer, x_target.shape[1]], 1)
-        return torch.cat([context, buffer + self.role.to(dtype), targets], 1)
+        h[:, x_known.shape[1] - n_buffer : x_known.shape[1]] += self.role.to(dtype)
+        return h
 
 
 class Attention(nn.Module):

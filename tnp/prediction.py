@@ -37,13 +37,9 @@ class Prediction(MixtureSameFamily):
         normalization: Normalization | None = None,
     ) -> None:
         """`parameters` [B, N, K, 1 + 2·d_y], as the model's heads give them."""
-        log_weight, mu, log_sigma = split_parameters(parameters, sigma_min)
-        sigma = log_sigma.exp()
-        if normalization is not None:  # in float64: a mean may be far larger than a deviation
-            mu = mu * normalization.y_deviation + normalization.y_mean
-            sigma = sigma * normalization.y_deviation
+        logits, mu, sigma = _components(parameters, sigma_min, normalization)
         self.normal = Normal(mu, sigma, validate_args=False)  # NaN in, NaN out
-        weights = Categorical(logits=log_weight, validate_args=False)
+        weights = Categorical(logits=logits, validate_args=False)
         super().__init__(weights, Independent(self.normal, 1), validate_args=False)
 
     def marginal_cdf(self, y: torch.Tensor) -> torch.Tensor:
@@ -64,19 +60,39 @@ class Prediction(MixtureSameFamily):
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return 0.5 * (low + high)
 
-    def draw(self, gumbel: torch.Tensor, normal: torch.Tensor) -> torch.Tensor:
-        """What noise makes of it, [B, N, d_y]: a sample, where the noise is drawn.
 
-        Args:
-            gumbel: [B, N, K], standard Gumbel numbers: the component is the one whose log weight
-                and number are the largest together.
-            normal: [B, N, d_y], standard normal ones, that its deviation is multiplied by.
-        """
-        chosen = (self.mixture_distribution.logits + gumbel).argmax(-1)[..., None, None]
-        mu, sigma = (
-            x.take_along_dim(chosen, -2).squeeze(-2) for x in (self.normal.loc, self.normal.scale)
-        )
-        return mu + sigma * normal
+def _components(
+    parameters: torch.Tensor, sigma_min: float, normalization: Normalization | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of the weights [..., K], means and deviations [..., K, d_y] in the user's units."""
+    logits, mu, log_sigma = split_parameters(parameters, sigma_min)
+    sigma = log_sigma.exp()
+    if normalization is not None:  # in float64: a mean may be far larger than a deviation
+        mu = mu * normalization.y_deviation + normalization.y_mean
+        sigma = sigma * normalization.y_deviation
+    return logits, mu, sigma
+
+
+def draw(
+    parameters: torch.Tensor,
+    gumbel: torch.Tensor,
+    normal: torch.Tensor,
+    sigma_min: float = 0.0,
+    normalization: Normalization | None = None,
+) -> torch.Tensor:
+    """A sample [B, N, d_y] of the `Prediction` of these parameters, made of noise.
+
+    The component is the one whose logit and number are the largest together. It is taken first, so
+    that the rest is done for one in place of K: each line here is a launch of every draw.
+
+    Args:
+        parameters, sigma_min, normalization: as of `Prediction`.
+        gumbel: [B, N, K], standard Gumbel numbers.
+        normal: [B, N, d_y], standard normal ones, that the deviation is multiplied by.
+    """
+    chosen = (parameters[..., 0] + gumbel).argmax(-1, keepdim=True)[..., None]
+    _, mu, sigma = _components(parameters.take_along_dim(chosen, -2), sigma_min, normalization)
+    return torch.addcmul(mu.squeeze(-2), sigma.squeeze(-2), normal)
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ OPERATOR = Operator(
     controls_of=cases.CONTROLS_OF,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
-    fixed=("head_dim",),
+    fixed=("head_dim", "causal", "window"),
     coordinates=definition.coordinates,
     drawn=lambda random, dtype: definition.drawn(OPERATOR, random, dtype),
 )

@@ -29,18 +29,19 @@ MAX_D_Y = 4
 def split_parameters(
     parameters: torch.Tensor, sigma_min: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[..., K, 1 + 2·d_y] → log weights [..., K], mu and log sigma [..., K, d_y], in float32."""
+    """[..., K, 1 + 2·d_y] → logits of the weights [..., K], mu and log sigma [..., K, d_y], in
+    float32.
+    """
     import torch
 
     if parameters.dtype != torch.float64:
         parameters = parameters.float()
     d_y = (parameters.shape[-1] - 1) // 2
-    log_weight = torch.log_softmax(parameters[..., 0], dim=-1)
     mu, log_sigma = parameters[..., 1:].split(d_y, dim=-1)
     if sigma_min > 0.0:
         floor = torch.full_like(log_sigma, math.log(sigma_min))
         log_sigma = torch.logaddexp(log_sigma, floor)
-    return log_weight, mu, log_sigma
+    return parameters[..., 0], mu, log_sigma
 
 
 def reference(parameters, y, n_targets, sigma_min, floor=False):
@@ -53,7 +54,8 @@ def reference(parameters, y, n_targets, sigma_min, floor=False):
         # Before anything is computed: a NaN that is multiplied by nothing is NaN in the gradient.
         parameters = torch.where(counted[..., None, None], parameters, 0.0)
         y = torch.where(counted[..., None], y, 0.0)
-    log_weight, mu, log_sigma = split_parameters(parameters, sigma_min if floor else 0.0)
+    logits, mu, log_sigma = split_parameters(parameters, sigma_min if floor else 0.0)
+    log_weight = torch.log_softmax(logits, dim=-1)
     z = (y.unsqueeze(-2) - mu) * torch.exp(-log_sigma)
     log_normal = -0.5 * z.square() - log_sigma - 0.5 * math.log(2.0 * math.pi)
     log_density = torch.logsumexp(log_weight + log_normal.sum(-1), dim=-1)

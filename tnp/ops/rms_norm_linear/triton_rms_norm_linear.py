@@ -32,8 +32,8 @@ class Config(KernelConfig):
 
 # By bytes per element: of up to `FEW` rows, and of more.
 FEW = 16
-FEW_ROWS = {2: Config(16, 16, 512, 4), 4: Config(16, 16, 128, 4)}
-MANY_ROWS = {2: Config(64, 64, 128, 8), 4: Config(32, 32, 64, 4)}
+FEW_ROWS = {2: Config(16, 16, 512, 8), 4: Config(16, 16, 128, 4)}
+MANY_ROWS = {2: Config(32, 64, 256, 4), 4: Config(32, 32, 64, 4)}
 
 
 @triton.jit
@@ -52,19 +52,20 @@ def _rms_norm_linear_kernel(
 ):  # fmt: skip
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_rows, dtype = rows < n_rows, y_ptr.dtype.element_ty
+    in_rows = rows < n_rows
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     of_x = row_offsets(rows, inner_x, stride_xb, stride_xl)
     of_update = row_offsets(rows, inner_update, stride_ub, stride_ul)
     MASKED: tl.constexpr = D % BLOCK_D != 0
 
+    # Ahead of the sums: what a program waits for is the memory, and no load waits for another.
     offs_d = tl.arange(0, BLOCK_D)
     w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
+    norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
     squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
         total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
-        if tl.program_id(0) == 0:
-            store_tile(sum_ptr, total.to(tl.float32), rows, offs_d, n_rows, D, D)
         squares += total.to(tl.float32) * total.to(tl.float32)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / D + eps)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -74,9 +75,11 @@ def _rms_norm_linear_kernel(
             total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
         if start > 0:
             w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
-        norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
+            norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
         normalized = cast(total.to(tl.float32) * rstd[:, None] * norm_weight[None, :], dtype)
         acc = add_dot(normalized, tl.trans(w), acc)
+        if tl.program_id(0) == 0:
+            store_tile(sum_ptr, total.to(tl.float32), rows, offs_d, n_rows, D, D)
     if SILU:
         acc = silu(acc, dtype)
     store_tile(y_ptr, acc, rows, offs_n, n_rows, n_out, n_out)

@@ -1,0 +1,190 @@
+"""Rows [context, buffer, followers, others], and what each of them sees (`tnp.buffer`).
+
+They are split for attention and joined behind it, once each way, each row copied into its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
+    """int64 [B, n_first + n]: the order in which n rows follow each sample's first lengths[b].
+
+    Rows are n_first of a sample and n others; what is padding comes last.
+    """
+    place = torch.arange(n_first + n, device=lengths.device)
+    moved = (place + n_first - lengths[:, None]).clamp(max=n_first + n - 1)
+    return torch.where(place < lengths[:, None], place, moved)
+
+
+def in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
+    """[..., D] in elements of 16 bytes where all can be read so.
+
+    PyTorch copies strided rows an element a thread, so that few wide ones take less time. What a
+    compiler makes of copies needs no help.
+    """
+    wide = 16 // xs[0].element_size()
+
+    def fits(x: torch.Tensor) -> bool:
+        steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+        return x.stride(-1) == 1 and not any(n % wide for n in steps)
+
+    if torch.compiler.is_compiling() or not all(map(fits, xs)):
+        return list(xs)
+    return [x.view(torch.complex128) for x in xs]
+
+
+def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
+    """Rows [B, L, H, D] → of the context, of G groups of n beside the buffer, and of others.
+
+    Group g of head h becomes head h · G + g, which reads keys of head h: [B, n, H · G, D].
+    """
+    first, beside, others = x.split(sizes, 1)
+    (wide,) = in_wide_elements(beside)
+    grouped = wide.unflatten(1, (-1, n)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return first, grouped.view(x.dtype), others
+
+
+def _join(first: torch.Tensor, grouped: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """What was split."""
+    groups = grouped.unflatten(2, (first.shape[2], -1)).unbind(3)
+    return torch.cat(in_wide_elements(first, *groups, others), 1).view(first.dtype)
+
+
+class _Split(torch.autograd.Function):
+    """`_split`, whose gradient is `_join`: autograd's own would copy most rows three times."""
+
+    @staticmethod
+    def forward(ctx, x, sizes, n):
+        return _split(x, sizes, n)
+
+    @staticmethod
+    @once_differentiable  # a view of wider elements has no gradient
+    def backward(ctx, *gradients):
+        return _join(*gradients), None, None
+
+
+class _Join(torch.autograd.Function):
+    """`_join`, whose gradient is `_split`."""
+
+    @staticmethod
+    def forward(ctx, sizes, n, *parts):
+        ctx.sizes, ctx.n = sizes, n
+        return _join(*parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return None, None, *_split(gradient, ctx.sizes, ctx.n)
+
+
+class _Keys(torch.autograd.Function):
+    """Keys and values of the first m points, for each of two that read them, and of all.
+
+    Gradients of the first are added in place to those of all, which attention has just made for
+    nobody else. So dk and dv stay halves of the same rows, one product for the projection.
+    """
+
+    @staticmethod
+    def forward(ctx, k, v, m):
+        ctx.m = m
+        ctx.set_materialize_grads(False)
+        return *(x[:, :, :m] for x in (k, v, k, v)), k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        dk, dv = gradients[4:]
+        if dk.data_ptr() == dv.data_ptr() or 0 in (*dk.stride(), *dv.stride()):
+            dk, dv = dk.clone(), dv.clone()  # one tensor for both, or one number for many
+        for of_first in (gradients[:2], gradients[2:4]):
+            if of_first[0] is not None:
+                _add_to_first(ctx.m, (dk, dv), of_first)
+        return dk, dv, None
+
+
+def _add_to_first(m: int, whole: tuple[torch.Tensor, ...], first: tuple[torch.Tensor, ...]) -> None:
+    """Adds dk and dv of m keys in place to the first of those of all, each [B, H, keys, D].
+
+    As halves of rows, of each sample they are one contiguous piece, of which a launch adds many.
+    """
+    if all(map(_are_halves, (whole, first))):
+        size = m, 2 * whole[0].shape[1] * whole[0].shape[3]
+        pieces = [
+            [x.as_strided(size, (size[1], 1)) for x in of_keys.unbind()]
+            for of_keys, _ in (whole, first)
+        ]
+    else:
+        pieces = [[x[:, :, :m] for x in whole], list(first)]
+    torch._foreach_add_(*pieces)
+
+
+def _are_halves(pair: tuple[torch.Tensor, ...]) -> bool:
+    """Whether dk and dv [B, H, n, D] are halves of the same contiguous rows [B, n, 2 · H · D]."""
+    dk, dv = pair
+    _, n_heads, n, head_dim = dk.shape
+    half = n_heads * head_dim
+    lie_so = dk.stride() == dv.stride() == (2 * half * n, head_dim, 2 * half, 1)
+    return lie_so and dv.data_ptr() - dk.data_ptr() == half * dk.element_size()
+
+
+@dataclass(frozen=True)
+class BufferedRows:
+    """Rows [context, buffer, followers, others], and what each of them sees.
+
+    Followers are `n_groups` groups of as many targets as there are points in the buffer: the i-th
+    of a group sees points 0 … i. Others see the context alone.
+    """
+
+    n_context: int
+    n_buffer: int
+    n_groups: int
+    n_rows: int
+    lengths: torch.Tensor | None  # int32 [B], of the context
+
+    def around(
+        self, heads: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, rows of q, width]: heads(q, k, v, n_keys, causal) of each kind of rows.
+
+        Args:
+            heads: [B, H, n_q, D] and keys and values → [B, n_q, H · D]. Nobody may keep the
+                gradients that it gives keys and values: they are added to in place.
+            q: [B, H, rows, D], of all rows, or of followers and others alone.
+            k, v: [B, H, n_context + n_buffer, D].
+        """
+        m, n = self.n_context, self.n_buffer
+        of_all = q.shape[2] == self.n_rows
+        n_first, n_groups = (m, 1 + self.n_groups) if of_all else (0, self.n_groups)
+        sizes = n_first, n_groups * n, q.shape[2] - n_first - n_groups * n
+        of_first = of_others = k[:, :, :m], v[:, :, :m]
+        if not torch.compiler.is_compiling():  # which adds nothing in place
+            *of_both, k, v = _Keys.apply(k, v, m)
+            of_first, of_others = of_both[:2], of_both[2:]
+        n_keys = None if self.lengths is None else self.lengths + n
+        of_all_keys = self._following(k), self._following(v), n_keys, True
+
+        def seen(rows: torch.Tensor, *keys: Any) -> torch.Tensor:
+            return heads(rows.transpose(1, 2), *keys).view(rows.shape) if rows.shape[1] else rows
+
+        # [B, rows, H, D] is how attention of ours writes o and dq, and how they are projected.
+        first, beside, others = _Split.apply(q.transpose(1, 2), sizes, n)
+        o = (
+            seen(first, *of_first, self.lengths),
+            seen(beside, *of_all_keys),
+            seen(others, *of_others, self.lengths),
+        )
+        return _Join.apply(sizes, n, *o).flatten(2)
+
+    def _following(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values where each sample's buffer follows its own context."""
+        if self.lengths is None:
+            return x
+        order = behind(self.lengths, self.n_context, self.n_buffer)
+        return x.gather(2, order[:, None, :, None].expand_as(x))
