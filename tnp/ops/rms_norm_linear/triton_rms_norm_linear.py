@@ -1,8 +1,7 @@
 """RMSNorm and a linear layer in one launch.
 
 A program has BLOCK_N outputs of BLOCK_M rows. Every program of a tile of rows reads them whole,
-twice where they are wider than BLOCK_D, and computes their norm; one of them writes the sum. What a
-program has of the weight is on its way before the norm is known.
+twice where they are wider than BLOCK_D, and computes their norm; one of them writes the sum.
 """
 
 from collections.abc import Callable
@@ -43,6 +42,18 @@ def _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype: tl.constexp
     return cast(x + load_rows(update_ptr, of_update[:, None] + offs_d[None, :], mask), dtype)
 
 
+@triton.jit
+def _squares(total):
+    x = total.to(tl.float32)
+    return tl.sum(x * x, 1)
+
+
+@triton.jit
+def _add_product(total, rstd, norm_weight, w, acc, dtype: tl.constexpr):
+    normalized = total.to(tl.float32) * rstd[:, None] * norm_weight[None, :]
+    return add_dot(cast(normalized, dtype), tl.trans(w), acc)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _rms_norm_linear_kernel(
     x_ptr, update_ptr, norm_weight_ptr, weight_ptr, sum_ptr, y_ptr,
@@ -57,29 +68,32 @@ def _rms_norm_linear_kernel(
     of_x = row_offsets(rows, inner_x, stride_xb, stride_xl)
     of_update = row_offsets(rows, inner_update, stride_ub, stride_ul)
     MASKED: tl.constexpr = D % BLOCK_D != 0
-
-    # Ahead of the sums: what a program waits for is the memory, and no load waits for another.
+    writes = tl.program_id(0) == 0  # the sum, of all programs that have these rows
     offs_d = tl.arange(0, BLOCK_D)
-    w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
-    norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
-    squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
-        total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
-        squares += total.to(tl.float32) * total.to(tl.float32)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / D + eps)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
-        if D > BLOCK_D:
-            total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
-        if start > 0:
-            w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
-            norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
-        normalized = cast(total.to(tl.float32) * rstd[:, None] * norm_weight[None, :], dtype)
-        acc = add_dot(normalized, tl.trans(w), acc)
-        if tl.program_id(0) == 0:
+    if D <= BLOCK_D:
+        # All that is read is on its way before the norm is known.
+        w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
+        norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
+        total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
+        rstd = 1.0 / tl.sqrt_rn(_squares(total) / D + eps)
+        acc = _add_product(total, rstd, norm_weight, w, acc, dtype)
+        if writes:
             store_tile(sum_ptr, total.to(tl.float32), rows, offs_d, n_rows, D, D)
+    else:
+        squares = tl.zeros([BLOCK_M], tl.float32)
+        for start in tl.range(0, D, BLOCK_D):
+            total = _sum(x_ptr, update_ptr, of_x, of_update, start + offs_d, in_rows, dtype, D)
+            squares += _squares(total)
+        rstd = 1.0 / tl.sqrt_rn(squares / D + eps)
+        for start in tl.range(0, D, BLOCK_D):
+            at = start + offs_d
+            w = load_tile(weight_ptr, offs_n, at, n_out, D, D, True, MASKED)
+            norm_weight = load_rows(norm_weight_ptr, at, at < D)
+            total = _sum(x_ptr, update_ptr, of_x, of_update, at, in_rows, dtype, D)
+            acc = _add_product(total, rstd, norm_weight, w, acc, dtype)
+            if writes:
+                store_tile(sum_ptr, total.to(tl.float32), rows, at, n_rows, D, D)
     if SILU:
         acc = silu(acc, dtype)
     store_tile(y_ptr, acc, rows, offs_n, n_rows, n_out, n_out)
