@@ -41,20 +41,22 @@ def in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
-    """Rows [B, L, H, D] → of the context, of G groups of n beside the buffer, and of others.
+    """Rows [B, L, H, D] → those that see the context alone, first and last of L, and G groups of n
+    beside the buffer.
 
     Group g of head h becomes head h · G + g, which reads keys of head h: [B, n, H · G, D].
     """
-    first, beside, others = x.split(sizes, 1)
-    (wide,) = in_wide_elements(beside)
-    grouped = wide.unflatten(1, (-1, n)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    return first, grouped.view(x.dtype), others
+    first, beside, others = in_wide_elements(*x.split(sizes, 1))
+    alone = torch.cat([first, others], 1) if sizes[0] else others
+    grouped = beside.unflatten(1, (-1, n)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return alone.view(x.dtype), grouped.view(x.dtype)
 
 
-def _join(first: torch.Tensor, grouped: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def _join(sizes: tuple[int, ...], alone: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
     """What was split."""
-    groups = grouped.unflatten(2, (first.shape[2], -1)).unbind(3)
-    return torch.cat(in_wide_elements(first, *groups, others), 1).view(first.dtype)
+    groups = grouped.unflatten(2, (alone.shape[2], -1)).unbind(3)
+    first, others = alone.split([sizes[0], sizes[2]], 1)
+    return torch.cat(in_wide_elements(first, *groups, others), 1).view(alone.dtype)
 
 
 class _Split(torch.autograd.Function):
@@ -62,12 +64,13 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, sizes, n):
+        ctx.sizes = sizes
         return _split(x, sizes, n)
 
     @staticmethod
     @once_differentiable  # a view of wider elements has no gradient
     def backward(ctx, *gradients):
-        return _join(*gradients), None, None
+        return _join(ctx.sizes, *gradients), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -76,7 +79,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sizes, n, *parts):
         ctx.sizes, ctx.n = sizes, n
-        return _join(*parts)
+        return _join(sizes, *parts)
 
     @staticmethod
     @once_differentiable
@@ -85,53 +88,25 @@ class _Join(torch.autograd.Function):
 
 
 class _Keys(torch.autograd.Function):
-    """Keys and values of the first m points, for each of two that read them, and of all.
+    """Keys and values of the first m points, and of all.
 
-    Gradients of the first are added in place to those of all, which attention has just made for
+    The gradient of the first is added in place to that of all, which attention has just made for
     nobody else. So dk and dv stay halves of the same rows, one product for the projection.
     """
 
     @staticmethod
     def forward(ctx, k, v, m):
         ctx.m = m
-        ctx.set_materialize_grads(False)
-        return *(x[:, :, :m] for x in (k, v, k, v)), k, v
+        return k[:, :, :m], v[:, :, :m], k, v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients):
-        dk, dv = gradients[4:]
+    def backward(ctx, dk_first, dv_first, dk, dv):
         if dk.data_ptr() == dv.data_ptr() or 0 in (*dk.stride(), *dv.stride()):
             dk, dv = dk.clone(), dv.clone()  # one tensor for both, or one number for many
-        for of_first in (gradients[:2], gradients[2:4]):
-            if of_first[0] is not None:
-                _add_to_first(ctx.m, (dk, dv), of_first)
+        for whole, first in ((dk, dk_first), (dv, dv_first)):
+            whole.narrow(2, 0, ctx.m).add_(first)
         return dk, dv, None
-
-
-def _add_to_first(m: int, whole: tuple[torch.Tensor, ...], first: tuple[torch.Tensor, ...]) -> None:
-    """Adds dk and dv of m keys in place to the first of those of all, each [B, H, keys, D].
-
-    As halves of rows, of each sample they are one contiguous piece, of which a launch adds many.
-    """
-    if all(map(_are_halves, (whole, first))):
-        size = m, 2 * whole[0].shape[1] * whole[0].shape[3]
-        pieces = [
-            [x.as_strided(size, (size[1], 1)) for x in of_keys.unbind()]
-            for of_keys, _ in (whole, first)
-        ]
-    else:
-        pieces = [[x[:, :, :m] for x in whole], list(first)]
-    torch._foreach_add_(*pieces)
-
-
-def _are_halves(pair: tuple[torch.Tensor, ...]) -> bool:
-    """Whether dk and dv [B, H, n, D] are halves of the same contiguous rows [B, n, 2 · H · D]."""
-    dk, dv = pair
-    _, n_heads, n, head_dim = dk.shape
-    half = n_heads * head_dim
-    lie_so = dk.stride() == dv.stride() == (2 * half * n, head_dim, 2 * half, 1)
-    return lie_so and dv.data_ptr() - dk.data_ptr() == half * dk.element_size()
 
 
 @dataclass(frozen=True)
@@ -163,10 +138,9 @@ class BufferedRows:
         of_all = q.shape[2] == self.n_rows
         n_first, n_groups = (m, 1 + self.n_groups) if of_all else (0, self.n_groups)
         sizes = n_first, n_groups * n, q.shape[2] - n_first - n_groups * n
-        of_first = of_others = k[:, :, :m], v[:, :, :m]
+        of_context = k[:, :, :m], v[:, :, :m]
         if not torch.compiler.is_compiling():  # which adds nothing in place
-            *of_both, k, v = _Keys.apply(k, v, m)
-            of_first, of_others = of_both[:2], of_both[2:]
+            *of_context, k, v = _Keys.apply(k, v, m)
         n_keys = None if self.lengths is None else self.lengths + n
         of_all_keys = self._following(k), self._following(v), n_keys, True
 
@@ -174,12 +148,8 @@ class BufferedRows:
             return heads(rows.transpose(1, 2), *keys).view(rows.shape) if rows.shape[1] else rows
 
         # [B, rows, H, D] is how attention of ours writes o and dq, and how they are projected.
-        first, beside, others = _Split.apply(q.transpose(1, 2), sizes, n)
-        o = (
-            seen(first, *of_first, self.lengths),
-            seen(beside, *of_all_keys),
-            seen(others, *of_others, self.lengths),
-        )
+        alone, beside = _Split.apply(q.transpose(1, 2), sizes, n)
+        o = seen(alone, *of_context, self.lengths), seen(beside, *of_all_keys)
         return _Join.apply(sizes, n, *o).flatten(2)
 
     def _following(self, x: torch.Tensor) -> torch.Tensor:
