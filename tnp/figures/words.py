@@ -53,6 +53,7 @@ WORDS = {
     "layer_norm": "LayerNorm",
     "rms_norm_swiglu": "RMSNorm with SwiGLU",
     "swiglu": "SwiGLU",
+    "rms_norm_linear": "RMSNorm with linear layer",
     "row_sum": "sum of a row",
     "gelu_linear": "linear with GELU",
     "decode_attention": "decoding",
