@@ -205,6 +205,7 @@ def _by_nvrtc(source: Source, architecture: str) -> tuple[bytes, str]:
         define_macro=[(name, str(value)) for name, value in source.constants],
         include_path=[str(ROOT), str(_headers())],
         ptxas_options="-v",
+        no_cache=True,  # of NVRTC: what comes from there says nothing of registers
     )
     log = io.StringIO()
     try:

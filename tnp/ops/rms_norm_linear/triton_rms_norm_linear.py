@@ -51,7 +51,7 @@ def _squares(total):
 @triton.jit
 def _add_product(total, rstd, norm_weight, w, acc, dtype: tl.constexpr):
     normalized = total.to(tl.float32) * rstd[:, None] * norm_weight[None, :]
-    return add_dot(cast(normalized, dtype), tl.trans(w), acc)
+    return add_dot(cast(normalized, dtype), tl.trans(w), acc, "ieee")  # of float32, exactly
 
 
 @triton.jit(do_not_specialize=["n_rows"])
