@@ -111,6 +111,11 @@ def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]])
     ]
 
 
+def left_out_by_tf32(case: Case, inputs: Mapping[str, Tensor]) -> float:
+    """Condition of products of float32 as three of TF32: that of both low parts is left out."""
+    return 2.0**-22 if case.problem.dtype == "float32" else 0.0
+
+
 def draw_rows(case: Case, random: Any) -> Tensor:
     """[rows, width], or [batch, rows / batch, width] where the case names a batch.
 

@@ -39,7 +39,8 @@ def configs(call: Call) -> tuple[Config, ...]:
     if p.itemsize == 4:  # products in three parts, whose operands fill the registers
         most = LEAST
     keys, fewer = max(LEAST, most), max(LEAST, most // 2)
-    warps = 4 if rows <= 32 and rows * width <= 4096 and row_bytes < 1024 else 8
+    # 32 rows of D = 128 spill with four (triton 3.6).
+    warps = 4 if rows * width <= (4096 if rows == LEAST else 2048) and row_bytes < 1024 else 8
     # A block is free as soon as it is in registers; from 64 rows on products read it where it lies.
     in_use = 0 if rows >= 64 else 1
 

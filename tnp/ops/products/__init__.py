@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, Case, Implementation, Operator, Problem, Work, on_cuda
 from tnp.inputs import require_alike, require_one_device
-from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
+from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype, left_out_by_tf32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,14 +70,9 @@ def cases_matmul(target) -> list[Case]:
     return cases_by_dtype(MATMUL, dict.fromkeys(FLOATS, drawn))
 
 
-def condition(case, inputs) -> float:
-    """What three TF32 products leave out of a float32 product: that of both low parts."""
-    return 2.0**-22 if case.problem.dtype == "float32" else 0.0
-
-
 MATMUL = Operator(
     "matmul",
-    condition=condition,
+    condition=left_out_by_tf32,
     inputs=("a", "b"),
     outputs=("c",),
     sizes=("m", "n", "k"),
@@ -206,7 +201,7 @@ def _with_silu(x, weight, bias):
 
 GELU_LINEAR = Operator(
     "gelu_linear",
-    condition=condition,
+    condition=left_out_by_tf32,
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     sizes=("rows", "n_in", "n_out"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tnp.contract import FLOATS, Implementation, Operation, Operator, Work, triton_from
 from tnp.inputs import positive_number, require_floats, require_no_gradient, require_one_device
 from tnp.ops import rms_norm
-from tnp.ops.declared import by_pytorch, cases_by_dtype
+from tnp.ops.declared import by_pytorch, cases_by_dtype, left_out_by_tf32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +98,7 @@ OPERATOR = Operator(
     draw=draw,
     reference=reference,
     work=work,
+    condition=left_out_by_tf32,
     cases=lambda target: cases_by_dtype(
         OPERATOR, dict.fromkeys(FLOATS, _GPU if target.kind == "cuda" else _INTERPRETED)
     ),

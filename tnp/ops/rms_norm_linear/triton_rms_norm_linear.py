@@ -32,7 +32,7 @@ class Config(KernelConfig):
 # By bytes per element: of up to `FEW` rows, and of more.
 FEW = 16
 FEW_ROWS = {2: Config(16, 16, 512, 8), 4: Config(16, 16, 128, 4)}
-MANY_ROWS = {2: Config(32, 64, 256, 4), 4: Config(32, 32, 64, 4)}
+MANY_ROWS = {2: Config(32, 64, 256, 8), 4: Config(32, 32, 64, 4)}
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _squares(total):
 @triton.jit
 def _add_product(total, rstd, norm_weight, w, acc, dtype: tl.constexpr):
     normalized = total.to(tl.float32) * rstd[:, None] * norm_weight[None, :]
-    return add_dot(cast(normalized, dtype), tl.trans(w), acc, "ieee")  # of float32, exactly
+    return add_dot(cast(normalized, dtype), tl.trans(w), acc)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
