@@ -32,7 +32,7 @@ class Config(KernelConfig):
 # By bytes per element: of up to `FEW` rows, and of more.
 FEW = 16
 FEW_ROWS = {2: Config(16, 16, 512, 8), 4: Config(16, 16, 128, 4)}
-MANY_ROWS = {2: Config(32, 64, 256, 8), 4: Config(32, 32, 64, 4)}
+MANY_ROWS = {2: Config(32, 64, 256, 8), 4: Config(16, 32, 64, 4)}
 
 
 @triton.jit
