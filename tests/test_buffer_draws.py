@@ -11,6 +11,7 @@ from tests.test_model import build, make_task
 from tnp import drawing, joint
 from tnp.drawing import Draws
 from tnp.gates.buffer import masked
+from tnp.normalization import Normalization
 from tnp.prediction import Prediction, draw
 from tnp.tasks import Context
 
@@ -83,6 +84,22 @@ def test_draws_follow_the_mixture():
     for of, mean, deviation in ((first, -30.0, 0.5), (drawn[drawn > 0], 50.0, 2.0)):
         error = deviation / len(of) ** 0.5
         assert abs(of.mean() - mean) < 5 * error and abs(of.std() - deviation) < 5 * error
+
+
+@pytest.mark.parametrize("sigma_min", [0.0, 0.3])
+@pytest.mark.parametrize("units", [None, Normalization([0.0], [1.0], [300.0], [5.0])], ids=bool)
+def test_a_draw_is_of_the_component_that_the_noise_chose(sigma_min, units):
+    parameters, normal = torch.randn(2, 5, 3, 3), torch.randn(2, 5, 1, dtype=torch.float64)
+    prediction = Prediction(parameters, sigma_min, units)
+    for k in range(3):
+        gumbel = torch.zeros(2, 5, 3)
+        gumbel[..., k] = 100.0
+        expected = prediction.normal.loc[:, :, k] + prediction.normal.scale[:, :, k] * normal
+        if units is None:
+            drawn = draw(parameters, gumbel, normal.float(), sigma_min)
+        else:
+            drawn = draw(parameters, gumbel, normal, sigma_min, units)
+        torch.testing.assert_close(drawn.double(), expected.double())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -183,11 +183,13 @@ def test_device_says_why_not(declared, capsys):
     assert "it needs compute capability 8.0 or newer, this GPU has 7.5" in line
 
 
-@pytest.mark.parametrize("text", ["7.5", "12345", "0", "A100"])
+@pytest.mark.parametrize("text", ["7.5", "12345", "0", "10", "A100"])
 def test_a_capability_that_is_none_is_one_sentence(text, capsys):
     with pytest.raises(SystemExit):
         device.main(["--capability", text])
-    assert capsys.readouterr().err.endswith(f"'{text}' must be as 75 for compute capability 7.5\n")
+    assert capsys.readouterr().err.endswith(
+        f"'{text}' must be as 75 for compute capability 7.5, or as 100 for 10.0\n"
+    )
 
 
 def test_device_asks_kernels_too(declared, monkeypatch):

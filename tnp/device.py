@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def capability(text: str) -> int:
     """A compute capability without its point, of an option."""
-    if not (text.isdigit() and len(text) in (2, 3)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be as 75 for compute capability 7.5")
+    # No GPU older than 2.0 runs PyTorch: "10" is meant for 10.0.
+    if not (text.isdigit() and len(text) in (2, 3) and int(text) >= 20):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be as 75 for compute capability 7.5, or as 100 for 10.0"
+        )
     return int(text)
 
 

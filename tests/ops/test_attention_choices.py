@@ -82,7 +82,7 @@ def test_what_runs_on_an_h200(shape, options):
 def test_costs_of_attention_to_all_keys_say_nothing_of_other_kinds(head_dim, options):
     """They did at D = 64, of the portable kernels alone, which then ran in place of Hopper's."""
     packed = {"cu_seqlens_q": True, "cu_seqlens_k": True} if "n_sequences" in options else {}
-    sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048, "head_dim": head_dim}
+    sizes = {"batch": 8, "n_heads": 8, "n_q": 2048, "n_k": 2048, "head_dim": head_dim}
     asked = OPERATOR.problem("bfloat16", **sizes, **options, **packed)
     what = Call(asked, H200, OPERATOR.differentiated)
     found = [chosen(operation, what) for operation in OPERATIONS]
@@ -176,6 +176,20 @@ def test_an_entry_of_the_same_options_comes_before_a_nearer_one_without():
     found = chosen(FUSED, call("small_b1", "float32", n_keys=True))
     assert found[::2] == ("triton", "nearest")
     assert chosen(FUSED, call("small_b1", "float32"))[::2] == ("few_keys", "nearest")
+
+
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": 100}], ids=str)
+def test_an_entry_serves_no_problem_under_another_mask(mask):
+    """As many queries as two consumers have get no tile of three, which a plain problem would."""
+    asked = OPERATOR.problem("bfloat16", batch=64, n_heads=8, n_q=128, n_k=192, head_dim=64, **mask)
+    what = Call(asked, H200, OPERATOR.differentiated)
+    _, config, source = chosen(FORWARD, what)
+    assert (config["consumers"], source) == (2, "default")
+    three = next(
+        one for one in selection.kernels_of(FORWARD)["hopper"].configs(what) if one.consumers == 3
+    )
+    choice.write(H200, [choice.entry("attention.forward", asked, "hopper", three)])
+    assert chosen(FORWARD, what)[1:] == (choice.as_json(three), "tuned")
 
 
 def test_every_committed_entry_is_taken_where_it_was_measured():
