@@ -7,7 +7,7 @@ import torch
 
 from tests.buffers import F64, LENGTHS, ROOM, WITH, assert_equal, exact, lengths, task_of, with_role
 from tests.test_model import CONFIG, build, make_task
-from tnp import archive
+from tnp import archive, layers
 from tnp.buffer import Buffer, log_densities
 from tnp.gates.buffer import in_training, masked_log_density, masked_loss, one_by_one
 from tnp.model import TNPConfig, TransformerNP
@@ -219,6 +219,37 @@ def test_a_step_sends_two_rows_through_the_model(monkeypatch):
         known.predict(task.x_target[:, :1])
         known.predict(task.x_target[:, 1:2], (task.x_target[:, :1], task.y_target[:, :1]))
     assert rows == [(0, 1), (1, 1), (0, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("n_samples", [1, 9])
+def test_norms_of_few_rows_go_with_their_products(n_samples, monkeypatch):
+    """Of 16 rows at most, and predictions are those of norms and products apart."""
+    model, task, calls = exact(), task_of(ROOM + 1), []
+    for block in model.blocks:
+        for norm in (block.attention.norm, block.mlp.norm):
+            assert norm.with_product is None  # PyTorch's own operators stay
+            monkeypatch.setattr(norm, "with_product", "torch")
+    run = layers.rms_norm_linear
+    monkeypatch.setattr(layers, "rms_norm_linear", lambda *x, **y: calls.append(1) or run(*x, **y))
+    known = Buffer(model, model.encode(task.context), ROOM, n_samples)
+    x, y = (each.repeat(n_samples, 1, 1) for each in (task.x_target, task.y_target))
+    with torch.no_grad():
+        found = known.predict(x[:, 1:2], (x[:, :1], y[:, :1])).log_prob(y[:, 1:2])
+        assert_equal(found[:2, 0], masked_log_density(model, task)[:, 1])
+    # Of 36 rows the last block alone has few enough behind its attention: 18 are too many.
+    assert len(calls) == (2 * len(model.blocks) if n_samples == 1 else 0)
+
+
+def test_the_role_is_added_in_place_once():
+    """A slice that is assigned copies the gradient of all rows twice."""
+    model, task = exact(), task_of(4)
+    h = model.embed.buffered(task.x_context, task.y_context, ROOM, task.x_target, torch.float64)
+    names, nodes = [], [h.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        names.append(type(node).__name__)
+        nodes += [one for one, _ in node.next_functions if one is not None]
+    assert names.count("CopySlices") == 1
 
 
 def test_the_loss_is_compiled_whole():

@@ -16,14 +16,24 @@ from tnp.prediction import Prediction, draw
 from tnp.tasks import Context
 
 
+def means(monkeypatch, config, n_rows: int) -> None:
+    """Every draw stands in for its mean, in the units that it is asked for with."""
+
+    def mean(parameters, gumbel, normal, sigma_min, normalization):
+        assert gumbel.shape == (n_rows, 1, config.n_components)
+        assert normal.shape == (n_rows, 1, config.d_y)
+        assert sigma_min == config.sigma_min
+        return Prediction(parameters, sigma_min, normalization).mean
+
+    monkeypatch.setattr(drawing, "draw", mean)
+
+
 @lengths
 @pytest.mark.parametrize("n_target", [1, ROOM + 1, 2 * ROOM + 3])
 def test_draws_are_made_of_predictions_under_the_mask(lengths, n_target, monkeypatch):
-    """Every draw stands in for its mean, so that both ways must come to the same."""
-    monkeypatch.setattr(
-        drawing, "draw", lambda parameters, *noise_and_units: Prediction(parameters).mean
-    )
-    model, task = exact(), task_of(n_target, lengths)
+    """By their means, so that both ways must come to the same."""
+    model, task = exact(replace(WITH, sigma_min=0.1)), task_of(n_target, lengths)
+    means(monkeypatch, model.config, n_rows=4)
     drawn = model.sample_jointly(task.context, task.x_target, n_samples=2)
     assert drawn.shape == (2, 2, n_target, 1)
     assert_equal(drawn[1], drawn[0])
@@ -104,10 +114,8 @@ def test_a_draw_is_of_the_component_that_the_noise_chose(sigma_min, units):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_draws_are_the_launched_ones(monkeypatch):
-    monkeypatch.setattr(
-        drawing, "draw", lambda parameters, *noise_and_units: Prediction(parameters).mean
-    )
     model, task = with_role(build(WITH)).cuda(), make_task(n_target=11).to("cuda")
+    means(monkeypatch, model.config, n_rows=2 * len(task.x_target))
     drawn = [
         model.sample_jointly(task.context, task.x_target, 2, cuda_graph=on) for on in (False, True)
     ]

@@ -200,7 +200,8 @@ def _ranked(entries: Sequence[Entry], operator: Operator, call: Call) -> tuple[S
 def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem | None:
     """An entry's problem where it says something about this one.
 
-    One without an option that is on says something too: after those with it, before a default.
+    One without an option that is on says something too, after those with it and before a default,
+    unless the option is `Operator.fixed`.
     """
     key = operator.name, json.dumps(content)
     if key not in _problems:

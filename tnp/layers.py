@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tnp.model import TNPConfig
 
 NORM_EPS = 1e-6
+# Rows up to which a norm takes less time with the product behind it than apart (H200, d_model 512:
+# 4.4 against 5.5 µs of 16 rows, 8.3 against 5.9 of 128).
+FEW_ROWS = 16
 
 
 def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:
@@ -49,7 +52,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(config.d_model))
-        self.implementation, self.of_product = variant.rms_norm, variant.rms_norm_linear
+        self.implementation, self.with_product = variant.rms_norm, variant.rms_norm_linear
 
     def forward(
         self, h: torch.Tensor, update: torch.Tensor | None
@@ -60,15 +63,20 @@ class RMSNorm(nn.Module):
             return h, rms_norm(h, self.weight, **options)
         return add_rms_norm(h, update, self.weight, **options)
 
+    def takes_product(self, h: torch.Tensor) -> bool:
+        """Whether the norm of these rows and the product that reads it are one launch (`times`)."""
+        return self.with_product is not None and h.shape[:-1].numel() <= FEW_ROWS
+
     def times(
         self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, silu: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update, and the product of its norm, or the SiLU of that: of a few rows, without a
-        gradient. weight is [n_out, d_model].
+        """h + update, and the product of its norm with weight [n_out, d_model], or the SiLU of
+        that, without a gradient.
         """
         return rms_norm_linear(
-            h, update, self.weight, weight, eps=NORM_EPS, silu=silu, implementation=self.of_product
-        )
+            h, update, self.weight, weight,
+            eps=NORM_EPS, silu=silu, implementation=self.with_product,
+        )  # fmt: skip
 
 
 class Embedding(nn.Module):
@@ -117,7 +125,8 @@ class Embedding(nn.Module):
     ) -> torch.Tensor:
         """The same where the last `n_buffer` of the known points are in the buffer."""
         h = self(x_known, y_known, x_target, dtype)
-        h[:, x_known.shape[1] - n_buffer : x_known.shape[1]] += self.role.to(dtype)
+        # Not `h[:, …] += …`, which assigns the sum once more: two copies of the gradient of h.
+        h.narrow(1, x_known.shape[1] - n_buffer, n_buffer).add_(self.role.to(dtype))
         return h
 
 
@@ -163,17 +172,20 @@ class Attention(nn.Module):
         return (torch.cat([weight, *others]) if others else weight).to(dtype)
 
     def project_cast(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """q of all rows, then k and v where `weight` has them, in one product: [B, n_parts ·
-        n_heads, rows, D].
+        """What `projection_weight` has of each row, in one product: [B, n_parts · n_heads, rows,
+        D].
         """
         return self._as_heads(linear(x, weight, implementation=self.variant.projection))
 
     def norm_and_project_cast(
         self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update, and `project_cast` of its norm: of a few rows, without a gradient."""
-        h, x = self.norm.times(h, update, weight)
-        return h, self._as_heads(x)
+        """h + update, and `project_cast` of its norm, without a gradient."""
+        if self.norm.takes_product(h):
+            h, x = self.norm.times(h, update, weight)
+            return h, self._as_heads(x)
+        h, x = self.norm(h, update)
+        return h, self.project_cast(x, weight)
 
     def _as_heads(self, x: torch.Tensor) -> torch.Tensor:
         head_dim = len(self.output) // self.n_heads
@@ -260,7 +272,9 @@ class MLP(nn.Module):
         return h, mlp(x, self.up, self.down, implementation=self.variant.mlp)
 
     def of_few(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of a few rows without a gradient, in two launches and never in 8 bits."""
+        """The same without a gradient, of a few rows in two launches."""
+        if not self.norm.takes_product(h):
+            return self(h, update)
         h, hidden = self.norm.times(h, update, self.up, silu=True)
         return h, linear(hidden, self.down, implementation=self.variant.projection)
 

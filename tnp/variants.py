@@ -98,11 +98,17 @@ class Variant:
         return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
     @property
-    def rms_norm_linear(self) -> str:
-        """The implementation of `rms_norm_linear` that goes with that of the norm."""
-        if is_automatic(self.rms_norm):
-            return AUTO
-        return "triton" if catalog().role("rms_norm", self.rms_norm) == OWN else "torch"
+    def rms_norm_linear(self) -> str | None:
+        """The implementation of `rms_norm_linear` that takes the place of the norm, the projection
+        and the MLP's first half; None where one of these is another's, or in 8 bits.
+        """
+        replaced = {"rms_norm": self.rms_norm, "linear": self.projection, "mlp": self.mlp}
+        for op, name in replaced.items():
+            if name != AUTO:
+                of_ours = not is_automatic(name) and catalog().role(op, name) == OWN
+                if not of_ours or catalog().listed(op, name).own.precision:
+                    return None
+        return AUTO if self.rms_norm == AUTO else "triton"
 
     @property
     def refuses_buffer(self) -> str | None:

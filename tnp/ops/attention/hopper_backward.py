@@ -50,6 +50,9 @@ PIECE_TILES, MIN_TILES_SAVED = 6, 16
 MIN_SHARE_SAVED = 0.01
 MAX_PIECES = 16
 PIECE_ROWS = 32  # that a program adds up
+# Bytes of dk and dv in float32, a share of each head of queries: what 16,000 keys of 32 heads take
+# at D = 64.
+MOST_SHARES = 1 << 28
 
 
 @triton.jit(do_not_specialize=["n_k", "n_whole", "n_pieces"])
@@ -97,8 +100,8 @@ def _add_shares_kernel(
 
 
 def by_head(call: Call) -> Reason:
-    """Why a program walks the queries of all heads that share its keys; None where a walk of the
-    longest takes more time than all walks would, spread over the GPU.
+    """Why a program walks the queries of all heads that share its keys; None where the longest walk
+    takes longer than all walks would, spread evenly over the GPU.
     """
     p = call.problem
     if reason := supported(call):
@@ -109,6 +112,9 @@ def by_head(call: Call) -> Reason:
     share = 0.5 if p["causal"] and not p["window"] else 1.0  # that an average walk is of a longest
     if share * items >= call.target.multiprocessors:
         return "it is for few keys: programs of all heads that share more of them fill the GPU"
+    shares = 2 * 4 * p["batch"] * p["n_k"] * p["n_heads"] * p["head_dim"]
+    if shares > MOST_SHARES:
+        return f"the heads' shares of dk and dv would take {shares:,} bytes"
     return None
 
 

@@ -76,7 +76,7 @@ class Pipeline:
     right: gl.tensor
     HEAD_DIM: gl.constexpr
     GROUP: gl.constexpr  # heads of queries that share one of keys, and a program walks
-    SHARED: gl.constexpr  # heads that share one of keys, of each of which programs walk it: else 1
+    SHARED: gl.constexpr  # heads that share one of keys, where each has programs of its own, or 1
     STAGES: gl.constexpr
     HAS_N_KEYS: gl.constexpr
     PACKED: gl.constexpr

@@ -61,14 +61,14 @@ def _rms_norm_linear_kernel(
     D: tl.constexpr, SILU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < n_rows
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     of_x = row_offsets(rows, inner_x, stride_xb, stride_xl)
     of_update = row_offsets(rows, inner_update, stride_ub, stride_ul)
     MASKED: tl.constexpr = D % BLOCK_D != 0
-    writes = tl.program_id(0) == 0  # the sum, of all programs that have these rows
+    writes = tl.program_id(1) == 0  # the sum, of all programs that have these rows
     offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if D <= BLOCK_D:
@@ -118,7 +118,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     rows, shape = x.numel() // width, (*x.shape[:-1], n_out)
     kernel = Bound(
         _rms_norm_linear_kernel,
-        (triton.cdiv(n_out, config.block_n), triton.cdiv(rows, config.block_m)),
+        (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n)),
         *of_x.strides, *of_update.strides, rows, of_x.n_inner, of_update.n_inner, n_out,
         D=width, SILU=call.problem["silu"], **config.kernel_arguments(),
     )  # fmt: skip
