@@ -49,6 +49,14 @@ def test_draws_are_made_of_predictions_under_the_mask(lengths, n_target, monkeyp
             x, y = torch.cat([x, entered[0]], 1), torch.cat([y, entered[1]], 1)
 
 
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_target_that_is_nan_is_refused_before_any_is_drawn(buffer):
+    model, task = exact(), task_of(ROOM + 3)
+    task.x_target[1, 2] = float("nan")
+    with pytest.raises(ValueError, match=r"x_target of sample 1, point 2, is \[nan\]: every value"):
+        model.sample_jointly(task.context, task.x_target, buffer=buffer)
+
+
 def test_draws_of_one_context_are_drawn_each_for_itself():
     model, task = with_role(build(WITH)), make_task()
     torch.manual_seed(0)

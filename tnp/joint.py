@@ -18,7 +18,7 @@ from tnp.drawing import Draws
 from tnp.inputs import require_count
 from tnp.prediction import require_context
 from tnp.tasks import Context, Task
-from tnp.tasks.task import is_padding, require_tasks, without_padding
+from tnp.tasks.task import is_padding, require_finite, require_tasks, without_padding
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
@@ -43,6 +43,8 @@ def sample(
             "have as many"
         )
     device = x_target.device
+    if device.type == "cpu":  # elsewhere it would wait for the device
+        require_finite("x_target", x_target, None)
     if cuda_graph and device.type != "cuda":
         raise RuntimeError(f"a CUDA graph needs a CUDA device: x_target is on {device}")
     size, drawn = _run_size(model, buffer), []

@@ -374,7 +374,8 @@ class TransformerNP(nn.Module):
 
         Args:
             context: points to predict from, as in `task.context`.
-            x_target: where to draw.
+            x_target: where to draw. Targets on the CPU must be finite; behind one that is NaN on a
+                GPU all that follow it are.
             n_samples: draws of each function.
             buffer: whether to go through the buffer; None: where the model has one.
             cuda_graph: for many targets on a GPU: the second point of a buffer records its way

@@ -3,7 +3,7 @@
 -- buffer" is a whole sample's time, encodings and capture among it, over its number of targets.
 -- "Anew" is one target of a context that is encoded for it alone, with half of the targets in it:
 -- 20 of them in a row were timed, not one for each target. "Trained" is a training step of the same
--- model, "plain" that of the model without a buffer.
+-- model, "plain" that of the model without a buffer. Study `joint`.
 select
     device,
     format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,
