@@ -94,7 +94,8 @@ def training_parameters(
         x_target[:, order],
         n_groups,
     )
-    return found.index_select(1, torch.empty_like(order).scatter(0, order, place))
+    back = torch.empty_like(order).scatter(0, order, place)  # without a sort
+    return found.index_select(1, back)
 
 
 def log_densities(

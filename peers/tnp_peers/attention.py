@@ -117,7 +117,7 @@ def fa4(
     def first(function: Callable) -> Callable:
         return lambda *tensors, **asked: function(*tensors, **asked)[0]  # without lse
 
-    window = bounded(window, q, k)
+    window = bounded(window, q.shape[2], k.shape[2])
     reach = (window - 1, 0 if causal else window - 1) if window else (None, None)
     return _flash(
         first(flash_attn_func), first(flash_attn_varlen_func), q, k, v, cu_seqlens_q, cu_seqlens_k,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tnp.contract import Call, Problem
 from tnp.launch import Bound
+from tnp.ops.attention.torch_forms import bounded
 from tnp.ops.primitives import key_count
 
 AT_ONCE = tl.constexpr(64)  # sequences, and tiles, that a program of the table takes at a time
@@ -38,9 +39,8 @@ class Reach:
     @classmethod
     def of(cls, problem: Problem) -> "Reach":
         """Of its options `causal` and `window`."""
-        causal, window = bool(problem["causal"]), int(problem["window"])
-        # A longer one bounds no more, and kernels add it to indices in 32 bits.
-        window = min(window, problem["n_q"] + problem["n_k"])
+        causal = bool(problem["causal"])
+        window = bounded(int(problem["window"]), problem["n_q"], problem["n_k"])
         left = window - 1 if window else 0
         right = 0 if causal else left
         return cls(left, right, bool(window), causal or bool(window))

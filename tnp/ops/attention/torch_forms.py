@@ -15,9 +15,9 @@ def softmax_scale(scale, base2):
     return LN_2 if base2 else scale
 
 
-def bounded(window, q, k):
+def bounded(window, n_q, n_k):
     """A window, no longer than the one that bounds nothing: a longer one may not fit an integer."""
-    return min(window, q.shape[2] + k.shape[2]) if window else 0
+    return min(window, n_q + n_k)
 
 
 def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, rows=None):
@@ -27,7 +27,7 @@ def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, ro
     """
     import torch
 
-    window = bounded(window, q, k)
+    window = bounded(window, q.shape[2], k.shape[2])
 
     def count(n):
         return torch.arange(n, device=q.device)
@@ -146,7 +146,7 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    window = bounded(window, q, k)
+    window = bounded(window, q.shape[2], k.shape[2])
 
     def ends(x):
         return torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[2]

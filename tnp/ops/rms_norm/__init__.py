@@ -42,21 +42,21 @@ def add_reference(x, update, weight, eps):
     return total, reference(total, weight, eps)
 
 
-def describe(x, weight) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+def describe(x, weight, name="weight") -> dict:
+    """Sizes; ValueError where the tensors do not go together, with the weight by its name."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or len(weight) == 0:
         raise ValueError(
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., D] and "
+            f"x is {tuple(x.shape)} and {name} {tuple(weight.shape)}: they must be [..., D] and "
             "[D], with D at least 1"
         )
-    require_one_device(x=x, weight=weight)
-    require_floats(x=x, weight=weight)
+    require_one_device(x=x, **{name: weight})
+    require_floats(x=x, **{name: weight})
     return {"rows": prod(x.shape[:-1]), "width": x.shape[-1]}
 
 
-def add_describe(x, update, weight) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
-    sizes = describe(x, weight)
+def add_describe(x, update, weight, name="weight") -> dict:
+    """As `describe`, with an update like x."""
+    sizes = describe(x, weight, name)
     require_equal(x=x, update=update)
     return sizes
 

@@ -31,16 +31,11 @@ def reference(x, update, norm_weight, weight, eps, silu=False):
 
 def describe(x, update, norm_weight, weight, silu=False) -> dict:
     """Sizes; ValueError where the tensors do not go together, or a gradient is asked for."""
-    weights = {"norm_weight": norm_weight, "weight": weight}
-    require_no_gradient("rms_norm_linear", x=x, update=update, **weights)
-    require_floats(**weights)
-    require_one_device(x=x, **weights)
-    if norm_weight.dim() != 1 or x.shape[-1:] != norm_weight.shape:
-        raise ValueError(
-            f"x is {tuple(x.shape)} and norm_weight {tuple(norm_weight.shape)}: they must be "
-            "[..., D] and [D]"
-        )
-    sizes = rms_norm.add_describe(x, update, norm_weight)
+    tensors = {"x": x, "update": update, "norm_weight": norm_weight, "weight": weight}
+    require_no_gradient("rms_norm_linear", **tensors)
+    require_floats(weight=weight)
+    require_one_device(x=x, weight=weight)
+    sizes = rms_norm.add_describe(x, update, norm_weight, "norm_weight")
     if weight.dim() != 2 or weight.shape[1] != sizes["width"]:
         raise ValueError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be [..., D] and "
