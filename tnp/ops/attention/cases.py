@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, Case, Operator
-from tnp.ops.attention.definition import SCALE, n_kv_heads
+from tnp.ops.attention.definition import SCALE
 from tnp.ops.attention.torch_forms import LN_2, attend, reference, softmax_scale, visible
 from tnp.targets import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
 # where 2^s overflows float32, from 8 on no tile of Hopper's keeps its reference, at 0 all keys are
@@ -276,6 +280,16 @@ CONTROLS_OF = {  # by option
 
 
 def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:
+    """What float32 must be expected to lose of each result: see `lost`."""
+    p = case.problem
+    q, k, v, *lengths = (inputs[name] for name in operator.tensors)
+    seen = visible(q, k, *lengths, p["causal"], p["window"])
+    return lost(q, k, v, softmax_scale(SCALE, p["base2"]), seen)
+
+
+def lost(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None
+) -> dict[str, float]:
     """What float32 must be expected to lose of each result, relative to it (`gates.rounding`).
 
     Where one key has all the weight dq and dk are what equal terms leave of one another: no
@@ -285,15 +299,11 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
 
     from tnp.gates import rounding
 
-    p = case.problem
-    scale = softmax_scale(SCALE, p["base2"])
-    q, k, v, *lengths = (inputs[name] for name in operator.tensors)
-    seen = visible(q, k, *lengths, p["causal"], p["window"])
     generator = torch.Generator(q.device).manual_seed(0)
     do = torch.randn(q.shape, device=q.device, generator=generator)
     floors = rounding.attention(q, k, v, do, scale, seen)
     squares = dict.fromkeys(("o", "lse", "dq", "dk", "dv"), 0.0)
-    group = p["n_heads"] // n_kv_heads(p)
+    group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
         of_sample = seen if seen is None or seen.dim() < 4 else seen[b : b + 1]
         for h in range(k.shape[1]):  # a head at a time: memory

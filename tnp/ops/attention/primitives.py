@@ -220,14 +220,18 @@ def forward(launch: Callable, call: Call) -> Callable:
     launch = _scaled(launch, call)
     if call.problem["lse"]:
         launch = _with_lse(launch)
+    return asserting(launch, call, call.problem["n_k"])
+
+
+def asserting(launch: Callable, call: Call, most: int) -> Callable:
+    """A forward launch that, where asked to, asserts first that n_keys lie from 1 to `most`."""
     if not call.problem["n_keys"] or not asserts():
         return launch
-    n_k = call.problem["n_k"]
 
     def after_check(inputs, scalars):
         n_keys = inputs[3]
-        inside = ((n_keys >= 1) & (n_keys <= n_k)).all()
-        torch._assert_async(inside, f"n_keys must lie between 1 and n_k = {n_k}")
+        inside = ((n_keys >= 1) & (n_keys <= most)).all()
+        torch._assert_async(inside, f"n_keys must lie between 1 and {most}")
         return launch(inputs, scalars)
 
     return after_check
@@ -264,7 +268,7 @@ def backward(decide: Callable) -> Callable:
     def prepare(call: Call, config: object, inputs: tuple) -> Callable:
         gradients, kept, (lse,) = inputs
         do, dlse = _arriving(gradients, kept[6])
-        copies = _unreadable(do)
+        copies = is_unreadable(do)
         readable = do.contiguous() if copies else do
         run = decide(call, config, readable, *kept[:3], kept[3:6], kept[6], lse, dlse)
         given = tuple(name in call.wanted for name in ("q", "k", "v"))
@@ -293,7 +297,8 @@ def _arriving(gradients: tuple, o: Tensor) -> tuple[Tensor, Tensor | None]:
     return do, None if dlse is None else dlse.contiguous()
 
 
-def _unreadable(x: Tensor) -> bool:
+def is_unreadable(x: Tensor) -> bool:
+    """Whether kernels need a copy of it: expanded, or its last dimension not contiguous."""
     return is_expanded(x) or (x.stride(-1) != 1 and x.shape[-1] > 1)
 
 

@@ -1,0 +1,177 @@
+"""Attention of rows around a causal buffer (`tnp.buffer`), of all kinds at once.
+
+Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or, as in a model's
+last block, followers and others alone. Followers are groups of as many rows as the buffer has
+points: row i of the buffer and of each group sees the context and points 0 … i. Context rows and
+others see the context alone. `attention` takes these kinds of rows in two calls, between copies
+that sort them.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING
+
+from tnp.contract import Operator
+from tnp.inputs import (
+    positive_number,
+    require_between,
+    require_count,
+    require_floats,
+    require_lengths,
+    require_one_device,
+)
+from tnp.ops.attention.definition import SCALE
+from tnp.ops.buffered_attention import definition
+from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference
+from tnp.ops.declared import by_pytorch, by_triton
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n_keys: Tensor | None,
+    n_buffer: int = 0,
+    n_groups: int = 0,
+    all_rows: bool = False,
+    base2: bool = False,
+) -> dict[str, int]:
+    """Sizes; ValueError where the tensors do not go together, or not with these counts."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(
+                f"{name} has strides {x.stride()}: its last dimension must be contiguous"
+            )
+    require_one_device(q=q, k=k, v=v)
+    require_floats(q=q)
+    if k.shape != v.shape:
+        raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
+    batch, n_heads, n_q, head_dim = q.shape
+    n_k = k.shape[2]
+    if (batch, n_heads, head_dim) != (*k.shape[:2], k.shape[3]):
+        raise ValueError(
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree but in their rows"
+        )
+    require_count("n_buffer", n_buffer, 1)
+    require_count("n_groups", n_groups, 0)
+    if n_buffer >= n_k:
+        raise ValueError(
+            f"n_buffer is {n_buffer} of {n_k} keys: the context needs at least one of them"
+        )
+    rows = Rows.counted(n_k - n_buffer, n_buffer, n_groups, all_rows, n_q)
+    if n_q < rows.n_first + rows.n_beside:
+        raise ValueError(
+            f"q has {n_q} rows: those of the context, the buffer and {n_groups} groups that it "
+            f"must begin with are {rows.n_first + rows.n_beside}"
+        )
+    if n_keys is not None:
+        require_lengths(q, n_keys=n_keys)
+    return {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+
+
+OPERATOR = Operator(
+    "buffered_attention",
+    inputs=("q", "k", "v", "n_keys?"),
+    outputs=("o",),
+    scalars={"scale": SCALE},
+    sizes=("batch", "n_heads", "n_q", "n_k", "head_dim", "n_buffer"),
+    numbered=("n_buffer",),
+    options={"all_rows": bool, "base2": bool, "n_groups": int},
+    differentiated=("q", "k", "v"),
+    keeps=("q", "k", "v", "n_keys", "o"),
+    implementations=(
+        *by_pytorch(reference, TAKEN),
+        by_triton(
+            "triton",
+            "buffered_attention",
+            f"{__name__}.triton_buffered_attention",
+            supported=definition.supported,
+            options=TAKEN,
+        ),
+    ),
+    describe=describe,
+    draw=definition.draw,
+    reference=reference,
+    work=definition.work,
+    cases=lambda target: definition.cases(OPERATOR, target),
+    condition=lambda case, inputs: definition.condition(OPERATOR, case, inputs),
+    controls=definition.CONTROLS,
+    other_lengths=definition.other_lengths,
+    compiled=lambda target: definition.compiled(OPERATOR, target),
+    fixed=("head_dim", "n_buffer"),
+    coordinates=definition.coordinates,
+)
+
+
+def buffered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n_buffer: int,
+    *,
+    n_groups: int = 0,
+    all_rows: bool = True,
+    n_keys: Tensor | None = None,
+    scale: float | None = None,
+    base2: bool = False,
+    implementation: str = "torch",
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys that each row sees.
+
+    Args:
+        q: [B, H, n_q, D]: rows of the context, of the buffer, n_groups groups of n_buffer
+            followers, and others; or without the first two kinds. Any strides with the last
+            dimension contiguous, as of `attention`; `triton` takes D = 16, 32 and 64, in bfloat16,
+            float16 and float32.
+        k, v: [B, H, n_k, D], like q in dtype and device: of the context, then of the buffer.
+            `triton` takes at most four blocks of 64, each of the context or of the buffer.
+        n_buffer: points of the buffer, from 1 to n_k − 1.
+        n_groups: of followers.
+        all_rows: whether q has rows of the context and of the buffer.
+        n_keys: int32 [B] on q's device, each from 1 to n_k − n_buffer, or None for all: sample b
+            has the first n_keys[b] points of the context. Rows of k and v of the others are
+            padding, of weight and gradient exactly 0. What is out of range is treated as by
+            `attention`.
+        scale: a number, positive and finite; 1/√D where None.
+        base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together, rows that are too few for
+            these counts, a scale out of range, both scale and base2, or on the CPU n_keys that
+            cannot be.
+        RuntimeError: the implementation cannot run here or does not take this, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    # What is no tensor or of other dimensions `describe` and `call` refuse.
+    shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
+    if scale is None:
+        scale = (q.shape[-1] or 1) ** -0.5 if shaped else 1.0
+    elif base2:
+        raise ValueError(f"scale is {scale} and base2 is set: q carries the scale then")
+    else:
+        scale = positive_number("scale", scale)
+    # `index` has torch.compile take a symbolic number for a constant of the graph.
+    n_buffer, n_groups = index(n_buffer), index(n_groups)
+    if shaped and n_keys is not None:
+        require_between("n_keys", n_keys, 1, k.shape[2] - n_buffer)
+    options: tuple = (("n_buffer", n_buffer),)
+    if n_groups:
+        options += (("n_groups", n_groups),)
+    if all_rows:
+        options += (("all_rows", True),)
+    if base2:
+        options += (("base2", True),)
+    return dispatch.call(OPERATOR, implementation, (q, k, v, n_keys), (scale,), options)
