@@ -1,16 +1,23 @@
 """Rows [context, buffer, followers, others], and what each of them sees (`tnp.buffer`).
 
-They are split for attention and joined behind it, once each way, each row copied into its place.
+`buffered_attention` takes them as they lie. Where it refuses them they are split for attention and
+joined behind it, once each way, each row copied into its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from tnp import selection, targets
+from tnp.catalog import catalog
+from tnp.contract import Call, Problem
+from tnp.ops.buffered_attention import OPERATOR, buffered_attention
 
 
 def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
@@ -109,6 +116,15 @@ class _Keys(torch.autograd.Function):
         return dk, dv, None
 
 
+@lru_cache(maxsize=4096)
+def _refusal(
+    implementation: str, problem: Problem, device: torch.device, wanted: tuple[str, ...]
+) -> str | None:
+    """Why it cannot serve the problem; asked once a problem, since a step asks in every block."""
+    found = catalog().load(OPERATOR.name, implementation)
+    return selection.refuses(found, Call(problem, targets.of_device(device), wanted))
+
+
 @dataclass(frozen=True)
 class BufferedRows:
     """Rows [context, buffer, followers, others], and what each of them sees.
@@ -122,6 +138,33 @@ class BufferedRows:
     n_groups: int
     n_rows: int
     lengths: torch.Tensor | None  # int32 [B], of the context
+
+    def refuses(self, implementation: str | None, q: torch.Tensor, k: torch.Tensor) -> str | None:
+        """Why this implementation of `buffered_attention` cannot serve q and keys; None where it
+        can.
+        """
+        if implementation is None:
+            return "the variant's attention has no counterpart that takes all kinds of rows at once"
+        if torch.compiler.is_compiling():
+            return "what a compiler makes of copies needs no kernel of ours"
+        batch, n_heads, n_q, head_dim = q.shape
+        problem = OPERATOR.problem(
+            str(q.dtype).removeprefix("torch."), batch=batch, n_heads=n_heads, n_q=n_q,
+            n_k=k.shape[2], head_dim=head_dim, n_buffer=self.n_buffer, n_groups=self.n_groups,
+            all_rows=n_q == self.n_rows, n_keys=self.lengths is not None,
+        )  # fmt: skip
+        wanted = OPERATOR.differentiated if torch.is_grad_enabled() else ()
+        return _refusal(implementation, problem, q.device, wanted)
+
+    def at_once(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, base2: bool, implementation: str
+    ) -> torch.Tensor:
+        """[B, rows of q, width], in one launch: q, k and v as of `around`."""
+        o = buffered_attention(
+            q, k, v, self.n_buffer, n_groups=self.n_groups, all_rows=q.shape[2] == self.n_rows,
+            n_keys=self.lengths, base2=base2, implementation=implementation,
+        )  # fmt: skip
+        return o.transpose(1, 2).flatten(2)
 
     def around(
         self, heads: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tnp.buffered_rows import BufferedRows
 from tnp.ops.attention import attention
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.decode_attention import decode_attention
@@ -26,7 +27,6 @@ from tnp.packing import Packing
 from tnp.variants import Variant
 
 if TYPE_CHECKING:
-    from tnp.buffered_rows import BufferedRows
     from tnp.model import TNPConfig
 
 NORM_EPS = 1e-6
@@ -138,6 +138,7 @@ class Attention(nn.Module):
         d_model = config.d_model
         self.n_heads = config.n_heads
         self.variant, self.base2 = variant, variant.base2
+        self.buffered = variant.buffered_attention  # implementation of it, or None
         self.norm = RMSNorm(config, variant)
         self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
         self.output = _parameter(
@@ -217,7 +218,12 @@ class Attention(nn.Module):
             )  # fmt: skip
             return o.transpose(1, 2).flatten(-2)
 
-        o = heads(q, k, v) if layout is None else layout.around(heads, q, k, v)
+        if layout is None:
+            o = heads(q, k, v)
+        elif isinstance(layout, BufferedRows) and layout.refuses(self.buffered, q, k) is None:
+            o = layout.at_once(q, k, v, self.base2, self.buffered)
+        else:
+            o = layout.around(heads, q, k, v)
         return linear(o, self.output, implementation=self.variant.projection)
 
     def attend_cache(

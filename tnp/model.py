@@ -30,6 +30,7 @@ from tnp.model_config import TNPConfig
 from tnp.normalization import Normalization
 from tnp.opaque import custom_op
 from tnp.ops.attention import OPERATOR as attention_operator
+from tnp.ops.buffered_attention import OPERATOR as buffered_attention_operator
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
@@ -47,7 +48,8 @@ def _attention_operators() -> frozenset[torch._ops.OpOverload]:
         for name in implementation.dispatches
     ]
     theirs = {getattr(torch.ops.aten, name).default for name in names}
-    return frozenset({custom_op(attention_operator), *theirs})
+    ours = attention_operator, buffered_attention_operator
+    return frozenset({*map(custom_op, ours), *theirs})
 
 
 def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:

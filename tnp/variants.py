@@ -98,6 +98,18 @@ class Variant:
         return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
     @property
+    def buffered_attention(self) -> str | None:
+        """The implementation of `buffered_attention` that takes the place of attention's calls
+        around a buffer; None where attention is another's, in 8 bits, or for comparison alone, and
+        where tables choose it, which know nothing of calls that one takes the place of.
+        """
+        if is_automatic(self.attention):
+            return None
+        own = catalog().listed("attention", self.attention).own
+        of_ours = own is not None and own.provider == OWN and own.chosen_from
+        return "triton" if of_ours else None
+
+    @property
     def rms_norm_linear(self) -> str | None:
         """The implementation of `rms_norm_linear` that takes the place of the norm, the projection
         and the MLP's first half; None where one of these is another's, or in 8 bits.

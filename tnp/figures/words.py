@@ -57,6 +57,7 @@ WORDS = {
     "row_sum": "sum of a row",
     "gelu_linear": "linear with GELU",
     "decode_attention": "decoding",
+    "buffered_attention": "attention around a buffer",
     "rope": "rotary embedding",
     "qk_norm_rope": "QK-norm and rotary embedding",
     "cross_entropy": "cross-entropy",

@@ -3,12 +3,12 @@
 In float64 the training loss and its gradients, the joint density of one pass, and that of points
 which enter one by one are those of `masked`, to the rounding of sums in another order. In the
 model's dtype every implementation of attention, and all operators of ours, come as near to that as
-PyTorch's formula does. On a GPU joint samples that are captured are those that are launched. A
+PyTorch's formula does; ours with rows of each kind apart, and with all in one launch. On a GPU joint samples that are captured are those that are launched. A
 diagonal that is one off, and a buffer taken for context, must fail.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -31,6 +31,7 @@ CONTROL_BOUND = 1e-6  # of an untrained model, to which one point more or less i
 LOSS_BOUND = 1e-3  # nats a target
 # Points of the buffer: training takes two groups of as many targets.
 ROOM = {"cuda": 40, "cpu": 3}
+NEAR = 100  # points of a context that lies on chip with the buffer
 
 
 def masked(
@@ -143,9 +144,8 @@ def checks(device: torch.device) -> Iterator[Check]:
         yield Check(f"float64 gradient of {name} against the mask", "relative_error",
                     relative_error(by_tensor[name], reference), FLOAT64_BOUND)  # fmt: skip
     with torch.no_grad():
-        one_run, one_run_double = _one_run(batch), _one_run(double)
+        one_run_double = _one_run(double)
         joint = masked_log_density(exact, one_run_double)
-        own_joint = masked_log_density(plain, one_run)
         for how, other in _densities(exact, one_run_double):
             yield Check(f"float64 joint density, {how}, against the mask", "relative_error",
                         relative_error(other, joint), FLOAT64_BOUND)  # fmt: skip
@@ -156,8 +156,25 @@ def checks(device: torch.device) -> Iterator[Check]:
         if device.type == "cuda":
             yield Check("float64 draws, captured, against launched ones", "max_abs_error",
                         max_abs_error(*_draws(exact, double)), FLOAT64_BOUND)  # fmt: skip
+    yield from _of_variants(device, plain, exact, batch, _variants(device))
+    yield from _of_variants(device, plain, exact, _near(batch), _at_once(device))
+
+
+def _of_variants(
+    device: torch.device,
+    plain: TransformerNP,
+    exact: TransformerNP,
+    batch: Task,
+    variants: Iterator[tuple[str, Variant]],
+) -> Iterator[Check]:
+    """In the model's dtype, against float64 by the mask; PyTorch's formula is the unit."""
+    loss, gradients = _by_mask(exact, batch.to(dtype=torch.float64))
     _, own = _by_mask(plain, batch)
-    for name, variant in _variants(device):
+    one_run = _one_run(batch)
+    with torch.no_grad():
+        joint = masked_log_density(exact, one_run.to(dtype=torch.float64))
+        own_joint = masked_log_density(plain, one_run)
+    for name, variant in variants:
         model = build(device, variant)
         found, by_tensor = models.gradients_by_tensor(model, batch)
         attention = variant.attention
@@ -217,8 +234,35 @@ def _broken(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tenso
     yield "points of the buffer taken for context points", masked_log_density(other, task)
 
 
+def _near(task: Task) -> Task:
+    """Of contexts that lie on chip with the buffer."""
+    n, lengths = NEAR, task.context_lengths.clamp(max=NEAR)
+    return replace(
+        task, x_context=task.x_context[:, :n], y_context=task.y_context[:, :n],
+        context_lengths=lengths,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Apart(Variant):
+    """A variant that takes kinds of rows apart, also where one launch could take all."""
+
+    buffered_attention = None
+
+
+def _apart(variant: Variant) -> Variant:
+    return _Apart(**{field.name: getattr(variant, field.name) for field in fields(variant)})
+
+
+def _at_once(device: torch.device) -> Iterator[tuple[str, Variant]]:
+    """All operators of ours, attention of all kinds of rows in one launch."""
+    yield "all operators of ours, rows at once", models.ours(device)
+
+
 def _variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """PyTorch's operators and all of ours with each attention that takes this mask here."""
+    """PyTorch's operators and all of ours with each attention that takes this mask here, kinds of
+    rows apart.
+    """
     chosen = models.scale(device)
     n_heads, dtype = chosen.config.n_heads, str(chosen.dtype).removeprefix("torch.")
     room = ROOM[device.type]
@@ -231,6 +275,6 @@ def _variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
     for own in OPERATOR.implementations:
         if own.selectable and own.refuses(call) is None:
             if own.provider == OWN:
-                yield f"all operators of ours, {own.name}", models.ours(device, own.name)
+                yield f"all operators of ours, {own.name}", _apart(models.ours(device, own.name))
             else:
                 yield own.name, Variant(own.name, attention=own.name)

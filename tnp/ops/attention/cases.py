@@ -287,9 +287,7 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
     return lost(q, k, v, softmax_scale(SCALE, p["base2"]), seen)
 
 
-def lost(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None
-) -> dict[str, float]:
+def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> dict[str, float]:
     """What float32 must be expected to lose of each result, relative to it (`gates.rounding`).
 
     Where one key has all the weight dq and dk are what equal terms leave of one another: no

@@ -1,5 +1,4 @@
-"""What attention of a causal buffer's rows is measured by: its inputs, their work, its gate's cases.
-"""
+"""What attention of a causal buffer's rows is measured by: its inputs, their work, its gate's cases."""
 
 from __future__ import annotations
 
@@ -45,7 +44,9 @@ class Rows:
         return cls.counted(int(problem["n_k"]) - n, n, n_groups, whole, n_q)
 
     @classmethod
-    def counted(cls, n_context: int, n_buffer: int, n_groups: int, all_rows: bool, n_q: int) -> Rows:
+    def counted(
+        cls, n_context: int, n_buffer: int, n_groups: int, all_rows: bool, n_q: int
+    ) -> Rows:
         """Of these sizes; with all_rows those of the context and of the buffer come first."""
         n_beside = (n_groups + all_rows) * n_buffer
         return cls(n_context, n_buffer, n_context if all_rows else 0, n_beside, n_q)

@@ -99,8 +99,7 @@ def _load_block(
     k_ptr, v_ptr, stride_kn, stride_vn, block, n_seen, n_context, n_buffer,
     C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a block, 0 where there is none and where they are padding of the context.
-    """
+    """Keys and values of a block, 0 where there is none and where they are padding of the context."""
     offs_n = _first_key(block, n_context, C_BLOCKS, BLOCK_N) + tl.arange(0, BLOCK_N)
     end = tl.where(block < C_BLOCKS, n_seen, n_context + n_buffer)
     k = load_rows(k_ptr, offs_n, end, stride_kn, HEAD_DIM, True)
@@ -401,9 +400,7 @@ def _buffered_attention_bwd_kernel(
     if C_BLOCKS > 1:
         for tile in tl.range(segment * chunk, (segment + 1) * chunk):
             rows = _rows_alone(tile, n_first, n_beside, n_q, BLOCK_M)
-            _store_delta(
-                o_ptr, do_ptr, delta_ptr, stride_om, stride_dom, rows, n_q, HEAD_DIM
-            )
+            _store_delta(o_ptr, do_ptr, delta_ptr, stride_om, stride_dom, rows, n_q, HEAD_DIM)
     for i in tl.range(0, (N_BLOCKS - 1) * chunk_each + chunk_last):
         rows, _ = _rows_of_segment(
             i, 0, segment, chunk_each, chunk_last, n_first, n_beside, n_buffer, n_q, BLOCK_M,
