@@ -13,12 +13,12 @@ from tests.ops.problems import DEVICE
 from tnp import plans, targets
 from tnp.contract import Case
 from tnp.gates.checks import error_ratio
-from tnp.ops.buffered_attention import OPERATOR, buffered_attention, reference
-from tnp.ops.buffered_attention.triton_buffered_attention import (
-    BACKWARD_TILES,
-    FORWARD_TILES,
-    BackwardConfig,
-    ForwardConfig,
+from tnp.ops.buffered_attention import (
+    OPERATOR,
+    buffered_attention,
+    reference,
+    triton_backward,
+    triton_forward,
 )
 from tnp.values import Random
 
@@ -58,8 +58,16 @@ def assert_as_float64(run, inputs, options, dtype) -> None:
 
 
 CONFIGS = [
-    *((ForwardConfig(*one), None) for tiles in FORWARD_TILES.values() for one in tiles),
-    *((None, BackwardConfig(*one)) for tiles in BACKWARD_TILES.values() for one in tiles),
+    *(
+        (triton_forward.ForwardConfig(*one), None)
+        for tiles in triton_forward.TILES.values()
+        for one in tiles
+    ),
+    *(
+        (None, triton_backward.BackwardConfig(*one))
+        for tiles in triton_backward.TILES.values()
+        for one in tiles
+    ),
 ]
 
 

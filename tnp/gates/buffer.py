@@ -3,8 +3,9 @@
 In float64 the training loss and its gradients, the joint density of one pass, and that of points
 which enter one by one are those of `masked`, to the rounding of sums in another order. In the
 model's dtype every implementation of attention, and all operators of ours, come as near to that as
-PyTorch's formula does; ours with rows of each kind apart, and with all in one launch. On a GPU joint samples that are captured are those that are launched. A
-diagonal that is one off, and a buffer taken for context, must fail.
+PyTorch's formula does; ours with rows of each kind apart, and with all in one launch. On a GPU
+joint samples that are captured are those that are launched. A diagonal that is one off, and a
+buffer taken for context, must fail.
 """
 
 from collections.abc import Iterator

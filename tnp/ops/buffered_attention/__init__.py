@@ -12,7 +12,7 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
-from tnp.contract import Operator
+from tnp.contract import Implementation, Operation, Operator
 from tnp.inputs import (
     positive_number,
     require_between,
@@ -24,7 +24,7 @@ from tnp.inputs import (
 from tnp.ops.attention.definition import SCALE
 from tnp.ops.buffered_attention import definition
 from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference
-from tnp.ops.declared import by_pytorch, by_triton
+from tnp.ops.declared import by_pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,8 @@ def describe(
         )
     if n_keys is not None:
         require_lengths(q, n_keys=n_keys)
-    return {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+    found = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}
+    return found | {"n_buffer": n_buffer}
 
 
 OPERATOR = Operator(
@@ -89,10 +90,14 @@ OPERATOR = Operator(
     keeps=("q", "k", "v", "n_keys", "o"),
     implementations=(
         *by_pytorch(reference, TAKEN),
-        by_triton(
+        Implementation(
             "triton",
-            "buffered_attention",
-            f"{__name__}.triton_buffered_attention",
+            forward=Operation(
+                "buffered_attention.forward", (f"{__name__}.triton_forward:FORWARD",)
+            ),
+            backward=Operation(
+                "buffered_attention.backward", (f"{__name__}.triton_backward:BACKWARD",)
+            ),
             supported=definition.supported,
             options=TAKEN,
         ),

@@ -1,4 +1,4 @@
-"""What attention of a causal buffer's rows is measured by: its inputs, their work, its gate's cases."""
+"""Attention around a causal buffer: its inputs and their work, who sees what, its gate's cases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Call, Case, Operator, Problem, Reason, Work, triton_from
+from tnp.contract import Call, Case, Operator, Problem, Reason, Work, triton_from
 from tnp.ops.attention import cases as of_attention
 from tnp.ops.attention.definition import SCALE
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale

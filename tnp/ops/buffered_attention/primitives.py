@@ -1,0 +1,105 @@
+"""What both passes of attention around a buffer share: which rows a tile has, and what they see.
+
+Keys lie in blocks of 64, those of the context and of the buffer apart. Rows are walked by what they
+see, numbered as if those that see equally many blocks were neighbours: rows that see the context
+alone are the first and the last of q, and of each group beside the buffer the rows from 64·j on see
+its block j. So which blocks a tile sees is known before it is read, and no product is computed
+whose weights are all zero.
+"""
+
+import triton
+import triton.language as tl
+
+from tnp.contract import Call, Problem
+from tnp.ops.attention.primitives import load_rows
+from tnp.ops.attention.torch_forms import LN_2
+from tnp.ops.buffered_attention.definition import BLOCK_N, Rows, n_blocks
+from tnp.ops.primitives import dot
+
+# What a kernel is not compiled anew for.
+COUNTS = [
+    "n_q", "n_context", "n_buffer", "n_first", "n_beside", "n_alone", "n_each", "n_segments",
+    "chunk", "chunk_each", "chunk_last",
+]  # fmt: skip
+
+
+@triton.jit
+def rows_alone(tile, n_first, n_beside, n_q, BLOCK_M: tl.constexpr):
+    """Rows of q of a tile of those that see the context alone, n_q where there is none."""
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return tl.minimum(tl.where(at < n_first, at, at + n_beside), n_q)
+
+
+@triton.jit
+def rows_beside(
+    tile, block, n_first, n_beside, n_buffer, n_q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Rows of q of a tile of those beside points of a block of the buffer, n_q where there is none,
+    and these points.
+    """
+    n_each = tl.minimum(BLOCK_N, n_buffer - block * BLOCK_N)  # of a group
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    beside = at // n_each * n_buffer
+    place = block * BLOCK_N + at % n_each
+    return tl.where(beside < n_beside, n_first + beside + place, n_q), place
+
+
+@triton.jit
+def load_block(
+    k_ptr, v_ptr, stride_kn, stride_vn, block, n_seen, n_context, n_buffer,
+    C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of a block, 0 where there is none and in padding of the context."""
+    offs_n = first_key(block, n_context, C_BLOCKS, BLOCK_N) + tl.arange(0, BLOCK_N)
+    end = tl.where(block < C_BLOCKS, n_seen, n_context + n_buffer)
+    k = load_rows(k_ptr, offs_n, end, stride_kn, HEAD_DIM, True)
+    v = load_rows(v_ptr, offs_n, end, stride_vn, HEAD_DIM, True)
+    return k, v
+
+
+@triton.jit
+def first_key(block, n_context, C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a block: those of the buffer begin at n_context."""
+    return block * BLOCK_N + tl.where(block < C_BLOCKS, 0, n_context - C_BLOCKS * BLOCK_N)
+
+
+@triton.jit
+def scores(
+    q, k, block, n_seen, place, IN_CONTEXT: tl.constexpr, C_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """q kᵀ of a block of keys, −inf where a row does not see a key: of the context it sees the
+    first n_seen, which are whole blocks unless RAGGED, and of the buffer points up to `place`.
+    """
+    s = dot(q, tl.trans(k))
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    if not IN_CONTEXT:
+        point = (block - C_BLOCKS) * BLOCK_N + offs_n
+        s = tl.where(point <= place[:, None], s, float("-inf"))
+    elif RAGGED:
+        s = tl.where(block * BLOCK_N + offs_n < n_seen, s, float("-inf"))
+    return s
+
+
+def candidates(tiles: dict, call: Call) -> tuple:
+    """Those of the problem's bytes per element and the GPU's capability, or else of 8.0."""
+    key = call.problem.itemsize, call.target.capability
+    return tiles.get(key, tiles[key[0], 80])
+
+
+def constants(problem: Problem) -> dict:
+    """What both kernels are compiled for, beside their configurations."""
+    c_blocks, of_buffer = n_blocks(problem)
+    return {
+        "HEAD_DIM": problem["head_dim"],
+        "BLOCK_N": BLOCK_N,
+        "C_BLOCKS": c_blocks,
+        "N_BLOCKS": of_buffer,
+        "RAGGED": bool(problem["n_keys"] or Rows.of(problem).n_context % BLOCK_N),
+        "HAS_N_KEYS": problem["n_keys"],
+    }
+
+
+def scale_of(problem: Problem, scalars: tuple) -> float:
+    """That of scores ahead of e^."""
+    return LN_2 if problem["base2"] else scalars[0]

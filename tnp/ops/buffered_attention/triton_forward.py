@@ -1,0 +1,210 @@
+"""The forward pass of attention around a buffer, in one launch.
+
+A program keeps the blocks of keys that its rows see on chip.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tnp.contract import Call, Kernel
+from tnp.launch import Bound
+from tnp.ops.attention import primitives
+from tnp.ops.attention.primitives import (
+    LOG2_E,
+    head_ptr,
+    load_rows,
+    lse_layout,
+    row_strides,
+    rows_layout,
+    store_rows,
+)
+from tnp.ops.buffered_attention.definition import BLOCK_N, TAKEN, Rows, n_blocks
+from tnp.ops.buffered_attention.primitives import (
+    COUNTS,
+    candidates,
+    constants,
+    load_block,
+    rows_alone,
+    rows_beside,
+    scale_of,
+    scores,
+)
+from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count
+
+
+@dataclass(frozen=True)
+class ForwardConfig(KernelConfig):
+    """Rows of a tile, and the tiles that a program walks."""
+
+    block_m: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+
+
+# Rows of a tile, tiles that a program walks, warps and stages, by bytes per element and capability
+# (elsewhere: 80), the default first; none spills there.
+TILES = {
+    (2, 80): ((64, 1, 4, 1),),
+    (2, 90): ((64, 1, 4, 1), (64, 2, 4, 2), (64, 3, 4, 2), (128, 1, 8, 1), (128, 2, 8, 2)),
+    (4, 80): ((16, 1, 8, 1),),
+}
+
+
+@triton.jit
+def _add_weighted(
+    q, k, v, m, l, o, scale_log2, n_seen, place,  # noqa: E741
+    BLOCK: tl.constexpr, C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Running maximum, sum and weighted values with a block of keys more, of which a row may see
+    none; of the first it sees some.
+    """
+    s = scores(q, k, BLOCK, n_seen, place, BLOCK < C_BLOCKS, C_BLOCKS, BLOCK_N, RAGGED)
+    s *= scale_log2
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.math.exp2(s - m_new[:, None])
+    rescale = tl.math.exp2(m - m_new)
+    o = add_dot(cast(p, v.dtype), v, o * rescale[:, None])
+    return m_new, l * rescale + tl.sum(p, 1), o
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_qm, stride_kn, stride_vn, stride_om,
+    n_q, n_seen, n_context, n_buffer, n_first, n_beside, first, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    C_BLOCKS: tl.constexpr, SEEN: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles from the first on, of the rows that see SEEN blocks of keys."""
+    k_0, v_0 = load_block(
+        k_ptr, v_ptr, stride_kn, stride_vn, 0, n_seen, n_context, n_buffer, C_BLOCKS, BLOCK_N,
+        HEAD_DIM,
+    )  # fmt: skip
+    if SEEN > 1:
+        k_1, v_1 = load_block(
+            k_ptr, v_ptr, stride_kn, stride_vn, 1, n_seen, n_context, n_buffer, C_BLOCKS, BLOCK_N,
+            HEAD_DIM,
+        )  # fmt: skip
+    if SEEN > 2:
+        k_2, v_2 = load_block(
+            k_ptr, v_ptr, stride_kn, stride_vn, 2, n_seen, n_context, n_buffer, C_BLOCKS, BLOCK_N,
+            HEAD_DIM,
+        )  # fmt: skip
+    if SEEN > 3:
+        k_3, v_3 = load_block(
+            k_ptr, v_ptr, stride_kn, stride_vn, 3, n_seen, n_context, n_buffer, C_BLOCKS, BLOCK_N,
+            HEAD_DIM,
+        )  # fmt: skip
+    for tile in tl.range(first, first + TILES):
+        if SEEN == C_BLOCKS:
+            rows = rows_alone(tile, n_first, n_beside, n_q, BLOCK_M)
+            place = rows
+        else:
+            rows, place = rows_beside(
+                tile, SEEN - C_BLOCKS - 1, n_first, n_beside, n_buffer, n_q, BLOCK_M, BLOCK_N
+            )
+        q = load_rows(q_ptr, rows, n_q, stride_qm, HEAD_DIM, True)
+        s = scores(q, k_0, 0, n_seen, place, True, C_BLOCKS, BLOCK_N, RAGGED) * scale_log2
+        m = tl.max(s, 1)
+        p = tl.math.exp2(s - m[:, None])
+        l = tl.sum(p, 1)  # noqa: E741
+        o = dot(cast(p, v_0.dtype), v_0)
+        if SEEN > 1:
+            m, l, o = _add_weighted(  # noqa: E741
+                q, k_1, v_1, m, l, o, scale_log2, n_seen, place, 1, C_BLOCKS, BLOCK_N, RAGGED
+            )
+        if SEEN > 2:
+            m, l, o = _add_weighted(  # noqa: E741
+                q, k_2, v_2, m, l, o, scale_log2, n_seen, place, 2, C_BLOCKS, BLOCK_N, RAGGED
+            )
+        if SEEN > 3:
+            m, l, o = _add_weighted(  # noqa: E741
+                q, k_3, v_3, m, l, o, scale_log2, n_seen, place, 3, C_BLOCKS, BLOCK_N, RAGGED
+            )
+        store_rows(o_ptr, o * (1.0 / l)[:, None], rows, n_q, stride_om, HEAD_DIM)
+        tl.store(lse_ptr + rows, m + tl.math.log2(l), mask=rows < n_q)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _buffered_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n_keys_ptr,
+    stride_qb, stride_qh, stride_qm,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    n_heads, n_q, n_context, n_buffer, n_first, n_beside, n_alone, n_each, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    C_BLOCKS: tl.constexpr, N_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_N_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of a head's programs n_alone take rows that see the context alone, and n_each those that see
+    one block of the buffer, two blocks, and so on.
+    """
+    n_programs = n_alone + N_BLOCKS * n_each
+    h = tl.program_id(0) % n_heads
+    pid = tl.program_id(0) // n_heads % n_programs
+    b = tl.program_id(0) // n_heads // n_programs
+    pid_bh = b * n_heads + h
+    q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
+    k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
+    v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
+    o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
+    lse_ptr += pid_bh.to(tl.int64) * n_q
+    n_seen = key_count(n_keys_ptr, b, n_context, HAS_N_KEYS)
+    if pid < n_alone:
+        _attend(
+            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_qm, stride_kn, stride_vn, stride_om,
+            n_q, n_seen, n_context, n_buffer, n_first, n_beside, pid * TILES, scale_log2,
+            HEAD_DIM, BLOCK_M, BLOCK_N, TILES, C_BLOCKS, C_BLOCKS, RAGGED,
+        )  # fmt: skip
+    for j in tl.static_range(N_BLOCKS):
+        begin = n_alone + j * n_each
+        if (pid >= begin) & (pid < begin + n_each):
+            _attend(
+                q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_qm, stride_kn, stride_vn, stride_om,
+                n_q, n_seen, n_context, n_buffer, n_first, n_beside, (pid - begin) * TILES,
+                scale_log2, HEAD_DIM, BLOCK_M, BLOCK_N, TILES, C_BLOCKS, C_BLOCKS + j + 1, RAGGED,
+            )  # fmt: skip
+
+
+def configs(call: Call) -> tuple[ForwardConfig, ...]:
+    """Candidates, the default first."""
+    return tuple(ForwardConfig(*one) for one in candidates(TILES, call))
+
+
+def empty(wanted: tuple[str, ...], inputs: tuple, n_buffer: int) -> tuple[tuple, tuple]:
+    """As of attention: o laid out [B, n_q, H, D], and saved lse."""
+    return primitives.empty(wanted, inputs)
+
+
+def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
+    """One launch."""
+    p, rows = call.problem, Rows.of(call.problem)
+    q, k, v, n_keys = inputs
+    of_o, of_lse = rows_layout(q), lse_layout(q)
+    walked = config.tiles * config.block_m
+    n_alone = triton.cdiv(rows.n_alone, walked)
+    n_each = triton.cdiv(rows.n_groups * min(BLOCK_N, rows.n_buffer), walked)
+    n_programs = n_alone + n_blocks(p)[1] * n_each
+    kernel = Bound(
+        _buffered_attention_fwd_kernel, (p["batch"] * p["n_heads"] * n_programs,),
+        *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3],
+        p["n_heads"], rows.n_q, rows.n_context, rows.n_buffer, rows.n_first, rows.n_beside,
+        n_alone, n_each, **constants(p), **config.kernel_arguments(),
+    )  # fmt: skip
+
+    def launch(inputs, scalars):
+        q, k, v, n_keys = inputs
+        o = q.new_empty_strided(*of_o)
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scale_of(p, scalars) * LOG2_E)
+        return (o,), (lse,)
+
+    return primitives.asserting(launch, call, rows.n_context)
+
+
+FORWARD = Kernel("triton", empty, prepare, configs=configs, options=TAKEN)
