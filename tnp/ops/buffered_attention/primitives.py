@@ -83,8 +83,8 @@ def scores(
 
 def candidates(tiles: dict, call: Call) -> tuple:
     """Those of the problem's bytes per element and the GPU's capability, or else of 8.0."""
-    key = call.problem.itemsize, call.target.capability
-    return tiles.get(key, tiles[key[0], 80])
+    itemsize = call.problem.itemsize
+    return tiles.get((itemsize, call.target.capability), tiles.get((itemsize, 80), ()))
 
 
 def constants(problem: Problem) -> dict:
