@@ -3,7 +3,13 @@
 import pytest
 import torch
 
+from tests.buffers import ROOM, WITH, task_of, with_role
+from tests.ops.problems import DEVICE
+from tests.test_model import build
+from tnp import layers
 from tnp.buffered_rows import BufferedRows
+from tnp.ops.attention import attention
+from tnp.variants import Variant
 
 
 @pytest.mark.parametrize("head_dim", [8, 6])  # 16 bytes of bfloat16, and no multiple of them
@@ -92,3 +98,65 @@ def test_gradients_of_gradients_are_refused():
     (dq,) = torch.autograd.grad(rows.around(heads, q, k, k).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.square().sum().backward()
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 9]])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("base2", [False, True])
+def test_rows_at_once_are_rows_apart(lengths, last, base2):
+    """o, and gradients of q, k and v; in the last block targets alone."""
+    m, n = 9, 5
+    n_keys = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    layout = BufferedRows(m, n, 2, m + 3 * n + 4, n_keys)
+    n_q = layout.n_rows - (m + n) * last
+    shapes = (2, 2, n_q, 16), (2, 2, m + n, 16), (2, 2, m + n, 16)
+    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    assert layout.refuses("triton", *inputs[:2]) is None
+
+    def heads(q, k, v, n_keys, causal=False):
+        named = {"base2": base2, "causal": causal, "n_keys": n_keys}
+        o = attention(q, k, v, **named, implementation="reference")
+        return o.transpose(1, 2).flatten(2)
+
+    found = layout.at_once(*inputs, base2, "triton"), layout.around(heads, *inputs)
+    do = torch.randn_like(found[0])
+    of_both = [(o, *torch.autograd.grad(o, inputs, do)) for o in found]
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_why_rows_are_taken_apart():
+    layout = BufferedRows(200, 70, 1, 400, None)
+    q, k = torch.zeros(1, 1, 400, 16, device=DEVICE), torch.zeros(1, 1, 270, 16, device=DEVICE)
+    assert "no counterpart" in layout.refuses(None, q, k)
+    assert "200 points of the context with 70 of the buffer are 6" in layout.refuses("triton", q, k)
+    asked = []
+
+    def run(q):
+        asked.append(layout.refuses("triton", q, k))
+        return q + 1
+
+    torch.compile(run, backend="eager")(q)
+    assert "a compiler makes" in asked[0]
+
+
+@pytest.mark.parametrize(
+    "attention, found",
+    [("fused", "triton"), ("separate", "triton")]
+    + [(name, None) for name in ("portable", "sdpa_flash", "reference", "auto")],
+)
+def test_a_variant_takes_rows_at_once_where_its_attention_is_ours(attention, found):
+    assert Variant("some", attention=attention).buffered_attention == found
+
+
+@pytest.mark.parametrize("attention", ["fused", "reference"])
+def test_blocks_take_rows_at_once_where_they_may(monkeypatch, attention):
+    calls = []
+    run = layers.BufferedRows.at_once
+    monkeypatch.setattr(
+        layers.BufferedRows, "at_once", lambda *given: calls.append(1) or run(*given)
+    )
+    model = with_role(build(WITH, attention=attention, dtype=torch.float32)).to(DEVICE)
+    task = task_of(2 * ROOM + 1).to(DEVICE, dtype=torch.float32)
+    model.loss(task).backward()
+    assert len(calls) == (len(model.blocks) if attention == "fused" else 0)
