@@ -109,7 +109,7 @@ def test_rows_at_once_are_rows_apart(lengths, last, base2):
     n_keys = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     layout = BufferedRows(m, n, 2, m + 3 * n + 4, n_keys)
     n_q = layout.n_rows - (m + n) * last
-    shapes = (2, 2, n_q, 16), (2, 2, m + n, 16), (2, 2, m + n, 16)
+    shapes = (2, 2, n_q, 32), (2, 2, m + n, 32), (2, 2, m + n, 32)
     inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
     assert layout.refuses("triton", *inputs[:2]) is None
 
@@ -127,7 +127,7 @@ def test_rows_at_once_are_rows_apart(lengths, last, base2):
 
 def test_why_rows_are_taken_apart():
     layout = BufferedRows(200, 70, 1, 400, None)
-    q, k = torch.zeros(1, 1, 400, 16, device=DEVICE), torch.zeros(1, 1, 270, 16, device=DEVICE)
+    q, k = torch.zeros(1, 1, 400, 32, device=DEVICE), torch.zeros(1, 1, 270, 32, device=DEVICE)
     assert "no counterpart" in layout.refuses(None, q, k)
     assert "200 points of the context with 70 of the buffer are 6" in layout.refuses("triton", q, k)
     asked = []
@@ -156,7 +156,7 @@ def test_blocks_take_rows_at_once_where_they_may(monkeypatch, attention):
     monkeypatch.setattr(
         layers.BufferedRows, "at_once", lambda *given: calls.append(1) or run(*given)
     )
-    model = with_role(build(WITH, attention=attention, dtype=torch.float32)).to(DEVICE)
+    model = with_role(build(WITH, attention=attention, dtype=torch.bfloat16)).to(DEVICE)
     task = task_of(2 * ROOM + 1).to(DEVICE, dtype=torch.float32)
     model.loss(task).backward()
     assert len(calls) == (len(model.blocks) if attention == "fused" else 0)

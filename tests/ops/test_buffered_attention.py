@@ -25,7 +25,7 @@ from tnp.values import Random
 NAMES = "q", "k", "v"
 
 
-def drawn(m, n, n_groups, n_others, all_rows=True, dtype="float32", head_dim=16, batch=1, **named):
+def drawn(m, n, n_groups, n_others, all_rows=True, dtype="float32", head_dim=32, batch=1, **named):
     """Inputs that ask for gradients, what a call passes besides, and the problem."""
     n_q = (m if all_rows else 0) + (n_groups + all_rows) * n + n_others
     sizes = {"batch": batch, "n_heads": 1, "n_q": n_q, "n_k": m + n, "head_dim": head_dim}
@@ -125,8 +125,8 @@ def test_more_keys_than_lie_on_chip_are_refused():
     message = "it keeps 4 blocks of 64 keys on chip, and 129 points of the context with 65 of the"
     with pytest.raises(RuntimeError, match=f"{message} buffer are 5"):
         buffered_attention(q, k, v, 65, implementation="triton")
-    (q, k, v, _), _, _ = drawn(5, 3, 0, 1, head_dim=48)
-    with pytest.raises(RuntimeError, match="it takes head_dim 16, 32, 64, not 48"):
+    (q, k, v, _), _, _ = drawn(5, 3, 0, 1, dtype="bfloat16", head_dim=48)
+    with pytest.raises(RuntimeError, match="it takes head_dim 16, 32, 64 in bfloat16, not 48"):
         buffered_attention(q, k, v, 3, implementation="triton")
 
 

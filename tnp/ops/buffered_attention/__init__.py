@@ -134,8 +134,8 @@ def buffered_attention(
     Args:
         q: [B, H, n_q, D]: rows of the context, of the buffer, n_groups groups of n_buffer
             followers, and others; or without the first two kinds. Any strides with the last
-            dimension contiguous, as of `attention`; `triton` takes D = 16, 32 and 64, in bfloat16,
-            float16 and float32.
+            dimension contiguous, as of `attention`; `triton` takes D = 16, 32 and 64 in
+            bfloat16 and float16, and on a GPU 32 in float32.
         k, v: [B, H, n_k, D], like q in dtype and device: of the context, then of the buffer.
             `triton` takes at most four blocks of 64, each of the context or of the buffer.
         n_buffer: points of the buffer, from 1 to n_k − 1.

@@ -21,6 +21,7 @@ TAKEN = ("all_rows", "base2", "n_groups", "n_keys")  # options that every implem
 BLOCK_N = 64  # keys that the kernels multiply at a time
 MOST_BLOCKS = 4  # that they keep on chip
 HEAD_DIMS = (16, 32, 64)
+FLOAT32_HEAD_DIMS = (32,)  # on a GPU: tiles of others spill, or do not fit shared memory
 _triton = triton_from(80)
 
 
@@ -154,9 +155,11 @@ def supported(call: Call) -> Reason:
             f"it keeps {MOST_BLOCKS} blocks of {BLOCK_N} keys on chip, and {rows.n_context} points "
             f"of the context with {rows.n_buffer} of the buffer are {sum(n_blocks(p))}"
         )
-    if p["head_dim"] not in HEAD_DIMS:
-        taken = ", ".join(map(str, HEAD_DIMS))
-        return f"it takes head_dim {taken}, not {p['head_dim']}"
+    narrow = p.dtype == "float32" and call.target.kind == "cuda"
+    head_dims = FLOAT32_HEAD_DIMS if narrow else HEAD_DIMS
+    if p["head_dim"] not in head_dims:
+        taken = ", ".join(map(str, head_dims))
+        return f"it takes head_dim {taken} in {p.dtype}, not {p['head_dim']}"
     return _triton(call)
 
 
@@ -302,7 +305,7 @@ def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     found = [problem(m, n, n_keys=True) for m in points for n in points]
     found += [problem(64, 128, base2=True), problem(64, 128, batch=1)]
     if target.capability == 90:
-        for dtype, head_dims in (("bfloat16", (16, 32)), ("float32", HEAD_DIMS)):
+        for dtype, head_dims in (("bfloat16", (16, 32)), ("float32", FLOAT32_HEAD_DIMS)):
             for head_dim in head_dims:
                 found += [
                     problem(m, n, dtype, head_dim, n_keys=True) for m in points for n in points

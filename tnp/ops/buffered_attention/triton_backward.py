@@ -59,7 +59,7 @@ class BackwardConfig(KernelConfig):
 # first; none spills there.
 TILES = {
     (2, 80): ((32, 8, 2),),
-    (2, 90): ((64, 4, 1), (64, 8, 2), (64, 8, 1)),
+    (2, 90): ((32, 4, 3), (32, 8, 2), (64, 4, 1), (64, 8, 2), (64, 8, 1)),
     (4, 80): ((16, 8, 1),),
 }
 # Besides, of at most three blocks of keys: of four they spill.
