@@ -57,31 +57,28 @@ def assert_as_float64(run, inputs, options, dtype) -> None:
         assert error_ratio(*results, floor) <= OPERATOR.budget.gradients, name
 
 
-CONFIGS = [
-    *(
-        (triton_forward.ForwardConfig(*one), None)
-        for tiles in triton_forward.TILES.values()
-        for one in tiles
-    ),
-    *(
-        (None, triton_backward.BackwardConfig(*one))
-        for tiles in triton_backward.TILES.values()
-        for one in tiles
-    ),
+CONFIGS = [  # dtype, operation, configuration
+    pytest.param(
+        "bfloat16" if itemsize == 2 else "float32", pass_, config(*one), id=f"{pass_}{one}"
+    )
+    for pass_, config, of_gpus in (
+        ("forward", triton_forward.ForwardConfig, triton_forward.TILES),
+        ("forward", triton_forward.ForwardConfig, triton_forward.TILES_OF_ONE),
+        ("backward", triton_backward.BackwardConfig, triton_backward.TILES),
+        ("backward", triton_backward.BackwardConfig, triton_backward.TILES_OF_ONE),
+    )
+    for (itemsize, _), tiles in of_gpus.items()
+    for one in tiles
 ]
 
 
-@pytest.mark.parametrize("forward, backward", CONFIGS, ids=str)
+@pytest.mark.parametrize("dtype, pass_, config", CONFIGS)
 @pytest.mark.parametrize("n", [20, 70])  # one block of the buffer, and a second that is ragged
-def test_every_configuration_at_ragged_sizes(forward, backward, n):
-    inputs, options, _ = drawn(17, n, 1, 9)
-    forced = {}
-    if forward:
-        forced["buffered_attention.forward"] = "triton", forward
-    if backward:
-        forced["buffered_attention.backward"] = "triton", backward
+def test_every_configuration_at_ragged_sizes(dtype, pass_, config, n):
+    inputs, options, _ = drawn(17, n, 1, 9, dtype=dtype)
+    forced = {f"buffered_attention.{pass_}": ("triton", config)}
     plan = plans.build(OPERATOR, "triton", inputs, options, NAMES, None, forced)
-    assert_as_float64(lambda *xs: plan.run(xs, (0.125,)), inputs, options, "float32")
+    assert_as_float64(lambda *xs: plan.run(xs, (0.125,)), inputs, options, dtype)
 
 
 @pytest.mark.parametrize("lengths", [{}, {"lengths": "5,67", "batch": 2}])

@@ -31,7 +31,7 @@ from tnp.ops.attention.primitives import (
     segments,
     store_rows,
 )
-from tnp.ops.buffered_attention.definition import BLOCK_N, MOST_BLOCKS, TAKEN, Rows, n_blocks
+from tnp.ops.buffered_attention.definition import BLOCK_N, TAKEN, Rows, n_blocks
 from tnp.ops.buffered_attention.primitives import (
     COUNTS,
     candidates,
@@ -59,11 +59,11 @@ class BackwardConfig(KernelConfig):
 # first; none spills there.
 TILES = {
     (2, 80): ((32, 8, 2),),
-    (2, 90): ((32, 4, 3), (32, 8, 2), (64, 4, 1), (64, 8, 2), (64, 8, 1)),
+    (2, 90): ((64, 4, 1), (32, 8, 2), (64, 8, 2), (64, 8, 1)),
     (4, 80): ((16, 8, 1),),
 }
-# Besides, of at most three blocks of keys: of four they spill.
-TILES_OF_FEW = {(2, 90): ((128, 8, 2),)}
+# Besides, where the context is one block: of two they spill.
+TILES_OF_ONE = {(2, 90): ((128, 8, 2), (32, 4, 3))}
 
 
 @triton.jit
@@ -233,8 +233,8 @@ def _buffered_attention_bwd_kernel(
 
 def configs(call: Call) -> tuple[BackwardConfig, ...]:
     """Candidates, the default first."""
-    few = candidates(TILES_OF_FEW, call) if sum(n_blocks(call.problem)) < MOST_BLOCKS else ()
-    return tuple(BackwardConfig(*one) for one in candidates(TILES, call) + few)
+    more = candidates(TILES_OF_ONE, call) if n_blocks(call.problem)[0] == 1 else ()
+    return tuple(BackwardConfig(*one) for one in candidates(TILES, call) + more)
 
 
 @dataclass(frozen=True)

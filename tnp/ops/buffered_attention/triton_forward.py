@@ -50,9 +50,11 @@ class ForwardConfig(KernelConfig):
 # (elsewhere: 80), the default first; none spills there.
 TILES = {
     (2, 80): ((64, 1, 4, 1),),
-    (2, 90): ((64, 1, 4, 1), (64, 2, 4, 2), (64, 3, 4, 2), (128, 1, 8, 1), (128, 2, 8, 2)),
+    (2, 90): ((64, 1, 4, 1), (128, 1, 8, 1), (128, 2, 8, 2)),
     (4, 80): ((16, 1, 8, 1),),
 }
+# Besides, where the context is one block: of two they spill.
+TILES_OF_ONE = {(2, 90): ((64, 2, 4, 2), (64, 3, 4, 2))}
 
 
 @triton.jit
@@ -173,7 +175,8 @@ def _buffered_attention_fwd_kernel(
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
     """Candidates, the default first."""
-    return tuple(ForwardConfig(*one) for one in candidates(TILES, call))
+    more = candidates(TILES_OF_ONE, call) if n_blocks(call.problem)[0] == 1 else ()
+    return tuple(ForwardConfig(*one) for one in candidates(TILES, call) + more)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple, n_buffer: int) -> tuple[tuple, tuple]:
