@@ -50,11 +50,11 @@ class ForwardConfig(KernelConfig):
 # (elsewhere: 80), the default first; none spills there.
 TILES = {
     (2, 80): ((64, 1, 4, 1),),
-    (2, 90): ((64, 1, 4, 1), (128, 1, 8, 1), (128, 2, 8, 2)),
+    (2, 90): ((64, 1, 4, 1), (128, 1, 8, 1)),
     (4, 80): ((16, 1, 8, 1),),
 }
 # Besides, where the context is one block: of two they spill.
-TILES_OF_ONE = {(2, 90): ((64, 2, 4, 2), (64, 3, 4, 2))}
+TILES_OF_ONE = {(2, 90): ((64, 2, 4, 2), (64, 3, 4, 2), (128, 2, 8, 2))}
 
 
 @triton.jit
