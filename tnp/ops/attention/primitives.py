@@ -220,18 +220,20 @@ def forward(launch: Callable, call: Call) -> Callable:
     launch = _scaled(launch, call)
     if call.problem["lse"]:
         launch = _with_lse(launch)
-    return asserting(launch, call, call.problem["n_k"])
+    return asserting(launch, call, call.problem["n_k"], "n_k")
 
 
-def asserting(launch: Callable, call: Call, most: int) -> Callable:
-    """A forward launch that, where asked to, asserts first that n_keys lie from 1 to `most`."""
+def asserting(launch: Callable, call: Call, most: int, what: str) -> Callable:
+    """A forward launch that, where asked to, asserts first that n_keys lie from 1 to `most`, which
+    is called `what`.
+    """
     if not call.problem["n_keys"] or not asserts():
         return launch
 
     def after_check(inputs, scalars):
         n_keys = inputs[3]
         inside = ((n_keys >= 1) & (n_keys <= most)).all()
-        torch._assert_async(inside, f"n_keys must lie between 1 and {most}")
+        torch._assert_async(inside, f"n_keys must lie between 1 and {what} = {most}")
         return launch(inputs, scalars)
 
     return after_check

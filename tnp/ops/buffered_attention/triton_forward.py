@@ -207,7 +207,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
         kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scale_of(p, scalars) * LOG2_E)
         return (o,), (lse,)
 
-    return primitives.asserting(launch, call, rows.n_context)
+    return primitives.asserting(launch, call, rows.n_context, "n_k − n_buffer")
 
 
 FORWARD = Kernel("triton", empty, prepare, configs=configs, options=TAKEN)
