@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.ops.launched import reads, recorded
 from tnp import plans, targets
-from tnp.ops.decode_attention import OPERATOR, decode_attention, definition
+from tnp.ops.decode_attention import OPERATOR, decode_attention, definition, torch_forms
 from tnp.ops.decode_attention.triton_decode import Config, configs
 from tnp.targets import Target
 
@@ -172,17 +172,42 @@ def test_lengths_and_tables_that_are_strided():
     assert torch.equal(ours(q, k, v, lengths, table.T.contiguous().T), expected)
 
 
-def test_what_is_out_of_range_is_clamped_by_the_kernel(monkeypatch):
-    """Which is what happens on CUDA, where the host does not know it."""
+@pytest.mark.parametrize("programs", [3, 40])
+@pytest.mark.parametrize("page", [None, 16, 32, 48])
+def test_what_is_out_of_range_is_nan_in_its_own_sequence(page, programs):
+    """Which is what happens on CUDA, where the host does not know it; and nothing is read there."""
+    inputs = draw([96, 20, 40, 33], page=page, n_queries=2)
+    q, k, v, lengths, table = inputs
+    made = plan(inputs, programs)
+
+    def found(lengths, table):
+        o = run(made, (q, k, v, lengths, table))
+        for form in (torch_forms.reference, torch_forms.sdpa):
+            expected = form(q, k, v, lengths, table, None, None, SCALE)
+            torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        return o.isnan().flatten(1).sum(1).tolist()
+
+    whole = q[0].numel()
+    assert found(lengths, table) == [0, 0, 0, 0]
+    for wrong in (97, 2**31 - 1, -1, -(2**31)):
+        assert found(torch.tensor([96, wrong, 40, 33]).int(), table) == [0, whole, 0, 0]
+    if page is None:
+        return
+    for number in (len(k), 10**6, -1, -(2**31)):
+        for b, at in ((0, 0), (0, 96 // page - 1), (2, 0), (2, 39 // page)):
+            past = table.clone()
+            past[b, at] = number
+            assert found(lengths, past) == [whole * (b == i) for i in range(4)]
+    past = table.clone()
+    past[1, -(-20 // page) :] = -1  # past what is used
+    assert found(lengths, past) == [0, 0, 0, 0]
+
+
+def test_what_is_out_of_range_is_asserted_where_asked(monkeypatch):
     inputs = draw([96, 20, 40], page=32)
     q, k, v, lengths, table = inputs
-    wrong, expected = torch.tensor([500, -7, 40]).int(), torch.tensor([96, 0, 40]).int()
-    made = plan(inputs, 3)
-    close(run(made, (q, k, v, wrong, table)), (q, k, v, expected, table))
-    past = table.clone()
+    wrong, past = torch.tensor([500, -7, 40]).int(), table.clone()
     past[0, 0], past[2, 1] = 10**6, -1
-    nearest = past.clamp(0, len(k) - 1)
-    close(run(made, (q, k, v, lengths, past)), (q, k, v, lengths, nearest))
     monkeypatch.setenv("TNP_CHECK", "1")
     made = plan(inputs, 3)
     for bad in ((wrong, table), (lengths, past)):
