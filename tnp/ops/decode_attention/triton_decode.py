@@ -172,22 +172,23 @@ def _decode_kernel(
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         weights = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end, across warps
         m_i = tl.full([ROWS], float("-inf"), tl.float32)
-        of_block = b.to(tl.uint32)
+        page, wrong = b, length != n_keys
         if PAGED:
-            of_block = _pages(table_of, stride_tn, first * BLOCK_N, n_keys, PAGE, BLOCK_N)
-        largest = of_block  # of the pages that were read
+            named = _pages(table_of, stride_tn, first * BLOCK_N, n_keys, PAGE, BLOCK_N)
+            wrong |= named > last_page
+            page = tl.minimum(named, last_page).to(tl.int32)
         for block in tl.range(first, stop):
             key = block * BLOCK_N + offs_n
             slot, there = key, key < n_keys
-            page, next_of_block = of_block, of_block
+            next_page = page
             if PAGED:
                 slot = key % PAGE
-                largest = tl.maximum(largest, page)
-                page = tl.minimum(page, last_page)
                 # A block ahead, for Triton's pipeline: with 4 stages three blocks of keys are on
                 # their way. Were it read where it is used, one would be (counted, triton 3.7.1).
                 next_key = (block + 1) * BLOCK_N
-                next_of_block = _pages(table_of, stride_tn, next_key, n_keys, PAGE, BLOCK_N)
+                named = _pages(table_of, stride_tn, next_key, n_keys, PAGE, BLOCK_N)
+                wrong |= named > last_page
+                next_page = tl.minimum(named, last_page).to(tl.int32)
             k = _cache_tile(k_of, page, slot, stride_kb, stride_kn, there, HEAD_DIM, WIDTH, dtype)
             s = dot(q, tl.trans(k), PRECISION) * scale
             s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
@@ -199,12 +200,11 @@ def _decode_kernel(
             weights = weights * alpha[:, None] + p
             v = _cache_tile(v_of, page, slot, stride_vb, stride_vn, there, HEAD_DIM, WIDTH, dtype)
             acc = add_dot(cast(p, dtype), v, acc * alpha[:, None], PRECISION)
-            m_i, of_block = m_new, next_of_block
+            m_i, page = m_new, next_page
 
         l_i = tl.sum(weights, 1)
-        wrong = length != n_keys
-        if PAGED:
-            wrong |= (tl.max(largest, 0) if PAGE % BLOCK_N != 0 else largest) > last_page
+        if PAGED and PAGE % BLOCK_N != 0:
+            wrong = tl.max(wrong.to(tl.int32), 0) > 0
         l_i = tl.where(wrong, float("nan"), l_i)
         acc *= _descale(v_descale_ptr, b, h, stride_vdb, stride_vdh, V_DESCALE)
         if (first == 0) & (stop == n_blocks):
