@@ -28,6 +28,16 @@ def require_number(name: str, value: float) -> None:
         raise ValueError(f"{name} is a tensor: it must be a Python number, which has no gradient")
 
 
+def require_tensors(**given: object) -> None:
+    """Raises ValueError naming the first that is no tensor, and of what type it is."""
+    import torch
+
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            what = "None" if x is None else f"of type {type(x).__name__}"
+            raise ValueError(f"{name} is {what}: it must be a tensor")
+
+
 def require_floats(**tensors: torch.Tensor | None) -> None:
     """Raises ValueError naming the first that is no float; None passes.
 
