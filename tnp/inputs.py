@@ -178,7 +178,10 @@ def require_cumulative(name: str, x: torch.Tensor | None, of: str, n_rows: int) 
         raise ValueError(
             f"{name} goes from {ends[at - 1]} to {ends[at]} at place {at}: it must not decrease"
         )
-    if ends[-1] != n_rows:
-        raise ValueError(
-            f"{name} ends with {ends[-1]} and {of} has {n_rows} rows: they must be equal"
-        )
+    require_end(name, ends[-1], of, n_rows)
+
+
+def require_end(name: str, end: int, of: str, n_rows: int) -> None:
+    """Raises ValueError where packed sequences end before or behind the last of `n_rows` rows."""
+    if end != n_rows:
+        raise ValueError(f"{name} ends with {end} and {of} has {n_rows} rows: they must be equal")

@@ -330,8 +330,8 @@ def attention(
             synchronization.
         cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
             cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
-            never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU; on
-            CUDA, where the host does not know it, ours assert it on the device.
+            never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU, and
+            from `sdpa_flash`, which asks the device; on CUDA ours assert it on the device.
         lse: whether to return the logarithm of what softmax divides by as well, by which attention
             over parts of the keys can be put together. Ours and `reference` take it.
         compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
