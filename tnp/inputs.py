@@ -48,12 +48,17 @@ def require_floats(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
 
 
-def require_float_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises ValueError where `dtype` is none of floats."""
-    import torch
+def require_16_bits(name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError where `dtype` is none of the floats of 16 bits."""
+    if str(dtype) not in ("torch.bfloat16", "torch.float16") or isinstance(dtype, str):
+        raise ValueError(f"{name} is {dtype!r}: it must be torch.bfloat16 or torch.float16")
 
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name} is {dtype!r}: it must be a float dtype, such as torch.bfloat16")
+
+def require_bools(**given: bool) -> None:
+    """Raises ValueError naming the first that is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
 def require_equal(**tensors: torch.Tensor) -> None:

@@ -31,11 +31,12 @@ from tnp.contract import (
 )
 from tnp.inputs import (
     positive_number,
+    require_16_bits,
     require_alike,
     require_between,
+    require_bools,
     require_count,
     require_cumulative,
-    require_float_dtype,
     require_floats,
     require_lengths,
     require_one_device,
@@ -347,12 +348,14 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, a scale or a window out of
-            range, both scale and base2, a compute_dtype that is no float dtype, or on the CPU
-            n_keys or cu_seqlens that cannot be.
+            range, both scale and base2, a compute_dtype of other than 16 bits, a base2, causal or
+            lse that is no bool, or on the CPU n_keys or cu_seqlens that cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    if not (base2.__class__ is causal.__class__ is lse.__class__ is bool):
+        require_bools(base2=base2, causal=causal, lse=lse)
     # What is no tensor or of other dimensions `describe` and `call` refuse.
     shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
     if scale is None:
@@ -380,7 +383,7 @@ def attention(
     if compute_dtype is None:
         inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
         return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
-    require_float_dtype("compute_dtype", compute_dtype)
+    require_16_bits("compute_dtype", compute_dtype)
     require_floats(q=q, k=k, v=v)
     require_alike(q=q, k=k)
     require_alike(q=q, v=v)

@@ -14,18 +14,19 @@ from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, 
 from tnp.inputs import (
     positive_number,
     require_between,
+    require_bools,
     require_floats,
     require_lengths,
     require_no_gradient,
     require_one_device,
     require_pages,
 )
+from tnp.ops.attention import HEAD_DIMS
 from tnp.ops.decode_attention import definition, torch_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 PAGE_MULTIPLE = 16  # keys of a page
 MOST_SEQUENCES = 1024  # whose lengths a program reads at once
 # Of the queries that a program has at once, by itemsize: registers hold no more.
@@ -250,11 +251,14 @@ def decode_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, a scale out of range, a
-            tensor that asks for a gradient, or on the CPU a length or a page out of range.
+            full that is no bool, a tensor that asks for a gradient, or on the CPU a length or a
+            page out of range.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    if full.__class__ is not bool:
+        require_bools(full=full)
     if scale is None:
         scale = (q.shape[-1] or 1) ** -0.5 if getattr(q, "ndim", 0) == 4 else 1.0
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
