@@ -8,7 +8,7 @@ import pytest
 from tests import sanitizer
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch):
+def test_without_a_gpu_it_says_so_in_one_sentence():
     environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
     command = [sys.executable, "-m", "tests.sanitizer"]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
