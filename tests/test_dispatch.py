@@ -192,8 +192,12 @@ def test_refusals_are_one_sentence():
     gate, up = draw()
     with pytest.raises(ValueError, match=r"gate is torch.float32 \(3, 20\) .* they must be equal"):
         ours(gate, up[:2])
-    with pytest.raises(ValueError, match="up is 1.0: it must be a tensor"):
+    with pytest.raises(ValueError, match="up is of type float: it must be a tensor"):
         ours(gate, 1.0)
+    with pytest.raises(ValueError, match="up is of type ndarray: it must be a tensor"):
+        ours(gate, up.detach().numpy())
+    with pytest.raises(ValueError, match="gate is None: it must be a tensor"):
+        ours(None, up)
     with pytest.raises(ValueError, match="unknown implementation 'x' of swiglu: choose from torch"):
         swiglu(gate, up, implementation="x")
     with pytest.raises(RuntimeError, match="it takes bfloat16, float16, float32, not float64"):

@@ -20,6 +20,7 @@ import torch
 
 from tnp import choice, opaque
 from tnp.contract import Operator
+from tnp.inputs import require_tensors
 from tnp.plans import build, of_operator, plans
 from tnp.selection import AUTO_VARIABLE, wanted_of
 
@@ -87,8 +88,8 @@ def call(
 
 def _require_tensors(operator: Operator, inputs: tuple) -> None:
     for name, x in zip(operator.inputs, inputs, strict=True):
-        if not isinstance(x, torch.Tensor) and not (x is None and name.endswith("?")):
-            raise ValueError(f"{name.removesuffix('?')} is {x!r}: it must be a tensor")
+        if x is not None or not name.endswith("?"):
+            require_tensors(**{name.removesuffix("?"): x})
 
 
 def forget() -> None:

@@ -28,6 +28,16 @@ def require_number(name: str, value: float) -> None:
         raise ValueError(f"{name} is a tensor: it must be a Python number, which has no gradient")
 
 
+def require_tensors(**given: object) -> None:
+    """Raises ValueError naming the first that is no tensor, and of what type it is."""
+    import torch
+
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            what = "None" if x is None else f"of type {type(x).__name__}"
+            raise ValueError(f"{name} is {what}: it must be a tensor")
+
+
 def require_floats(**tensors: torch.Tensor | None) -> None:
     """Raises ValueError naming the first that is no float; None passes.
 
@@ -38,12 +48,17 @@ def require_floats(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is {x.dtype}: it must be a float dtype")
 
 
-def require_float_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises ValueError where `dtype` is none of floats."""
-    import torch
+def require_16_bits(name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError where `dtype` is none of the floats of 16 bits."""
+    if str(dtype) not in ("torch.bfloat16", "torch.float16") or isinstance(dtype, str):
+        raise ValueError(f"{name} is {dtype!r}: it must be torch.bfloat16 or torch.float16")
 
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name} is {dtype!r}: it must be a float dtype, such as torch.bfloat16")
+
+def require_bools(**given: bool) -> None:
+    """Raises ValueError naming the first that is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
 def require_equal(**tensors: torch.Tensor) -> None:
@@ -168,7 +183,10 @@ def require_cumulative(name: str, x: torch.Tensor | None, of: str, n_rows: int) 
         raise ValueError(
             f"{name} goes from {ends[at - 1]} to {ends[at]} at place {at}: it must not decrease"
         )
-    if ends[-1] != n_rows:
-        raise ValueError(
-            f"{name} ends with {ends[-1]} and {of} has {n_rows} rows: they must be equal"
-        )
+    require_end(name, ends[-1], of, n_rows)
+
+
+def require_end(name: str, end: int, of: str, n_rows: int) -> None:
+    """Raises ValueError where packed sequences end before or behind the last of `n_rows` rows."""
+    if end != n_rows:
+        raise ValueError(f"{name} ends with {end} and {of} has {n_rows} rows: they must be equal")

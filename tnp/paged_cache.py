@@ -3,22 +3,27 @@
 A page holds so many tokens of every layer. Sequences take pages as they grow, in any order, and
 give them back; forks share pages until one of them writes (Kwon et al., PagedAttention, arXiv
 2309.06180). Which page is whose the host knows: no question of it waits for the device. A captured
-step writes and reads by `lengths` and `page_table`, tensors that the host fills before it.
+step writes and reads by `lengths` and `page_table`, tensors that the host fills before it. How many
+sequences have a page the device is told whenever pages change hands, so that a step cannot write to
+one that is free or shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tnp.inputs import (
+    numbers_on_host,
     require_between,
     require_count,
     require_lengths,
     require_no_gradient,
     require_pages,
+    require_tensors,
 )
 from tnp.ops.attention.layouts import to_rows
 
@@ -30,11 +35,12 @@ class CacheFull(RuntimeError):
 class Handle:
     """A sequence in a cache, given by `PagedCache.allocate` and `fork`."""
 
-    __slots__ = ("_cache", "_pages", "_lengths")
+    __slots__ = ("_cache", "_pages", "_lengths", "_replaced")
 
     def __init__(self, cache: PagedCache, pages: list[int], lengths: list[int]) -> None:
         self._cache: PagedCache | None = cache  # None once it was freed
         self._pages, self._lengths = pages, lengths  # in their order; of each layer
+        self._replaced = 0  # pages that it no longer has: a table from before is of no use
 
 
 Handles = Handle | Sequence[Handle]
@@ -78,6 +84,8 @@ class PagedCache:
         self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self._free = list(range(n_pages))
         self._owners = [0] * n_pages  # sequences that have a page
+        self._owners_there = torch.zeros(n_pages, dtype=torch.int32, device=device)
+        self._tables = WeakIdKeyDictionary()  # that were handed out: their version, and of whom
 
     @property
     def n_layers(self) -> int:
@@ -114,8 +122,7 @@ class PagedCache:
         self._require_own([handle])
         written = -(-max(handle._lengths) // self.page)
         pages = handle._pages[:written]
-        for page in pages:
-            self._owners[page] += 1
+        self._count(pages, 1)
         return Handle(self, pages, list(handle._lengths))
 
     def free(self, handle: Handle) -> None:
@@ -127,6 +134,7 @@ class PagedCache:
         self._require_own([handle])
         self._give_back(handle._pages)
         handle._cache, handle._pages = None, []
+        handle._replaced += 1
 
     def append(self, handles: Handles, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Writes new tokens' keys and values of a layer behind those that the layer has.
@@ -146,6 +154,7 @@ class PagedCache:
         """
         several = self._several(handles)
         self._require_layer(layer)
+        require_tensors(k=k, v=v)
         k, v = (x[None] if isinstance(handles, Handle) else x for x in (k, v))
         self._require_tokens(len(several), k=k, v=v)
         n_tokens = k.shape[2]
@@ -195,15 +204,19 @@ class PagedCache:
                 dtype and on its device; any strides.
             lengths: int32 [B] as `lengths` gives, with these tokens; at least T. What is less, or
                 past the table, the device asserts.
-            page_table: int32 [B, columns] as `page_table` gives; of no use once one of its
-                sequences was freed or has written to a page that it shared.
+            page_table: int32 [B, columns] as `page_table` gives. It is valid until one of its
+                sequences is freed or writes to a page that it shared. That a page which is written
+                has exactly one owner the device asserts, in a captured step too; that a table is
+                older is refused where it is the very tensor that `page_table` gave.
             layer: which layer.
 
         Raises:
-            ValueError: shapes, dtypes, devices or the layer do not fit, or on a CPU the numbers.
+            ValueError: shapes, dtypes, devices or the layer do not fit, the table is no longer
+                valid, or on a CPU the numbers, or the owners of a page.
         """
         self._require_layer(layer)
-        self._require_tokens(len(lengths), k=k, v=v)
+        require_tensors(k=k, v=v, lengths=lengths, page_table=page_table)
+        self._require_tokens(lengths.numel(), k=k, v=v)
         require_lengths(k, lengths=lengths)
         shape = tuple(page_table.shape)
         if page_table.dtype != torch.int32 or len(shape) != 2 or shape[0] != len(lengths):
@@ -217,6 +230,7 @@ class PagedCache:
         ahead = torch.arange(-n_tokens, 0, device=lengths.device)
         position = lengths[:, None] + ahead
         pages = page_table.gather(1, position // self.page)
+        self._require_one_owner(page_table, pages)
         slots = (pages.long() * self.page + position % self.page).flatten()
         for memory, x in ((self._k[layer], k), (self._v[layer], v)):
             _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
@@ -230,6 +244,9 @@ class PagedCache:
 
     def page_table(self, handles: Handles, columns: int | None = None) -> Tensor:
         """int32 [B, columns] on the cache's device: each sequence's pages in their order, then −1.
+
+        It is valid until pages change hands: until one of its sequences is freed, or writes to a
+        page that it shared. Whoever reads by an older table reads what others wrote.
 
         Args:
             handles: a sequence, or several.
@@ -247,7 +264,11 @@ class PagedCache:
             raise ValueError(f"columns is {columns}: a sequence has {most} pages")
         rows = [one._pages + [NOBODYS] * (columns - len(one._pages)) for one in several]
         table = torch.tensor(rows, dtype=torch.int32).reshape(len(several), columns)
-        return table.to(self.device)
+        table = table.to(self.device)
+        if not table.is_inference():  # which does not tell whether it was changed
+            of = [(one, one._replaced) for one in several]
+            self._tables[table] = table._version, of
+        return table
 
     def _grow(self, handles: list[Handle], layer: int, n_tokens: int) -> None:
         """Pages for so many more tokens, none of them shared: of all the sequences or of none."""
@@ -266,6 +287,7 @@ class PagedCache:
         old, copies = [one._pages[at] for one, at in shared], []
         for one, at in shared:
             one._pages[at] = next(new)
+            one._replaced += 1
             copies.append(one._pages[at])
         for one, n in zip(handles, missing, strict=True):
             one._pages += [next(new) for _ in range(n)]
@@ -284,15 +306,52 @@ class PagedCache:
             )
         taken = self._free[len(self._free) - n :]
         del self._free[len(self._free) - n :]
-        for page in taken:
-            self._owners[page] = 1
+        self._count(taken, 1)
         return taken
 
-    def _give_back(self, pages: Iterable[int]) -> None:
+    def _give_back(self, pages: list[int]) -> None:
+        self._count(pages, -1)
+        self._free += [page for page in dict.fromkeys(pages) if not self._owners[page]]
+
+    def _count(self, pages: list[int], more: int) -> None:
+        """So many more owners of each, here and, behind what was launched, on the device."""
+        if not pages:
+            return
         for page in pages:
-            self._owners[page] -= 1
-            if not self._owners[page]:
-                self._free.append(page)
+            self._owners[page] += more
+        changed = list(dict.fromkeys(pages))
+        both = torch.tensor([changed, [self._owners[page] for page in changed]])
+        place, owners = both.to(self.device, non_blocking=True)
+        self._owners_there[place] = owners.int()
+
+    def _require_valid(self, page_table: Tensor) -> None:
+        version, of = self._tables.get(page_table, (None, ()))
+        if version is None or version != page_table._version:  # not ours, or changed since
+            return
+        for sample, (one, replaced) in enumerate(of):
+            if one._replaced != replaced:
+                what = "was freed" if one._cache is None else "wrote to a page that it shared"
+                raise ValueError(
+                    f"page_table is older than its pages: sequence {sample} of it {what} since"
+                )
+
+    def _require_one_owner(self, page_table: Tensor, pages: Tensor) -> None:
+        """Of the pages that are written; and a table that this cache gave must be valid still."""
+        if not torch.compiler.is_compiling():
+            self._require_valid(page_table)
+        owners = self._owners_there[pages.long()]
+        rows = numbers_on_host(owners, 2)
+        if rows is None:
+            alone = (owners == 1).all()
+            torch._assert_async(alone, "a page that is written must have exactly one owner")
+            return
+        for sample, row in enumerate(rows):
+            for page, n in zip(pages[sample].tolist(), row, strict=True):
+                if n != 1:
+                    raise ValueError(
+                        f"page {page} of sample {sample} has {n} owners: a page that is written "
+                        "must have exactly one"
+                    )
 
     def _several(self, handles: Handles) -> list[Handle]:
         if not isinstance(handles, (Handle, list, tuple)):
@@ -313,7 +372,7 @@ class PagedCache:
             raise ValueError("a handle stands twice among those given: each may stand once")
 
     def _require_layer(self, layer: int) -> None:
-        if layer not in range(len(self._k)):
+        if layer.__class__ is not int or layer not in range(len(self._k)):
             raise ValueError(f"layer is {layer!r}: it must be from 0 to {len(self._k) - 1}")
 
     def _require_tokens(self, batch: int, **tensors: Tensor) -> None:

@@ -35,7 +35,8 @@ def _flash(
         return heads_first(dense(*map(tokens_first, (q, k, v)), **asked))
     o = varlen(
         *map(to_rows, (q, k, v)), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=longest_sequence(cu_seqlens_q), max_seqlen_k=longest_sequence(cu_seqlens_k),
+        max_seqlen_q=longest_sequence(cu_seqlens_q, "cu_seqlens_q", "q", q.shape[2]),
+        max_seqlen_k=longest_sequence(cu_seqlens_k, "cu_seqlens_k", "k", k.shape[2]),
         **asked,
     )  # fmt: skip
     return from_rows(o, len(q))

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tnp.contract import Implementation, on_cuda
-from tnp_peers.support import rows, with_contiguous_gradient
+from tnp.contract import Call, Implementation, Reason, on_cuda
+from tnp_peers.support import both, rows, with_contiguous_gradient
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,9 +62,37 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return with_contiguous_gradient(losses).sum() / (target != -100).sum()
 
 
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: None = None, *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """quack's rotary embedding, a launch for q and one for k, [B, L, H, D] of any strides."""
+    from quack.rotary import apply_rotary_emb
+
+    n_tokens = q.shape[2]
+    tables = cos[:n_tokens], sin[:n_tokens]
+    turned = (apply_rotary_emb(x.transpose(1, 2), *tables, interleaved) for x in (q, k))
+    return tuple(with_contiguous_gradient(x).transpose(1, 2) for x in turned)
+
+
+def _in_eights(call: Call) -> Reason:
+    """Its rows are read in vectors."""
+    head_dim = call.problem["head_dim"]
+    if head_dim % 8 or head_dim > 512:
+        return f"it takes head_dim up to 512 that 8 divides, not {head_dim}"
+    return None
+
+
 _LIMITS = {"supported": on_cuda(90), "traceable": False}
 RMS_NORM = Implementation("quack", run=rms_norm, **_LIMITS)
 ADD_RMS_NORM = Implementation("quack", run=add_rms_norm, **_LIMITS)
 LAYER_NORM = Implementation("quack", run=layer_norm, **_LIMITS)
 SOFTMAX = Implementation("quack", run=softmax, **_LIMITS)
 CROSS_ENTROPY = Implementation("quack", run=cross_entropy, **_LIMITS)
+ROPE = Implementation(
+    "quack",
+    run=rope,
+    supported=both(on_cuda(90), _in_eights),
+    options=("interleaved",),
+    traceable=False,
+)

@@ -276,9 +276,12 @@ def bad_inputs():
     yield "n_keys and cu_seqlens are both given", x, x, both | {"n_keys": n_keys}
     yield "q has 0 heads: attention needs at least one", x[:, :0], x, {}
     yield "q has 0 heads: attention needs at least one", x[:, :0], x[:, :0], {}
-    yield "q is \\[1\\]: it must be a tensor", [1], x, {}
-    yield "k is \\[1\\]: it must be a tensor", x, [1], {"window": 3}
-    sentence = "it must be a float dtype, such as torch.bfloat16"
+    yield "q is of type list: it must be a tensor", [1], x, {}
+    yield "k is of type list: it must be a tensor", x, [1], {"window": 3}
+    for name, value in (("causal", "no"), ("causal", 1), ("base2", None), ("lse", "yes")):
+        yield f"{name} is {value!r}: it must be True or False", x, x, {name: value}
+    sentence = "it must be torch.bfloat16 or torch.float16"
+    yield f"compute_dtype is torch.float64: {sentence}", x, x, {"compute_dtype": torch.float64}
     yield f"compute_dtype is torch.int32: {sentence}", x, x, {"compute_dtype": torch.int32}
     yield f"compute_dtype is 'bfloat16': {sentence}", x, x, {"compute_dtype": "bfloat16"}
     in_16_bits = {"compute_dtype": torch.bfloat16}

@@ -175,6 +175,32 @@ def test_the_longest_sequence_is_that_of_the_tensor_as_it_stands():
     for inference in (False, True):
         with torch.inference_mode(inference):
             cu = cu_seqlens([3, 9, 2])
-            assert (longest_sequence(cu), longest_sequence(cu)) == (9, 9)
+            assert (longest(cu), longest(cu)) == (9, 9)
             cu[2] = 4
-            assert longest_sequence(cu) == 10
+            assert longest(cu) == 10
+
+
+def longest(cu, n_rows=14):
+    return longest_sequence(cu, "cu_seqlens_k", "k", n_rows)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "ends, sentence",
+    [
+        ([1, 4, 8], "begins with 1: it must begin with 0"),
+        ([0, 5, 3, 8], "goes from 5 to 3 at place 2: it must not decrease"),
+        ([0, 4, 9], "ends with 9 and k has 8 rows: they must be equal"),
+    ],
+)
+def test_what_asks_the_device_for_the_longest_refuses_what_cannot_be(ends, sentence, inference):
+    """Each time, as attention does on the CPU by another way; one transfer where all is well."""
+    with torch.inference_mode(inference):
+        cu = torch.tensor(ends, dtype=torch.int32)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"cu_seqlens_k {sentence}"):
+                longest(cu, 8)
+        right = cu_seqlens([2, 1, 5])
+        assert longest(right, 8) == 5
+        with pytest.raises(ValueError, match="ends with 8 and k has 7 rows"):
+            longest(right, 7)

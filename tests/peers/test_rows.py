@@ -6,11 +6,16 @@ cut-cross-entropy 25.1.1: they write over what those write over.
 
 import sys
 import types
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tnp.contract import Call
+from tnp.ops import rope
+from tnp.targets import Target
 from tnp_peers import cut_cross_entropy, liger, quack
 
 WIDTH, EPS = 24, 1e-3
@@ -60,6 +65,16 @@ def turn(x, cos, sin):
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     assert cos.shape == (q.shape[2], rotary_dim // 2)
     return Turn.apply(q, k, cos, sin)
+
+
+def quack_rotary(x, cos, sin, interleaved=False, inplace=False):
+    """Of x [B, L, H, D], into new memory."""
+    assert not inplace and cos.shape == (x.shape[1], x.shape[3] // 2)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return ReadsContiguous.apply(y)
 
 
 def rms(x, weight, eps):
@@ -153,6 +168,7 @@ def packages(monkeypatch):
         "quack.rmsnorm": {
             "rmsnorm": rmsnorm, "layernorm_fwd": layernorm_fwd, "layernorm_bwd": layernorm_bwd,
         },
+        "quack.rotary": {"apply_rotary_emb": quack_rotary},
         "quack.softmax": {"softmax": quack_softmax},
         "quack.cross_entropy": {"cross_entropy": quack_cross_entropy},
         "liger_kernel": {},
@@ -164,16 +180,6 @@ def packages(monkeypatch):
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-
-
-def rope_reference(q, k, cos, sin, positions):
-    cos, sin = (torch.cat((x[: q.shape[2]],) * 2, -1) for x in (cos, sin))
-
-    def turned(x):
-        a, b = x.chunk(2, -1)
-        return x * cos + torch.cat((-b, a), -1) * sin
-
-    return turned(q), turned(k)
 
 
 def tensors(*shapes):
@@ -190,6 +196,7 @@ ADD_NORM = (X, UPDATE, WEIGHT, EPS), lambda x, u, w, e: (x + u, rms(x + u, w, e)
 LAYER = (X, WEIGHT, BIAS, EPS), lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps), 3
 LOSS = (LOGITS[:, :33], TARGET), F.cross_entropy, 1
 LINEAR = (ROWS, CLASSES, TARGET), lambda x, w, target: F.cross_entropy(x @ w.T, target), 2
+TURNED = (Q.transpose(1, 2), K.transpose(1, 2), COS, SIN, None), rope.reference, 2
 # Implementation, arguments, the reference, and how many of the arguments want a gradient.
 CASES = {
     "quack rms_norm": (quack.RMS_NORM, *NORM),
@@ -197,13 +204,16 @@ CASES = {
     "quack layer_norm": (quack.LAYER_NORM, *LAYER),
     "quack softmax": (quack.SOFTMAX, (X,), lambda x: torch.softmax(x, -1), 1),
     "quack cross_entropy": (quack.CROSS_ENTROPY, *LOSS),
+    "quack rope": (quack.ROPE, *TURNED),
+    "quack rope, interleaved": (
+        replace(quack.ROPE, run=partial(quack.ROPE.run, interleaved=True)), TURNED[0],
+        partial(rope.reference, interleaved=True), 2,
+    ),
     "liger rms_norm": (liger.RMS_NORM, *NORM),
     "liger add_rms_norm": (liger.ADD_RMS_NORM, *ADD_NORM),
     "liger layer_norm": (liger.LAYER_NORM, *LAYER),
     "liger swiglu": (liger.SWIGLU, (X, UPDATE), lambda gate, up: F.silu(gate) * up, 2),
-    "liger rope": (
-        liger.ROPE, (Q.transpose(1, 2), K.transpose(1, 2), COS, SIN, None), rope_reference, 2,
-    ),
+    "liger rope": (liger.ROPE, *TURNED),
     "liger cross_entropy": (liger.CROSS_ENTROPY, *LOSS),
     "liger linear_cross_entropy": (liger.LINEAR_CROSS_ENTROPY, *LINEAR),
     "cce linear_cross_entropy": (cut_cross_entropy.LINEAR_CROSS_ENTROPY, *LINEAR),
@@ -245,3 +255,15 @@ def test_arguments_and_results_are_the_packages_and_inputs_stay(name, draw):
     expected = results(reference, arguments, n_wanted, draw)
     for one, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(one, wanted)
+
+
+def test_what_rotary_embeddings_of_quack_take():
+    def refusal(head_dim, capability=90, **options):
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "n_tokens": 4, "head_dim": head_dim}
+        problem = rope.ROPE.problem("bfloat16", **sizes, **options)
+        target = Target("cuda", "nvidia-h200", capability)
+        return quack.ROPE.refuses(Call(problem, target))
+
+    assert refusal(128) is None and refusal(64, interleaved=True) is None
+    assert refusal(6) == "it takes head_dim up to 512 that 8 divides, not 6"
+    assert "9.0" in refusal(64, 80) and "positions" in refusal(64, positions=True)

@@ -31,11 +31,12 @@ from tnp.contract import (
 )
 from tnp.inputs import (
     positive_number,
+    require_16_bits,
     require_alike,
     require_between,
+    require_bools,
     require_count,
     require_cumulative,
-    require_float_dtype,
     require_floats,
     require_lengths,
     require_one_device,
@@ -330,8 +331,8 @@ def attention(
             synchronization.
         cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
             cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
-            never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU; on
-            CUDA, where the host does not know it, ours assert it on the device.
+            never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU, and
+            from `sdpa_flash`, which asks the device; on CUDA ours assert it on the device.
         lse: whether to return the logarithm of what softmax divides by as well, by which attention
             over parts of the keys can be put together. Ours and `reference` take it.
         compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
@@ -347,12 +348,14 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, a scale or a window out of
-            range, both scale and base2, a compute_dtype that is no float dtype, or on the CPU
-            n_keys or cu_seqlens that cannot be.
+            range, both scale and base2, a compute_dtype of other than 16 bits, a base2, causal or
+            lse that is no bool, or on the CPU n_keys or cu_seqlens that cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    if not (base2.__class__ is causal.__class__ is lse.__class__ is bool):
+        require_bools(base2=base2, causal=causal, lse=lse)
     # What is no tensor or of other dimensions `describe` and `call` refuse.
     shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
     if scale is None:
@@ -380,7 +383,7 @@ def attention(
     if compute_dtype is None:
         inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
         return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
-    require_float_dtype("compute_dtype", compute_dtype)
+    require_16_bits("compute_dtype", compute_dtype)
     require_floats(q=q, k=k, v=v)
     require_alike(q=q, k=k)
     require_alike(q=q, v=v)

@@ -4,6 +4,7 @@ Torch is imported where a function runs: the declaration names these functions, 
 it without torch.
 """
 
+from tnp.inputs import require_cumulative, require_end
 from tnp.ops.attention.layouts import from_rows, to_rows
 
 ALIGNMENT = 16  # bytes
@@ -155,7 +156,10 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
         longest = q.shape[2], k.shape[2]
         cu_seqlens_q, cu_seqlens_k = ends(q), ends(k)
     else:
-        longest = longest_sequence(cu_seqlens_q), longest_sequence(cu_seqlens_k)
+        longest = (
+            longest_sequence(cu_seqlens_q, "cu_seqlens_q", "q", q.shape[2]),
+            longest_sequence(cu_seqlens_k, "cu_seqlens_k", "k", k.shape[2]),
+        )
     reach = (window - 1 if window else -1, 0 if causal else window - 1 if window else -1)
     told = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if "enable_gqa" not in signature(varlen_attn).parameters:
@@ -167,30 +171,45 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     return from_rows(o, len(q))
 
 
-_longest = {}  # id of a tensor → its version and its longest sequence
+_known = {}  # id of a tensor → its version, where its sequences end, and the longest
 
 
-def longest_sequence(cu_seqlens):
-    """Of packed sequences. Known from the first call on, as a caller knows it who packed them: the
-    device is asked once a tensor, and not again where a CUDA graph is captured. A tensor of
-    inference mode does not tell whether it was changed: there the device is asked every time.
+def longest_sequence(cu_seqlens, name, of, n_rows):
+    """Of sequences packed into the `n_rows` rows of `of`; ValueError where they are not.
+
+    Known from the first call on, as a caller knows it who packed them: the device is asked once a
+    tensor, and not again where a CUDA graph is captured. A tensor of inference mode does not tell
+    whether it was changed: there the device is asked every time.
     """
     import weakref
 
     if cu_seqlens.is_inference():
-        return _longest_of(cu_seqlens)
-    key = id(cu_seqlens)
-    known = _longest.get(key)
-    if known is None or known[0] != cu_seqlens._version:
-        longest = _longest_of(cu_seqlens)
-        if known is None:
-            weakref.finalize(cu_seqlens, _longest.pop, key, None)
-        known = _longest[key] = cu_seqlens._version, longest
-    return known[1]
+        version, known, key = None, None, None
+    else:
+        version, key = cu_seqlens._version, id(cu_seqlens)
+        known = _known.get(key)
+    if known is None or known[0] != version:
+        end, longest = _end_and_longest(cu_seqlens, name, of, n_rows)
+        if key is not None:
+            if known is None:
+                weakref.finalize(cu_seqlens, _known.pop, key, None)
+            _known[key] = version, end, longest
+    else:
+        _, end, longest = known
+    require_end(name, end, of, n_rows)
+    return longest
 
 
-def _longest_of(cu_seqlens):
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+def _end_and_longest(cu_seqlens, name, of, n_rows):
+    """From the device by one transfer, and by a second where they do not follow one another."""
+    import torch
+
+    lengths = cu_seqlens.diff()
+    ends = lengths.min(), cu_seqlens[0], cu_seqlens[-1], lengths.max()
+    least, first, last, longest = torch.stack(ends).tolist()
+    if first or least < 0:
+        require_cumulative(name, cu_seqlens.cpu(), of, n_rows)
+    return last, longest
 
 
 # Of the dimension that tells padding from keys: what queries hold there, and what padding holds.

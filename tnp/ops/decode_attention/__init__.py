@@ -14,18 +14,19 @@ from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, 
 from tnp.inputs import (
     positive_number,
     require_between,
+    require_bools,
     require_floats,
     require_lengths,
     require_no_gradient,
     require_one_device,
     require_pages,
 )
+from tnp.ops.attention import HEAD_DIMS
 from tnp.ops.decode_attention import definition, torch_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 PAGE_MULTIPLE = 16  # keys of a page
 MOST_SEQUENCES = 1024  # whose lengths a program reads at once
 # Of the queries that a program has at once, by itemsize: registers hold no more.
@@ -231,9 +232,9 @@ def decode_attention(
         lengths: int32 [B], each from 0 to S, or to max_pages · page: how many keys each sequence
             has. A query without a key, as some are where lengths[b] < T, gives 0. On the CPU a
             length out of range is a ValueError, and so is a page that there is not among those that
-            a sequence uses. On CUDA, where the host does not know them, `triton` clamps both; with
-            TNP_CHECK=1 in the environment when a shape is first met, it asserts them instead, at
-            the next synchronization.
+            a sequence uses. On CUDA, where the host does not know them, either makes all results of
+            its sequence NaN; with TNP_CHECK=1 in the environment when a shape is first met,
+            `triton` asserts them instead, at the next synchronization.
         page_table: int32 [B, max_pages], or None for a contiguous cache: the pages of each
             sequence in their order; entries past its length are not read.
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
@@ -250,11 +251,14 @@ def decode_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, a scale out of range, a
-            tensor that asks for a gradient, or on the CPU a length or a page out of range.
+            full that is no bool, a tensor that asks for a gradient, or on the CPU a length or a
+            page out of range.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    if full.__class__ is not bool:
+        require_bools(full=full)
     if scale is None:
         scale = (q.shape[-1] or 1) ** -0.5 if getattr(q, "ndim", 0) == 4 else 1.0
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:

@@ -96,11 +96,16 @@ def coordinates(problem: Problem) -> tuple[float, ...]:
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
     """In a language model, of a batch that has `n_cached` keys, new tokens among them, a sequence;
-    in pages where the run says of how many tokens.
+    in pages where the run says of how many tokens. ValueError for a model whose window hides some.
     """
     if "vocabulary" not in model:
         return None
-    n_cached = run["n_cached"]
+    n_cached, window = run["n_cached"], model.get("window", 0)
+    if 0 < window < n_cached:
+        raise ValueError(
+            f"the model has a window of {window} tokens, and n_cached is {n_cached}: it takes no "
+            "window"
+        )
     page = run.get("page")
     heads = model["n_heads"]
     return operator.problem(

@@ -39,10 +39,27 @@ def seen(lengths, n_queries, n_keys, full, ahead=0):
     return key < n_seen + ahead
 
 
+def out_of_range(k, lengths, page_table):
+    """bool [B, 1, 1, 1]: whether a sequence's length is none that the cache can have, or a page
+    that its length reaches is none of the cache's. Its results are NaN.
+    """
+    import torch
+
+    page, capacity = k.shape[2], k.shape[2]
+    wrong = lengths < 0
+    if page_table is not None:
+        begins = torch.arange(page_table.shape[1], device=lengths.device) * page
+        no_page = (page_table < 0) | (page_table >= len(k))
+        wrong |= (no_page & (begins < lengths[:, None])).any(1)
+        capacity *= page_table.shape[1]
+    return (wrong | (lengths > capacity))[:, None, None, None]
+
+
 def reference(
     q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, full=False, ahead=0
 ):  # fmt: skip
-    """softmax(scale · q kᵀ) v over the keys that each query sees, 0 where there is none.
+    """softmax(scale · q kᵀ) v over the keys that each query sees, 0 where there is none, and NaN in
+    sequences that are `out_of_range`.
 
     Args:
         q, k, v, lengths, page_table, k_descale, v_descale: as for
@@ -54,12 +71,13 @@ def reference(
     """
     import torch
 
+    wrong = out_of_range(k, lengths, page_table)
     k = whole(k, page_table, k_descale, q.dtype).unsqueeze(2)
     v = whole(v, page_table, v_descale, q.dtype).unsqueeze(2)
     s = scale * (grouped(q, k.shape[1]) @ k.mT)
     mask = seen(lengths, q.shape[2], k.shape[3], full, ahead)[:, None, None]
     p = torch.softmax(s.masked_fill(~mask, float("-inf")), -1)
-    return ungrouped(p.masked_fill(~mask, 0.0) @ v)
+    return ungrouped(p.masked_fill(~mask, 0.0) @ v).masked_fill(wrong, float("nan"))
 
 
 def sdpa(
@@ -68,7 +86,8 @@ def sdpa(
     """PyTorch's scaled_dot_product_attention under a mask, of a copy of what is paged or 8-bit."""
     from torch.nn.functional import scaled_dot_product_attention
 
+    wrong = out_of_range(k, lengths, page_table)
     k, v = whole(k, page_table, k_descale, q.dtype), whole(v, page_table, v_descale, q.dtype)
     mask = seen(lengths, q.shape[2], k.shape[2], full)[:, None]
     o = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    return o.masked_fill(~mask.any(-1, keepdim=True), 0.0).masked_fill(wrong, float("nan"))

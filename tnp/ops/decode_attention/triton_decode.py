@@ -82,15 +82,15 @@ def _share(program, total, programs):
 
 
 @triton.jit
-def _pages(table_ptr, stride_tn, key, n_keys, n_pages, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _pages(table_ptr, stride_tn, key, n_keys, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pages of the keys from `key` on: one where a block lies in one, else a vector, by key.
 
-    What is not a page's number is taken for the nearest that is.
+    As they stand in the table, without a sign: what is negative is larger than any page.
     """
     if PAGE % BLOCK_N != 0:
         key += tl.arange(0, BLOCK_N)
     page = tl.load(table_ptr + key // PAGE * stride_tn, mask=key < n_keys, other=0)
-    return tl.minimum(tl.maximum(page, 0), n_pages - 1)
+    return page.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -130,6 +130,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it.
 
+    Memory is read within bounds whatever lengths and pages are: what is out of range is taken for
+    the nearest that is in it, and the sum that its sequence's results are divided by is NaN.
+
     FOLLOWED: `_add_parts_kernel` may start as soon as every program has.
     """
     if FOLLOWED:
@@ -144,11 +147,13 @@ def _decode_kernel(
     b = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
     at = unit - tl.sum(tl.where(sequence < b, units, 0), 0)  # among the sequence's units
 
+    last_page = (n_pages - 1).to(tl.uint32)
     row, offs_n, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     token = row % TOKENS
     in_rows = (row < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     while unit < end:
-        n_keys = _n_keys(tl.load(lengths_ptr + b * stride_l), capacity)
+        length = tl.load(lengths_ptr + b * stride_l)
+        n_keys = _n_keys(length, capacity)
         n_blocks = _n_blocks(n_keys, BLOCK_N)
         n_units = START + n_blocks
         h, of_pair = at // n_units, at % n_units
@@ -167,9 +172,11 @@ def _decode_kernel(
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         weights = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end, across warps
         m_i = tl.full([ROWS], float("-inf"), tl.float32)
-        page = b
+        page, wrong = b, length != n_keys
         if PAGED:
-            page = _pages(table_of, stride_tn, first * BLOCK_N, n_keys, n_pages, PAGE, BLOCK_N)
+            named = _pages(table_of, stride_tn, first * BLOCK_N, n_keys, PAGE, BLOCK_N)
+            wrong |= named > last_page
+            page = tl.minimum(named, last_page).to(tl.int32)
         for block in tl.range(first, stop):
             key = block * BLOCK_N + offs_n
             slot, there = key, key < n_keys
@@ -179,7 +186,9 @@ def _decode_kernel(
                 # A block ahead, for Triton's pipeline: with 4 stages three blocks of keys are on
                 # their way. Were it read where it is used, one would be (counted, triton 3.7.1).
                 next_key = (block + 1) * BLOCK_N
-                next_page = _pages(table_of, stride_tn, next_key, n_keys, n_pages, PAGE, BLOCK_N)
+                named = _pages(table_of, stride_tn, next_key, n_keys, PAGE, BLOCK_N)
+                wrong |= named > last_page
+                next_page = tl.minimum(named, last_page).to(tl.int32)
             k = _cache_tile(k_of, page, slot, stride_kb, stride_kn, there, HEAD_DIM, WIDTH, dtype)
             s = dot(q, tl.trans(k), PRECISION) * scale
             s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
@@ -194,6 +203,9 @@ def _decode_kernel(
             m_i, page = m_new, next_page
 
         l_i = tl.sum(weights, 1)
+        if PAGED and PAGE % BLOCK_N != 0:
+            wrong = tl.max(wrong.to(tl.int32), 0) > 0
+        l_i = tl.where(wrong, float("nan"), l_i)
         acc *= _descale(v_descale_ptr, b, h, stride_vdb, stride_vdh, V_DESCALE)
         if (first == 0) & (stop == n_blocks):
             o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # without a key acc is 0
@@ -337,7 +349,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
 
 
 def _checked(launch: Callable, call: Call) -> Callable:
-    """The launch, after assertions on the device of what kernels clamp."""
+    """The launch, after assertions on the device of what else gives NaN."""
     capacity, page = call.problem["n_keys"], call.problem["page"]
 
     def after_checks(inputs, scalars):

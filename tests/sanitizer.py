@@ -1,0 +1,118 @@
+"""`python -m tests.sanitizer`: small problems of attention and decoding under compute-sanitizer's
+memcheck and synccheck, and racecheck where asked, on a GPU; red where one found anything.
+
+Each problem is a child of its own, with a time limit. The first of its tools compiles its kernels,
+and every tensor is an allocation of its own: beyond its end memcheck then sees nobody's memory.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from tnp.bench.ncu import TOOLKIT
+
+TOOLS = "memcheck", "synccheck", "racecheck"
+LIMIT_S, FOUND = 120, 99  # seconds of a child, and its exit code where the tool found something
+N = 333  # tokens: more than few_keys takes, and no multiple of a tile
+# Of attention: heads of queries and of keys, batch, and what is asked.
+KINDS = {
+    "full": ((4, 4), 2, {}),
+    "few_keys": ((4, 4), 2, {"n_k": 77}),
+    "causal": ((4, 4), 2, {"causal": True}),
+    "window": ((4, 4), 2, {"causal": True, "window": 70}),
+    "packed": ((4, 4), 1, {"causal": True, "lengths": (100, 0, 1, N - 101)}),
+    "grouped": ((8, 2), 48, {"causal": True}),
+    "by_head": ((8, 2), 1, {"causal": True}),  # one sequence, whose heads share keys
+    "n_keys": ((4, 4), 3, {"n_keys": (N, 1, 130)}),
+}
+PROBLEMS = [
+    *map("/".join, product(("fused", "separate", "portable"), ("64", "128"), KINDS)),
+    *map("/".join, product(("decode",), ("64", "128"), ("contiguous", "pages"))),
+]
+
+
+def attend(implementation: str, head_dim: int, kind: str) -> None:
+    """Forward and backward."""
+    from tnp.ops.attention import attention
+
+    (heads, kv_heads), batch, asked = KINDS[kind]
+    asked = dict(asked)
+    n_k, lengths = asked.pop("n_k", N), asked.pop("lengths", None)
+    if lengths:
+        ends = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+        asked |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    if "n_keys" in asked:
+        asked["n_keys"] = torch.tensor(asked["n_keys"], dtype=torch.int32, device="cuda")
+    like = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    shapes = (heads, N), (kv_heads, n_k), (kv_heads, n_k)
+    q, k, v = (torch.randn(batch, *shape, head_dim, **like) for shape in shapes)
+    attention(q, k, v, implementation=implementation, **asked).sum().backward()
+
+
+def decode(head_dim: int, kind: str) -> None:
+    """Ragged lengths, one of them out of range, and so is one page: neither may be read."""
+    from tnp.ops.decode_attention import decode_attention
+
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    lengths = torch.tensor([0, 1, 130, 513, 512], dtype=torch.int32, device="cuda")
+    q, shape, table = torch.randn(5, 8, 2, head_dim, **like), (5, 2, 512, head_dim), None
+    if kind == "pages":
+        table, shape = torch.arange(1, 41, device="cuda").int().view(5, 8), (40, 2, 64, head_dim)
+    k, v = torch.randn(2, *shape, **like)
+    decode_attention(q, k.clone(), v.clone(), lengths, table, implementation="triton")
+
+
+def run(problem: str) -> None:
+    """A child's problem."""
+    implementation, head_dim, kind = problem.split("/")
+    if implementation == "decode":
+        decode(int(head_dim), kind)
+    else:
+        attend(implementation, int(head_dim), kind)
+    torch.cuda.synchronize()
+
+
+def outcome(program: str, tool: str, problem: str) -> str:
+    """What became of a child: "nothing", or what was found."""
+    command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
+    command += [sys.executable, "-m", "tests.sanitizer", "--problem", problem]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    how = {"cwd": Path(__file__).parents[1], "capture_output": True, "text": True}
+    try:
+        child = subprocess.run(command, env=environment, timeout=LIMIT_S, **how)
+    except subprocess.TimeoutExpired:
+        return f"not through after {LIMIT_S} s"
+    if child.returncode == 0:
+        return "nothing"
+    said = (child.stdout + child.stderr).strip()
+    return ("found:\n" if child.returncode == FOUND else "it did not run:\n") + said[-2000:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitizer", description=__doc__)
+    parser.add_argument("--racecheck", action="store_true", help="run racecheck as well")
+    parser.add_argument("--problem", choices=PROBLEMS, help="run this one, without a tool")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here: compute-sanitizer watches kernels on one")
+    if asked.problem:
+        return run(asked.problem)
+    program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:{TOOLKIT}")
+    if program is None:
+        sys.exit("compute-sanitizer is not installed here: it comes with NVIDIA's CUDA toolkit")
+    bad = 0
+    for problem, tool in product(PROBLEMS, TOOLS[: 2 + asked.racecheck]):
+        found = outcome(program, tool, problem)
+        print(f"{tool} {problem}: {found}", flush=True)
+        bad += found != "nothing"
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The script that runs compute-sanitizer, without a GPU: what it says, and what it makes of one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import sanitizer
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence():
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    command = [sys.executable, "-m", "tests.sanitizer"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode == 1 and child.stdout == ""
+    assert child.stderr == "there is no GPU here: compute-sanitizer watches kernels on one\n"
+
+
+def test_without_the_tool_it_says_so_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(sanitizer.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["sanitizer"])
+    with pytest.raises(SystemExit, match="^compute-sanitizer is not installed here: it comes with"):
+        sanitizer.main()
+
+
+@pytest.mark.parametrize(
+    "code, said", [(0, "nothing"), (99, "found:\nbad"), (1, "it did not run:\nbad")]
+)
+def test_what_became_of_a_child(tmp_path, monkeypatch, code, said):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho bad\nexit {code}\n")
+    program.chmod(0o755)
+    assert sanitizer.outcome(str(program), "memcheck", sanitizer.PROBLEMS[0]) == said
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(sanitizer, "LIMIT_S", 0.1)
+    late = sanitizer.outcome(str(program), "memcheck", sanitizer.PROBLEMS[0])
+    assert late == "not through after 0.1 s"
+
+
+def test_every_kind_of_problem_is_among_them():
+    assert len(set(sanitizer.PROBLEMS)) == len(sanitizer.PROBLEMS) == 3 * 2 * 8 + 4
+    assert "fused/64/by_head" in sanitizer.PROBLEMS and "decode/128/pages" in sanitizer.PROBLEMS
