@@ -224,7 +224,7 @@ class Buffer:
         target = targets.of_device(cache.device)
         problem = Problem("cache_entry", str(cache.dtype).removeprefix("torch."), ())
         if triton_from(80)(Call(problem, target)) is None:
-            from tnp.ops.cache_entry import entry
+            from tnp.cache_entry import entry
 
             return entry(target, cache, n_rows=2)
 
