@@ -3,9 +3,10 @@
 On compute capability 9.0 and newer such a kernel is launched while the one before it still runs
 (programmatic dependent launch). It asks for its weights to be brought to L2, and `follow` then has
 it wait until all that came before is complete. So it keeps the order of its stream whatever stands
-next to it: ahead of `follow` no program may read or write anything, since a weight may have been
-computed by the kernel before, and asking for memory is only a hint. Every program must call
-`follow`, because whoever waits for a kernel relies on that kernel's own wait.
+next to it. Ahead of `follow` no program may write anything, nor read anything unless it is launched
+right behind a kernel that it knows: a weight may have just been computed. Asking for memory is only
+a hint. Every program must call `follow`, because whoever waits for a kernel relies on that kernel's
+own wait.
 """
 
 from typing import Any
