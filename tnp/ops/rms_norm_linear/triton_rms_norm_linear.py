@@ -76,8 +76,8 @@ def _rms_norm_linear_kernel(
     follow(CHAINED)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if D <= BLOCK_D:
-        # All that is read is on its way before the norm is known. The weight comes last, since it is
-        # taken to where the product wants it as soon as it has arrived.
+        # All that is read is on its way before the norm is known: the weight last, which is taken
+        # to where the product wants it as soon as it has arrived.
         norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
         total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
         w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
