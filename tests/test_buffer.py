@@ -7,7 +7,7 @@ import torch
 
 from tests.buffers import F64, LENGTHS, ROOM, WITH, assert_equal, exact, lengths, task_of, with_role
 from tests.test_model import CONFIG, build, make_task
-from tnp import archive, layers
+from tnp import archive, cache_entry, contract, layers, targets
 from tnp.buffer import Buffer, log_densities
 from tnp.gates.buffer import in_training, masked_log_density, masked_loss, one_by_one
 from tnp.model import TNPConfig, TransformerNP
@@ -15,6 +15,8 @@ from tnp.normalization import Normalization
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.step import TrainingStep
 from tnp.tasks import Context, GaussianProcessTasks, Task
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @lengths
@@ -352,3 +354,31 @@ def test_what_cannot_be_is_named():
         build(WITH, skip_unread=True, centred_keys=True)
     with pytest.raises(ValueError, match="a capacity is given: a model with a buffer packs no"):
         model.nll(*task.padded(7, 5), capacity=(20, 20))
+
+
+@pytest.mark.parametrize("n_heads, width", [(2, 16), (3, 12), (1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_entering_point_is_written_where_it_belongs_and_nothing_else(n_heads, width, dtype):
+    """As PyTorch writes it; past the last place of a cache nothing is."""
+    shape, rows = (4, 2 * n_heads, 9, width), torch.randn(4, 2, 3 * n_heads * width)
+    cache, rows = torch.randn(shape).to(DEVICE, dtype), rows.to(DEVICE, dtype)
+    lengths = torch.tensor([1, 9, 4, 10], dtype=torch.int32, device=DEVICE)
+    expected = cache.clone()
+    for b, length in enumerate(lengths[:3].tolist()):
+        heads = rows[b, 0, n_heads * width :].view(2 * n_heads, width)
+        expected[b, :, length - 1] = heads
+    cache_entry.entry(targets.of_device(cache.device), cache, 2)(cache, rows, lengths)
+    assert torch.equal(cache, expected)
+
+
+def test_without_triton_a_buffer_is_written_by_pytorch(monkeypatch):
+    entered, entry = [], cache_entry.entry
+    monkeypatch.setattr(cache_entry, "entry", lambda *a, **b: entered.append(a) or entry(*a, **b))
+    model, task = exact(), task_of(ROOM + 1)
+    with torch.no_grad():
+        expected = one_by_one(model, task)
+        assert len(entered) == (targets.here_without_gpu().kind == "interpreter")
+        entered.clear()
+        monkeypatch.setattr(contract, "triton_is_installed", lambda: False)
+        assert_equal(one_by_one(model, task), expected)
+    assert not entered

@@ -13,11 +13,14 @@ without one that paper found no difference (its appendix H.2).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from tnp.buffered_rows import BufferedRows, in_wide_elements
+from tnp import targets
+from tnp.buffered_rows import BufferedRows
+from tnp.contract import Call, Problem, triton_from
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context
 from tnp.tasks.task import without_padding
@@ -151,6 +154,7 @@ class Buffer:
         self._weights = [block.attention.projection_weight(k.dtype, 3) for block in model.blocks]
         self._lengths = torch.empty(len(self._blocks[0]), dtype=torch.int32, device=k.device)
         self._samples = torch.arange(len(self._lengths), device=k.device)
+        self._enter = self._entry()
         # What is added to the embeddings of a point that enters, and of a target.
         self._role = k.new_zeros(len(self._lengths), 2, model.config.d_model)
         self._role[:, 0] = model.embed.role
@@ -212,6 +216,23 @@ class Buffer:
                     f"{x.shape[2]}], one point for each sample of the buffer"
                 )
 
+    def _entry(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """What writes (cache, heads [B, 3 · n_heads, 2, D], lengths): keys and values of the first
+        row of each sample, which is the last of its lengths[b].
+        """
+        cache = self._blocks[0]
+        target = targets.of_device(cache.device)
+        problem = Problem("cache_entry", str(cache.dtype).removeprefix("torch."), ())
+        if triton_from(80)(Call(problem, target)) is None:
+            from tnp.cache_entry import entry
+
+            return entry(target, cache, n_rows=2)
+
+        def in_torch(cache: torch.Tensor, heads: torch.Tensor, lengths: torch.Tensor) -> None:
+            cache[self._samples, :, lengths - 1] = heads[:, -cache.shape[1] :, 0]
+
+        return in_torch
+
     def alone(self, x_target: torch.Tensor) -> torch.Tensor:
         """Mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all that there is.
 
@@ -234,16 +255,13 @@ class Buffer:
         """
         model = self._model
         h, update = model.embed(x, y, x_target, model.compute_dtype), self._role
-        place = self._lengths.long()
         self._lengths += 1
         for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
             h, heads = block.attention.norm_and_project_cast(h, update, weight)
-            n_heads = block.attention.n_heads
-            cache, entering = in_wide_elements(kept, heads[:, n_heads:, 0])
-            cache[self._samples, :, place] = entering
+            self._enter(kept, heads, self._lengths)
             # Of the last block only the target is read.
             first = 1 if block is model.blocks[-1] else 0
-            q = heads[:, :n_heads, first:]
+            q = heads[:, : block.attention.n_heads, first:]
             update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
             h, update = block.mlp.of_few(h[:, first:], update)
         return model.heads(h, update)

@@ -115,7 +115,7 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
         if own.forward is not None
     }
     refused = {user for user, kernel in IN_CUDA.items() if kernel not in in_cuda}
-    assert declared - users == {("linear", "fused")} | refused  # a product of cuBLAS's
+    assert declared - users == refused
     assert users < declared
     newest = {tuple(user) for row in rows if row["target"] == "sm_100a" for user in row["users"]}
     assert {op for op, _ in newest} == {op for op, _ in users}

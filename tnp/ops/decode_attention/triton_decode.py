@@ -10,8 +10,9 @@ A pair that lies in one program is finished there. Of a pair that lies in severa
 in a workspace: rows not yet divided, their maxima and their sums. A program has two at most, of the
 pair that it begins inside of and of the one that it ends inside of. A second kernel finds by the
 same arithmetic which programs have parts of a pair, and adds them up in their order. On Hopper and
-newer it is launched while the first runs (programmatic dependent launch), does that arithmetic and
-waits: `lengths` it may read, since the first kernel began when all before it had ended.
+newer both are launched while what comes before them runs (`tnp.ops.few_rows`). The second does that
+arithmetic and waits: `lengths` it may read, since the first lets it begin when all before has
+ended.
 
 Products accumulate in float32 and softmax is to base 2, by a running maximum, as in
 `tnp.ops.attention.triton_forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
@@ -29,6 +30,7 @@ from tnp.launch import Bound, asserts
 from tnp.ops.attention.primitives import LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
+from tnp.ops.few_rows import chained, follow
 from tnp.ops.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
 
 # What a program takes before the first block of a pair, in blocks. Of lengths up to 32,768 drawn
@@ -126,17 +128,14 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    START: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, FOLLOWED: tl.constexpr,
+    START: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it.
 
     Memory is read within bounds whatever lengths and pages are: what is out of range is taken for
     the nearest that is in it, and the sum that its sequence's results are divided by is NaN.
-
-    FOLLOWED: `_add_parts_kernel` may start as soon as every program has.
     """
-    if FOLLOWED:
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(CHAINED)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     n_rows: tl.constexpr = GROUP * TOKENS
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -232,13 +231,12 @@ def _add_parts_kernel(
     programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    START: tl.constexpr, FOLLOWS: tl.constexpr,
+    START: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A row of a pair that several programs have parts of: Σ 2^(m − max m)·acc over
     Σ 2^(m − max m)·l.
 
-    FOLLOWS: the decode kernel may still run. All programs wait for it, those with nothing to add
-    too: what is launched next waits for this kernel alone.
+    Programs with nothing to add wait too: what is launched next waits for this kernel alone.
     """
     n_rows: tl.constexpr = GROUP * TOKENS
     row, pair = tl.program_id(0) % n_rows, tl.program_id(0) // n_rows
@@ -251,8 +249,7 @@ def _add_parts_kernel(
     begin = tl.sum(tl.where(sequence < b, units, 0), 0) + h * n_units
     first = _holder(begin + START, total, programs)
     last = _holder(begin + n_units - 1, total, programs)
-    if FOLLOWS:
-        tl.extra.cuda.gdc_wait()
+    follow(CHAINED)
     if first < last:
         offs_d = tl.arange(0, WIDTH)
         acc = tl.zeros([WIDTH], tl.float32)
@@ -308,17 +305,17 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         START=START,
     )  # fmt: skip
     split = capacity > config.block_n  # a pair may be
-    overlap = split and call.target.kind == "cuda" and call.target.capability >= 90
     kernel = Bound(
         _decode_kernel, (programs,),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
         *((0, 0) if table is None else table.stride()),
         *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
         ROWS=tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
-        K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None, FOLLOWED=overlap,
+        K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None,
         PRECISION=EXACTLY if p.itemsize == 4 and tile_rows(p) >= 64 else FLOAT32_PRECISION.value,
         FULL=p["full"],
-        **of_pairs, num_warps=config.num_warps, num_stages=config.num_stages,
+        **of_pairs, **chained(call.target), num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
     add_parts = None
     if split:
@@ -328,8 +325,8 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         add_parts = Bound(
             _add_parts_kernel, (batch * kv_heads * n_rows,),
             *of_o[1][:3], lengths.stride(0), batch, capacity, programs, PARTS=at_once,
-            FOLLOWS=overlap, **of_pairs, num_warps=max(1, at_once * width // PARTS_A_WARP),
-            **({"launch_pdl": True} if overlap else {}),
+            **of_pairs, **chained(call.target),
+            num_warps=max(1, at_once * width // PARTS_A_WARP),
         )  # fmt: skip
 
     def launch(inputs, scalars):

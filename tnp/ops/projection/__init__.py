@@ -11,8 +11,8 @@ rows need all of them. `fused` projects only what is asked for, hands q, k and v
 attention reads, takes their gradients in the layout attention writes, and accumulates the gradients
 of weights in float32 and never rounds them. Keys that are not centred are one product with values,
 and where their gradients are halves of the same rows, as our attention writes them, so are these.
-The matmuls are cuBLAS's in both, but for centred keys of few rows, which `fused` computes by a
-kernel of its own.
+The matmuls are cuBLAS's in both, but for centred keys of few rows and linear layers of up to 16
+rows, which `fused` computes by kernels of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, FLOATS, Case, Implementation, Operation, Operator, Work
+from tnp.contract import (
+    ALL_FLOATS,
+    FLOATS,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Work,
+)
+from tnp.ops.declared import cases_by_dtype
 from tnp.ops.projection import qkv
 from tnp.ops.projection.qkv import require_product
 
@@ -46,10 +56,15 @@ def describe(x, weight) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in."""
+    """Normal x, weights scaled by their fan-in; where the case names a batch, rows of each sample
+    behind one that is not read.
+    """
     problem = case.problem
-    weight = random.weight(problem["n_out"], problem["n_in"])
-    return {"x": random(problem["rows"], problem["n_in"]), "weight": weight}
+    rows, n_in, n_out = (size for _, size in problem.sizes)
+    weight, batch = random.weight(n_out, n_in), int(case["batch"])
+    if batch:
+        return {"x": random(batch, 1 + rows // batch, n_in)[:, 1:], "weight": weight}
+    return {"x": random(rows, n_in), "weight": weight}
 
 
 def work(case, pass_) -> Work:
@@ -62,17 +77,29 @@ def work(case, pass_) -> Work:
     return Work({problem.dtype: 4.0 * n * n_in * n_out}, x + y + weight, x + weight)
 
 
+_INTERPRETED = (
+    *((1, 32, 32, {}), (16, 42, 20, {}), (17, 32, 8, {}), (33, 42, 20, {})),
+    (4, 200, 33, {"batch": 2}),
+)
+# The model's, both sides of what kernels of a few rows take, and ragged widths.
+_GPU = (
+    *((rows, 512, 512, {}) for rows in (1, 2, 8, 16, 17, 36_096)),
+    *((rows, 1408, 512, {}) for rows in (2, 16)),
+    *((3, n_in, n_out, {}) for n_in, n_out in ((1, 9), (42, 20), (777, 1365), (2048, 100))),
+    *((6, 512, 777, {"batch": 2}), (777, 512, 1365, {}), (2, 2049, 40, {})),
+)
+
+
 def cases(target) -> list[Case]:
-    """One row and many, ragged widths."""
-    sizes = ((1, 32, 32), (18, 32, 8), (33, 42, 20))
-    if target.kind == "cuda":
-        sizes = ((1, 512, 512), (777, 512, 1365), (36_096, 512, 512))
-    problems = (
-        OPERATOR_LINEAR.problem(dtype, rows=rows, n_in=n_in, n_out=n_out)
-        for dtype in FLOATS
-        for rows, n_in, n_out in sizes
-    )
-    return [Case(problem) for problem in problems]
+    """One row and many, ragged widths, rows that lie apart."""
+    sizes = _GPU if target.kind == "cuda" else _INTERPRETED
+    return cases_by_dtype(OPERATOR_LINEAR, dict.fromkeys(FLOATS, sizes))
+
+
+def compiled(target) -> list[Problem]:
+    """Of a few rows, for which alone there is a kernel of ours: the model's widths."""
+    sizes = {"rows": 2, "n_out": 512}
+    return [OPERATOR_LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
 
 
 def within(model, run):
@@ -82,6 +109,7 @@ def within(model, run):
 
 
 _CODE, _CENTRED = "tnp.ops.projection.products", "tnp.ops.projection.centred_keys"
+_FEW = "tnp.ops.projection.few_rows"
 OPERATOR_LINEAR = Operator(
     "linear",
     family="projection",
@@ -93,7 +121,7 @@ OPERATOR_LINEAR = Operator(
         Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
         Implementation(
             "fused",
-            forward=Operation("linear.forward", (f"{_CODE}:LINEAR",)),
+            forward=Operation("linear.forward", (f"{_FEW}:LINEAR", f"{_CODE}:LINEAR")),
             backward=Operation("linear.backward", (f"{_CODE}:LINEAR_BACKWARD",)),
         ),
     ),
@@ -102,6 +130,7 @@ OPERATOR_LINEAR = Operator(
     reference=reference,
     work=work,
     cases=cases,
+    compiled=compiled,
     within=within,
     controls={
         "weight shifted": lambda x, weight: reference(x, weight.roll(1, 0)),

@@ -7,11 +7,12 @@ For a few rows, where a launch takes longer than what it does. Forward only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Implementation, Operation, Operator, Work, triton_from
+from tnp.contract import FLOATS, Implementation, Operation, Operator, Problem, Work, triton_from
 from tnp.inputs import positive_number, require_floats, require_no_gradient, require_one_device
 from tnp.ops import rms_norm
 from tnp.ops.declared import by_pytorch, cases_by_dtype, left_out_by_tf32
@@ -61,6 +62,13 @@ def work(case, pass_) -> Work:
     return Work(flops, read, rows * (width + n_out) * size)
 
 
+def compiled(target) -> Iterator[Problem]:
+    """Of a few rows, whole and in parts, and of more."""
+    for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
+        for rows, width in ((2, 512), (2, 1024), (40, 512)):
+            yield OPERATOR.problem(dtype, rows=rows, width=width, n_out=1536, silu=True)
+
+
 _SILU = {"silu": True}
 _INTERPRETED = (
     (2, 48, 40, {"batch": 2, "start": 1}),
@@ -102,6 +110,7 @@ OPERATOR = Operator(
     cases=lambda target: cases_by_dtype(
         OPERATOR, dict.fromkeys(FLOATS, _GPU if target.kind == "cuda" else _INTERPRETED)
     ),
+    compiled=compiled,
     controls={
         "update left out": lambda x, update, *others, **options: reference(
             x, 0 * update, *others, **options

@@ -14,25 +14,26 @@ import triton.language as tl
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.casting import cast_weight
-from tnp.ops.primitives import KernelConfig, add_dot, cast
+from tnp.ops.few_rows import FEW, add_dot_in_parts, chained, follow, prefetch_rows
+from tnp.ops.primitives import KernelConfig, cast
 from tnp.ops.rows import load_rows, row_layout, row_offsets
 from tnp.ops.triton_matmul import load_tile, silu, store_tile
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Rows and outputs of a tile, and columns at a time."""
+    """Rows and outputs of a tile, columns at a time, and parts in which these are multiplied."""
 
     block_m: int
     block_n: int
     block_d: int
+    parts: int
     num_warps: int
 
 
 # By bytes per element: of up to `FEW` rows, and of more.
-FEW = 16
-FEW_ROWS = {2: Config(16, 16, 512, 8), 4: Config(16, 16, 128, 4)}
-MANY_ROWS = {2: Config(32, 64, 256, 8), 4: Config(16, 32, 64, 4)}
+FEW_ROWS = {2: Config(16, 16, 512, 8, 8), 4: Config(16, 16, 128, 4, 4)}
+MANY_ROWS = {2: Config(32, 64, 256, 1, 8), 4: Config(16, 32, 64, 1, 4)}
 
 
 @triton.jit
@@ -49,16 +50,16 @@ def _squares(total):
 
 
 @triton.jit
-def _add_product(total, rstd, norm_weight, w, acc, dtype: tl.constexpr):
+def _add_product(total, rstd, norm_weight, w, acc, dtype: tl.constexpr, PARTS: tl.constexpr):
     normalized = total.to(tl.float32) * rstd[:, None] * norm_weight[None, :]
-    return add_dot(cast(normalized, dtype), tl.trans(w), acc)
+    return add_dot_in_parts(cast(normalized, dtype), w, acc, PARTS)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _rms_norm_linear_kernel(
     x_ptr, update_ptr, norm_weight_ptr, weight_ptr, sum_ptr, y_ptr,
     stride_xb, stride_xl, stride_ub, stride_ul, n_rows, inner_x, inner_update, n_out, eps,
-    D: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, CHAINED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -70,14 +71,18 @@ def _rms_norm_linear_kernel(
     MASKED: tl.constexpr = D % BLOCK_D != 0
     writes = tl.program_id(1) == 0  # the sum, of all programs that have these rows
     offs_d = tl.arange(0, BLOCK_D)
+    if D <= BLOCK_D:
+        prefetch_rows(weight_ptr, offs_n, n_out, D, BLOCK_D, CHAINED)
+    follow(CHAINED)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if D <= BLOCK_D:
-        # All that is read is on its way before the norm is known.
-        w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
+        # All that is read is on its way before the norm is known: the weight last, which is taken
+        # to where the product wants it as soon as it has arrived.
         norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
         total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
+        w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
         rstd = 1.0 / tl.sqrt_rn(_squares(total) / D + eps)
-        acc = _add_product(total, rstd, norm_weight, w, acc, dtype)
+        acc = _add_product(total, rstd, norm_weight, w, acc, dtype, PARTS)
         if writes:
             store_tile(sum_ptr, total.to(tl.float32), rows, offs_d, n_rows, D, D)
     else:
@@ -91,7 +96,7 @@ def _rms_norm_linear_kernel(
             w = load_tile(weight_ptr, offs_n, at, n_out, D, D, True, MASKED)
             norm_weight = load_rows(norm_weight_ptr, at, at < D)
             total = _sum(x_ptr, update_ptr, of_x, of_update, at, in_rows, dtype, D)
-            acc = _add_product(total, rstd, norm_weight, w, acc, dtype)
+            acc = _add_product(total, rstd, norm_weight, w, acc, dtype, PARTS)
             if writes:
                 store_tile(sum_ptr, total.to(tl.float32), rows, at, n_rows, D, D)
     if SILU:
@@ -121,6 +126,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n)),
         *of_x.strides, *of_update.strides, rows, of_x.n_inner, of_update.n_inner, n_out,
         D=width, SILU=call.problem["silu"], **config.kernel_arguments(),
+        **chained(call.target),
     )  # fmt: skip
 
     def launch(inputs, scalars):

@@ -1,0 +1,108 @@
+"""What kernels of a few rows share: when a kernel waits for those before it, and what it may do
+ahead of that; and products in parts.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.gates.test_compile import in_child
+from tests.ops.problems import DEVICE
+from tnp.gates.checks import relative_error
+from tnp.launch import Bound
+from tnp.ops.few_rows import add_dot_in_parts, chained
+from tnp.targets import INTERPRETER, Target
+
+# Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
+# before, and in their order what touches memory or has to do with other launches.
+WAITS = """
+import io, json, re, torch, triton
+from contextlib import redirect_stdout
+from tnp import targets
+from tnp.cache_entry import entry
+from tnp.catalog import catalog
+from tnp.gates.compile import Launch, collect, launches
+
+PROBLEMS = {
+    "linear": dict(rows=2, n_in=512, n_out=512),
+    "rms_norm_linear": dict(rows=2, width=512, n_out=1536),
+    "decode_attention": dict(
+        batch=1, heads=8, kv_heads=8, n_queries=2, n_keys=1000, head_dim=64, page=1000
+    ),
+}
+TOUCHES = r"griddepcontrol\\.(\\w+)|(prefetch)\\.|(ld|st)\\.global|(cp)\\.async\\.c"
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def found():
+    for capability in (80, 90):
+        target = targets.of_capability(capability)
+        for op, sizes in PROBLEMS.items():
+            operator = catalog().operator(op)
+            yield from launches(operator, operator.problem("bfloat16", **sizes), target)
+        def enter(target=target):
+            write = entry(target, meta(1, 16, 1000, 64), 2)
+            write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))
+        yield Launch(capability, "bfloat16", (("buffer", "enter"),), enter)
+
+rows = []
+for job in collect(found()):
+    with redirect_stdout(io.StringIO()):  # the log of ptxas
+        ptx = triton.compile(job.source, target=job.target, options=job.options).asm["ptx"]
+    touches = ["".join(one) for one in re.findall(TOUCHES, ptx)]
+    rows.append([job.name, job.target.arch, bool(job.options["launch_pdl"]), touches])
+print(json.dumps(rows))
+"""
+KERNELS = {"few_rows", "rms_norm_linear", "decode", "add_parts", "enter"}
+
+
+def test_nothing_is_read_or_written_ahead_of_the_wait():
+    rows = [row for row in in_child(WAITS) if row[0] in KERNELS]
+    assert {(name, capability) for name, capability, *_ in rows} == {
+        (name, capability) for name in KERNELS for capability in (80, 90)
+    }
+    for name, capability, launched_ahead, touches in rows:
+        assert launched_ahead == (capability >= 90)
+        if not launched_ahead:
+            assert not {"wait", "launch_dependents", "prefetch"} & set(touches), name
+            continue
+        wait = touches.index("wait")
+        ahead = set(touches[:wait])
+        # Lengths, which the kernel right before it only reads too.
+        assert ahead <= ({"ld"} if name == "add_parts" else {"prefetch"}), (name, ahead)
+        assert touches[wait + 1] == "launch_dependents" and touches.count("wait") == 1
+        assert {"ld", "st"} <= set(touches[wait:])
+
+
+def test_only_hopper_and_newer_launch_ahead():
+    ahead = {"CHAINED": True, "launch_pdl": True}
+    assert (
+        chained(Target("cuda", capability=90)) == chained(Target("cuda", capability=100)) == ahead
+    )
+    assert chained(Target("cuda", capability=89)) == chained(INTERPRETER) == {"CHAINED": False}
+
+
+@triton.jit
+def _product_kernel(
+    a_ptr, w_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr
+):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_ptr + m[:, None] * K + k[None, :])
+    w = tl.load(w_ptr + n[:, None] * K + k[None, :])
+    out = out_ptr + m[:, None] * N + n[None, :]
+    tl.store(out, add_dot_in_parts(a, w, tl.load(out), PARTS))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_in_parts_are_added_to_what_is_there(parts, dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, w, out = (
+        torch.randn(shape, generator=generator) for shape in ((16, 128), (8, 128), (16, 8))
+    )
+    a, w, out = a.to(DEVICE, dtype), w.to(DEVICE, dtype), out.to(DEVICE)
+    exact = out.double() + a.double() @ w.double().mT
+    Bound(_product_kernel, (1,), M=16, N=8, K=128, PARTS=parts, num_warps=parts)(a, w, out)
+    assert relative_error(out, exact) < 1e-6
