@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_dq import WIDTH, add_in_turn, dq_consumer
+from tnp.ops.attention.hopper_dkdv_dq import WIDTH, add_first, add_second, dq_consumer
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline, heads_in_turn
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
@@ -251,7 +251,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         APART, ORDERED,
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT))
-    gl.static_assert(not ORDERED or not (PERSISTENT or SPLIT))
+    gl.static_assert(not (ORDERED and PERSISTENT))
     gl.warp_specialize(
         [
             (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
@@ -259,9 +259,9 @@ def _attention_bwd_dkdv_hopper_kernel(
             (dq_consumer, (pipe, dq_desc)),
             (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
         ]
-        + ([(add_in_turn, (pipe, dq_desc))] if ORDERED else []),
-        [4, 4, 1] + ([1] if ORDERED else []),
-        [REGISTERS, 488 - 2 * REGISTERS, 24] + ([24] if ORDERED else []),
+        + ([(add_first, (pipe, dq_desc)), (add_second, (pipe, dq_desc))] if ORDERED else []),
+        [4, 4, 1] + ([1, 1] if ORDERED else []),
+        [REGISTERS, 488 - 2 * REGISTERS, 24] + ([24, 24] if ORDERED else []),
     )
 
 
