@@ -22,8 +22,9 @@ tiles, in whatever order programs arrive: dq then differs by rounding from run t
 hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_padded_rows._finish_dq_kernel` puts it right.
 
-ORDERED: blocks of keys add to a tile of dq in their order, which makes dq equal from run to run. A
-warp apart from the third warpgroup sees to that (`hopper_dkdv_dq.add_in_turn`).
+ORDERED: blocks of keys add to a tile of dq in the order of their programs, which makes dq equal
+from run to run. Two warps apart from the third warpgroup see to that (`hopper_dkdv_dq`). If LEFT is
+bounded too, programs take a head's blocks from the last to the first (`LAST_FIRST`).
 
 BASE2: q carries scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and
 delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is 2^(k qᵀ), and

@@ -115,7 +115,7 @@ def walk(
     DTYPE: gl.constexpr = pipe.q.dtype
     if not pipe.PLAIN:
         key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-        row = past - ROWS
+        row = pipe.first_walked(begin, past)
     elif pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
         keys, _first, _n_stages = pipe.extent(item)
@@ -183,7 +183,7 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
     dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-    row = past - ROWS
+    row = pipe.first_walked(begin, past)
     for i in range((past - begin) // ROWS * pipe.GROUP):
         stage, phase = ring(i, pipe.STAGES)
         mbarrier.wait(pipe.full.index(stage), phase)
