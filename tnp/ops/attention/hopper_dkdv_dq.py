@@ -76,10 +76,10 @@ def _add_in_turn(pipe, dq_desc, BUFFER: gl.constexpr):
     promise it: none waits for one that cannot run.
 
     Each of the two buffers has a warp: at D = 64 a warp takes every second tile, at D = 128 its 64
-    columns of every tile. To read a count takes a warp 0.7 µs, and so does to publish one, for
-    which it must wait until what it added is in memory; of one warp for all tiles of D = 64 that
-    was more than there is time for. The count of its next tile a warp reads while it waits for
-    memory, each lane that of another of its next 32 tiles.
+    columns of every tile. To read a count takes a warp 0.7 µs (H200), and to publish one it must
+    wait until what it added is in memory, and for a fence. One warp had too little time for that
+    between two tiles of D = 64, a simulation says, and held the others up. The count of its next
+    tile a warp reads while it waits for memory, each lane that of another of its next 32 tiles.
     """
     PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
     PART: gl.constexpr = BUFFER % PARTS

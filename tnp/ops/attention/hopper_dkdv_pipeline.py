@@ -23,11 +23,11 @@ LEAST_ORDERED = 3.0
 def heads_in_turn(call: Call, of_head: int, n_heads: int, *, ordered: bool) -> int:
     """Heads of keys one block of each of which is launched in turn.
 
-    As many as fill the GPU between `least` and twice as many times, in sections as equal as they
-    can be: of a small one at the end items that take longest would be launched last. Of all heads
-    too little would be in the L2 cache. In a window all items take as long, and a head's blocks
-    follow one another: `fused` took 4.26 ms with four heads in turn, and 3.94 before any were
-    (H200, D = 128, 2 × 8,192 tokens, window of 4,096).
+    As many as fill the GPU LEAST times, or LEAST_ORDERED, to twice as often, in sections as equal
+    as they can be: of a small one at the end items that take longest would be launched last. Of all
+    heads too little would be in the L2 cache. In a window all items take as long, and a head's
+    blocks follow one another: `fused` took 4.26 ms with four heads in turn, and 3.94 before any
+    were (H200, D = 128, 2 × 8,192 tokens, window of 4,096).
 
     Args:
         call: whose GPU it is.
