@@ -228,7 +228,7 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
         n_whole, n_pieces = pieces
         n_items = n_key_tiles(call, BLOCK_N.value)
         n_split, heads = n_items - n_whole, batch * n_heads
-        section = heads_in_turn(call, n_items // heads, heads, ordered=True) if ordered else 1
+        section = heads_in_turn(call, n_items // heads, heads) if ordered else 1
         of_pieces = flat(n_split * n_pieces * 2 * BLOCK_N.value * head_dim)
         add_pieces = Bound(
             _add_pieces_kernel, (n_split, BLOCK_N.value // PIECE_ROWS, 2),

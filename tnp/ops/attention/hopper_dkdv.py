@@ -288,7 +288,7 @@ def bound_dkdv(
         q, k: [B, H, n_q, D] and [B, H_kv, n_k, D], whose sizes count.
         head_rows: of a head in lse and delta, padded.
         config: what to launch with.
-        ordered: dq is added up in the order of programs, and its tiles need not be 0.
+        ordered: dq is added up in the order of blocks of keys, and its tiles need not be 0.
         base2: q carries scale·log2(e), and do, lse and delta may be times 2^−lse.
         split: how many items are whole, and of how many pieces each other one is.
         by_head: dk and dv are float32 [B, n_k, H, D], a share of each head of queries.
@@ -310,7 +310,7 @@ def bound_dkdv(
     n_whole, n_pieces = split or (n_items, 1)
     if split:
         n_programs = n_whole + (n_items - n_whole) * n_pieces
-    section = heads_in_turn(call, of_head, batch * n_kv_heads, ordered=ordered)
+    section = heads_in_turn(call, of_head, batch * n_kv_heads)
     reach = Reach.of(call.problem)
     return Bound(
         _attention_bwd_dkdv_hopper_kernel, (n_programs,),

@@ -15,30 +15,25 @@ BLOCK_N = gl.constexpr(128)
 # Rounds of programs that a section of heads has at least. Of 196 causal problems the busiest
 # multiprocessor then has 3 % more to do than the average, and 16 % head by head (counted).
 LEAST = 1.5
-# And where dq is added up in one order. A block follows the one before at the distance of some two
-# tiles: the fewer blocks of a head run at a time, the less the last of them waits at the beginning.
-LEAST_ORDERED = 3.0
 
 
-def heads_in_turn(call: Call, of_head: int, n_heads: int, *, ordered: bool) -> int:
+def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
     """Heads of keys one block of each of which is launched in turn.
 
-    As many as fill the GPU LEAST times, or LEAST_ORDERED, to twice as often, in sections as equal
-    as they can be: of a small one at the end items that take longest would be launched last. Of all
-    heads too little would be in the L2 cache. In a window all items take as long, and a head's
-    blocks follow one another: `fused` took 4.26 ms with four heads in turn, and 3.94 before any
-    were (H200, D = 128, 2 × 8,192 tokens, window of 4,096).
+    As many as fill the GPU between LEAST and twice as many times, in sections as equal as they can
+    be: of a small one at the end items that take longest would be launched last. Of all heads too
+    little would be in the L2 cache. In a window all items take as long, and a head's blocks follow
+    one another: `fused` took 4.26 ms with four heads in turn, and 3.94 before any were (H200, D =
+    128, 2 × 8,192 tokens, window of 4,096).
 
     Args:
         call: whose GPU it is.
         of_head: blocks of keys of a head.
         n_heads: of keys, of all samples.
-        ordered: whether dq is added up in one order.
     """
     if call.problem["window"]:
         return 1
-    rounds = LEAST_ORDERED if ordered else LEAST
-    least = min(triton.cdiv(int(rounds * call.target.multiprocessors), of_head), n_heads)
+    least = min(triton.cdiv(int(LEAST * call.target.multiprocessors), of_head), n_heads)
     return min(range(least, min(2 * least, n_heads) + 1), key=lambda heads: -n_heads % heads)
 
 
