@@ -260,9 +260,12 @@ def _attention_bwd_dkdv_hopper_kernel(
             (dq_consumer, (pipe, dq_desc)),
             (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
         ]
-        + ([(add_first, (pipe, dq_desc)), (add_second, (pipe, dq_desc))] if ORDERED else []),
-        [4, 4, 1] + ([1, 1] if ORDERED else []),
-        [REGISTERS, 488 - 2 * REGISTERS, 24] + ([24, 24] if ORDERED else []),
+        + ([(add_first, (pipe, dq_desc))] if ORDERED else [])
+        + ([(add_second, (pipe, dq_desc))] if ORDERED and HEAD_DIM == 64 else []),
+        [4, 4, 1] + ([1] if ORDERED else []) + ([1] if ORDERED and HEAD_DIM == 64 else []),
+        [REGISTERS, 488 - 2 * REGISTERS, 24]
+        + ([24] if ORDERED else [])
+        + ([24] if ORDERED and HEAD_DIM == 64 else []),
     )
 
 

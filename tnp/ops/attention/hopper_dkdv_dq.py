@@ -69,20 +69,19 @@ def _add_dq(pipe, item, dq_desc):
 
 
 @gluon.jit
-def _add_in_turn(pipe, dq_desc, BUFFER: gl.constexpr):
-    """Add what `_add_dq` left in a buffer to dq: of each tile of queries after all blocks of keys
-    that the tile sees and that add before this one, the first of which writes it. Their programs
-    have lower numbers, and programs are started in the order of their numbers, though CUDA does not
-    promise it: none waits for one that cannot run.
+def _add_in_turn(pipe, dq_desc, FIRST: gl.constexpr):
+    """Add what `_add_dq` left of every EVERY-th tile of queries from FIRST on to dq: after all
+    blocks of keys that the tile sees and that add before this one, the first of which writes it.
+    Their programs have lower numbers, and programs are started in the order of their numbers,
+    though CUDA does not promise it: none waits for one that cannot run.
 
-    Each of the two buffers has a warp: at D = 64 a warp takes every second tile, at D = 128 its 64
-    columns of every tile. To read a count takes a warp 0.7 µs (H200), and to publish one it must
-    wait until what it added is in memory, and for a fence. One warp had too little time for that
-    between two tiles of D = 64, a simulation says, and held the others up. The count of its next
-    tile a warp reads while it waits for memory, each lane that of another of its next 32 tiles.
+    To read a count takes a warp 0.7 µs (H200), and to publish one it must wait until what it added
+    is in memory, and for a fence. For a tile of D = 64 that is too long, so two warps take turns.
+    At D = 128 a tile takes twice the time, and two warps were slower than one by up to a tenth
+    (H100, causal). The count of its next tile a warp reads while it waits for memory, each lane
+    that of another of its next 32 tiles.
     """
     PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
-    PART: gl.constexpr = BUFFER % PARTS
     EVERY: gl.constexpr = 2 // PARTS
     item = pipe.item()
     _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
@@ -90,19 +89,20 @@ def _add_in_turn(pipe, dq_desc, BUFFER: gl.constexpr):
     walked = key, n_rows, keys, first_stage, n_stages, padded
     n = n_stages * pipe.GROUP
     ready = 0  # tiles before it may be added to
-    for i in range(BUFFER // PARTS, n, EVERY):
+    for i in range(FIRST, n, EVERY):
         while ready <= i:
             ready = _ready(pipe, walked, i, EVERY)
         row, before = _turn(pipe, walked, i)
-        at = [row * PARTS + PART * ROWS, 0]
-        _buffer, phase = ring(i * PARTS + PART, 2)
-        mbarrier.wait(pipe.dq_full.index(BUFFER), phase)
-        if before == 0:
-            tma.async_copy_shared_to_global(dq_desc, at, pipe.dq.index(BUFFER))
-        else:
-            reduce_add(dq_desc, at, pipe.dq.index(BUFFER))
-        tma.store_wait(0)  # it has been read
-        mbarrier.arrive(pipe.dq_empty.index(BUFFER), count=1)
+        for part in gl.static_range(PARTS):
+            buffer, phase = ring(i * PARTS + part, 2)
+            at = [row * PARTS + part * ROWS, 0]
+            mbarrier.wait(pipe.dq_full.index(buffer), phase)
+            if before == 0:
+                tma.async_copy_shared_to_global(dq_desc, at, pipe.dq.index(buffer))
+            else:
+                reduce_add(dq_desc, at, pipe.dq.index(buffer))
+            tma.store_wait(0)  # it has been read
+            mbarrier.arrive(pipe.dq_empty.index(buffer), count=1)
         if (ready <= i + EVERY) & (i + EVERY < n):
             ready = _ready(pipe, walked, i + EVERY, EVERY)
         written()
@@ -130,8 +130,7 @@ def _ready(pipe, walked, i, EVERY: gl.constexpr):
     row, before = _turn(pipe, walked, of_lane)
     count = acquired(pipe.count_of(row))
     before_reduction()
-    added = count >= before * (pipe.HEAD_DIM // WIDTH)  # each 64 columns are counted
-    return i + gl.min(gl.where(added, 32, lane), 0) * EVERY
+    return i + gl.min(gl.where(count < before, lane, 32), 0) * EVERY
 
 
 @gluon.jit
