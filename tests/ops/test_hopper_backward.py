@@ -3,7 +3,7 @@ padded rows, weights of do, flags, and dq put in order.
 """
 
 import heapq
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -16,7 +16,13 @@ from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.hopper_dkdv_pipeline import heads_in_turn
 from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
-from tnp.ops.attention.keys import Reach, blocks_before, query_tiles
+from tnp.ops.attention.keys import (
+    Reach,
+    block_in_turn,
+    blocks_after,
+    blocks_before,
+    query_tiles,
+)
 
 N_Q, N_HEADS = 150, 3
 PADDED = 192
@@ -125,21 +131,30 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim, ordered):
 
 @triton.jit
 def _turns_kernel(
-    ptr, n_q, n_k, left, right, n_tiles, LEFT: tl.constexpr, RIGHT: tl.constexpr
+    item_ptr, ptr, n_q, n_keys, left, right, n_items, of_head, section, n_tiles,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of 128 keys and each tile of 64 queries how many blocks add to its dq before, or
-    −1 where this one does not.
+    """Of an item the head and block, and of each tile of 64 queries how many blocks add to its dq
+    before this one, or −1 where this one does not.
     """
-    key = tl.program_id(0) * 128
-    first, last = query_tiles(key, n_q, n_k, left, right, 128, 64, LEFT, RIGHT)
+    item = tl.program_id(0)
+    head, block = block_in_turn(item, n_items, of_head, section, LEFT)
+    tl.store(item_ptr + 2 * item, head)
+    tl.store(item_ptr + 2 * item + 1, block)
+    key = block * 128
+    first, last = query_tiles(key, n_q, n_keys, left, right, 128, 64, LEFT, RIGHT)
     for tile in range(n_tiles):
-        before = blocks_before(key, tile * 64, n_q, n_k, left, right, 128, 64, LEFT, RIGHT)
+        if LEFT:
+            before = blocks_after(key, tile * 64, n_q, n_keys, left, right, 128, 64, LEFT, RIGHT)
+        else:
+            before = blocks_before(key, tile * 64, n_q, n_keys, left, right, 128, 64, LEFT, RIGHT)
         walked = (tile >= first) & (tile < last)
-        tl.store(ptr + tl.program_id(0) * n_tiles + tile, tl.where(walked, before, -1))
+        tl.store(ptr + item * n_tiles + tile, tl.where(walked, before, -1))
     tl.device_assert(last <= n_tiles)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
+@pytest.mark.parametrize("n_heads, section", [(1, 1), (5, 2)])
 @pytest.mark.parametrize(
     "n_q, n_keys, n_k",
     [(600, 600, 600), (500, 777, 777), (777, 300, 300), (65, 1000, 1000), (1, 129, 129),
@@ -148,21 +163,28 @@ def _turns_kernel(
 @pytest.mark.parametrize(
     "causal, window", [(False, 0), (True, 0), (True, 70), (False, 70), (True, 300)]
 )
-def test_blocks_of_keys_take_turns_that_begin_with_0_and_leave_none_out(
-    n_q, n_keys, n_k, causal, window
+def test_blocks_of_keys_take_turns_in_the_order_in_which_they_are_launched(
+    n_q, n_keys, n_k, causal, window, n_heads, section
 ):
-    """If a block waited for too many, it would wait forever; if for too few, dq would be added up
-    in no order. Blocks past a sample's last key walk nothing.
+    """If a block waited for too many, or for one that is launched later, it could wait forever; if
+    for too few, dq would be added up in no order. Blocks past a sample's last key walk nothing.
     """
     sizes = {"batch": 1, "n_heads": 1, "n_q": n_q, "n_k": n_k, "head_dim": 64}
     options = {name: it for name, it in (("causal", causal), ("window", window)) if it}
     reach = Reach.of(OPERATOR.problem("bfloat16", **sizes, **options))
-    n_blocks, n_tiles = triton.cdiv(n_k, 128), triton.cdiv(n_q, 64)
-    turns = torch.empty([n_blocks, n_tiles], dtype=torch.int32)
-    _turns_kernel[(n_blocks,)](turns, n_q, n_keys, *reach.numbers, n_tiles, **reach.constants)
-    for of_tile in turns.T.tolist():
-        taken = [turn for turn in of_tile if turn >= 0]
-        assert taken == list(range(len(taken)))
+    of_head, n_tiles = triton.cdiv(n_k, 128), triton.cdiv(n_q, 64)
+    n_items = n_heads * of_head
+    items = torch.empty([n_items, 2], dtype=torch.int32)
+    turns = torch.empty([n_items, n_tiles], dtype=torch.int32)
+    _turns_kernel[(n_items,)](
+        items, turns, n_q, n_keys, *reach.numbers, n_items, of_head, section, n_tiles,
+        **reach.constants,
+    )  # fmt: skip
+    assert sorted(map(tuple, items.tolist())) == list(product(range(n_heads), range(of_head)))
+    added = torch.zeros([n_heads, n_tiles], dtype=torch.int32)
+    for (head, _block), turn in zip(items.tolist(), turns, strict=True):
+        assert torch.equal(turn[turn >= 0], added[head][turn >= 0])
+        added[head] += turn >= 0
 
 
 def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:

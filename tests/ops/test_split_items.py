@@ -59,17 +59,20 @@ def test_nothing_is_split_where_it_does_not_pay_or_samples_have_keys_of_their_ow
 
 def test_what_is_counted_of_a_launch_knows_the_split():
     what = call(4, 11_000, 10_000)
-    _, items, walked, _ = backward.fused_counts(what, ONE)
+    _, items, walked, _ = backward.item_counts(what, ONE)
     tiles = -(-11_000 // backward.TILE_ROWS)
     assert items == 20
     assert walked == pytest.approx(rounds(what, backward.split(what, ONE)) * tiles, abs=1)
-    _, items, walked, _ = backward.fused_counts(call(1, 11_000, 10_000), ONE)
+    _, items, walked, _ = backward.item_counts(call(1, 11_000, 10_000), ONE)
     assert (items, walked) == (5, 5 * tiles)
 
 
+@pytest.mark.parametrize("section", [1, 2])
 @pytest.mark.parametrize("apart", [False, True])
-def test_pieces_are_added_up_where_their_item_lies(apart):
-    """Two heads of three blocks of keys, the last ragged; the last two are in three pieces."""
+def test_pieces_are_added_up_where_their_item_lies(apart, section):
+    """Two heads of three blocks of keys, the last ragged; the last two are in three pieces. They
+    are blocks 1 and 2 of the second head, or where heads are taken in turn block 2 of each.
+    """
     batch, n_heads, n_k, head_dim, n_pieces = 1, 2, 2 * BLOCK_N + 37, 64, 3
     n_whole, n_split = 4, 2
     k = torch.zeros(batch, n_heads, n_k, head_dim, device=DEVICE)
@@ -81,16 +84,18 @@ def test_pieces_are_added_up_where_their_item_lies(apart):
     rows = backward.PIECE_ROWS
     add = Bound(
         backward._add_pieces_kernel, (n_split, BLOCK_N // rows, 2),
-        *of_keys.strides, n_heads, n_k, n_whole, n_pieces,
+        *of_keys.strides, n_heads, n_k, n_whole + n_split, n_whole, n_pieces, section,
         HEAD_DIM=head_dim, BLOCK_N=BLOCK_N, ROWS=rows,
     )  # fmt: skip
     add(pieces, dk, dv)
     for found, at, untouched in ((dv, 0, 8.0), (dk, 1, 7.0)):
         expected = torch.full((batch, n_heads, n_k, head_dim), untouched, dtype=torch.float64)
         sums = pieces[:, :, at].double().sum(1).cpu()
-        # Items 4 and 5 are blocks 1 and 2 of the second head.
-        expected[0, 1, BLOCK_N : 2 * BLOCK_N] = sums[0]
-        expected[0, 1, 2 * BLOCK_N :] = sums[1, :37]
+        if section == 1:
+            expected[0, 1, BLOCK_N : 2 * BLOCK_N] = sums[0]
+            expected[0, 1, 2 * BLOCK_N :] = sums[1, :37]
+        else:
+            expected[0, :, 2 * BLOCK_N :] = sums[:, :37]
         assert relative_error(found.cpu(), expected) < 1e-6
 
 

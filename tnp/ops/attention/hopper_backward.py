@@ -23,10 +23,10 @@ from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N
+from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, heads_in_turn
 from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
 from tnp.ops.attention.hopper_primitives import supported, without_reference
-from tnp.ops.attention.keys import Tiles, all_seen, n_tiles
+from tnp.ops.attention.keys import Tiles, all_seen, block_in_turn, n_tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -55,9 +55,10 @@ PIECE_ROWS = 32  # that a program adds up
 MOST_SHARES = 1 << 28
 
 
-@triton.jit(do_not_specialize=["n_k", "n_whole", "n_pieces"])
+@triton.jit(do_not_specialize=["n_k", "n_items", "n_whole", "n_pieces", "section"])
 def _add_pieces_kernel(
-    piece_ptr, dk_ptr, dv_ptr, stride_b, stride_h, stride_n, n_heads, n_k, n_whole, n_pieces,
+    piece_ptr, dk_ptr, dv_ptr, stride_b, stride_h, stride_n,
+    n_heads, n_k, n_items, n_whole, n_pieces, section,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows of dv and dk of a split item, from its pieces in turn."""
@@ -67,13 +68,13 @@ def _add_pieces_kernel(
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for piece in tl.range(split * n_pieces, (split + 1) * n_pieces):
         acc += tl.load(piece_ptr + (2 * piece + at) * (BLOCK_N * HEAD_DIM) + offs)
-    n_blocks = tl.cdiv(n_k, BLOCK_N)
-    item = n_whole + split
+    of_head = tl.cdiv(n_k, BLOCK_N)
+    bh, block = block_in_turn(n_whole + split, n_items, of_head, section, False)
     if at == 0:
-        out_ptr = head_ptr(dv_ptr, stride_b, stride_h, item // n_blocks, n_heads)
+        out_ptr = head_ptr(dv_ptr, stride_b, stride_h, bh, n_heads)
     else:
-        out_ptr = head_ptr(dk_ptr, stride_b, stride_h, item // n_blocks, n_heads)
-    store_rows(out_ptr, acc, item % n_blocks * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
+        out_ptr = head_ptr(dk_ptr, stride_b, stride_h, bh, n_heads)
+    store_rows(out_ptr, acc, block * BLOCK_N + offs_row, n_k, stride_n, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["batch", "n_k"])
@@ -165,7 +166,7 @@ def _items(call: Call) -> tuple[int, int]:
 
 
 @of_all_seen
-def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
+def item_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
     """A launch, items and pieces of the busiest multiprocessor, query tiles that it walks for them,
     and tiles of the statistics on average.
     """
@@ -178,12 +179,6 @@ def fused_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
         items = n_whole // programs + pieces
         walked = n_whole // programs * of_one + pieces * triton.cdiv(of_one, n_pieces)
     return 1, items, walked, PaddedRows(call).n_all / call.target.multiprocessors
-
-
-@of_all_seen
-def separate_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
-    """As of `fused`, whose items may be split: these never are."""
-    return 1, *_items(call), PaddedRows(call).n_all / call.target.multiprocessors
 
 
 @backward
@@ -223,7 +218,7 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
     statistics_kernel = padded.statistics(
         o, do, ordered=ordered, base2=base2, of_lse=dlse is not None
     )
-    pieces = None if ordered else split(call, config)
+    pieces = split(call, config)
     kernel = bound_dkdv(
         call, q, k, padded.of_head, config, ordered=ordered, base2=base2, split=pieces,
         by_head=by_head,
@@ -231,11 +226,13 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
     key_tiles = Tiles(call, "n_k", BLOCK_N.value)
     if pieces:
         n_whole, n_pieces = pieces
-        n_split = n_key_tiles(call, BLOCK_N.value) - n_whole
+        n_items = n_key_tiles(call, BLOCK_N.value)
+        n_split, heads = n_items - n_whole, batch * n_heads
+        section = heads_in_turn(call, n_items // heads, heads) if ordered else 1
         of_pieces = flat(n_split * n_pieces * 2 * BLOCK_N.value * head_dim)
         add_pieces = Bound(
             _add_pieces_kernel, (n_split, BLOCK_N.value // PIECE_ROWS, 2),
-            *of_keys.strides, n_heads, k.shape[2], n_whole, n_pieces,
+            *of_keys.strides, n_heads, k.shape[2], n_items, n_whole, n_pieces, section,
             HEAD_DIM=head_dim, BLOCK_N=BLOCK_N.value, ROWS=PIECE_ROWS,
         )  # fmt: skip
     if by_head:
@@ -278,7 +275,7 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
 
 SEPARATE = Kernel(
     "hopper", empty_backward, prepare_separate, supported, separate_configs, WITH_LSE,
-    counts=separate_counts,
+    counts=item_counts,
 )  # fmt: skip
 SEPARATE_BY_HEAD = Kernel(
     "hopper_by_head", empty_backward, prepare_separate_by_head, by_head, separate_configs, WITH_LSE
@@ -289,5 +286,5 @@ FUSED_BY_HEAD = Kernel(
 )  # fmt: skip
 FUSED = Kernel(
     "hopper", empty_backward, prepare_fused, supported, fused_configs, WITH_LSE,
-    moving=("dq",), counts=fused_counts,
+    moving=("dq",), counts=item_counts,
 )  # fmt: skip

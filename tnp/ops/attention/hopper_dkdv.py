@@ -22,8 +22,9 @@ tiles, in whatever order programs arrive: dq then differs by rounding from run t
 hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_padded_rows._finish_dq_kernel` puts it right.
 
-ORDERED: blocks of keys add to a tile of dq in their order, which makes dq equal from run to run. A
-warp apart from the third warpgroup sees to that (`hopper_dkdv_dq.add_in_turn`).
+ORDERED: blocks of keys add to a tile of dq in the order of their programs, which makes dq equal
+from run to run. Two warps apart from the third warpgroup see to that (`hopper_dkdv_dq`). If LEFT is
+bounded too, programs take a head's blocks from the last to the first (`LAST_FIRST`).
 
 BASE2: q carries scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and
 delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is 2^(k qᵀ), and
@@ -39,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tnp.contract import Call
 from tnp.launch import Bound
-from tnp.ops.attention.hopper_dkdv_dq import WIDTH, add_in_turn, dq_consumer
+from tnp.ops.attention.hopper_dkdv_dq import WIDTH, add_first, add_second, dq_consumer
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline, heads_in_turn
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
 from tnp.ops.attention.hopper_primitives import (
@@ -251,7 +252,7 @@ def _attention_bwd_dkdv_hopper_kernel(
         APART, ORDERED,
     )  # fmt: skip
     gl.static_assert(pipe.PLAIN or not (PERSISTENT or BASE2 or SPLIT))
-    gl.static_assert(not ORDERED or not (PERSISTENT or SPLIT))
+    gl.static_assert(not (ORDERED and PERSISTENT))
     gl.warp_specialize(
         [
             (_consumer, (pipe, dk_ptr, dv_ptr, piece_ptr, scale, scale_log2, 0)),
@@ -259,9 +260,12 @@ def _attention_bwd_dkdv_hopper_kernel(
             (dq_consumer, (pipe, dq_desc)),
             (_producer, (pipe, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
         ]
-        + ([(add_in_turn, (pipe, dq_desc))] if ORDERED else []),
-        [4, 4, 1] + ([1] if ORDERED else []),
-        [REGISTERS, 488 - 2 * REGISTERS, 24] + ([24] if ORDERED else []),
+        + ([(add_first, (pipe, dq_desc))] if ORDERED else [])
+        + ([(add_second, (pipe, dq_desc))] if ORDERED and HEAD_DIM == 64 else []),
+        [4, 4, 1] + ([1] if ORDERED else []) + ([1] if ORDERED and HEAD_DIM == 64 else []),
+        [REGISTERS, 488 - 2 * REGISTERS, 24]
+        + ([24] if ORDERED else [])
+        + ([24] if ORDERED and HEAD_DIM == 64 else []),
     )
 
 

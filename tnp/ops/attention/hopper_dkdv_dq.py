@@ -1,5 +1,5 @@
 """What the third warpgroup of `hopper_dkdv` does: it adds ds k of a program's keys to dq in device
-memory; and where that has an order, what the warp beside it does, which adds in its stead.
+memory; and where that has an order, what the warps beside it do, which add in its stead.
 """
 
 from triton.experimental import gluon
@@ -28,7 +28,7 @@ WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
 @gluon.jit
 def _add_dq(pipe, item, dq_desc):
     """Add ds k of an item's keys to dq: of each tile of queries 64 columns at a time. If ORDERED
-    leave it in shared memory, for the warp that adds it.
+    leave it in shared memory, for the warps that add it.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
@@ -69,60 +69,78 @@ def _add_dq(pipe, item, dq_desc):
 
 
 @gluon.jit
-def add_in_turn(pipe, dq_desc):
-    """Add what `_add_dq` left to dq: of each tile of queries after all earlier blocks of keys that
-    the tile sees, the first of which writes it. Their programs have lower numbers, and programs are
-    started in the order of their numbers, though CUDA does not promise it: none waits for one that
-    cannot run.
+def _add_in_turn(pipe, dq_desc, FIRST: gl.constexpr):
+    """Add what `_add_dq` left of every EVERY-th tile of queries from FIRST on to dq: after all
+    blocks of keys that the tile sees and that add before this one, the first of which writes it.
+    Their programs have lower numbers, and programs are started in the order of their numbers,
+    though CUDA does not promise it: none waits for one that cannot run.
 
-    A warp of its own: to read a count takes 0.7 µs, and to publish one it must wait for what was
-    written. In the warpgroup that multiplies, a tile of D = 64 took 1.5 µs in place of 1.2 (H200).
-    Each lane reads the count of another of the next tiles. That a tile was added to is counted one
-    tile later: until then it need not be in memory.
+    To read a count takes a warp 0.7 µs (H200), and to publish one it must wait until what it added
+    is in memory, and for a fence. For a tile of D = 64 that is too long, so two warps take turns.
+    At D = 128 a tile takes twice the time, and two warps were slower than one by up to a tenth
+    (H100, causal). The count of its next tile a warp reads while it waits for memory, each lane
+    that of another of its next 32 tiles.
     """
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PARTS: gl.constexpr = pipe.HEAD_DIM // WIDTH
+    EVERY: gl.constexpr = 2 // PARTS
     item = pipe.item()
     _b, _h, key, _first_q, n_rows, _first_k, keys, _padded = pipe.origin(item)
     first_stage, n_stages, _first_q, padded = pipe.walk_of(item)
+    walked = key, n_rows, keys, first_stage, n_stages, padded
     n = n_stages * pipe.GROUP
-    lane = gl.arange(0, 32, layout=LANES)
-    ready = 0  # tiles that may be added to
-    for i in range(n):
+    ready = 0  # tiles before it may be added to
+    for i in range(FIRST, n, EVERY):
         while ready <= i:
-            at, member = pipe.stage_at(gl.minimum(i + lane, n - 1), first_stage, n_stages)
-            before = pipe.blocks_before(key, at * ROWS, n_rows, keys)
-            count = acquired(pipe.count_of(padded + member * pipe.head_rows + at * ROWS))
-            ready = i + gl.min(gl.where(count < before, lane, 32), 0)
-            before_reduction()
-        at, member = pipe.stage_at(i, first_stage, n_stages)
-        row = (padded + member * pipe.head_rows + at * ROWS) * PARTS
-        is_first = pipe.blocks_before(key, at * ROWS, n_rows, keys) == 0
+            ready = _ready(pipe, walked, i, EVERY)
+        row, before = _turn(pipe, walked, i)
         for part in gl.static_range(PARTS):
-            at_once, phase = ring(i * PARTS + part, 2)
-            mbarrier.wait(pipe.dq_full.index(at_once), phase)
-            if is_first:
-                tma.async_copy_shared_to_global(
-                    dq_desc, [row + part * ROWS, 0], pipe.dq.index(at_once)
-                )
+            buffer, phase = ring(i * PARTS + part, 2)
+            at = [row * PARTS + part * ROWS, 0]
+            mbarrier.wait(pipe.dq_full.index(buffer), phase)
+            if before == 0:
+                tma.async_copy_shared_to_global(dq_desc, at, pipe.dq.index(buffer))
             else:
-                reduce_add(dq_desc, [row + part * ROWS, 0], pipe.dq.index(at_once))
-            tma.store_wait(1)  # what was left before has been read
-            mbarrier.arrive(pipe.dq_empty.index(at_once ^ 1), count=1, pred=i * PARTS + part > 0)
-        if i > 0:
-            written(PARTS)
-            _count(pipe, i - 1, first_stage, n_stages, padded)
-    written(0)
-    if n > 0:
-        _count(pipe, n - 1, first_stage, n_stages, padded)
+                reduce_add(dq_desc, at, pipe.dq.index(buffer))
+            tma.store_wait(0)  # it has been read
+            mbarrier.arrive(pipe.dq_empty.index(buffer), count=1)
+        if (ready <= i + EVERY) & (i + EVERY < n):
+            ready = _ready(pipe, walked, i + EVERY, EVERY)
+        written()
+        gl.atomic_add(pipe.count_of(row), 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def _count(pipe, i, first_stage, n_stages, padded):
-    """Count that an item added to dq of the i-th tile that it walks: it is in memory."""
+def _turn(pipe, walked, i):
+    """Of the i-th tile that an item walks its first row in dq, and how many blocks of keys add to
+    it before the item's.
+    """
+    key, n_rows, keys, first_stage, n_stages, padded = walked
     at, member = pipe.stage_at(i, first_stage, n_stages)
-    count = pipe.count_of(padded + member * pipe.head_rows + at * ROWS)
-    gl.atomic_add(count, 1, sem="release", scope="gpu")
+    row = padded + member * pipe.head_rows + at * ROWS
+    return row, pipe.blocks_before(key, at * ROWS, n_rows, keys)
+
+
+@gluon.jit
+def _ready(pipe, walked, i, EVERY: gl.constexpr):
+    """Of the tiles i, i + EVERY … the first that may not be added to yet, or the 33rd."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    _key, _n_rows, _keys, _first_stage, n_stages, _padded = walked
+    lane = gl.arange(0, 32, layout=LANES)
+    of_lane = gl.minimum(i + lane * EVERY, n_stages * pipe.GROUP - 1)
+    row, before = _turn(pipe, walked, of_lane)
+    count = acquired(pipe.count_of(row))
+    before_reduction()
+    return i + gl.min(gl.where(count < before, lane, 32), 0) * EVERY
+
+
+@gluon.jit
+def add_first(pipe, dq_desc):
+    _add_in_turn(pipe, dq_desc, 0)
+
+
+@gluon.jit
+def add_second(pipe, dq_desc):
+    _add_in_turn(pipe, dq_desc, 1)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.language.core import _aggregate as aggregate
 
 from tnp.contract import Call
 from tnp.ops.attention.hopper_primitives import ring
-from tnp.ops.attention.keys import blocks_before, place, query_tiles
+from tnp.ops.attention.keys import block_in_turn, blocks_after, blocks_before, place, query_tiles
 from tnp.ops.hopper_primitives import opaque
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
@@ -88,6 +88,7 @@ class Pipeline:
     SPLIT: gl.constexpr
     APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
     ORDERED: gl.constexpr  # dq is added up in one order
+    LAST_FIRST: gl.constexpr  # and that is from a head's last block of keys to the first
 
     @gluon.constexpr_function
     def __init__(
@@ -118,6 +119,7 @@ class Pipeline:
         self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
         self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.LAST_FIRST = gl.constexpr(ORDERED and LEFT)
 
     @gluon.jit
     def item(self):
@@ -141,10 +143,7 @@ class Pipeline:
         item = opaque(item)
         if self.ORDERED or self.RIGHT:
             of_head = opaque(self.of_head)
-            begin = item // (of_head * self.section) * self.section
-            of_section = gl.minimum(self.section, self.n_items // of_head - begin)
-            at = item - begin * of_head
-            return begin + at % of_section, at // of_section
+            return block_in_turn(item, self.n_items, of_head, self.section, self.LAST_FIRST)
         else:
             return item // self.of_head, item % self.of_head
 
@@ -221,10 +220,16 @@ class Pipeline:
 
     @gluon.jit
     def blocks_before(self, key, row, n_rows, keys):
-        """Blocks of keys before that of `key` that some of queries row … row + 63 see."""
-        return blocks_before(
-            key, row, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
-        )
+        """Blocks of keys that add to dq of queries row … row + 63 before that of `key` does."""
+        if self.LAST_FIRST:
+            before = blocks_after(
+                key, row, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
+            )
+        else:
+            before = blocks_before(
+                key, row, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
+            )
+        return before
 
     @gluon.jit
     def stage_at(self, i, first, n):
@@ -233,19 +238,30 @@ class Pipeline:
 
         From the last queries back, of each tile all heads in turn: under a causal mask blocks that
         begin together then meet the same tiles one shortly after the other, and none comes up with
-        one that has more to walk. In a window they do so head by head.
+        one that has more to walk. In a window they do so head by head; and if LAST_FIRST from the
+        first queries on: the blocks of a sequence's last keys, which have less to walk, then go
+        ahead of the others in every head, and wait for none.
         """
         if self.PLAIN:
             return first + i, 0
+        elif self.LAST_FIRST:
+            return first + i % n, i // n
         elif self.LEFT:
             return first + n - 1 - i % n, i // n
         else:
             return first + n - 1 - i // self.GROUP, i % self.GROUP
 
     @gluon.jit
+    def first_walked(self, begin, past):
+        """First row of the stage that is walked first, of rows begin … past − 1."""
+        return begin if self.LAST_FIRST else past - ROWS
+
+    @gluon.jit
     def row_after(self, i, row, begin, past):
         """First row of the stage that is walked after the i-th, which begins with `row`."""
-        if self.LEFT:
+        if self.LAST_FIRST:
+            return gl.where(row + ROWS == past, begin, row + ROWS)
+        elif self.LEFT:
             return gl.where(row == begin, past, row) - ROWS
         else:
             # Opaque: ptxas of Triton 3.7 would spill.

@@ -115,7 +115,7 @@ def walk(
     DTYPE: gl.constexpr = pipe.q.dtype
     if not pipe.PLAIN:
         key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-        row = past - ROWS
+        row = pipe.first_walked(begin, past)
     elif pipe.HAS_N_KEYS:
         _b, _h, first_key = pipe.place(item)
         keys, _first, _n_stages = pipe.extent(item)
@@ -174,24 +174,38 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
     """dk (unscaled) and dv of a warpgroup's keys over the queries of all heads that share them.
 
     At D = 128; of a program's item, which must be its only one. No matmul is under way where what
-    is hidden is branched on: ptxas would wait for every one.
+    is hidden is branched on: ptxas would wait for every one. Under a mask the next tile's scores
+    are multiplied beside this one's dk. Without one they come after it, and dk is multiplied while
+    dv still is: that takes 1 to 2 % less time there, and 3 to 7 % more under a causal mask (H100).
+    Either way ds is handed over while dk is multiplied. Ahead of it that kept the matmuls waiting,
+    and beside the next scores ptxas would let no two of them overlap.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     DTYPE: gl.constexpr = pipe.q.dtype
+    AHEAD: gl.constexpr = pipe.LEFT or pipe.RIGHT
     dk = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     dv = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, DKV)
     key, begin, past, n_rows, keys = _extent(pipe, item, WARPGROUP)
-    row = past - ROWS
-    for i in range((past - begin) // ROWS * pipe.GROUP):
+    row = pipe.first_walked(begin, past)
+    end = (past - begin) // ROWS * pipe.GROUP
+    s = gl.zeros([ROWS, ROWS], gl.float32, S)
+    if end > 0:
+        mbarrier.wait(pipe.full.index(0), 0)
+        if AHEAD:
+            s = _times_transposed(tile(pipe.k, WARPGROUP), tile(pipe.q, 0))
+            s = warpgroup_mma_wait(0, deps=[s])
+    for i in range(end):
         stage, phase = ring(i, pipe.STAGES)
-        mbarrier.wait(pipe.full.index(stage), phase)
+        if not AHEAD:
+            mbarrier.wait(pipe.full.index(stage), phase)
         q = tile(pipe.q, stage)
         do = tile(pipe.do, stage)
         # Opaque, or their descriptors would be kept through the loop, and spill.
         own = opaque(i * 0 + WARPGROUP)
-        s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
+        if not AHEAD:
+            s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
         p = gl.exp2(s * scale_log2 - _row_of(pipe.lse, stage))
         if _some_hidden(pipe, key, row, n_rows, keys):
             p = gl.where(_visible(pipe, key, row, n_rows, keys, S), p, 0.0)
@@ -200,9 +214,20 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         dv_started = warpgroup_mma(p, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_started])
         ds = _gradient_of_scores(p, dp)
-        _hand_over(pipe, i, ds, WARPGROUP)
+        if AHEAD:
+            dv = warpgroup_mma_wait(0, deps=[dv_started])
+            # The last stage's next is itself: its scores are thrown away.
+            last = opaque(end) - 1  # or it would spill
+            following, phase = ring(gl.minimum(i + 1, last), pipe.STAGES)
+            mbarrier.wait(pipe.full.index(following), phase)
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
+        if AHEAD:
+            s_started = _times_transposed(tile(pipe.k, own), tile(pipe.q, following))
+            _hand_over(pipe, i, ds, WARPGROUP)
+            s, dk = warpgroup_mma_wait(0, deps=[s_started, dk_started])
+        else:
+            _hand_over(pipe, i, ds, WARPGROUP)
+            dv, dk = warpgroup_mma_wait(0, deps=[dv_started, dk_started])
         mbarrier.arrive(pipe.empty.index(stage), count=1)
         row = pipe.row_after(i, row, begin, past)
     return dk, dv

@@ -133,6 +133,32 @@ def blocks_before(
 
 
 @triton.jit
+def blocks_after(
+    key, row, n_q, n_keys, left, right,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Blocks of KEYS keys after that of `key` that some of queries row … row + ROWS − 1 see."""
+    _begin, _full_begin, _full_end, end = key_range(
+        row, n_q, n_keys, left, right, ROWS, LEFT, RIGHT
+    )
+    return tl.cdiv(end, KEYS) - 1 - key // KEYS
+
+
+@triton.jit
+def block_in_turn(item, n_items, of_head, section, LAST_FIRST: tl.constexpr):
+    """Head and block of keys of one of n_items, of which each head has `of_head`: heads are taken
+    in sections, one block of each in turn, from the first block or the last.
+    """
+    begin = item // (of_head * section) * section
+    of_section = tl.minimum(section, n_items // of_head - begin)
+    at = item - begin * of_head
+    block = at // of_section
+    if LAST_FIRST:
+        block = of_head - 1 - block
+    return begin + at % of_section, block
+
+
+@triton.jit
 def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
     """A range in blocks: where the first begins, where those begin and end that need no mask."""
     first = begin // BLOCK * BLOCK
