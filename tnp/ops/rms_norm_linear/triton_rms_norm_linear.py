@@ -32,7 +32,7 @@ class Config(KernelConfig):
 
 
 # By bytes per element: of up to `FEW` rows, and of more.
-FEW_ROWS = {2: Config(16, 16, 512, 8, 8), 4: Config(16, 16, 128, 4, 4)}
+FEW_ROWS = {2: Config(16, 32, 512, 1, 8), 4: Config(16, 16, 128, 4, 4)}
 MANY_ROWS = {2: Config(32, 64, 256, 1, 8), 4: Config(16, 32, 64, 1, 4)}
 
 
