@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def outcome(program: str, tool: str, problem: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sanitizer", description=__doc__)
     parser.add_argument("--racecheck", action="store_true", help="run racecheck as well")
+    parser.add_argument("--jobs", type=int, default=4, help="children at a time (%(default)s)")
     parser.add_argument("--problem", choices=PROBLEMS, help="run this one, without a tool")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -106,11 +108,13 @@ def main() -> None:
     program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:{TOOLKIT}")
     if program is None:
         sys.exit("compute-sanitizer is not installed here: it comes with NVIDIA's CUDA toolkit")
+    pairs = list(product(TOOLS[: 2 + asked.racecheck], PROBLEMS))
     bad = 0
-    for problem, tool in product(PROBLEMS, TOOLS[: 2 + asked.racecheck]):
-        found = outcome(program, tool, problem)
-        print(f"{tool} {problem}: {found}", flush=True)
-        bad += found != "nothing"
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        outcomes = pool.map(lambda pair: outcome(program, *pair), pairs)
+        for (tool, problem), found in zip(pairs, outcomes, strict=True):
+            print(f"{tool} {problem}: {found}", flush=True)
+            bad += found != "nothing"
     sys.exit(bad > 0)
 
 
