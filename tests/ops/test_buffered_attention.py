@@ -58,17 +58,13 @@ def assert_as_float64(run, inputs, options, dtype) -> None:
 
 
 CONFIGS = [  # dtype, operation, configuration
-    pytest.param(
-        "bfloat16" if itemsize == 2 else "float32", pass_, config(*one), id=f"{pass_}{one}"
+    pytest.param("bfloat16" if itemsize == 2 else "float32", pass_, config, id=f"{pass_}{config}")
+    for pass_, found in (
+        ("forward", triton_forward.CONFIGS.items()),
+        ("backward", triton_backward.CONFIGS.items()),
+        ("backward", [(2, triton_backward.WIDE_CONFIG)]),
     )
-    for pass_, config, of_gpus in (
-        ("forward", triton_forward.ForwardConfig, triton_forward.TILES),
-        ("forward", triton_forward.ForwardConfig, triton_forward.TILES_OF_ONE),
-        ("backward", triton_backward.BackwardConfig, triton_backward.TILES),
-        ("backward", triton_backward.BackwardConfig, triton_backward.TILES_OF_ONE),
-    )
-    for (itemsize, _), tiles in of_gpus.items()
-    for one in tiles
+    for itemsize, config in found
 ]
 
 

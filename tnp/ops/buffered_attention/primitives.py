@@ -10,7 +10,7 @@ whose weights are all zero.
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Problem
+from tnp.contract import Problem
 from tnp.ops.attention.primitives import load_rows
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.buffered_attention.definition import BLOCK_N, Rows, n_blocks
@@ -79,12 +79,6 @@ def scores(
     elif RAGGED:
         s = tl.where(block * BLOCK_N + offs_n < n_seen, s, float("-inf"))
     return s
-
-
-def candidates(tiles: dict, call: Call) -> tuple:
-    """Those of the problem's bytes per element and the GPU's capability, or else of 8.0."""
-    itemsize = call.problem.itemsize
-    return tiles.get((itemsize, call.target.capability), tiles.get((itemsize, 80), ()))
 
 
 def constants(problem: Problem) -> dict:

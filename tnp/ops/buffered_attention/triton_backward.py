@@ -34,7 +34,6 @@ from tnp.ops.attention.primitives import (
 from tnp.ops.buffered_attention.definition import BLOCK_N, TAKEN, Rows, n_blocks
 from tnp.ops.buffered_attention.primitives import (
     COUNTS,
-    candidates,
     constants,
     first_key,
     load_block,
@@ -55,15 +54,9 @@ class BackwardConfig(KernelConfig):
     num_stages: int
 
 
-# Rows of a tile, warps and stages, by bytes per element and capability (elsewhere: 80), the default
-# first; none spills there.
-TILES = {
-    (2, 80): ((32, 8, 2),),
-    (2, 90): ((64, 4, 1), (32, 8, 2), (64, 8, 2), (64, 8, 1)),
-    (4, 80): ((16, 8, 1),),
-}
-# Besides, where the context is one block: of two they spill.
-TILES_OF_ONE = {(2, 90): ((128, 8, 2), (32, 4, 3))}
+# By bytes per element; neither spills there.
+CONFIGS = {2: BackwardConfig(32, 8, 2), 4: BackwardConfig(16, 8, 1)}
+WIDE_TARGETS, WIDE_CONFIG = (90,), BackwardConfig(64, 4, 1)  # of 16 bits
 
 
 @triton.jit
@@ -232,9 +225,10 @@ def _buffered_attention_bwd_kernel(
 
 
 def configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """Candidates, the default first."""
-    more = candidates(TILES_OF_ONE, call) if n_blocks(call.problem)[0] == 1 else ()
-    return tuple(BackwardConfig(*one) for one in candidates(TILES, call) + more)
+    """The only candidate."""
+    itemsize = call.problem.itemsize
+    wide = itemsize == 2 and call.target.capability in WIDE_TARGETS
+    return (WIDE_CONFIG if wide else CONFIGS[itemsize],)
 
 
 @dataclass(frozen=True)
