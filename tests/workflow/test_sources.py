@@ -114,7 +114,8 @@ def test_what_a_backward_runs_is_its_source():
     assert single == fused | {"tnp/ops/mlp/single.py"}
     assert "tnp/ops/mlp/composed.py" in fused and "tnp/ops/hopper_silu.py" in fused
     projection = used_kernels(sources.of_gate("op--linear--fused"))
-    assert projection == {"tnp/ops/weight_gradient.py", "tnp/ops/projection/products.py"}
+    own = {"tnp/ops/weight_gradient.py", "tnp/ops/projection/products.py"}
+    assert projection == own | {"tnp/ops/triton_matmul.py"}  # tiles of a few rows
 
 
 def test_what_auto_may_choose_is_its_source_and_gate():
