@@ -16,7 +16,8 @@ like = {"device": device, "dtype": torch.bfloat16}
 implementation = "triton" if device == "cuda" else "sdpa"
 heads, kv_heads, head_dim, n_layers = 8, 2, 64, 2
 sizes = {"n_layers": n_layers, "n_kv_heads": kv_heads, "head_dim": head_dim}
-cache = PagedCache(n_pages=32, page=64, **sizes, **like)
+n_pages = 3 * -(-(100 + steps) // 64)
+cache = PagedCache(n_pages, page=64, **sizes, **like)
 first, second = cache.allocate(), cache.allocate()
 for handle, n_tokens in ((first, 100), (second, 30)):  # prompts, of lengths of their own
     for layer in range(n_layers):
@@ -28,6 +29,6 @@ for _ in range(steps):
         cache.append(handles, *torch.randn(2, 3, kv_heads, 1, head_dim, **like), layer)
         lengths, table = cache.lengths(handles, layer), cache.page_table(handles)
         o = decode_attention(q, *cache.layer(layer), lengths, table, implementation=implementation)
-print(f"{lengths.tolist()} tokens in {32 - cache.n_free} pages, o {tuple(o.shape)}")
+print(f"{lengths.tolist()} tokens in {n_pages - cache.n_free} pages, o {tuple(o.shape)}")
 for handle in handles:
     cache.free(handle)

@@ -1,5 +1,6 @@
-"""`python -m tests.sanitizer`: small problems of attention and decoding under compute-sanitizer's
-memcheck and synccheck, and racecheck where asked, on a GPU; red where one found anything.
+"""`python -m tests.sanitizer`: small problems of attention, decoding and a draw through a buffer
+under compute-sanitizer's memcheck and synccheck, and racecheck where asked, on a GPU; red where one
+found anything.
 
 Each problem is a child of its own, with a time limit. The first of its tools compiles its kernels,
 and every tensor is an allocation of its own: beyond its end memcheck then sees nobody's memory.
@@ -35,6 +36,8 @@ KINDS = {
 PROBLEMS = [
     *map("/".join, product(("fused", "separate", "portable"), ("64", "128"), KINDS)),
     *map("/".join, product(("decode",), ("64", "128"), ("contiguous", "pages"))),
+    *map("/".join, product(("buffered",), ("32", "64"), ("whole", "n_keys"))),
+    *map("/".join, product(("draw",), ("64",), ("one", "four"))),
 ]
 
 
@@ -69,11 +72,42 @@ def decode(head_dim: int, kind: str) -> None:
     decode_attention(q, k.clone(), v.clone(), lengths, table, implementation="triton")
 
 
+def buffered(head_dim: int, kind: str) -> None:
+    """All rows around a buffer of two blocks, forward and backward."""
+    from tnp.ops.buffered_attention import buffered_attention
+
+    like = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(2, 3, n, head_dim, **like) for n in (240, 127, 127))
+    lengths = torch.tensor([5, 57], dtype=torch.int32, device="cuda") if kind == "n_keys" else None
+    buffered_attention(
+        q, k, v, 70, n_groups=1, n_keys=lengths, all_rows=True, implementation="triton"
+    ).sum().backward()
+
+
+def draw(head_dim: int, kind: str) -> None:
+    """What a drawn target launches of ours, of one sample or four."""
+    from tnp import targets
+    from tnp.cache_entry import entry
+    from tnp.ops.projection import linear
+    from tnp.ops.rms_norm_linear import rms_norm_linear
+
+    batch, width, like = (1 if kind == "one" else 4), 8 * head_dim, {"device": "cuda"}
+    like["dtype"] = torch.bfloat16
+    x, update, gain = *torch.randn(2, batch, 2, width, **like), torch.ones(width, **like)
+    weight = torch.randn(3 * width, width, **like)
+    _, rows = rms_norm_linear(x, update, gain, weight, implementation="triton")
+    cache = torch.zeros(batch, 16, 333, head_dim, **like)
+    lengths = torch.full((batch,), 333, dtype=torch.int32, device="cuda")
+    entry(targets.of_device(cache.device), cache, n_rows=2)(cache, rows, lengths)
+    linear(rows, torch.randn(500, 3 * width, **like), implementation="fused")
+
+
 def run(problem: str) -> None:
     """A child's problem."""
     implementation, head_dim, kind = problem.split("/")
-    if implementation == "decode":
-        decode(int(head_dim), kind)
+    others = {"decode": decode, "buffered": buffered, "draw": draw}
+    if implementation in others:
+        others[implementation](int(head_dim), kind)
     else:
         attend(implementation, int(head_dim), kind)
     torch.cuda.synchronize()

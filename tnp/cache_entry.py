@@ -38,7 +38,7 @@ def _enter_kernel(
 ):  # fmt: skip
     """A sample a program; where the cache has no such row nothing is written.
 
-    BRINGS: there are more programs than samples, which ask for an equal part of the cache each.
+    BRINGS: every program asks for an equal part of the cache; one past the samples does no more.
     """
     if BRINGS:
         _bring(cache_ptr, n_bytes, each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,9 +86,22 @@ def require_alike(**tensors: torch.Tensor) -> None:
 def positive_number(name: str, value: float) -> float:
     """The number as a float; ValueError where it is not positive and finite."""
     require_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}: it must be positive and finite")
+    if not isinstance(value, Real) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}: it must be positive and finite")
     return float(value)
+
+
+def visible_device(device: torch.device | str) -> torch.device:
+    """The device; ValueError where there is none of that name here."""
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}: name 'cuda' or 'cpu'") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {found}, and no NVIDIA GPU is visible here: name 'cpu'")
+    return found
 
 
 def require_one_device(**tensors: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ _watchers = 0
 
 
 def asserts() -> bool:
-    """Whether plans made now assert on the device what their kernels clamp: with TNP_CHECK=1.
+    """Whether plans made now assert on the device what else is clamped or gives NaN: TNP_CHECK=1.
 
     Such an assertion takes as long as a small launch.
     """

@@ -24,6 +24,7 @@ from tnp.inputs import (
     require_no_gradient,
     require_pages,
     require_tensors,
+    visible_device,
 )
 from tnp.ops.attention.layouts import to_rows
 
@@ -77,8 +78,8 @@ class PagedCache:
         for name, value in counts.items():
             require_count(name, value, 1)
         if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype}: choose from {', '.join(map(str, DTYPES))}")
-        self.page, self.dtype, self.device = page, dtype, torch.device(device)
+            raise ValueError(f"dtype is {dtype!r}: choose from {', '.join(map(str, DTYPES))}")
+        self.page, self.dtype, self.device = page, dtype, visible_device(device)
         shape = n_layers, n_pages, page, n_kv_heads, head_dim
         # Zeros: rows that nobody has written must be finite.
         self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tnp import archive
+from tnp.inputs import visible_device
 from tnp.normalization import Normalization
 from tnp.variants import Variant
 
@@ -46,9 +47,7 @@ def load(
 ) -> TransformerNP:
     from tnp.model import TNPConfig
 
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, and no NVIDIA GPU is visible here: name 'cpu'")
+    device = visible_device(device)
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {FILE}: {REMEDY}")

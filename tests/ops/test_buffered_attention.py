@@ -135,7 +135,12 @@ def bad_inputs():
     yield "q has 20 rows: those of the context, the buffer and 5 groups that it must begin with", (
         q, k, k, 3,
     ), {"n_groups": 5}  # fmt: skip
-    yield "n_keys", (q, k, k, 3), {"n_keys": torch.tensor([1, 6], dtype=torch.int32)}
+    n_keys = torch.tensor([1, 6], dtype=torch.int32)
+    yield "n_keys is 6 in sample 1: it must lie between 1 and 5", (q, k, k, 3), {"n_keys": n_keys}
+    yield "n_buffer is 3.0: it must be a whole number", (q, k, k, 3.0), {}
+    yield "n_groups is True: it must be a whole number", (q, k, k, 3), {"n_groups": True}
+    yield "base2 is 'no': it must be True or False", (q, k, k, 3), {"base2": "no"}
+    yield "all_rows is 1: it must be True or False", (q, k, k, 3), {"all_rows": 1}
     yield "scale is 0.0: it must be positive", (q, k, k, 3), {"scale": 0.0}
     yield "base2 is set", (q, k, k, 3), {"scale": 1.0, "base2": True}
 

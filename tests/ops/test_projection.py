@@ -9,19 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.launched import reads, recorded
 from tests.ops.opaque import require_contracts
 from tnp import dispatch, plans
 from tnp.gates.checks import max_abs_error, relative_error
 from tnp.ops.attention import attention
-from tnp.ops.projection import (
-    OPERATOR_LINEAR,
-    OPERATOR_QKV,
-    few_rows,
-    linear,
-    products,
-    project_qkv,
-)
+from tnp.ops.projection import OPERATOR_QKV, linear, products, project_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -239,50 +231,6 @@ def test_linear_of_any_number_of_dimensions(n_dims):
     torch.testing.assert_close(out, own)
     gradients = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, own))
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "rows, n_in, dtype, kernel",
-    [
-        (1, 512, torch.bfloat16, "few_rows"),
-        (16, 2048, torch.float16, "few_rows"),
-        (17, 512, torch.bfloat16, "cublas"),
-        (2, 2049, torch.bfloat16, "cublas"),
-        (2, 512, torch.float32, "cublas"),
-    ],
-)
-@pytest.mark.parametrize("wanted", [(), ("x", "weight")])
-def test_few_rows_have_a_kernel_of_their_own(rows, n_in, dtype, kernel, wanted):
-    inputs = draw(rows, n_in, dtype=dtype), draw(3, n_in)
-    plan = plans.build(OPERATOR_LINEAR, "fused", inputs, (), wanted)
-    expected = kernel if plan.what.target.kind != "cpu" else "cublas"
-    assert plan.choices["linear.forward"]["choice"] == expected
-
-
-@pytest.mark.parametrize("n_in, n_out", [(1, 3), (42, 20), (512, 17), (1100, 8)])
-@pytest.mark.parametrize("block_n, num_warps", [(8, 1), (8, 4), (16, 2)])
-def test_few_rows_in_every_configuration(n_in, n_out, block_n, num_warps):
-    x, weight = draw(3, n_in, dtype=torch.bfloat16), draw(n_out, n_in, dtype=torch.bfloat16)
-    forced = {"linear.forward": ("few_rows", few_rows.Config(block_n, num_warps))}
-    plan = plans.build(OPERATOR_LINEAR, "fused", (x, weight), (), (), None, forced)
-    exact = x.double() @ weight.double().mT
-    assert relative_error(plan.run((x, weight), ()), exact) < 2 * relative_error(
-        linear(x, weight), exact
-    )
-
-
-def test_few_rows_are_read_where_they_lie():
-    x, weight = draw(3, 5, 64, dtype=torch.bfloat16), draw(8, 64)
-    for view in (x[:, 1:], x.transpose(0, 1), x[..., 16:48], x[0, 0]):
-        w = weight[:, : view.shape[-1]]
-        with recorded() as launches:
-            y = linear(view, w, implementation="fused")
-        assert len(launches) == 1 and reads(launches[0], view)
-        torch.testing.assert_close(y, linear(view, w))
-    columns = x.transpose(1, 2)  # rows of which are not contiguous
-    torch.testing.assert_close(
-        linear(columns, weight[:, :5], implementation="fused"), linear(columns, weight[:, :5])
-    )
 
 
 def test_no_rows():

@@ -256,8 +256,9 @@ def _apart(variant: Variant) -> Variant:
 
 
 def _at_once(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """All operators of ours, attention of all kinds of rows in one launch."""
-    yield "all operators of ours, rows at once", models.ours(device)
+    """All operators of ours, attention of all kinds of rows in one launch; none without Triton."""
+    if targets.of_device(device).kind != "cpu":
+        yield "all operators of ours, rows at once", models.ours(device)
 
 
 def _variants(device: torch.device) -> Iterator[tuple[str, Variant]]:

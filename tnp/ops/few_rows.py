@@ -2,11 +2,11 @@
 
 On compute capability 9.0 and newer such a kernel is launched while the one before it still runs
 (programmatic dependent launch). It asks for its weights to be brought to L2, and `follow` then has
-it wait until all that came before is complete. So it keeps the order of its stream whatever stands
-next to it. Ahead of `follow` no program may write anything, nor read anything unless it is launched
-right behind a kernel that it knows: a weight may have just been computed. Asking for memory is only
-a hint. Every program must call `follow`, because whoever waits for a kernel relies on that kernel's
-own wait.
+it wait until all that came before is complete. So the order of a stream holds next to any other
+kernel, provided that what is launched ahead of its turn waits too. Ahead of `follow` no program may
+write anything, nor read anything unless it is launched right behind a kernel that it knows: a
+weight may have just been computed. Asking for memory is only a hint. Every program must call
+`follow`, because whoever waits for a kernel relies on that kernel's own wait.
 """
 
 from typing import Any

@@ -7,4 +7,5 @@ select question, previous_started_at::date as earlier, first_started_at::date as
 from regressions
 where first_started_at >= (select max(started_at) - interval 30 days from sittings)
 order by
-    verdict = 'slower' desc nulls last, verdict is null asc, time_ms / previous_time_ms desc;
+    verdict = 'slower' desc nulls last, verdict is null asc, time_ms / previous_time_ms desc
+limit 40;

@@ -23,7 +23,8 @@ hold dq in the order of the matmul's registers, which needs no shuffles;
 `hopper_padded_rows._finish_dq_kernel` puts it right.
 
 ORDERED: blocks of keys add to a tile of dq in the order of their programs, which makes dq equal
-from run to run. Two warps apart from the third warpgroup see to that (`hopper_dkdv_dq`). If LEFT is
+from run to run. One warp apart from the third warpgroup, or at D = 64 two, see to that
+(`hopper_dkdv_dq`). If LEFT is
 bounded too, programs take a head's blocks from the last to the first (`LAST_FIRST`).
 
 BASE2: q carries scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and

@@ -77,7 +77,7 @@ def _add_in_turn(pipe, dq_desc, FIRST: gl.constexpr):
 
     To read a count takes a warp 0.7 µs (H200), and to publish one it must wait until what it added
     is in memory, and for a fence. For a tile of D = 64 that is too long, so two warps take turns.
-    At D = 128 a tile takes twice the time. One warp then counts a tile later that it was added to:
+    At D = 128 a tile takes twice the time. One warp then counts a tile when it has added the next:
     two warps, or one that counts at once, took 4 to 9 % more under a causal mask (H100). The count
     of its next tile a warp reads while it waits for memory, each lane that of another of its next
     32 tiles.

@@ -16,6 +16,7 @@ from tnp.contract import Implementation, Operation, Operator
 from tnp.inputs import (
     positive_number,
     require_between,
+    require_bools,
     require_count,
     require_floats,
     require_lengths,
@@ -168,6 +169,10 @@ def buffered_attention(
         raise ValueError(f"scale is {scale} and base2 is set: q carries the scale then")
     else:
         scale = positive_number("scale", scale)
+    require_bools(base2=base2, all_rows=all_rows)
+    for name, value in (("n_buffer", n_buffer), ("n_groups", n_groups)):
+        if isinstance(value, (bool, float)):
+            raise ValueError(f"{name} is {value!r}: it must be a whole number")
     # `index` has torch.compile take a symbolic number for a constant of the graph.
     n_buffer, n_groups = index(n_buffer), index(n_groups)
     if shaped and n_keys is not None:

@@ -1,7 +1,8 @@
 """The backward pass of attention around a buffer, in one launch.
 
 A program takes a head, and one block of keys after the other: a block's gradients stay in registers
-while its rows are walked, and dq is added up in memory by the program that wrote it. Gradients of
+while its rows are walked, and dq is added up in memory, in its own dtype, by the program that wrote
+it: a rounding a block, which is little beside that of o in delta. Gradients of
 three blocks at once spill 300 bytes a thread in every tile that was tried. Delta, the sum of p ∘ dp
 over all keys, is that of do ∘ o and is taken first; where a row sees one block alone it is summed
 there, and o is not read. Where the heads are too few to fill the GPU, several programs share a
@@ -54,7 +55,7 @@ class BackwardConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; neither spills there.
+# By bytes per element; none of the three spills.
 CONFIGS = {2: BackwardConfig(32, 8, 2), 4: BackwardConfig(16, 8, 1)}
 WIDE_TARGETS, WIDE_CONFIG = (90,), BackwardConfig(64, 4, 1)  # of 16 bits
 
