@@ -200,6 +200,8 @@ def test_refusals_are_one_sentence():
         ours(None, up)
     with pytest.raises(ValueError, match="unknown implementation 'x' of swiglu: choose from torch"):
         swiglu(gate, up, implementation="x")
+    with pytest.raises(ValueError, match="implementation is None: it must be a name, as 'torch'"):
+        swiglu(gate, up, implementation=None)
     with pytest.raises(RuntimeError, match="it takes bfloat16, float16, float32, not float64"):
         ours(gate.double(), up.double())
 

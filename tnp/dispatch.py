@@ -73,7 +73,7 @@ def call(
                 (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad),
             )  # fmt: skip
         else:  # a subclass may stand for anything
-            _require_tensors(operator, inputs)
+            _require(operator, implementation, inputs)
             return opaque.call(operator, implementation, inputs, scalars, options)
     plan = known.by_key.get(key)
     if plan is None:
@@ -81,12 +81,16 @@ def call(
             plan = known.by_key.get(key)
             if plan is None:
                 wanted = wanted_of(operator, inputs)
-                _require_tensors(operator, inputs)
+                _require(operator, implementation, inputs)
                 plan = known.keep(key, build(operator, implementation, inputs, options, wanted))
     return plan.run(inputs, scalars)
 
 
-def _require_tensors(operator: Operator, inputs: tuple) -> None:
+def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
+    """Raises ValueError where the implementation is no name, or what must be a tensor is none."""
+    if not isinstance(implementation, str):
+        first = operator.implementations[0].name
+        raise ValueError(f"implementation is {implementation!r}: it must be a name, as {first!r}")
     for name, x in zip(operator.inputs, inputs, strict=True):
         if x is not None or not name.endswith("?"):
             require_tensors(**{name.removesuffix("?"): x})
