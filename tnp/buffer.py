@@ -153,7 +153,6 @@ class Buffer:
         self._blocks = [k.new_zeros(shape) for _ in encoding.blocks]
         self._weights = [block.attention.projection_weight(k.dtype, 3) for block in model.blocks]
         self._lengths = torch.empty(len(self._blocks[0]), dtype=torch.int32, device=k.device)
-        self._samples = torch.arange(len(self._lengths), device=k.device)
         self._enter = self._entry()
         # What is added to the embeddings of a point that enters, and of a target.
         self._role = k.new_zeros(len(self._lengths), 2, model.config.d_model)
@@ -210,9 +209,9 @@ class Buffer:
 
     def _require_one_each(self, **points: torch.Tensor) -> None:
         for name, x in points.items():
-            if x.shape[:2] != (len(self._samples), 1):
+            if x.shape[:2] != (len(self._lengths), 1):
                 raise ValueError(
-                    f"{name} is {tuple(x.shape)}: it must be [{len(self._samples)}, 1, "
+                    f"{name} is {tuple(x.shape)}: it must be [{len(self._lengths)}, 1, "
                     f"{x.shape[2]}], one point for each sample of the buffer"
                 )
 
@@ -228,8 +227,10 @@ class Buffer:
 
             return entry(target, cache, n_rows=2)
 
+        samples = torch.arange(len(cache), device=cache.device)
+
         def in_torch(cache: torch.Tensor, heads: torch.Tensor, lengths: torch.Tensor) -> None:
-            cache[self._samples, :, lengths - 1] = heads[:, -cache.shape[1] :, 0]
+            cache[samples, :, lengths - 1] = heads[:, -cache.shape[1] :, 0]
 
         return in_torch
 

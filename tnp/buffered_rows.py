@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tnp import selection, targets
 from tnp.catalog import catalog
-from tnp.contract import Call, Problem
+from tnp.contract import Call
 from tnp.ops.buffered_attention import OPERATOR, buffered_attention
 
 
@@ -118,11 +118,15 @@ class _Keys(torch.autograd.Function):
 
 @lru_cache(maxsize=4096)
 def _refusal(
-    implementation: str, problem: Problem, device: torch.device, wanted: tuple[str, ...]
-) -> str | None:
+    implementation: str, dtype: torch.dtype, device: torch.device, wanted: tuple[str, ...],
+    **problem: int | bool,
+) -> str | None:  # fmt: skip
     """Why it cannot serve the problem; asked once a problem, since a step asks in every block."""
-    found = catalog().load(OPERATOR.name, implementation)
-    return selection.refuses(found, Call(problem, targets.of_device(device), wanted))
+    call = Call(
+        OPERATOR.problem(str(dtype).removeprefix("torch."), **problem),
+        targets.of_device(device), wanted,
+    )  # fmt: skip
+    return selection.refuses(catalog().load(OPERATOR.name, implementation), call)
 
 
 @dataclass(frozen=True)
@@ -148,13 +152,13 @@ class BufferedRows:
         if torch.compiler.is_compiling():
             return "what a compiler makes of copies needs no kernel of ours"
         batch, n_heads, n_q, head_dim = q.shape
-        problem = OPERATOR.problem(
-            str(q.dtype).removeprefix("torch."), batch=batch, n_heads=n_heads, n_q=n_q,
-            n_k=k.shape[2], head_dim=head_dim, n_buffer=self.n_buffer, n_groups=self.n_groups,
-            all_rows=n_q == self.n_rows, n_keys=self.lengths is not None,
+        return _refusal(
+            implementation, q.dtype, q.device,
+            OPERATOR.differentiated if torch.is_grad_enabled() else (),
+            batch=batch, n_heads=n_heads, n_q=n_q, n_k=k.shape[2], head_dim=head_dim,
+            n_buffer=self.n_buffer, n_groups=self.n_groups, all_rows=n_q == self.n_rows,
+            n_keys=self.lengths is not None,
         )  # fmt: skip
-        wanted = OPERATOR.differentiated if torch.is_grad_enabled() else ()
-        return _refusal(implementation, problem, q.device, wanted)
 
     def at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, base2: bool, implementation: str

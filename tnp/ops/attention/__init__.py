@@ -66,19 +66,7 @@ def describe(
     lse: bool = False,
 ) -> dict[str, int]:
     """Sizes, n_kv_heads and n_sequences; ValueError where the tensors do not go together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(
-                f"{name} has strides {x.stride()}: its last dimension must be contiguous"
-            )
-    require_one_device(q=q, k=k, v=v)
-    require_floats(q=q)
-    if k.shape != v.shape:
-        raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
+    definition.require_heads(q, k, v)
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree in batch and head_dim"

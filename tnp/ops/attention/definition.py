@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tnp.contract import Case, Operator, Problem, Work
+from tnp.inputs import require_floats, require_one_device
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale, visible
 from tnp.targets import Target
 
@@ -25,6 +26,23 @@ IN_CUDA = ("base2", "causal", "lse", "n_kv_heads")  # what kernels in CUDA C++ t
 # And those that take attention of any kind.
 OF_ANY_KIND = (*OPTIONS, *PACKED, "causal", "n_kv_heads", "n_sequences", "window")
 WITH_LSE = (*OF_ANY_KIND, "lse")
+
+
+def require_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError where q, k and v are not what any attention takes."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(
+                f"{name} has strides {x.stride()}: its last dimension must be contiguous"
+            )
+    require_one_device(q=q, k=k, v=v)
+    require_floats(q=q)
+    if k.shape != v.shape:
+        raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
 
 
 def n_kv_heads(problem: Problem) -> int:

@@ -24,8 +24,8 @@ hold dq in the order of the matmul's registers, which needs no shuffles;
 
 ORDERED: blocks of keys add to a tile of dq in the order of their programs, which makes dq equal
 from run to run. One warp apart from the third warpgroup, or at D = 64 two, see to that
-(`hopper_dkdv_dq`). If LEFT is
-bounded too, programs take a head's blocks from the last to the first (`LAST_FIRST`).
+(`hopper_dkdv_dq`). If LEFT is bounded too, programs take a head's blocks from the last to the first
+(`LAST_FIRST`).
 
 BASE2: q carries scale·log2(e), and of query tiles all of whose lse lie between −64 and 64 do and
 delta are times 2^−lse and lse is 0. Where that is so of all tiles of a head, pᵀ is 2^(k qᵀ), and

@@ -184,17 +184,15 @@ def longest_sequence(cu_seqlens, name, of, n_rows):
     import weakref
 
     if cu_seqlens.is_inference():
-        version, known, key = None, None, None
-    else:
-        version, key = cu_seqlens._version, id(cu_seqlens)
-        known = _known.get(key)
-    if known is None or known[0] != version:
         end, longest = _end_and_longest(cu_seqlens, name, of, n_rows)
-        if key is not None:
+    else:
+        key, version = id(cu_seqlens), cu_seqlens._version
+        known = _known.get(key)
+        if known is None or known[0] != version:
+            found = version, *_end_and_longest(cu_seqlens, name, of, n_rows)
             if known is None:
                 weakref.finalize(cu_seqlens, _known.pop, key, None)
-            _known[key] = version, end, longest
-    else:
+            known = _known[key] = found
         _, end, longest = known
     require_end(name, end, of, n_rows)
     return longest

@@ -18,11 +18,9 @@ from tnp.inputs import (
     require_between,
     require_bools,
     require_count,
-    require_floats,
     require_lengths,
-    require_one_device,
 )
-from tnp.ops.attention.definition import SCALE
+from tnp.ops.attention.definition import SCALE, require_heads
 from tnp.ops.buffered_attention import definition
 from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference
 from tnp.ops.declared import by_pytorch
@@ -42,19 +40,7 @@ def describe(
     base2: bool = False,
 ) -> dict[str, int]:
     """Sizes; ValueError where the tensors do not go together, or not with these counts."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(
-                f"{name} has strides {x.stride()}: its last dimension must be contiguous"
-            )
-    require_one_device(q=q, k=k, v=v)
-    require_floats(q=q)
-    if k.shape != v.shape:
-        raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
+    require_heads(q, k, v)
     batch, n_heads, n_q, head_dim = q.shape
     n_k = k.shape[2]
     if (batch, n_heads, head_dim) != (*k.shape[:2], k.shape[3]):
