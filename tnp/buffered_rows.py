@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from tnp import selection, targets
 from tnp.catalog import catalog
@@ -71,12 +71,13 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, sizes, n):
-        ctx.sizes = sizes
+        ctx.sizes, ctx.n = sizes, n
         return _split(x, sizes, n)
 
     @staticmethod
-    @once_differentiable  # a view of wider elements has no gradient
     def backward(ctx, *gradients):
+        if torch.is_grad_enabled():  # with create_graph
+            return _Join.apply(ctx.sizes, ctx.n, *gradients), None, None
         return _join(ctx.sizes, *gradients), None, None
 
 
@@ -89,9 +90,9 @@ class _Join(torch.autograd.Function):
         return _join(sizes, *parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
-        return None, None, *_split(gradient, ctx.sizes, ctx.n)
+        split = _Split.apply if torch.is_grad_enabled() else _split
+        return None, None, *split(gradient, ctx.sizes, ctx.n)
 
 
 class _Keys(torch.autograd.Function):
@@ -107,8 +108,10 @@ class _Keys(torch.autograd.Function):
         return k[:, :, :m], v[:, :, :m], k, v
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dk_first, dv_first, dk, dv):
+        if torch.is_grad_enabled():  # with create_graph: what has a graph is not written to
+            behind = (0, 0, 0, dk.shape[2] - ctx.m)
+            return dk + pad(dk_first, behind), dv + pad(dv_first, behind), None
         if dk.data_ptr() == dv.data_ptr() or 0 in (*dk.stride(), *dv.stride()):
             dk, dv = dk.clone(), dv.clone()  # one tensor for both, or one number for many
         for whole, first in ((dk, dk_first), (dv, dv_first)):

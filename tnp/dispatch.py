@@ -17,6 +17,7 @@ import os
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tnp import choice, opaque
 from tnp.contract import Operator
@@ -59,6 +60,8 @@ def call(
         RuntimeError: the implementation cannot run here, with the reason.
     """
     if _compiling() or _dispatch_modes() or _function_modes() or _functorch() is not None:
+        return opaque.call(operator, implementation, inputs, scalars, options)
+    if forward_ad._current_level >= 0:
         return opaque.call(operator, implementation, inputs, scalars, options)
     known = of_operator.get(operator.name) or plans(operator)
     key: tuple = (

@@ -16,18 +16,25 @@ PyTorch's own forms are called as they are.
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import index
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tnp import choice, targets
+from tnp import choice, derivatives, targets
 from tnp.catalog import AUTO, catalog
-from tnp.contract import Call, Implementation, Kernel, Operator
+from tnp.contract import Call, Case, Implementation, Kernel, Operator, Problem
 from tnp.plans import KernelPlan, build, plans
 from tnp.selection import aligned, choose_implementation, choose_kernel, kernels_of, wanted_of
 
+# By operator of PyTorch, what its FlopCounterMode asks: operations of a call.
+_formulas: dict[Any, Callable[..., int]] = {}
 _library = torch.library.Library("tnp", "FRAGMENT")
 _defined: dict[str, Any] = {}
 # What torch.compile traces through, as "run__operator__implementation": a function that it is to
@@ -55,8 +62,33 @@ def call(
         text = _decided(*known, tuple([index(size) for size in sizes]))
     if text.startswith(_RUN):
         return getattr(_plain, text)(*inputs, *scalars, **dict(options))
+    if not torch.compiler.is_compiling():
+        _count_flops()
+        _require_derivatives(operator, text, inputs)
     outputs, _saved = getattr(torch.ops.tnp, operator.name).default(*inputs, *scalars, text)
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _count_flops() -> None:
+    """Tells PyTorch's counters, also those that are counting, what calls of ours take."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:  # slow to import, and then nobody counts
+        return
+    modes = _get_current_dispatch_mode_stack()
+    counting = [mode.counter.flop_registry for mode in modes if hasattr(mode, "counter")]
+    for registry in (counter.flop_registry, *counting):
+        registry.update(_formulas)
+
+
+def _require_derivatives(operator: Operator, text: str, inputs: tuple) -> None:
+    """Raises RuntimeError where more is asked for than first derivatives backward."""
+    asked = None
+    if derivatives.is_transforming():
+        asked = derivatives.TRANSFORMED
+    elif forward_ad._current_level >= 0 and derivatives.has_tangent(inputs):
+        asked = derivatives.FORWARD_MODE
+    if asked is not None:
+        raise derivatives.refusal(operator.name, json.loads(text)["implementation"], asked)
 
 
 def _decided(
@@ -101,6 +133,10 @@ def _decided(
             return _plain_form(operator, found, options)
         implementation = chosen.name
         saves = choose_kernel(found.forward, operator, what)[0].saves
+    if derivatives.is_transforming():  # while torch.compile traces, which calls this as it is
+        raise derivatives.refusal(op, implementation, derivatives.TRANSFORMED)
+    if forward_ad._current_level >= 0 and torch.compiler.is_compiling():
+        raise derivatives.refusal(op, implementation, derivatives.FORWARD_MODE)
     content = {"implementation": implementation, "saves": saves, "wanted": wanted}
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
@@ -157,6 +193,18 @@ class _Spec:
         self.shown = tuple((name, value) for name, value in content["shown"])
         self.found = catalog().load(operator.name, self.implementation)
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}
+
+    def problem(self, names: Iterable[str], tensors: Iterable, sizes: Iterable) -> Problem:
+        """What is computed, of sizes in the operator's order; tensors say which are given."""
+        pairs = zip(names, tensors, strict=True)
+        given = {n: True for n, x in pairs if n in self.operator.optional and x is not None}
+        named = dict(zip(self.operator.sizes, map(int, sizes), strict=True))
+        return self.operator.problem(self.dtype, **given | dict(self.options + self.shown) | named)
+
+    def flops(self, problem: Problem, pass_: str) -> int:
+        """Operations of a pass of the problem, by the implementation's own count of work."""
+        work = (self.found.work or self.operator.work)(Case(problem), pass_)
+        return int(sum(work.flops.values()))
 
     def kernel(self, operation: Any) -> Kernel:
         """Any that saves in that form: what it leaves has the same sizes."""
@@ -246,10 +294,7 @@ def _define(operator: Operator) -> Any:
         known, numbers = spec(rest[-1]), rest[:-1]
         tensors = tuple(gradients), tuple(kept), tuple(saved)
         first = next(x for x in (*kept, *saved) if x is not None)
-        pairs = zip(operator.kept, kept, strict=True)
-        given = {one: True for one, x in pairs if one in operator.optional and x is not None}
-        named = dict(zip(operator.sizes, map(int, sizes), strict=True))
-        problem = operator.problem(known.dtype, **given | dict(known.options + known.shown) | named)
+        problem = known.problem(operator.kept, kept, sizes)
         rows_aligned = aligned(kept, gradients)
         what = Call(
             problem, targets.of_device(first.device), known.wanted, rows_aligned, apart=True
@@ -286,7 +331,14 @@ def _define(operator: Operator) -> Any:
         kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
         routes = spec(ctx.text).routes(gradients, kept, saved)
         op = getattr(torch.ops.tnp, f"{name}_backward").default
-        results = op(gradients, kept, saved, ctx.sizes, *ctx.scalars, ctx.text)
+
+        def run(*parts: tuple) -> list[torch.Tensor]:
+            return op(*map(list, parts), ctx.sizes, *ctx.scalars, ctx.text)
+
+        if torch.is_grad_enabled():  # with create_graph alone
+            error = derivatives.refusal(name, spec(ctx.text).implementation, derivatives.SECOND)
+            run = partial(derivatives.once, error, run)
+        results = run(tuple(gradients), tuple(kept), tuple(saved))
         found = (*gradients, *results)
         by_name = {
             one: None if at is None else found[at]
@@ -294,6 +346,18 @@ def _define(operator: Operator) -> Any:
         }
         return (*(by_name.get(one) for one in operator.tensors), *nothing)
 
+    def forward_flops(*arguments, out_val=None, **_):
+        known, inputs = spec(arguments[-1]), arguments[:n]
+        values = operator.describe(*inputs, **dict(known.options))
+        sizes = [values[size] for size in operator.sizes]
+        return known.flops(known.problem(operator.tensors, inputs, sizes), "forward")
+
+    def backward_flops(gradients, kept, saved, sizes, *rest, out_val=None, **_):
+        known = spec(rest[-1])
+        return known.flops(known.problem(operator.kept, kept, sizes), "backward")
+
+    packets = [getattr(torch.ops.tnp, name + suffix) for suffix in ("", "_backward")]
+    _formulas.update(zip(packets, (forward_flops, backward_flops), strict=True))
     for suffix, real, fake in (("", forward, fake_forward), ("_backward", backward, fake_backward)):
         for key in ("CPU", "CUDA"):
             _library.impl(name + suffix, real, key)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
+from tnp import derivatives
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice
 from tnp.contract import Call, Implementation, Operator
@@ -178,10 +181,16 @@ class KernelPlan:
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
         """Outputs and what is saved."""
+        return self._launched(self.launch, inputs, scalars)
+
+    def _launched(self, launch: Callable[..., Any], inputs: tuple, scalars: tuple) -> Any:
+        if torch._C._is_any_autocast_enabled():  # would cast what a launch leaves to PyTorch
+            with torch._C._DisableAutocast():
+                return self._launched(launch, inputs, scalars)
         if self.device is None or self.device == torch._C._cuda_getDevice():
-            return self.launch(inputs, scalars)
+            return launch(inputs, scalars)
         with torch.cuda.device(self.device):  # where Triton launches
-            return self.launch(inputs, scalars)
+            return launch(inputs, scalars)
 
     def _plain(self, inputs: tuple, scalars: tuple) -> Any:
         outputs, _ = self.forward(inputs, scalars)
@@ -197,21 +206,34 @@ class KernelPlan:
 
     def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
         """Gradients in the order of `differentiated`, None where not wanted."""
+        if forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
+            raise self.refusal(derivatives.FORWARD_MODE)
         # Gradients come with any strides, and hooks may hand back other copies of what was kept.
-        key = tuple(
-            [
-                None if x is None else (x.stride(), x.dtype, x.data_ptr() & 15)
-                for x in (*gradients, *kept, *saved)
-            ]
-        )
+        try:
+            key = tuple(
+                [
+                    None if x is None else (x.stride(), x.dtype, x.data_ptr() & 15)
+                    for x in (*gradients, *kept, *saved)
+                ]
+            )
+        except RuntimeError:  # it has no memory of its own
+            if derivatives.is_batched(gradients):
+                raise self.refusal(derivatives.BATCHED) from None
+            raise
         launch = self.backwards.get(key)
         if launch is None:
             with self._lock:
                 launch = self.backwards.get(key) or self._prepare(key, (gradients, kept, saved))
-        if self.device is None or self.device == torch._C._cuda_getDevice():
-            return launch((gradients, kept, saved), scalars)
-        with torch.cuda.device(self.device):
-            return launch((gradients, kept, saved), scalars)
+        return self._launched(launch, (gradients, kept, saved), scalars)
+
+    def refusal(self, what: str) -> RuntimeError:
+        """The error that says that this implementation does not give `what`."""
+        return derivatives.refusal(self.operator.name, self.found.name, what)
+
+    def backward_once(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
+        """As `backward`, with a graph that refuses to be differentiated."""
+        run = partial(self.backward, scalars=scalars)
+        return derivatives.once(self.refusal(derivatives.SECOND), run, gradients, kept, saved)
 
     @property
     def _lock(self) -> threading.RLock:
@@ -247,17 +269,15 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        # Autograd turns gradients off but for create_graph: the way round costs 2 µs a call.
-        if torch.is_grad_enabled():
-            return _once(ctx, *gradients)
         plan = ctx.plan
         if gradients[0] is None and all(gradient is None for gradient in gradients):
             return (None,) * (2 + len(plan.operator.tensors))
         tensors = ctx.saved_tensors
         kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
-        return plan.route((*plan.backward(gradients, kept, saved, ctx.scalars), None))
+        # Autograd turns gradients off but for create_graph.
+        backward = plan.backward_once if torch.is_grad_enabled() else plan.backward
+        return plan.route((*backward(gradients, kept, saved, ctx.scalars), None))
 
 
-_once = once_differentiable(_Function.backward)  # turns gradients off, and comes back
 # Without what `Function.apply` does for functorch, whose calls take another way (`tnp.opaque`).
 _apply = super(torch.autograd.Function, _Function).apply
