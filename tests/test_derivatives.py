@@ -1,7 +1,5 @@
 """Derivatives that operators of ours do not have: one sentence of each, on every route."""
 
-import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,61 +8,9 @@ from torch.autograd import forward_ad
 from torch.autograd import functional as of_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.ops.problems import DEVICE, HERE
-from tnp import dispatch
-from tnp.catalog import catalog
-from tnp.contract import Call, Case, Implementation, Operator
-from tnp.gates.results import wanted_of
+from tests.ops.every_operator import EVERY, Outputs, drawn
+from tnp.contract import Case, Implementation
 from tnp.ops.rms_norm import rms_norm
-from tnp.ops.swiglu import swiglu
-from tnp.values import Random
-
-
-def smallest(operator: Operator, found: Implementation) -> Case | None:
-    """The case of the gate with the fewest numbers that an implementation serves here."""
-
-    def served(case: Case) -> bool:
-        what = Call(case.problem, HERE, wanted_of(operator, found, case))
-        none = 0 in dict(case.problem.sizes).values() or case["forward_only"]
-        return not none and found.refuses(what) is None
-
-    def extent(case: Case) -> int:
-        return math.prod(size for _, size in case.problem.sizes)
-
-    return min(filter(served, operator.cases(HERE)), key=extent, default=None)
-
-
-def of_every_operator() -> list:
-    """The last implementation of ours that runs here: routes are the operator's."""
-    found = []
-    for operator in catalog().operators.values():
-        ours = [one for one in operator.implementations if one.forward is not None]
-        cases = [(one, smallest(operator, one)) for one in ours]
-        served = [(one, case) for one, case in cases if case is not None]
-        if served:
-            found.append(pytest.param(operator, *served[-1], id=operator.name))
-    return found
-
-
-EVERY = pytest.mark.parametrize(("operator", "found", "case"), of_every_operator())
-Outputs = Callable[..., list[torch.Tensor]]
-
-
-def drawn(operator: Operator, found: Implementation, case: Case) -> tuple[list, Outputs]:
-    """Differentiable inputs of a case, or all floats where there are none; outputs of these."""
-    values = operator.draw(case, Random(case, DEVICE))
-    inputs = {name: values.get(name) for name in operator.tensors}
-    wanted = wanted_of(operator, found, case) or tuple(
-        name for name, x in inputs.items() if x is not None and x.is_floating_point()
-    )
-
-    def outputs(*some: torch.Tensor) -> list[torch.Tensor]:
-        given = inputs | dict(zip(wanted, some, strict=True))
-        options = operator.call_options(case.problem)
-        made = dispatch.call(operator, found.name, tuple(given.values()), operator.numbers, options)
-        return [x.float() for x in (made if isinstance(made, tuple) else (made,))]
-
-    return [inputs[name].detach() for name in wanted], outputs
 
 
 def squares(outputs: Outputs, *some: torch.Tensor) -> torch.Tensor:
@@ -173,30 +119,3 @@ def test_a_flop_counter_counts_the_work(operator, found, case):
     assert counter.get_total_flops() == sum(
         int(sum(work(plain, pass_).flops.values())) for pass_ in passes
     )
-
-
-AUTOCAST = [torch.bfloat16, torch.float16]
-
-
-@EVERY
-def test_autocast_changes_nothing(operator, found, case):
-    some, outputs = drawn(operator, found, case)
-    leaves = [x.requires_grad_(found.differentiable) for x in some]
-
-    def results() -> list[torch.Tensor]:
-        made = outputs(*leaves)
-        wanted = [x for x in made if x.requires_grad]
-        ones = [torch.ones_like(x) for x in wanted]
-        return made + list(torch.autograd.grad(wanted, leaves, ones) if wanted else [])
-
-    expected = results()
-    for dtype in AUTOCAST:
-        with torch.autocast(DEVICE.type, dtype):
-            torch.testing.assert_close(results(), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_autocast_around_a_compiled_operator_changes_nothing():
-    gate, up = torch.randn(2, 3, 20)
-    compiled = torch.compile(partial(swiglu, implementation="triton"), backend="aot_eager")
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        assert torch.equal(compiled(gate, up), swiglu(gate, up, implementation="triton"))

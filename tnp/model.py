@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from tnp import buffer, joint, prediction, saved_model
+from tnp.autocast import without_autocast
 from tnp.inputs import require_count, require_floats
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.model_config import TNPConfig
@@ -63,7 +64,8 @@ class TransformerNP(nn.Module):
     Args:
         config: sizes.
         variant: implementation of each operator; weights and results do not depend on it.
-        compute_dtype: dtype of activations and matmuls; parameters are float32.
+        compute_dtype: dtype of activations and matmuls, also under `torch.autocast`; parameters
+            are float32.
         checkpoint: recompute each block in the backward pass instead of keeping its activations.
         normalization: of the user's units; tasks and predictions are then in them.
     """
@@ -111,6 +113,7 @@ class TransformerNP(nn.Module):
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
         self.heads = MixtureHeads(config, variant)
 
+    @without_autocast
     def forward(
         self,
         x_context: torch.Tensor,
@@ -231,6 +234,7 @@ class TransformerNP(nn.Module):
         """
         return self.nll(*task)
 
+    @without_autocast
     def nll(
         self,
         x_context: torch.Tensor,
@@ -311,6 +315,7 @@ class TransformerNP(nn.Module):
         return saved_model.load(cls, folder, variant, device, compute_dtype)
 
     @torch.no_grad()
+    @without_autocast
     def encode(self, context: Context, cuda_graph: bool = False) -> Encoding:
         """Keys and values of every block, which `predict` takes in the context's place.
 
@@ -329,6 +334,7 @@ class TransformerNP(nn.Module):
         return prediction.encode(self, context, cuda_graph)
 
     @torch.no_grad()
+    @without_autocast
     def predict(
         self, context: Context | Encoding, x_target: torch.Tensor, max_bytes: int = 1 << 30
     ) -> Prediction:
@@ -356,6 +362,7 @@ class TransformerNP(nn.Module):
         return Prediction(parameters, self.config.sigma_min, self.normalization)
 
     @torch.no_grad()
+    @without_autocast
     def sample_jointly(
         self,
         context: Context,
@@ -386,6 +393,7 @@ class TransformerNP(nn.Module):
         """
         return joint.sample(self, context, x_target, n_samples, buffer, cuda_graph)
 
+    @without_autocast
     def joint_log_density(self, task: Task, buffer: bool | None = None) -> torch.Tensor:
         """log p of all targets of each sample together, [B] in nats, given its context.
 

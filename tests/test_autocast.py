@@ -1,0 +1,55 @@
+"""Operators and models of ours under `torch.autocast`, which changes nothing."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.ops.every_operator import EVERY, drawn
+from tests.ops.problems import DEVICE
+from tests.test_model import build, loss_and_gradients, make_task
+from tnp.ops.swiglu import swiglu
+
+AUTOCAST = [torch.bfloat16, torch.float16]
+
+
+@EVERY
+def test_autocast_changes_nothing(operator, found, case):
+    some, outputs = drawn(operator, found, case)
+    leaves = [x.requires_grad_(found.differentiable) for x in some]
+
+    def results() -> list[torch.Tensor]:
+        made = outputs(*leaves)
+        wanted = [x for x in made if x.requires_grad]
+        ones = [torch.ones_like(x) for x in wanted]
+        return made + list(torch.autograd.grad(wanted, leaves, ones) if wanted else [])
+
+    expected = results()
+    for dtype in AUTOCAST:
+        with torch.autocast(DEVICE.type, dtype):
+            torch.testing.assert_close(results(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_autocast_around_a_compiled_operator_changes_nothing():
+    gate, up = torch.randn(2, 3, 20)
+    compiled = torch.compile(partial(swiglu, implementation="triton"), backend="aot_eager")
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert torch.equal(compiled(gate, up), swiglu(gate, up, implementation="triton"))
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"attention": "fused", "mlp": "fused", "projection": "fused"}]
+)
+@pytest.mark.parametrize("autocast_dtype", AUTOCAST)
+def test_autocast_around_a_model_changes_nothing(spec, autocast_dtype):
+    model, task = build(**spec), make_task()
+    expected = loss_and_gradients(model, task) | {"mean": model.predict(*asked(task)).mean}
+    model.zero_grad()
+    with torch.autocast("cpu", autocast_dtype):
+        found = loss_and_gradients(model, task) | {"mean": model.predict(*asked(task)).mean}
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+def asked(task):
+    return task.context, task.x_target
