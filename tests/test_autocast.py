@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.every_operator import EVERY, drawn
 from tests.ops.problems import DEVICE
-from tests.test_model import build, loss_and_gradients, make_task
+from tests.test_model import build, make_task
 from tnp.ops.swiglu import swiglu
 
 AUTOCAST = [torch.bfloat16, torch.float16]
@@ -37,19 +37,18 @@ def test_autocast_around_a_compiled_operator_changes_nothing():
         assert torch.equal(compiled(gate, up), swiglu(gate, up, implementation="triton"))
 
 
-@pytest.mark.parametrize(
-    "spec", [{}, {"attention": "fused", "mlp": "fused", "projection": "fused"}]
-)
+OURS = dict.fromkeys(("attention", "projection", "mlp", "rms_norm", "mixture_heads"), "fused")
+
+
+@pytest.mark.parametrize("spec", [{}, OURS])
 @pytest.mark.parametrize("autocast_dtype", AUTOCAST)
 def test_autocast_around_a_model_changes_nothing(spec, autocast_dtype):
     model, task = build(**spec), make_task()
-    expected = loss_and_gradients(model, task) | {"mean": model.predict(*asked(task)).mean}
-    model.zero_grad()
-    with torch.autocast("cpu", autocast_dtype):
-        found = loss_and_gradients(model, task) | {"mean": model.predict(*asked(task)).mean}
-    for name, x in expected.items():
-        assert torch.equal(found[name], x), name
 
+    def results(enabled: bool) -> list[torch.Tensor]:
+        with torch.autocast("cpu", autocast_dtype, enabled=enabled):
+            loss, prediction = model.loss(task), model.predict(task.context, task.x_target)
+        return [loss, prediction.mean, *torch.autograd.grad(loss, list(model.parameters()))]
 
-def asked(task):
-    return task.context, task.x_target
+    for found, expected in zip(results(True), results(False), strict=True):
+        assert torch.equal(found, expected)
