@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.autograd import forward_ad
 
+from tnp.contract import Operator
+
 SECOND = "second derivative"
 FORWARD_MODE = "derivative in forward mode"
 BATCHED = "batched gradient, as is_grads_batched or vectorize=True ask for"
@@ -19,10 +21,14 @@ TRANSFORMED = "result under torch.func's grad, vjp, jvp and vmap"
 _functorch = torch._C._functorch
 
 
-def refusal(op: str, implementation: str, what: str) -> RuntimeError:
-    """The error that says which operator does not give `what`, and which implementation does."""
+def refusal(operator: Operator, implementation: str, what: str) -> RuntimeError:
+    """The error that says which operator does not give `what`, and which implementation may."""
+    remedy = "choose implementation='torch'"
+    if any(one.name == "reference" for one in operator.implementations):
+        # There 'torch' is PyTorch's fused attention, which is differentiated once, backward.
+        remedy = "choose implementation='reference', or 'torch' where PyTorch's own gives it"
     return RuntimeError(
-        f"{op} implementation {implementation!r} gives no {what}: choose implementation='torch'"
+        f"{operator.name} implementation {implementation!r} gives no {what}: {remedy}"
     )
 
 

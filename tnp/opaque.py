@@ -88,7 +88,7 @@ def _require_derivatives(operator: Operator, text: str, inputs: tuple) -> None:
     elif forward_ad._current_level >= 0 and derivatives.has_tangent(inputs):
         asked = derivatives.FORWARD_MODE
     if asked is not None:
-        raise derivatives.refusal(operator.name, json.loads(text)["implementation"], asked)
+        raise derivatives.refusal(operator, json.loads(text)["implementation"], asked)
 
 
 def _decided(
@@ -134,9 +134,9 @@ def _decided(
         implementation = chosen.name
         saves = choose_kernel(found.forward, operator, what)[0].saves
     if derivatives.is_transforming():  # while torch.compile traces, which calls this as it is
-        raise derivatives.refusal(op, implementation, derivatives.TRANSFORMED)
+        raise derivatives.refusal(operator, implementation, derivatives.TRANSFORMED)
     if forward_ad._current_level >= 0 and torch.compiler.is_compiling():
-        raise derivatives.refusal(op, implementation, derivatives.FORWARD_MODE)
+        raise derivatives.refusal(operator, implementation, derivatives.FORWARD_MODE)
     content = {"implementation": implementation, "saves": saves, "wanted": wanted}
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
@@ -336,7 +336,7 @@ def _define(operator: Operator) -> Any:
             return op(*map(list, parts), ctx.sizes, *ctx.scalars, ctx.text)
 
         if torch.is_grad_enabled():  # with create_graph alone
-            error = derivatives.refusal(name, spec(ctx.text).implementation, derivatives.SECOND)
+            error = derivatives.refusal(operator, spec(ctx.text).implementation, derivatives.SECOND)
             run = partial(derivatives.once, error, run)
         results = run(tuple(gradients), tuple(kept), tuple(saved))
         found = (*gradients, *results)

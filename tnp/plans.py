@@ -228,7 +228,7 @@ class KernelPlan:
 
     def refusal(self, what: str) -> RuntimeError:
         """The error that says that this implementation does not give `what`."""
-        return derivatives.refusal(self.operator.name, self.found.name, what)
+        return derivatives.refusal(self.operator, self.found.name, what)
 
     def backward_once(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
         """As `backward`, with a graph that refuses to be differentiated."""
