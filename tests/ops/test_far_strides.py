@@ -34,10 +34,13 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name fro
 # Cases with as many in each dimension, where the gate's have fewer.
 _WIDE_CACHE = {"k_descale": True, "v_descale": True, "cache": "e4m3", "descale_each": True}
 WIDER = {
-    "attention": [("float32", 3, 3, 5, 6, 16, {"n_keys": True, "lengths": "1,4,6"})],
+    "attention": [
+        ("float32", 3, 1, 5, 6, 16, {"n_keys": True, "lengths": "1,4,6"}),
+        ("float32", 1, 3, 5, 6, 16, {"lse": True}),
+    ],
     "buffered_attention": [
-        ("float32", 3, 3, 7 + 2 * 3 + 4, 7 + 3, 16, 3,
-         {"n_keys": True, "lengths": "2,7,5", "n_groups": 1, "all_rows": True}),
+        ("float32", 3, 1, 7, 4, 16, 1, {"n_keys": True, "lengths": "2,3,1", "n_groups": 1}),
+        ("float32", 1, 3, 7, 4, 16, 1, {"n_groups": 1}),
     ],
     "decode_attention": [
         ("float32", 3, 6, 3, 3, 48, 16, 16, {"page_table": True, "lengths": "5,17,48"}),
@@ -154,19 +157,32 @@ class Setting:
             found |= {f"d{n}": x for n, x in zip(operator.differentiated, given, strict=True)}
         return {name: x for name, x in found.items() if x is not None}
 
+    def each_taken(
+        self, forced: selection.Forced, moved: dict[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Results of what was moved: of all together, or one by one where one is refused."""
+        try:
+            yield self.results(forced, **moved)
+        except ValueError:  # no tensor of these strides is taken, and a sentence says so
+            for name, x in moved.items() if len(moved) > 1 else ():
+                yield from self.each_taken(forced, {name: x})
 
-def layouts(tensors: dict[str, torch.Tensor | None]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Which dimensions are put far: each that is large enough, and all of these but the last."""
+
+def layouts(tensors: dict[str, torch.Tensor | None]) -> dict[tuple[int, ...], list[str]]:
+    """Dimensions that are put far, and of which tensors: each that is large enough, and all of a
+    tensor's but its last.
+    """
+    found: dict[tuple[int, ...], list[str]] = {}
     for name, x in tensors.items():
         dims = [] if x is None else [dim for dim in range(x.dim()) if x.shape[dim] >= LEAST]
-        yield from ((name, (dim,)) for dim in dims)
         leading = tuple(dim for dim in dims if dim < x.dim() - 1) if dims else ()
-        if len(leading) > 1:
-            yield name, leading
+        for some in dict.fromkeys([*((dim,) for dim in dims), *([leading] if leading else [])]):
+            found.setdefault(some, []).append(name)
+    return found
 
 
-def code(forced: selection.Forced, name: str, operator: Operator) -> list[tuple]:
-    """What runs of a tensor: operations, kernels, and what their configurations switch on."""
+def runs(forced: selection.Forced, name: str, operator: Operator) -> list[tuple]:
+    """What reads a tensor: operations, kernels, and what their configurations switch on."""
     found = [(op, kernel, selection.switches(config)) for op, (kernel, config) in forced.items()]
     return found if name in operator.tensors else found[1:]
 
@@ -182,25 +198,27 @@ def near_enough(x: torch.Tensor, y: torch.Tensor) -> bool:
 @pytest.mark.parametrize("op", list(catalog().operators))
 def test_no_offset_wraps_around(op):
     operator = catalog().operator(op)
-    tried: set[tuple] = set()  # code, tensor, dimensions
+    tried: set[tuple] = set()  # what runs, tensor, dimensions
+    given: set[str] = set()
     ours = [own for own in operator.implementations if own.forward is not None]
     for case in cases(operator):
         for own in ours:
             setting = Setting(operator, own, case)
+            given |= {name for name, x in setting.inputs.items() if x is not None and x.numel()}
             for forced in setting.kernels():
                 near = None
                 tensors = setting.inputs | setting.arriving(forced)
-                for name, dims in layouts(tensors):
-                    new = {(part, name, dims) for part in code(forced, name, operator)} - tried
-                    if not new:
+                for dims, names in layouts(tensors).items():
+                    new = {
+                        name: {(*part, name, dims) for part in runs(forced, name, operator)} - tried
+                        for name in names
+                    }
+                    moved = {name: far(tensors[name], dims) for name in names if new[name]}
+                    if not moved:
                         continue
-                    tried |= new
+                    tried.update(*new.values())
                     near = near or setting.results(forced)
-                    try:
-                        found = setting.results(forced, **{name: far(tensors[name], dims)})
-                    except ValueError:  # it takes no tensor of these strides, and says so
-                        continue
-                    for result, x in near.items():
-                        assert near_enough(found[result], x), (result, name, dims, forced, case)
-    given = {name for one in (setting.inputs,) for name, x in one.items() if x is None or len(x)}
-    assert given <= {name for _, name, _ in tried}, "give WIDER a case that has more of these"
+                    for found in setting.each_taken(forced, moved):
+                        for result, x in near.items():
+                            assert near_enough(found[result], x), (result, dims, [*moved], forced)
+    assert given <= {name for *_, name, _ in tried}, "give WIDER a case that has more of these"
