@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from tnp import derivatives
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice
-from tnp.contract import Call, Implementation, Operator
+from tnp.contract import Call, Implementation, Kernel, Operator
 from tnp.selection import (
     Forced,
     aligned,
@@ -167,7 +167,7 @@ class KernelPlan:
         first = next(x for x in inputs if x is not None)
         self.device = first.device.index if first.is_cuda else None
         with _current(self.device):
-            self.launch = kernel.prepare(what, picked.config, inputs)
+            self.launch = _prepared(kernel, what, picked.config, inputs)
         self.backwards: dict[tuple, Any] = {}
         names = operator.tensors
         everything = (*names, *operator.outputs)
@@ -247,11 +247,31 @@ class KernelPlan:
         )
         self.choices[self.found.backward.name] = picked.describe()
         with _current(self.device):
-            launch = kernel.prepare(what, picked.config, inputs)
+            launch = _prepared(kernel, what, picked.config, inputs)
         if len(self.backwards) >= MAX_PLANS:
             self.backwards.clear()
         self.backwards[key] = launch
         return launch
+
+
+def _prepared(kernel: Kernel, what: Call, config: object, inputs: tuple) -> Any:
+    """What launches a kernel, which reads every vector without a stride: lengths, a weight."""
+    groups = inputs if isinstance(inputs[0], tuple) else (inputs,)
+    if not any(_is_strided(x) for group in groups for x in group):
+        return kernel.prepare(what, config, inputs)
+    launch = kernel.prepare(what, config, _dense(inputs))
+    return lambda inputs, scalars: launch(_dense(inputs), scalars)
+
+
+def _is_strided(x: torch.Tensor | None) -> bool:
+    return x is not None and x.dim() == 1 and not x.is_contiguous()
+
+
+def _dense(x: Any) -> Any:
+    """Tensors with copies in place of vectors that are not contiguous."""
+    if isinstance(x, tuple):
+        return tuple(map(_dense, x))
+    return x.contiguous() if _is_strided(x) else x
 
 
 def _current(device: int | None) -> Any:

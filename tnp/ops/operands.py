@@ -6,6 +6,7 @@ dimension of what a kernel reads is contiguous; rows may lie further apart.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ HIDDEN_MULTIPLE = 16
 TMA_MULTIPLE = 16
 
 Read = Callable[[torch.Tensor], torch.Tensor]
+Many = tuple[torch.Tensor | None, ...]
 
 
 def hidden_width(d_ff: int) -> int:
@@ -80,6 +82,33 @@ def rows_of(x: torch.Tensor, tma: bool = False, contiguous: bool = False) -> Row
     return Rows(n, width, width, copied, copied if flat else lambda x: copied(x).view(shape))
 
 
+def near(tensors: Many, dims: tuple[tuple[int, ...], ...]) -> Callable[[Many], Many]:
+    """What hands tensors, some of which may be None, to a kernel that counts some offsets in 32
+    bits: themselves, or contiguous copies of those in which these dimensions reach further.
+
+    Offsets of 64 bits there would cost registers at every call, and such a tensor is rare.
+
+    Args:
+        tensors: any of the plan's layout.
+        dims: for each of them, the dimensions whose offsets have 32 bits.
+    """
+    pairs = zip(tensors, dims, strict=True)
+    far = [x is not None and reach(x, of_x) >= 2**31 for x, of_x in pairs]
+    if True not in far:
+        return _itself
+
+    def read(tensors: Many) -> Many:
+        pairs = zip(tensors, far, strict=True)
+        return tuple(x.contiguous() if copied else x for x, copied in pairs)
+
+    return read
+
+
+def reach(x: torch.Tensor, dims: tuple[int, ...]) -> int:
+    """The largest offset along these dimensions, in elements."""
+    return sum((x.shape[dim] - 1) * x.stride(dim) for dim in dims)
+
+
 def _collapses(x: torch.Tensor) -> bool:
     """Whether all dimensions but the last are one, without a copy."""
     sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
@@ -88,7 +117,7 @@ def _collapses(x: torch.Tensor) -> bool:
     return all(step == inner * size for (_, step), (size, inner) in pairs)
 
 
-def _itself(x: torch.Tensor) -> torch.Tensor:
+def _itself(x: Any) -> Any:
     return x
 
 

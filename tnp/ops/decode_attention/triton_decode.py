@@ -31,6 +31,7 @@ from tnp.ops.attention.primitives import LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
 from tnp.ops.few_rows import chained, follow
+from tnp.ops.operands import near
 from tnp.ops.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
 
 # What a program takes before the first block of a pair, in blocks. Of lengths up to 32,768 drawn
@@ -292,7 +293,9 @@ def _descale_strides(descale: torch.Tensor | None) -> tuple[int, int]:
 
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     """The kernel, and where a pair may have several blocks the sum of parts."""
-    q, k, v, lengths, table, k_descale, v_descale = inputs
+    of_descales = [() if x is None else tuple(range(x.dim())) for x in inputs[5:]]
+    read = near(inputs, ((1, 2), (), (), (), (1,), *of_descales))
+    q, k, v, lengths, table, k_descale, v_descale = read(inputs)
     p = call.problem
     batch, kv_heads, head_dim, capacity = p["batch"], p["kv_heads"], p["head_dim"], p["n_keys"]
     programs = config.programs * call.target.multiprocessors
@@ -330,7 +333,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         )  # fmt: skip
 
     def launch(inputs, scalars):
-        q, k, v, lengths, table, k_descale, v_descale = inputs
+        q, k, v, lengths, table, k_descale, v_descale = read(inputs)
         o = q.new_empty_strided(*of_o)
         parts = q.new_empty_strided(*of_parts, dtype=torch.float32) if add_parts else o
         kernel(

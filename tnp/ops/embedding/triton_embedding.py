@@ -17,6 +17,7 @@ import triton.language as tl
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.embedding import GIVEN
+from tnp.ops.operands import near
 from tnp.ops.primitives import cast
 from tnp.ops.rows import bound_sum, programs
 
@@ -197,6 +198,10 @@ def _numbers(call: Call, points: tuple) -> tuple[list[int], dict[str, int]]:
     return numbers, {"D_X": d_x, "D_Y": call.problem["width"] - d_x - 1}
 
 
+# Of each of the points the dimension whose offsets have 32 bits.
+FEATURES = ((2,), (2,), (2,))
+
+
 def _readable(points: tuple, weight) -> list:
     """What is not given is never read: weight stands in."""
     return [weight if x is None else x for x in points]
@@ -211,13 +216,14 @@ def empty(wanted, inputs):
 
 def prepare(call, config, inputs):
     tile = config.tile(call.problem.itemsize)
-    numbers, widths = _numbers(call, inputs[:3])
+    read = near(inputs[:3], FEATURES)
+    numbers, widths = _numbers(call, read(inputs[:3]))
     kernel = Bound(_embed_rows_fwd_kernel, _grid(call, config, tile), *numbers, **widths, **tile)
 
     def launch(inputs, scalars):
         outputs, saved = empty((), inputs)
         weight = inputs[3].contiguous()
-        kernel(*_readable(inputs[:3], weight), weight, *outputs)
+        kernel(*_readable(read(inputs[:3]), weight), weight, *outputs)
         return outputs, saved
 
     return launch
@@ -234,7 +240,8 @@ def prepare_backward(call, config, inputs):
     strides = dout.stride() if dout.stride(-1) == 1 else (n_points * d_model, d_model, 1)
     tile = config.tile(dout.element_size())
     grid = _grid(call, config, tile)
-    numbers, widths = _numbers(call, tuple(points))
+    read = near(tuple(points), FEATURES)
+    numbers, widths = _numbers(call, read(tuple(points)))
     kernel = Bound(_embed_rows_bwd_kernel, grid, *strides[:2], *numbers, **widths, **tile)
     add = bound_sum(grid[0], weight.numel())
 
@@ -244,7 +251,7 @@ def prepare_backward(call, config, inputs):
         partials = weight.new_empty(grid[0], *weight.shape)
         dweight = weight.new_empty(weight.shape)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        kernel(dout, *_readable(points, weight), weight, partials)
+        kernel(dout, *_readable(read(tuple(points)), weight), weight, partials)
         add(partials, dweight, 1.0)
         return None, None, None, dweight
 

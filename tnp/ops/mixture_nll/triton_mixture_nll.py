@@ -22,6 +22,7 @@ import triton.language as tl
 from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.losses import scaling
+from tnp.ops.operands import near
 from tnp.ops.primitives import INTERPRETED, KernelConfig, cast
 from tnp.ops.rows import as_batches, bound_sum
 
@@ -156,7 +157,9 @@ def prepare(call, config, inputs):
     n_rows, k = call.problem["rows"], call.problem["n_components"]
     block_k = triton.next_power_of_2(k)
     n_programs = triton.cdiv(n_rows, config.elements // block_k)
-    y_rows = as_batches(inputs[1])
+    of_y = (as_batches(inputs[1]),)
+    read = near(of_y, ((2,),))
+    (y_rows,) = read(of_y)
     has_floor, has_n_targets = call.problem["floor"], call.problem["n_targets"]
     batch = y_rows.shape[0]
     kernel = Bound(
@@ -174,8 +177,9 @@ def prepare(call, config, inputs):
         (loss,), (dparameters, dy) = empty(call.wanted, inputs)
         partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
         log_sigma_min = math.log(scalars[0]) if has_floor else 0.0
+        (y_rows,) = read((as_batches(y),))
         kernel(
-            parameters.contiguous(), as_batches(y), n_targets if has_n_targets else y, partials,
+            parameters.contiguous(), y_rows, n_targets if has_n_targets else y, partials,
             dparameters, dy, log_sigma_min,
         )  # fmt: skip
         add(partials, loss, 1.0)

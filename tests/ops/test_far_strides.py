@@ -1,0 +1,224 @@
+"""Offsets of every kernel are 64-bit: a tensor whose elements lie far apart gives the same results.
+
+The catalog says which operators there are, so a new one is tested without a word here. Each kernel
+of ours that Triton's interpreter runs gets each input and each arriving gradient from memory that
+nobody else touches, one dimension at a time. The offsets of half of that dimension do not fit in 32
+bits.
+
+An offset that wraps around at 32 bits stays inside the same memory, at most 2³¹ elements ahead of
+the tensor. The kernel then reads zeros there, so that a fault shows in numbers and kills no process.
+"""
+
+import mmap
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+import pytest
+import torch
+
+from tests.ops.problems import DEVICE, HERE
+from tnp import plans, selection, targets
+from tnp.catalog import catalog
+from tnp.contract import Call, Case, Implementation, Operator
+from tnp.gates.results import wanted_of
+from tnp.values import Random, Upstream
+
+pytestmark = pytest.mark.skipif(
+    HERE is not targets.INTERPRETER,
+    reason="pages that nobody touches cost nothing on a CPU alone: a GPU would need 17 GB a tensor",
+)
+
+FAR = 2**31
+LEAST = 3  # with 2 in a dimension its offset is the stride, which Triton passes in 64 bits
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name from 3.13 on
+# Cases with as many in each dimension, where the gate's have fewer.
+_WIDE_CACHE = {"k_descale": True, "v_descale": True, "cache": "e4m3", "descale_each": True}
+WIDER = {
+    "attention": [
+        ("float32", 3, 1, 5, 6, 16, {"n_keys": True, "lengths": "1,4,6"}),
+        ("float32", 1, 3, 5, 6, 16, {"lse": True}),
+    ],
+    "buffered_attention": [
+        ("float32", 3, 1, 7, 4, 16, 1, {"n_keys": True, "lengths": "2,3,1", "n_groups": 1}),
+        ("float32", 1, 3, 7, 4, 16, 1, {"n_groups": 1}),
+    ],
+    "decode_attention": [
+        ("float32", 3, 6, 3, 3, 48, 16, 16, {"page_table": True, "lengths": "5,17,48"}),
+        ("bfloat16", 3, 6, 3, 3, 48, 16, 48, {"lengths": "5,17,48", **_WIDE_CACHE}),
+    ],
+    "embedding": [
+        ("float32", 18, 7, 16, {"x_context": True, "y_context": True, "x_target": True,
+                                "batch": 3, "n_context": 3, "d_x": 3}),
+    ],
+    "linear": [("float32", 9, 32, 16, {"batch": 3})],
+    "rms_norm_linear": [("float32", 9, 48, 16, {"batch": 3, "start": 1})],
+    "rope": [("float32", 3, 3, 3, 5, 16, {"positions": True})],
+    "qk_norm_rope": [("float32", 3, 3, 3, 5, 16, {"positions": True})],
+}  # fmt: skip
+
+
+def far(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """A copy of x in which `dims` reach 2³¹ elements or more, each around the ones behind it."""
+    strides, span = [0] * x.dim(), 1
+    for dim in reversed(range(x.dim())):
+        if dim not in dims:
+            strides[dim], span = span, span * x.shape[dim]
+    for dim in reversed(dims):
+        each = min(2 * FAR // (x.shape[dim] - 1), 3 * FAR // 4)  # fits in 32 bits
+        strides[dim] = -(-max(each, span) // 16) * 16  # Triton and TMA like multiples of 16
+        span += strides[dim] * (x.shape[dim] - 1)
+    ahead = FAR * len(dims)
+    n_bytes = (ahead + span + FAR) * x.element_size()
+    try:
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    except OSError as error:
+        pytest.skip(f"this machine gives no {n_bytes / 2**30:.0f} GB of addresses: {error}")
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # 4 KB for an element, not 2 MB
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(x.dtype)
+    return whole.as_strided(x.shape, strides, ahead).copy_(x)
+
+
+def cases(operator: Operator) -> list[Case]:
+    """Cases of the gate and wider ones, the smallest first.
+
+    Those in bfloat16 come last: PyTorch's own product of far bfloat16 columns is wrong on a CPU.
+    """
+    wider = [operator.case(*sizes, **named) for *sizes, named in WIDER.get(operator.name, ())]
+
+    def order(case: Case) -> tuple[bool, int]:
+        drawn = operator.draw(case, Random(case, torch.device("meta")))
+        n_elements = sum(x.numel() for x in drawn.values() if x is not None)
+        return case.problem.dtype == "bfloat16", n_elements
+
+    return sorted([*operator.cases(HERE), *wider], key=order)
+
+
+def serving(own: Implementation, what: Call) -> Iterator[selection.Forced]:
+    """Kernels of both passes that serve a call, each with each of its forms at least once."""
+    operations = [own.forward] + ([own.backward] if what.wanted else [])
+    able = [
+        [
+            (kernel.saves, (kernel.name, config))
+            for kernel in selection.kernels_of(operation).values()
+            if not kernel.refuses(what)
+            for config in selection.forms(kernel, what)
+        ]
+        for operation in operations
+    ]
+    for form in dict.fromkeys(saves for saves, _ in able[0]):
+        chosen = [[one for saves, one in some if saves == form or len(able) == 1] for some in able]
+        if all(chosen):
+            longest = max(map(len, chosen))
+            for pair in zip(*(islice(cycle(some), longest) for some in chosen), strict=True):
+                yield {one.name: choice for one, choice in zip(operations, pair, strict=True)}
+
+
+class Setting:
+    """A case with its kernels forced, and what they compute of tensors in any layout."""
+
+    def __init__(self, operator: Operator, own: Implementation, case: Case) -> None:
+        self.operator, self.own, self.case = operator, own, case
+        drawn = operator.draw(case, Random(case, DEVICE))
+        self.upstream = Upstream(Random(case, DEVICE, seed=1), drawn)
+        self.inputs = {name: drawn.get(name) for name in operator.tensors}
+        self.options = operator.call_options(case.problem)
+        self.wanted = wanted_of(operator, own, case)
+
+    def kernels(self) -> Iterator[selection.Forced]:
+        """Pairs of kernels that serve the case; none where the implementation does not."""
+        inputs = tuple(self.inputs.values())
+        what = selection.describe(self.operator, inputs, self.options, self.wanted)
+        if self.own.refuses(what) is None:
+            yield from serving(self.own, what)
+
+    def arriving(self, forced: selection.Forced) -> dict[str, torch.Tensor]:
+        """Gradients of the outputs by "d" + name."""
+        if not self.wanted:
+            return {}
+        kernel = selection.kernels_of(self.own.forward)[forced[self.own.forward.name][0]]
+        named = self.operator.of_results(dict(self.options))
+        outputs, _ = kernel.empty(self.wanted, tuple(self.inputs.values()), **named)
+        names = self.operator.outputs_of(self.case.problem)
+        return {f"d{n}": self.upstream(n, x) for n, x in zip(names, outputs, strict=True)}
+
+    def results(self, forced: selection.Forced, **moved: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Outputs and gradients by name; `moved` stand in for inputs and arriving gradients."""
+        operator, numbers = self.operator, self.operator.numbers
+        inputs = tuple(moved.get(name, x) for name, x in self.inputs.items())
+        plan = plans.build(
+            operator, self.own.name, inputs, self.options, self.wanted, forced=forced
+        )
+        outputs, saved = plan.forward(inputs, numbers)
+        found = dict(zip(operator.outputs_of(self.case.problem), outputs, strict=True))
+        if self.wanted:
+            gradients = [moved.get(f"d{n}", self.upstream(n, x)) for n, x in found.items()]
+            kept = tuple(plan.kept(inputs, outputs))
+            given = plan.backward(tuple(gradients), kept, saved, numbers)
+            found |= {f"d{n}": x for n, x in zip(operator.differentiated, given, strict=True)}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def each_taken(
+        self, forced: selection.Forced, moved: dict[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Results of what was moved: of all together, or one by one where one is refused."""
+        try:
+            yield self.results(forced, **moved)
+        except ValueError:  # no tensor of these strides is taken, and a sentence says so
+            for name, x in moved.items() if len(moved) > 1 else ():
+                yield from self.each_taken(forced, {name: x})
+
+
+def layouts(tensors: dict[str, torch.Tensor | None]) -> dict[tuple[int, ...], list[str]]:
+    """Dimensions that are put far, and of which tensors: each that is large enough, and all of a
+    tensor's but its last.
+    """
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, x in tensors.items():
+        dims = [] if x is None else [dim for dim in range(x.dim()) if x.shape[dim] >= LEAST]
+        leading = tuple(dim for dim in dims if dim < x.dim() - 1) if dims else ()
+        for some in dict.fromkeys([*((dim,) for dim in dims), *([leading] if leading else [])]):
+            found.setdefault(some, []).append(name)
+    return found
+
+
+def runs(forced: selection.Forced, name: str, operator: Operator) -> list[tuple]:
+    """What reads a tensor: operations, kernels, and what their configurations switch on."""
+    found = [(op, kernel, selection.switches(config)) for op, (kernel, config) in forced.items()]
+    return found if name in operator.tensors else found[1:]
+
+
+def near_enough(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Equal, or one rounding apart: PyTorch sums a product by the layout of its operands."""
+    if torch.equal(x, y):
+        return True
+    x, y, eps = x.double(), y.double(), torch.finfo(y.dtype).eps
+    return (x - y).norm().item() <= 2 * eps * y.norm().item()
+
+
+@pytest.mark.parametrize("op", list(catalog().operators))
+def test_no_offset_wraps_around(op):
+    operator = catalog().operator(op)
+    tried: set[tuple] = set()  # what runs, tensor, dimensions
+    given: set[str] = set()
+    ours = [own for own in operator.implementations if own.forward is not None]
+    for case in cases(operator):
+        for own in ours:
+            setting = Setting(operator, own, case)
+            given |= {name for name, x in setting.inputs.items() if x is not None and x.numel()}
+            for forced in setting.kernels():
+                near = None
+                tensors = setting.inputs | setting.arriving(forced)
+                for dims, names in layouts(tensors).items():
+                    new = {
+                        name: {(*part, name, dims) for part in runs(forced, name, operator)} - tried
+                        for name in names
+                    }
+                    moved = {name: far(tensors[name], dims) for name in names if new[name]}
+                    if not moved:
+                        continue
+                    tried.update(*new.values())
+                    near = near or setting.results(forced)
+                    for found in setting.each_taken(forced, moved):
+                        for result, x in near.items():
+                            assert near_enough(found[result], x), (result, dims, [*moved], forced)
+    assert given <= {name for *_, name, _ in tried}, "give WIDER a case that has more of these"
