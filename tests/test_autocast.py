@@ -31,7 +31,7 @@ def test_autocast_changes_nothing(operator, found, case):
 
 
 def test_autocast_around_a_compiled_operator_changes_nothing():
-    gate, up = torch.randn(2, 3, 20)
+    gate, up = torch.randn(2, 3, 20, device=DEVICE)
     compiled = torch.compile(partial(swiglu, implementation="triton"), backend="aot_eager")
     with torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(compiled(gate, up), swiglu(gate, up, implementation="triton"))
@@ -43,10 +43,10 @@ OURS = dict.fromkeys(("attention", "projection", "mlp", "rms_norm", "mixture_hea
 @pytest.mark.parametrize("spec", [{}, OURS])
 @pytest.mark.parametrize("autocast_dtype", AUTOCAST)
 def test_autocast_around_a_model_changes_nothing(spec, autocast_dtype):
-    model, task = build(**spec), make_task()
+    model, task = build(**spec).to(DEVICE), make_task().to(DEVICE)
 
     def results(enabled: bool) -> list[torch.Tensor]:
-        with torch.autocast("cpu", autocast_dtype, enabled=enabled):
+        with torch.autocast(DEVICE.type, autocast_dtype, enabled=enabled):
             loss, prediction = model.loss(task), model.predict(task.context, task.x_target)
         return [loss, prediction.mean, *torch.autograd.grad(loss, list(model.parameters()))]
 

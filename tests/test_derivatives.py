@@ -9,8 +9,11 @@ from torch.autograd import functional as of_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ops.every_operator import EVERY, Outputs, drawn
+from tests.ops.problems import DEVICE
 from tnp.contract import Case, Implementation
 from tnp.ops.rms_norm import rms_norm
+
+ON = {"device": DEVICE}
 
 
 def squares(outputs: Outputs, *some: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,7 @@ def test_batched_gradients_are_refused(operator, found, case):
 
 
 def test_a_gradient_with_a_graph_is_right():
-    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16)
+    x, weight = torch.randn(3, 16, **ON, requires_grad=True), torch.randn(16, **ON)
     found = []
     for name in ("torch", "fused"):
         loss = rms_norm(x, weight, implementation=name).square().sum()
@@ -87,20 +90,20 @@ def test_a_gradient_with_a_graph_is_right():
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, "dual numbers"])
 def test_a_compiler_says_the_sentence(transform):
-    weight = torch.randn(16)
+    weight = torch.randn(16, **ON)
 
     def norms(x):
         return rms_norm(x, weight, implementation="fused").sum()
 
     function = norms if isinstance(transform, str) else transform(norms)
-    x = torch.randn(16) if transform is torch.func.grad else torch.randn(3, 16)
+    x = torch.randn(16, **ON) if transform is torch.func.grad else torch.randn(3, 16, **ON)
     with forward_ad.dual_level(), pytest.raises(Exception, match="'fused' gives no"):
         x = forward_ad.make_dual(x, x.clone()) if function is norms else x
         torch.compile(function, backend="aot_eager")(x)
 
 
 def test_functionalization_changes_nothing():
-    x, weight = torch.randn(3, 16), torch.randn(16)
+    x, weight = torch.randn(3, 16, **ON), torch.randn(16, **ON)
     function = partial(rms_norm, weight=weight, implementation="fused")
     torch.testing.assert_close(torch.func.functionalize(function)(x), function(x))
 

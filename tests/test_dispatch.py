@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests.ops.problems import DEVICE
 from tnp import dispatch, opaque, plans, selection
 from tnp.ops.swiglu import OPERATOR, swiglu
 
@@ -27,7 +28,7 @@ def formula(gate, up):
 
 
 def draw(*shape):
-    return [torch.randn(shape or (3, 20), requires_grad=True) for _ in range(2)]
+    return [torch.randn(shape or (3, 20), device=DEVICE, requires_grad=True) for _ in range(2)]
 
 
 def results(function, *tensors):
@@ -164,7 +165,7 @@ def test_plain_checkpoint_launches_twice(launches):
 
 def test_fake_tensors_launch_nothing(launches):
     with FakeTensorMode():
-        fake = torch.empty(3, 5)
+        fake = torch.empty(3, 5, device=DEVICE)
         assert ours(fake, fake).shape == (3, 5)
     assert ours(fake, fake).shape == (3, 5)  # outside their mode, they say what they are
     assert launches["forward"] == 0
@@ -186,7 +187,7 @@ def test_refusals_are_one_sentence():
     with pytest.raises(ValueError, match="up is of type float: it must be a tensor"):
         ours(gate, 1.0)
     with pytest.raises(ValueError, match="up is of type ndarray: it must be a tensor"):
-        ours(gate, up.detach().numpy())
+        ours(gate, up.detach().cpu().numpy())
     with pytest.raises(ValueError, match="gate is None: it must be a tensor"):
         ours(None, up)
     with pytest.raises(ValueError, match="unknown implementation 'x' of swiglu: choose from torch"):
