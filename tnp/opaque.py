@@ -26,7 +26,14 @@ from tnp import choice, targets
 from tnp.catalog import AUTO, catalog
 from tnp.contract import Call, Implementation, Kernel, Operator
 from tnp.plans import KernelPlan, build, plans
-from tnp.selection import aligned, choose_implementation, choose_kernel, kernels_of, wanted_of
+from tnp.selection import (
+    aligned,
+    choose_implementation,
+    choose_kernel,
+    kernels_of,
+    refusal,
+    wanted_of,
+)
 
 _library = torch.library.Library("tnp", "FRAGMENT")
 _defined: dict[str, Any] = {}
@@ -80,6 +87,7 @@ def _decided(
         if implementation.partition(":")[0] == AUTO:
             return None
         found = catalog().load(op, implementation)
+        implementation = found.name
         if found.run is not None:
             what = Call(
                 _sizeless(operator, dtype, given, options + shown),
@@ -124,9 +132,7 @@ def _require(operator: Operator, found: Implementation, what: Call) -> None:
     )  # fmt: skip
     reason = limits.refuses(what)
     if reason is not None:
-        raise RuntimeError(
-            f"{operator.name} implementation {found.name!r} cannot run here: {reason}"
-        )
+        raise RuntimeError(refusal(operator, found, reason))
 
 
 def _plain_form(operator: Operator, found: Implementation, options: tuple) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,8 +104,18 @@ def choose_implementation(
     found = catalog().load(operator.name, name)
     reason = refuses(found, what)
     if reason is not None:
-        raise RuntimeError(f"{operator.name} implementation {name!r} cannot run here: {reason}")
-    return Choice(name, source="named"), found
+        others = [one.name for one in operator.implementations
+                  if not one.compile and refuses(one, what) is None]  # fmt: skip
+        raise RuntimeError(refusal(operator, found, reason, others))
+    return Choice(found.name, source="named"), found
+
+
+def refusal(
+    operator: Operator, found: Implementation, reason: str, others: Sequence[str] = ()
+) -> str:
+    """A sentence for an implementation that was named and cannot serve a call; `others` can."""
+    sentence = f"{operator.name} implementation {found.name!r} cannot run here: {reason}"
+    return f"{sentence}: choose {' or '.join([*others, AUTO])}" if others else sentence
 
 
 def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, Implementation]:

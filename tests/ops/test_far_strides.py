@@ -6,7 +6,7 @@ nobody else touches, one dimension at a time. The offsets of half of that dimens
 bits.
 
 An offset that wraps around at 32 bits stays inside the same memory, at most 2³¹ elements ahead of
-the tensor. The kernel then reads zeros there, so that a fault shows in numbers and kills no process.
+the tensor. The kernel then reads zeros there: a fault shows in numbers and kills no process.
 """
 
 import mmap

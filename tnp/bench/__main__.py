@@ -50,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = wanted.implementations or catalog().names(operator.name)
     try:
         problem = _problem(operator, wanted)
-        for name in names:
-            if not is_automatic(name):
-                catalog().listed(operator.name, name)
+        names = [
+            name if is_automatic(name) else catalog().listed(operator.name, name).name
+            for name in dict.fromkeys(names)
+        ]
     except ValueError as error:
         parser.error(str(error))
     passes = ["forward"] * (not wanted.backward) + ["backward"] * (wanted.backward or wanted.both)

@@ -104,7 +104,8 @@ def _n_sequences(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dim() != 1 or len(x) < 2 or str(x.dtype) != "torch.int32" or not x.is_contiguous():
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)}: it must be int32 [n_sequences + 1]"
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: it must be int32 "
+                "[n_sequences + 1], contiguous"
             )
     require_one_device(q=q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
@@ -326,7 +327,8 @@ def attention(
         compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
             bits, on request: q, k and v are cast to it and o back, and gradients come in the
             inputs' dtypes. None: they are computed in their own.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.catalog`, "torch" for `sdpa_flash`, "own" for the best of
+            ours, or "auto".
 
     Returns:
         [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours. If `lse`, the pair of it and

@@ -240,7 +240,8 @@ def decode_attention(
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
         scale: a number, positive and finite; 1/√D where None.
         full: every query sees all of the lengths[b] keys, as rows beside one another do.
-        implementation: a name of `tnp.catalog`, or "auto". `triton` takes D of `HEAD_DIMS`, pages
+        implementation: a name of `tnp.catalog`, "torch" for `sdpa`, "own" for the best of ours, or
+            "auto". `triton` takes D of `HEAD_DIMS`, pages
             of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
             same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
             and 32 in float32.

@@ -201,8 +201,9 @@ def _last_row_without_gradient(*inputs):
 
 
 def _fused(call):
-    if call.problem["width"] > MAX_WIDTH:
-        return f"it takes at most {MAX_WIDTH} features of a token, not {call.problem['width']}"
+    width = call.problem["width"]
+    if width > MAX_WIDTH:
+        return f"d_x + d_y + 1 is {width}, and it takes tokens of at most {MAX_WIDTH} features"
     return triton_from(80)(call)
 
 
@@ -265,7 +266,7 @@ def embed_rows(
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason. `fused` gives no gradient
-            of x and y, and takes tokens of at most 8 features.
+            of x and y, and takes tokens of at most 8 features, which d_x + d_y + 1 is.
     """
     import tnp.dispatch as dispatch
 

@@ -180,7 +180,9 @@ def within(model, run):
 def _fused(call):
     n_out = call.problem["n_outputs"]
     if n_out > MAX_OUTPUTS:
-        return f"O is {n_out}: it takes at most {MAX_OUTPUTS} outputs a head"
+        return (
+            f"O, which is 1 + 2·d_y, is {n_out}, and it takes at most {MAX_OUTPUTS} outputs a head"
+        )
     return triton_from(80)(call)
 
 
