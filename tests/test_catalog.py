@@ -1,4 +1,4 @@
-"""Names of implementations, and operators of other packages: what is taken of them, and the sentence
+"""Names of implementations. Operators of other packages: what is taken of them, and the sentence
 where one is not.
 """
 

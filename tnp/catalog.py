@@ -121,7 +121,7 @@ class Catalog:
         return name
 
     def listed(self, op: str, name: str) -> Listed:
-        """What there is of this name, or of one that `real` knows; ValueError naming what there is."""
+        """An implementation by a name that `real` knows; ValueError naming what there is."""
         found = self._listed.get((op, self.real(op, name)))
         if found is None:
             choices = ", ".join(dict.fromkeys([*self.names(op), TORCH, OWN, AUTO]))
