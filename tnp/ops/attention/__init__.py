@@ -117,10 +117,12 @@ def _n_sequences(
 
 
 def _ours(call: Call) -> Reason:
+    if (reason := _triton(call)) is not None:
+        return reason
     if call.problem["head_dim"] not in HEAD_DIMS:
         taken = ", ".join(map(str, HEAD_DIMS))
         return f"it takes head_dim {taken}, not {call.problem['head_dim']}"
-    return _triton(call)
+    return None
 
 
 def _in_cuda(call: Call) -> Reason:

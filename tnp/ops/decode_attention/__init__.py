@@ -132,6 +132,8 @@ def _require_in_range(k: Tensor, lengths: Tensor, page_table: Tensor | None) -> 
 
 
 def _ours(call: Call) -> Reason:
+    if (reason := _triton(call)) is not None:
+        return reason
     p = call.problem
     head_dim, rows = p["head_dim"], definition.rows_of(p)
     if head_dim not in HEAD_DIMS:
@@ -148,7 +150,7 @@ def _ours(call: Call) -> Reason:
             f"at head_dim {head_dim} in {p.dtype} it takes up to {most} queries that read the same "
             f"keys, heads of a group times tokens, not {rows}"
         )
-    return _triton(call)
+    return None
 
 
 OPERATOR = Operator(

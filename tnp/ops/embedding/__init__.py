@@ -201,10 +201,12 @@ def _last_row_without_gradient(*inputs):
 
 
 def _fused(call):
+    if (reason := triton_from(80)(call)) is not None:
+        return reason
     width = call.problem["width"]
     if width > MAX_WIDTH:
         return f"d_x + d_y + 1 is {width}, and it takes tokens of at most {MAX_WIDTH} features"
-    return triton_from(80)(call)
+    return None
 
 
 OPERATOR = Operator(
