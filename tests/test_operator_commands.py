@@ -77,7 +77,7 @@ def test_sizes_and_options_are_those_that_the_operator_declares(declared, capsys
     said = capsys.readouterr().out
     for option in ("--rows", "--width", "--causal", "--window", "--kind {a,b}", "triton"):
         assert option in said
-    assert "Times swiglu of one problem, gate, up to y" in said
+    assert "Times swiglu of gate, up at one size" in said
 
 
 def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):

@@ -68,11 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(operator: Operator) -> Parser:
     """Options of an operator's command."""
-    results = " and ".join(operator.outputs)
     about = (
-        f"Times {operator.name} of one problem, {', '.join(operator.tensors)} to {results}, with "
-        "every implementation that is installed, or with those that are named. Prints medians, and "
-        "errors against float64."
+        f"Times {operator.name} of {', '.join(operator.tensors)} at one size, with every "
+        "implementation that is installed or with those that are named, and prints medians. Checks "
+        "each result against float64."
     )
     parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
     for name in operator.sizes:

@@ -17,6 +17,7 @@ from tnp.ops.declared import by_triton
 if TYPE_CHECKING:
     import torch
 
+SHAPES = {"x_context": "[B, M, d_x]", "y_context": "[B, M, d_y]", "x_target": "[B, N, d_x]"}
 MAX_WIDTH = 8  # of a token: its gradients are accumulated in registers
 GIVEN = ("x_context", "x_target", "y_context")  # inputs that may be missing
 
@@ -57,7 +58,7 @@ def describe(x_context, y_context, x_target, weight, like) -> dict:
         if x is None:
             continue
         if x.dim() != 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, L, d]")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {SHAPES[name]}")
         require_one_device(weight=weight, **{name: x})
     d_model, width = weight.shape
     if x_context is not None:
