@@ -310,7 +310,8 @@ def attention(
         base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to:
             o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then do without a reference
             and are some 5 % faster.
-        causal: a query sees no key after the one it stands beside.
+        causal: a query sees no key after the one it stands beside. The mask is aligned bottom
+            right, as in FlashAttention; PyTorch's `is_causal` is aligned top left.
         window: how many keys a query sees at most to one side, the one it stands beside among
             them: the last `window` where causal, else window − 1 more on either side. One of
             n_q + n_k or more bounds nothing and is left out.
