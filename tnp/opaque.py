@@ -25,7 +25,7 @@ import torch
 from tnp import choice, targets
 from tnp.catalog import AUTO, catalog
 from tnp.contract import Call, Implementation, Kernel, Operator
-from tnp.plans import KernelPlan, build, plans
+from tnp.plans import KernelPlan, build, plans, prepared
 from tnp.selection import (
     aligned,
     choose_implementation,
@@ -262,7 +262,7 @@ def _define(operator: Operator) -> Any:
         )
         kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
         with torch.cuda.device_of(first):  # where Triton launches
-            results = kernel.prepare(what, picked.config, tensors)(tensors, numbers)
+            results = prepared(kernel, what, picked.config, tensors)(tensors, numbers)
         return _routed(results, gradients)[0]
 
     def fake_backward(gradients, kept, saved, sizes, *rest):
