@@ -1,13 +1,19 @@
-"""Operators of other packages: what is taken of them, and the sentence where one is not."""
+"""Names of implementations. Operators of other packages: what is taken of them, and the sentence
+where one is not.
+"""
 
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tnp import catalog as catalogs
+from tnp.contract import OWN
+from tnp.ops.attention import attention
 from tnp.ops.swiglu import OPERATOR
+from tnp.variants import FAMILIES, Variant
 
 THEIRS = replace(OPERATOR, name="theirs")
 
@@ -49,3 +55,32 @@ def test_what_cannot_be_taken_is_one_sentence_and_the_rest_goes_on(brought, load
     (fault,) = known.faults
     assert fault.startswith("operator 'theirs' of pytest: ") and said in fault
     assert known.names("swiglu") == [one.name for one in OPERATOR.implementations]
+
+
+@pytest.mark.parametrize("op", list(catalogs.catalog().operators))
+def test_every_operator_takes_torch_and_own(op):
+    known = catalogs.catalog()
+    plain, ours = (known.listed(op, name) for name in (catalogs.TORCH, OWN))
+    assert plain.provider == "torch" and plain.rank == 0
+    assert ours.provider == OWN and ours.own.differentiable == plain.own.differentiable
+    assert {plain.name, ours.name} <= set(known.names(op))
+
+
+def test_rows_and_sentences_say_what_an_implementation_is_really_called():
+    variant = Variant("", **dict.fromkeys(FAMILIES, OWN))
+    assert set(variant.implementations().values()) == {"fused"}
+    assert Variant("", attention="torch") == Variant("")
+    q = torch.randn(1, 2, 5, 16)
+    for name, real in (("torch", "sdpa_flash"), (OWN, "fused")):
+        o, expected = (attention(q, q, q, implementation=one) for one in (name, real))
+        assert torch.equal(o, expected)
+        compiled = torch.compile(attention, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, q, q, implementation=name), expected)
+    with pytest.raises(
+        RuntimeError, match="'sdpa_flash' .* lse=True: choose .*fused or .*reference"
+    ):
+        attention(q, q, q, lse=True, implementation="torch")
+    with pytest.raises(
+        ValueError, match="unknown implementation 'owm' .*reference, .*torch, own, "
+    ):
+        attention(q, q, q, implementation="owm")

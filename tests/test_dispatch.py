@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from tests.ops.problems import DEVICE
 from tnp import dispatch, opaque, plans, selection
+from tnp.launch import asserts
 from tnp.ops.swiglu import OPERATOR, swiglu
 
 NAMES = ("triton", "torch", "auto")
@@ -90,6 +91,18 @@ def test_a_second_call_builds_no_plan(monkeypatch):
     monkeypatch.setenv(selection.AUTO_VARIABLE, "torch")  # part of the key
     results(ours, gate, up)
     assert len(built) == 1
+
+
+@pytest.mark.parametrize(("variable", "on", "value"), [("TNP_AUTO", "torch", "pytorch"),
+                                                        ("TNP_CHECK", "1", "true")])  # fmt: skip
+def test_a_switch_that_says_nothing_we_know_is_one_sentence(variable, on, value, monkeypatch):
+    read = {"TNP_AUTO": lambda: swiglu(*draw(1, 7), implementation="auto"), "TNP_CHECK": asserts}
+    for off in ("", on):
+        monkeypatch.setenv(variable, off)
+        read[variable]()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} is '{value}' .*: set it to '{on}', or unset"):
+        read[variable]()
 
 
 def test_plans_are_bounded(monkeypatch):

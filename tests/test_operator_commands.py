@@ -1,5 +1,6 @@
 """`python -m tnp.bench` and `python -m tnp.device`: what they say, and what they do not start."""
 
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from tests.bench.configurations import TIMING
 from tnp import catalog as catalogs
 from tnp import device, targets
 from tnp.bench import __main__ as bench
-from tnp.bench import isolate, provenance
+from tnp.bench import isolate, process, provenance
 from tnp.bench.measure import measure_op
 from tnp.bench.policy import Policy
 from tnp.contract import Implementation
@@ -76,10 +77,12 @@ def test_sizes_and_options_are_those_that_the_operator_declares(declared, capsys
     said = capsys.readouterr().out
     for option in ("--rows", "--width", "--causal", "--window", "--kind {a,b}", "triton"):
         assert option in said
+    assert "Times swiglu of gate, up at one size" in said
 
 
 def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
     declared(
+        Implementation("any", run=OPERATOR.reference, options=("kind", "window")),
         options={"causal": bool, "window": int, "kind": ("a", "b")},
         describe=lambda gate, up, **_options: OPERATOR.describe(gate, up),
     )
@@ -91,14 +94,14 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
 
     monkeypatch.setattr(isolate, "run_isolated", run_isolated)
     monkeypatch.setattr(bench, "lines", lambda *_: [])
-    chosen = ["--window", "7", "--kind", "b", "--implementations", "torch", "--iters", "12"]
+    chosen = ["--window", "7", "--kind", "b", "--implementations", "any", "--iters", "12"]
     assert bench.main(["swiglu", *SIZES, *chosen]) == 1
     (parameters,) = asked
     problem = OPERATOR.problem("float32", rows=6, width=40).json
     assert parameters["problem"] == problem.replace(
         '"op":"swiglu"', '"op":"swiglu","options":{"kind":"b","window":7}'
     )
-    assert list(parameters["implementations"]) == ["torch"]
+    assert list(parameters["implementations"]) == ["any"]
     assert Policy.from_parameters(parameters["timing"]).min_samples == 12
 
 
@@ -133,11 +136,38 @@ def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, c
     assert bench.main(["swiglu", *SIZES, "--both", *names]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "swiglu float32 rows=6, width=40 on cpu"
-    name, provider, forward, backward, *rest = said[-2].split()
+    assert "over torch" in said[-5] and said[-1].startswith("over torch: its time over the row's")
+    name, provider, forward, backward, *rest = said[-4].split()
     assert (name, provider) == ("torch", "torch") and float(forward) > 0 and float(backward) > 0
     assert "GB/s" in rest and "1.00×" in rest
-    assert said[-1].split() == ["elsewhere", "own", "not", "here"]
-    assert bench.main(["swiglu", *SIZES, "--implementations", "elsewhere"]) == 1
+    assert said[-3].split() == ["elsewhere", "own", "not", "here"]
+
+
+def test_what_cannot_run_on_a_cpu_waits_for_nothing(monkeypatch, capsys):
+    def locked(*_):
+        raise AssertionError("nothing is timed, and nothing is waited for")
+
+    monkeypatch.setattr(process, "device_lock", locked)
+    monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
+    monkeypatch.setattr(targets, "here_without_gpu", lambda: targets.CPU)
+    sizes = ["--rows", "6", "--width", "40"]
+    assert bench.main(["rms_norm", *sizes, "--implementations", "own"]) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split()[0] == "fused" and "Triton kernels run on CUDA" in line
+
+
+def test_a_table_is_printed_in_any_encoding():
+    code = (
+        "from tnp.commands import end_with\n"
+        "from tnp.bench.__main__ import COLUMNS\n"
+        "end_with(lambda: print(*COLUMNS, '1.00× – é') or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "forward us" in done.stdout and done.stdout.endswith("1.00x - ?\n")
 
 
 def test_a_line_for_each_implementation():
@@ -183,13 +213,33 @@ def test_device_says_why_not(declared, capsys):
     assert "it needs compute capability 8.0 or newer, this GPU has 7.5" in line
 
 
-@pytest.mark.parametrize("text", ["7.5", "12345", "0", "10", "A100"])
+@pytest.mark.parametrize("text", ["12345", "0", "10", "99", "8.60", "A100"])
 def test_a_capability_that_is_none_is_one_sentence(text, capsys):
     with pytest.raises(SystemExit):
         device.main(["--capability", text])
-    assert capsys.readouterr().err.endswith(
-        f"'{text}' must be as 75 for compute capability 7.5, or as 100 for 10.0\n"
-    )
+    said = sentence(capsys)
+    assert f"'{text}' is no compute capability of a GPU: choose from 5.0, " in said
+    assert " 8.6, " in said
+
+
+@pytest.mark.parametrize("text", ["86", "8.6"])
+def test_device_says_what_auto_takes_where_only_pytorch_serves(declared, text, capsys):
+    declared()
+    assert device.main(["--capability", text]) == 0
+    said = capsys.readouterr().out
+    assert "compute capability 8.6" in said and '"auto" takes PyTorch\'s operators' in said
+    plain, ours = (next(line.split() for line in said.splitlines() if line.split()[1:2] == [name])
+                   for name in ("torch", "triton"))  # fmt: skip
+    assert plain == ["swiglu", "torch", "torch", "yes", "default"]
+    assert ours[:5] == ["swiglu", "triton", "own", "yes", "forward"]
+
+
+@pytest.mark.parametrize("op", list(catalogs.catalog().operators))
+def test_what_of_ours_does_not_run_on_a_cpu_wants_a_gpu(op):
+    operator = catalogs.catalog().operator(op)
+    for _, name, provider, runs, auto, note in device.answers(operator, targets.CPU):
+        if provider == "own":
+            assert (runs == "yes" or "CUDA" in note) and not auto, name
 
 
 def test_device_asks_kernels_too(declared, monkeypatch):
@@ -198,8 +248,8 @@ def test_device_asks_kernels_too(declared, monkeypatch):
     refuses = replace(triton_swiglu.BACKWARD, supported=lambda call: "too wide")
     monkeypatch.setattr(triton_swiglu, "BACKWARD", refuses)
     rows = {row[1]: row[3:] for row in device.answers(declared(), targets.named("H200"))}
-    assert rows["triton"] == ("no", "swiglu.backward: too wide")
-    assert rows["torch"] == ("yes", "")
+    assert rows["triton"][::2] == ("no", "swiglu.backward: too wide")
+    assert rows["torch"] == ("yes", "", "")
 
 
 def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch):
@@ -207,11 +257,13 @@ def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch
 
     operator = declared(Implementation("narrow", run=OPERATOR.reference,
                         supported=lambda call: f"width {call.problem['width']}"))  # fmt: skip
-    problem = {"op": "swiglu", "dtype": "bfloat16", "sizes": {"rows": 1, "width": 77}}
-    entries = [{"of": "other", "problem": {}}, {"of": "swiglu", "problem": problem}]
+    problem = operator.problem("bfloat16", rows=1, width=77)
+    ours = choice.entry("swiglu", problem, "triton") | {"gpu": "h200"}
+    entries = [ours | {"of": "other"}, ours]
     monkeypatch.setattr(choice, "of_target", lambda target: entries)
     rows = {row[1]: row[3:] for row in device.answers(operator, targets.named("H200"))}
-    assert rows["narrow"] == ("no", "width 77")
+    assert rows["narrow"] == ("no", "", "width 77")
+    assert rows["triton"][1] == "tuned"
 
 
 def test_device_does_not_ask_other_packages_unless_told(declared, monkeypatch):
@@ -240,7 +292,26 @@ def test_an_unknown_gpu_is_one_sentence(capsys):
     with pytest.raises(SystemExit) as end:
         device.main(["--gpu", "Voodoo 2"])
     assert end.value.code == 2
-    assert "unknown GPU 'Voodoo 2': choose from H200" in sentence(capsys)
+    said = sentence(capsys)
+    assert "unknown GPU 'Voodoo 2': choose from H200" in said and "--capability 8.6" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "multiprocessors"),
+    [
+        ("NVIDIA GeForce RTX 3090", 86, 82),
+        ("NVIDIA A10", 86, 72),
+        ("NVIDIA L4", 89, 58),
+        ("NVIDIA L40S", 89, 142),
+        ("NVIDIA A100-SXM4-40GB", 80, 108),
+        ("NVIDIA H100 80GB HBM3", 90, 132),
+    ],
+)
+def test_gpus_are_known_by_whole_words_of_their_names(name, capability, multiprocessors):
+    for one in (name, targets.slug(name)):
+        found = targets.named(one)
+        assert (found.capability, found.multiprocessors) == (capability, multiprocessors)
+    assert targets.datasheet("NVIDIA RTX A4000") is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can use the GPU")

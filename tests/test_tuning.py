@@ -10,10 +10,11 @@ from tnp import choice, selection, tuning
 from tnp.bench import isolate
 from tnp.bench.contenders import listed
 from tnp.bench.outcome import failure_rows, op_job
+from tnp.catalog import AUTO, catalog
 from tnp.contract import Call
 from tnp.ops.mixture_nll import OPERATOR as MIXTURE_NLL
 from tnp.ops.swiglu import OPERATOR
-from tnp.targets import of_device
+from tnp.targets import named, of_device
 
 PROBLEM = OPERATOR.problem("float32", rows=6, width=40)
 BOTH = {"training", "inference"}
@@ -166,3 +167,31 @@ def test_who_ends_the_process_is_one_of_the_trials_that_it_listed(monkeypatch):
     assert all(json.loads(row["forced"]) for row in rows)
     (row,) = failure_rows("op", asked("forward"), "timeout", "too slow")["ops"]
     assert row["forced"] == "{}"
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "RTX 4090"])
+@pytest.mark.parametrize(
+    ("sizes", "beyond"),
+    [
+        ({"d_x": 7, "d_y": 1}, {"embedding"}),
+        ({"d_x": 1, "d_y": 5}, {"mixture_nll"}),
+        ({"d_x": 1, "d_y": 8}, {"embedding", "mixture_heads", "mixture_nll"}),
+        ({"n_components": 65}, {"mixture_nll"}),
+        ({}, set()),
+    ],
+)
+def test_auto_takes_pytorch_where_a_model_is_beyond_the_limits_of_ours(gpu, sizes, beyond):
+    model = {"d_model": 512, "d_ff": 1408, "n_heads": 8, "head_dim": 64, "n_components": 10}
+    run = {"dtype": "bfloat16", "batch": 16, "n_context": 500, "n_target": 300}
+    for op in ("embedding", "mixture_heads", "mixture_nll"):
+        operator = catalog().operator(op)
+        wanted = tuple(x for x in operator.differentiated if x not in ("x_context", "y_context",
+                                                                      "x_target"))  # fmt: skip
+        call = Call(operator.within(model | sizes, run), named(gpu), wanted)
+        found, _ = selection.choose_implementation(operator, AUTO, call)
+        refused = operator.implementations[-1].refuses(call)
+        assert (refused is not None) == (op in beyond), refused
+        if op in beyond:
+            assert catalog().listed(op, found.name).provider == "torch"
+            with pytest.raises(RuntimeError, match=r" is \d+, and it takes .*: choose torch or "):
+                selection.choose_implementation(operator, "fused", call)

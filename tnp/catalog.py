@@ -21,6 +21,7 @@ from tnp.contract import OWN, Implementation, Operator
 
 IMPLEMENTATIONS, OPERATORS = "tnp.implementations", "tnp.operators"
 AUTO = "auto"  # stands for whatever the tuned table says
+TORCH = "torch"  # every operator takes it for PyTorch's plain form, and "own" for the best of ours
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,30 @@ class Catalog:
         """Implementations from other packages, those whose packages are missing too."""
         return [name for name in self.names(op) if self._listed[op, name].entry is not None]
 
+    def real(self, op: str, name: str) -> str:
+        """Returns the name that an implementation has in rows and logs, for one of its names.
+
+        Every operator takes "torch" for PyTorch's plain form and "own" for the best of ours. Any
+        other name comes back as it is. Raises ValueError for an unknown operator.
+        """
+        operator = self.operator(op)
+        if (op, name) in self._listed:
+            return name
+        if name == TORCH:
+            return operator.implementations[0].name
+        if name == OWN:
+            ours = [one for one in operator.implementations if one.provider == OWN]
+            chosen = [one for one in ours if one.chosen_from] or ours
+            return chosen[-1].name if chosen else name
+        return name
+
     def listed(self, op: str, name: str) -> Listed:
-        """ValueError naming what there is."""
-        if name not in self.names(op):
-            choices = ", ".join(self.names(op))
+        """An implementation by a name that `real` knows; ValueError naming what there is."""
+        found = self._listed.get((op, self.real(op, name)))
+        if found is None:
+            choices = ", ".join(dict.fromkeys([*self.names(op), TORCH, OWN, AUTO]))
             raise ValueError(f"unknown implementation {name!r} of {op}: choose from {choices}")
-        return self._listed[op, name]
+        return found
 
     def load(self, op: str, name: str) -> Implementation:
         """ValueError naming what there is; raises as `Listed.implementation` does."""
@@ -183,7 +202,7 @@ class Catalog:
             found.setdefault((op, name), []).append(entry)
         for (op, name), entries in sorted(found.items()):
             who = " and ".join(sorted({entry.dist.name for entry in entries}))
-            if op not in self.operators or not name.isidentifier() or name == AUTO:
+            if op not in self.operators or not name.isidentifier() or name in (AUTO, OWN):
                 self.faults.append(
                     f"entry point {op}.{name} of {who}: it must be operator.implementation, the "
                     f"operator one of {', '.join(self.operators)}"

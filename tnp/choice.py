@@ -236,8 +236,16 @@ def refresh() -> None:
 def folders() -> list[Path]:
     """Where tables lie, what comes first first."""
     if os.environ.get(VARIABLE):
-        return [Path(os.environ[VARIABLE])]
+        folder = Path(os.environ[VARIABLE])
+        if not folder.is_dir():
+            _warn_of_no_folder(folder)
+        return [folder]
     return [user_cache() / "tuned", COMMITTED]
+
+
+@cache
+def _warn_of_no_folder(folder: Path) -> None:
+    log.warning("%s is %s, which is no folder: no tuned table is read", VARIABLE, folder)
 
 
 def of_target(target: Target) -> Sequence[Entry]:

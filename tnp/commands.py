@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,8 +36,13 @@ class Parser(argparse.ArgumentParser):
 def end_with(main: Callable[[], int]) -> NoReturn:
     """Ends the process with main's exit code; in silence where nobody reads its output any more.
 
-    Where a package is missing that an extra brings, a sentence says so and the exit code is 1.
+    Where a package is missing that an extra brings, a sentence says so and the exit code is 1. What
+    the output's encoding has no character for is written in ASCII: "us" for "µs".
     """
+    codecs.register_error("tnp.ascii", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="tnp.ascii")
     try:
         code = main()
         sys.stdout.flush()
@@ -46,6 +52,15 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+ASCII = {"µ": "u", "×": "x", "…": "...", "–": "-", "−": "-", "·": "*", "ᵀ": "T"}
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """A handler of `codecs`: each character that cannot be encoded as ASCII, or "?"."""
+    text = error.object[error.start : error.end]
+    return "".join(ASCII.get(character, "?") for character in text), error.end
 
 
 def option(name: str) -> str:

@@ -2,11 +2,12 @@
 
     python -m tnp.device
     python -m tnp.device --gpu "NVIDIA A100"
-    python -m tnp.device --capability 75
+    python -m tnp.device --capability 7.5
 
 For each operator and implementation the answer is of one problem: the first that the GPU's tuned
-table has of the operator, or else the first that its gate has. Implementations of other packages
-are asked only under --load, which imports them.
+table has of the operator, or else the first that its gate has. Column "auto" stands where "auto"
+takes the implementation, and says by what. Implementations of other packages are asked only under
+--load, which imports them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from tnp.catalog import Listed, catalog
+from tnp.catalog import AUTO, Listed, catalog
+from tnp.choice import Choice
 from tnp.commands import Parser, end_with, table
 from tnp.contract import Call, Case, Operator, Problem
 from tnp.extras import MissingExtra
 from tnp.targets import Target
 
-HEADER = ("operator", "implementation", "provider", "runs", "")
+HEADER = ("operator", "implementation", "provider", "runs", AUTO, "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tnp.device", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--capability", type=capability, metavar="75", help="compute capability 7.5")
+    which.add_argument("--capability", type=capability, metavar="7.5",
+                       help="a GPU of which only the compute capability is known")  # fmt: skip
     which.add_argument("--gpu", metavar="NAME", help="a GPU by its product name")
     parser.add_argument("--load", action="store_true", help="import other packages' and ask them")
     wanted = parser.parse_args(arguments)
@@ -39,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if wanted.capability:
             target = targets.of_capability(wanted.capability)
         else:
-            target = targets.named(wanted.gpu) if wanted.gpu else _here()
+            target = _named(wanted.gpu) if wanted.gpu else _here()
     except ValueError as error:
         parser.error(str(error))
     print("\n".join(about(target, wanted.gpu or target.model)) + "\n")
@@ -52,13 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def capability(text: str) -> int:
-    """A compute capability without its point, of an option."""
-    # No GPU older than 2.0 runs PyTorch: "10" is meant for 10.0.
-    if not (text.isdigit() and len(text) in (2, 3) and int(text) >= 20):
+    """A compute capability of an option, "8.6" or "86", as 86."""
+    from tnp import targets
+
+    known = {form: one for one in targets.CAPABILITIES for form in (str(one), str(one / 10))}
+    if text not in known:
+        choices = ", ".join(str(one / 10) for one in targets.CAPABILITIES)
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be as 75 for compute capability 7.5, or as 100 for 10.0"
+            f"{text!r} is no compute capability of a GPU: choose from {choices}"
         )
-    return int(text)
+    return known[text]
+
+
+def _named(gpu: str) -> Target:
+    from tnp import targets
+
+    try:
+        return targets.named(gpu)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, or name its compute capability, such as --capability 8.6"
+        ) from None
 
 
 def _here() -> Target:
@@ -77,11 +95,12 @@ def _here() -> Target:
 
 
 def about(target: Target, name: str) -> Iterator[str]:
-    """A GPU in lines."""
-    from tnp import targets
+    """A GPU in lines, and what "auto" does there."""
+    from tnp import choice, targets
 
     if target.kind != "cuda":
         yield {"cpu": "no NVIDIA GPU: a CPU", "interpreter": "Triton's interpreter"}[target.kind]
+        yield '"auto" takes PyTorch\'s operators here: ours are written for GPUs'
         return
     sheet = targets.datasheet(name) if name else None
     yield f"{name or 'a GPU'}, compute capability {target.capability / 10}"
@@ -93,15 +112,44 @@ def about(target: Target, name: str) -> Iterator[str]:
             f"by its datasheet {sheet.flops_per_s / 1e12:.4g} TFLOP/s of dense 16-bit products, "
             f"{sheet.bytes_per_s / 1e12:.4g} TB/s of device memory"
         )
+    if not choice.of_target(target):
+        yield _by_default(target)
+
+
+def _by_default(target: Target) -> str:
+    """What "auto" takes of a GPU of whose capability no table says anything, and why."""
+    from tnp import choice
+
+    if target.capability in choice.OURS_ON:
+        return 'nothing was measured on such a GPU: "auto" takes ours where they run'
+    return (
+        'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators. Ours run where '
+        "the table says yes and they are named; python -m tnp.tune times them on the GPU, and "
+        '"auto" then takes the fastest'
+    )
 
 
 def answers(operator: Operator, target: Target, load: bool = False) -> Iterator[tuple[str, ...]]:
     """A row of the table for each implementation of an operator."""
     problem = first_problem(operator, target)
+    chosen = problem and _chosen(operator, problem, target)
     for name in catalog().names(operator.name):
         listed = catalog().listed(operator.name, name)
         runs, note = _answer(operator, listed, problem, target, load)
-        yield operator.name, name, listed.provider, runs, note
+        by = chosen.source if chosen and chosen.name == name else ""
+        yield operator.name, name, listed.provider, runs, by, note
+
+
+def _chosen(operator: Operator, problem: Problem, target: Target) -> Choice | None:
+    """What "auto" takes for a problem, with the gradients that PyTorch's form gives."""
+    from tnp.gates.results import wanted_of
+    from tnp.selection import choose_implementation
+
+    plain = operator.implementations[0]
+    call = Call(problem, target, wanted_of(operator, plain, Case(problem)))
+    with suppress(RuntimeError):  # nothing takes it, as the rows say
+        return choose_implementation(operator, AUTO, call)[0]
+    return None
 
 
 def first_problem(operator: Operator, target: Target) -> Problem | None:
@@ -135,6 +183,8 @@ def _answer(
         found = listed.implementation
     except Exception as error:  # whatever importing it raises is the answer
         return "no", " ".join(f"{type(error).__name__}: {error}".split())
+    if problem.dtype not in found.dtypes:  # of one it takes: the dtype is the problem's own
+        problem = replace(problem, dtype=found.dtypes[0])
     wanted = wanted_of(operator, found, Case(problem))
     call = Call(problem, target, wanted)
     reason = found.refuses(call)

@@ -7,7 +7,10 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
-DISTRIBUTION = "tnp-kernels"
+
+def install(extra: str) -> str:
+    """The command that installs an extra, a name of pyproject.toml; no index has the project."""
+    return f"pip install '.[{extra}]' in a clone of the project"
 
 
 @cache
@@ -30,6 +33,4 @@ def require(package: str, what: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingExtra(
-            f"{what} need {package}, which pip install '{DISTRIBUTION}[{extra}]' brings"
-        ) from None
+        raise MissingExtra(f"{what} need {package}, which {install(extra)} brings") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,19 @@ def require_count(name: str, value: int, at_least: int) -> None:
     """Raises ValueError where `value` is no whole number, or too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{name} is {value!r}: it must be a whole number, at least {at_least}")
+
+
+def switched_on(variable: str, on: str, off: tuple[str, ...] = ("",)) -> bool:
+    """Whether an environment variable has the value that switches something on.
+
+    ValueError where it has neither that value nor one of `off`: it would be ignored.
+    """
+    value = os.environ.get(variable, "")
+    if value != on and value not in off:
+        raise ValueError(
+            f"{variable} is {value!r} in the environment: set it to {on!r}, or unset it"
+        )
+    return value == on
 
 
 def require_number(name: str, value: float) -> None:

@@ -12,7 +12,6 @@ Triton: slower and right.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,6 +20,8 @@ from typing import Any
 import triton
 from torch import Tensor
 from triton import knobs
+
+from tnp.inputs import switched_on
 
 # Triton's versions whose launchers take their arguments in an order that is known here.
 KNOWN = ((3, 6), (3, 7))
@@ -40,7 +41,7 @@ def asserts() -> bool:
 
     Such an assertion takes as long as a small launch.
     """
-    return os.environ.get(CHECK_VARIABLE) == "1"
+    return switched_on(CHECK_VARIABLE, "1", off=("", "0"))
 
 
 @contextmanager

@@ -30,8 +30,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tnp import choice, derivatives, targets
 from tnp.catalog import AUTO, catalog
 from tnp.contract import Call, Case, Implementation, Kernel, Operator, Problem
-from tnp.plans import KernelPlan, build, plans
-from tnp.selection import aligned, choose_implementation, choose_kernel, kernels_of, wanted_of
+from tnp.plans import KernelPlan, build, plans, prepared
+from tnp.selection import (
+    aligned,
+    choose_implementation,
+    choose_kernel,
+    kernels_of,
+    refusal,
+    wanted_of,
+)
 
 # By operator of PyTorch, what its FlopCounterMode asks: operations of a call.
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -112,6 +119,7 @@ def _decided(
         if implementation.partition(":")[0] == AUTO:
             return None
         found = catalog().load(op, implementation)
+        implementation = found.name
         if found.run is not None:
             what = Call(
                 _sizeless(operator, dtype, given, options + shown),
@@ -160,9 +168,7 @@ def _require(operator: Operator, found: Implementation, what: Call) -> None:
     )  # fmt: skip
     reason = limits.refuses(what)
     if reason is not None:
-        raise RuntimeError(
-            f"{operator.name} implementation {found.name!r} cannot run here: {reason}"
-        )
+        raise RuntimeError(refusal(operator, found, reason))
 
 
 def _plain_form(operator: Operator, found: Implementation, options: tuple) -> str:
@@ -301,7 +307,7 @@ def _define(operator: Operator) -> Any:
         )
         kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
         with torch.cuda.device_of(first):  # where Triton launches
-            results = kernel.prepare(what, picked.config, tensors)(tensors, numbers)
+            results = prepared(kernel, what, picked.config, tensors)(tensors, numbers)
         return _routed(results, gradients)[0]
 
     def fake_backward(gradients, kept, saved, sizes, *rest):

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tnp import choice, targets
-from tnp.catalog import AUTO, catalog
+from tnp.catalog import AUTO, TORCH, catalog
 from tnp.choice import Choice, Offer, choose
 from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason
-from tnp.inputs import is_expanded
+from tnp.inputs import is_expanded, switched_on
 from tnp.targets import Target
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
@@ -104,8 +103,18 @@ def choose_implementation(
     found = catalog().load(operator.name, name)
     reason = refuses(found, what)
     if reason is not None:
-        raise RuntimeError(f"{operator.name} implementation {name!r} cannot run here: {reason}")
-    return Choice(name, source="named"), found
+        others = [one.name for one in operator.implementations
+                  if not one.compile and refuses(one, what) is None]  # fmt: skip
+        raise RuntimeError(refusal(operator, found, reason, others))
+    return Choice(found.name, source="named"), found
+
+
+def refusal(
+    operator: Operator, found: Implementation, reason: str, others: Sequence[str] = ()
+) -> str:
+    """A sentence for an implementation that was named and cannot serve a call; `others` can."""
+    sentence = f"{operator.name} implementation {found.name!r} cannot run here: {reason}"
+    return f"{sentence}: choose {' or '.join([*others, AUTO])}" if others else sentence
 
 
 def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, Implementation]:
@@ -114,7 +123,7 @@ def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, 
         for own in operator.implementations
         if own.selectable and not own.compile and own.precision in ("", precision)
     }
-    if os.environ.get(AUTO_VARIABLE) == "torch":
+    if switched_on(AUTO_VARIABLE, TORCH):
         plain = next(iter(usable))
         return Choice(plain, source=f"{AUTO_VARIABLE}=torch"), usable[plain]
     # Somebody else's is imported only where a table names it.

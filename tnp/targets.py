@@ -38,7 +38,7 @@ class Datasheet:
 
 
 KB = 1024
-# By part of the name, the most special first.
+# By words of the name, the most special first.
 GPUS = {
     "H200": Datasheet(132, 90, 227 * KB, 989.4e12, 4.8e12),
     "H100 PCIe": Datasheet(114, 90, 227 * KB, 756e12, 2.04e12),
@@ -51,7 +51,23 @@ GPUS = {
     "RTX 4090": Datasheet(128, 89, 99 * KB, 165.2e12, 1.008e12),
     "A10G": Datasheet(80, 86, 99 * KB, 70e12, 0.6e12),
     "T4": Datasheet(40, 75, 64 * KB, 65e12, 0.32e12),
+    "GH200": Datasheet(132, 90, 227 * KB, 989.4e12, 4.0e12),
+    "A30": Datasheet(56, 80, 163 * KB, 165e12, 0.933e12),
+    "A40": Datasheet(84, 86, 99 * KB, 149.7e12, 0.696e12),
+    "A10": Datasheet(72, 86, 99 * KB, 125e12, 0.6e12),
+    "RTX A6000": Datasheet(84, 86, 99 * KB, 154.8e12, 0.768e12),
+    "RTX 3090 Ti": Datasheet(84, 86, 99 * KB, 80e12, 1.008e12),
+    "RTX 3090": Datasheet(82, 86, 99 * KB, 71e12, 0.936e12),
+    "L40S": Datasheet(142, 89, 99 * KB, 362e12, 0.864e12),
+    "L40": Datasheet(142, 89, 99 * KB, 181e12, 0.864e12),
+    "L4": Datasheet(58, 89, 99 * KB, 121e12, 0.3e12),
+    "RTX 5090": Datasheet(170, 120, 99 * KB, 209.5e12, 1.792e12),
 }
+# Compute capabilities of NVIDIA's GPUs from 5.0 on, 75 for 7.5.
+CAPABILITIES = (
+    *(50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90),
+    *(100, 101, 103, 110, 120, 121),
+)
 SMALLEST_SHARED = 48 * KB
 CPU, INTERPRETER = Target("cpu"), Target("interpreter")
 
@@ -63,8 +79,8 @@ def slug(name: str) -> str:
 
 def datasheet(name: str) -> Datasheet | None:
     """Of a GPU by its product name or slug; None where it is not listed."""
-    wanted = slug(name)
-    return next((known for part, known in GPUS.items() if slug(part) in wanted), None)
+    wanted = f"-{slug(name)}-"
+    return next((known for part, known in GPUS.items() if f"-{slug(part)}-" in wanted), None)
 
 
 def named(name: str) -> Target:

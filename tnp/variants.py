@@ -27,7 +27,8 @@ class Variant:
     """One way to run the same model.
 
     The fields of `FAMILIES` name the implementation of a family of operators: of `rms_norm`, the
-    norm alone and the one behind the residual addition.
+    norm alone and the one behind the residual addition. Each takes "torch" and "own" as well, for
+    PyTorch's form and the best of ours; the field then holds the real name.
 
     `skip_unread` leaves out what no result depends on: keys and values of target rows, and all of
     the last block for context rows but their keys and values. `d_ff_storage` is the width the
@@ -58,6 +59,10 @@ class Variant:
     recompute_above: int | None = None
 
     def __post_init__(self) -> None:
+        for family in FAMILIES:  # rows name what runs, whatever it was called
+            first, *_ = catalog().family(family)
+            real = catalog().real(first.name, getattr(self, family))
+            object.__setattr__(self, family, real)
         for name in ("d_ff_storage", "recompute_above"):
             if getattr(self, name) is not None:
                 require_count(f"{name} of variant {self.name!r}", getattr(self, name), at_least=1)

@@ -124,7 +124,7 @@ def arguments(**change) -> dict:
         ({"y_context": None}, "one of x_context and y_context is None: they must be given"),
         ({"x_context": None, "y_context": None, "x_target": None}, "one of them must be given"),
         ({"weight": torch.zeros(8)}, r"weight has shape \(8,\): it must be"),
-        ({"x_target": torch.zeros(2, 4)}, r"x_target has shape \(2, 4\): it must be \[B, L, d\]"),
+        ({"x_target": torch.zeros(2, 4)}, r"x_target has shape \(2, 4\): it must be \[B, N, d_x\]"),
         ({"y_context": torch.zeros(2, 4, 1)}, "they must agree in batch and points"),
         ({"y_context": torch.zeros(2, 3, 2)}, "tokens have 4 features"),
         ({"x_target": torch.zeros(1, 4, 1)}, "they must agree in batch and d_x"),
@@ -148,7 +148,7 @@ def test_refusals(change, message):
         ({"weight": torch.zeros(8, 3).double()}, "it takes .*, not float64"),
         (
             {"y_context": torch.zeros(2, 3, 7), "weight": torch.zeros(8, 9)},
-            "it takes at most 8 features of a token, not 9",
+            r"d_x \+ d_y \+ 1 is 9, and it takes tokens of at most 8 features: choose torch",
         ),
     ],
 )

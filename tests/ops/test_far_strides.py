@@ -6,11 +6,12 @@ nobody else touches, one dimension at a time. The offsets of half of that dimens
 bits.
 
 An offset that wraps around at 32 bits stays inside the same memory, at most 2³¹ elements ahead of
-the tensor. The kernel then reads zeros there, so that a fault shows in numbers and kills no process.
+the tensor. The kernel then reads zeros there: a fault shows in numbers and kills no process.
 """
 
 import mmap
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle, islice
 
 import pytest
@@ -21,6 +22,7 @@ from tnp import plans, selection, targets
 from tnp.catalog import catalog
 from tnp.contract import Call, Case, Implementation, Operator
 from tnp.gates.results import wanted_of
+from tnp.ops.attention import attention
 from tnp.values import Random, Upstream
 
 pytestmark = pytest.mark.skipif(
@@ -193,6 +195,22 @@ def near_enough(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     x, y, eps = x.double(), y.double(), torch.finfo(y.dtype).eps
     return (x - y).norm().item() <= 2 * eps * y.norm().item()
+
+
+@pytest.mark.parametrize("route", ["eager", "compiled"])
+def test_lengths_may_be_a_column(route):
+    """Of a table [B, 2]; kernels read vectors without a stride."""
+    function = partial(attention, implementation="own")
+    if route == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    q, k, v = (torch.randn(3, 1, n, 16, requires_grad=True) for n in (4, 9, 9))
+    column = torch.tensor([[2, 9], [9, 1], [5, 9]], dtype=torch.int32)[:, 0]
+    found, expected = (
+        torch.autograd.grad(function(q, k, v, n_keys=n_keys).square().sum(), (q, k, v))
+        for n_keys in (column, column.contiguous())
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("op", list(catalog().operators))

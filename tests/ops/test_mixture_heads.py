@@ -232,7 +232,7 @@ def test_what_each_implementation_refuses():
     x, up, down = torch.zeros(4, 32), torch.zeros(2, 42, 32), torch.zeros(2, 3, 42)
     with pytest.raises(RuntimeError, match="F is 42 and D 32: it takes multiples of 8"):
         mixture_heads(x.bfloat16(), up, down, implementation="grouped_mm")
-    with pytest.raises(RuntimeError, match="O is 17: it takes at most 16 outputs a head"):
+    with pytest.raises(RuntimeError, match="is 17, and it takes at most 16 outputs a head"):
         mixture_heads(x, up, torch.zeros(2, 17, 42), implementation="fused")
     with pytest.raises(RuntimeError, match="it takes bfloat16, float16, float32, not float64"):
         mixture_heads(x.double(), up, down, implementation="fused")

@@ -179,10 +179,10 @@ def test_refusals(implementation, change, message):
     [
         ({"parameters": torch.zeros(5, 2, 3).double()}, "it takes .*, not float64"),
         ({"y": torch.zeros(5, 1).double()}, "it takes .*, not float64"),
-        ({"parameters": torch.zeros(5, 65, 3)}, "it takes at most 64 components, not 65"),
+        ({"parameters": torch.zeros(5, 65, 3)}, "K is 65, and it takes at most 64 components"),
         (
             {"parameters": torch.zeros(5, 2, 11), "y": torch.zeros(5, 5)},
-            "it takes at most 4 dimensions of y, not 5",
+            "d_y is 5, and it takes y of at most 4 dimensions",
         ),
     ],
 )

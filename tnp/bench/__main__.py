@@ -20,13 +20,17 @@ from typing import Any
 
 from tnp.catalog import catalog, is_automatic
 from tnp.commands import Parser, end_with, option, size, table
-from tnp.contract import FLOATS, Case, Operator, Problem
+from tnp.contract import FLOATS, Call, Case, Operator, Problem
 
 PROGRAM = "python -m tnp.bench"
 TIMEOUT_S = 900.0
-HEADER = (
-    "implementation", "provider", "forward µs", "backward µs", "rate", "speedup", "max error", ""
+COLUMNS = (
+    "implementation", "provider", "forward µs", "backward µs", "rate", "over {}", "max error", ""
 )  # fmt: skip
+LEGEND = (
+    "over {}: its time over the row's, of all passes timed. max error: the largest absolute "
+    "difference of an element of any result from float64"
+)
 NUMBERS = (2, 3, 4, 5, 6)  # columns
 
 
@@ -50,9 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = wanted.implementations or catalog().names(operator.name)
     try:
         problem = _problem(operator, wanted)
-        for name in names:
-            if not is_automatic(name):
-                catalog().listed(operator.name, name)
+        names = [
+            name if is_automatic(name) else catalog().listed(operator.name, name).name
+            for name in dict.fromkeys(names)
+        ]
     except ValueError as error:
         parser.error(str(error))
     passes = ["forward"] * (not wanted.backward) + ["backward"] * (wanted.backward or wanted.both)
@@ -63,17 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(operator: Operator) -> Parser:
     """Options of an operator's command."""
-    about = sys.modules[operator.describe.__module__].__doc__ or operator.name
-    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about.strip().splitlines()[0])
+    about = (
+        f"Times {operator.name} of {', '.join(operator.tensors)} at one size, with every "
+        "implementation that is installed or with those that are named, and prints medians. Checks "
+        "each result against float64."
+    )
+    parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
     for name in operator.sizes:
-        parser.add_argument(option(name), type=size, required=True, metavar="N")
+        parser.add_argument(option(name), type=size, required=True, metavar="N", help="a size")
     for name, kind in operator.options.items():
+        named = {"help": "an option of the operator"}
         if kind is bool:
-            parser.add_argument(option(name), action="store_true")
+            parser.add_argument(option(name), action="store_true", **named)
         elif isinstance(kind, tuple):
-            parser.add_argument(option(name), choices=kind, type=type(kind[0]))
+            parser.add_argument(option(name), choices=kind, type=type(kind[0]), **named)
         else:
-            parser.add_argument(option(name), type=kind, metavar=kind.__name__)
+            parser.add_argument(option(name), type=kind, metavar=kind.__name__, **named)
     for name in operator.optional:
         help_text = f"with the tensor {name}"
         parser.add_argument(option(name), action="store_true", help=help_text)
@@ -82,7 +92,7 @@ def _parser(operator: Operator) -> Parser:
         "--implementations",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(catalog().names(operator.name))}, auto; all",
+        help=f"of {', '.join(catalog().names(operator.name))}; torch, own, auto; by default all",
     )
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--backward", action="store_true", help="time the backward pass alone")
@@ -130,6 +140,10 @@ def _measure(
         problem, names, problem.op, {}, device=device, device_slug=slug, replicate=0,
         timing=asdict(timing), passes=passes, shape="asked",
     )  # fmt: skip
+    if device == "cpu" and (reasons := _refused(operator, problem, names, passes)):
+        print(f"{problem} on {slug}\n")
+        print(table(("implementation", ""), [*reasons.items()]))
+        return 1
     try:
         with device_lock(slug):
             rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]
@@ -139,10 +153,35 @@ def _measure(
     print(f"{problem} on {slug}\n")
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         print("Triton's interpreter runs our kernels here: their times say nothing of a GPU\n")
-    print(table(HEADER, lines(rows, names, passes), NUMBERS))
+    found = lines(rows, names, passes)
+    first = next((line[0] for line in found if line[5]), names[0])
+    header = [column.format(first) for column in COLUMNS]
+    print(table(header, found, NUMBERS))
+    print(f"\n{LEGEND.format(first)}")
     if operator.backward_with_forward and "backward" in passes:
         print("\nbackward is timed with its forward")
     return 0 if any(row["status"] == "ok" for row in rows) else 1
+
+
+def _refused(
+    operator: Operator, problem: Problem, names: list[str], passes: list[str]
+) -> dict[str, str]:
+    """Why each implementation cannot run on this CPU; empty where any may, which a child finds."""
+    from tnp import targets
+    from tnp.gates.results import wanted_of
+    from tnp.selection import refuses
+
+    found = {}
+    for name in names:
+        own = None if is_automatic(name) else catalog().listed(operator.name, name).own
+        if own is None:
+            return {}
+        wanted = wanted_of(operator, own, Case(problem)) if "backward" in passes else ()
+        reason = refuses(own, Call(problem, targets.here_without_gpu(), wanted))
+        if reason is None:
+            return {}
+        found[name] = reason
+    return found
 
 
 def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> list[list[str]]:

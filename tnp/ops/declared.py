@@ -95,9 +95,9 @@ def triton_to_width(most: int) -> Support:
 
     def supported(call: Call) -> Reason:
         width = call.problem["width"]
-        if width > most:
-            return f"it takes widths up to {most}, not {width}"
-        return anywhere_else(call)
+        if (reason := anywhere_else(call)) is not None or width <= most:
+            return reason
+        return f"it takes widths up to {most}, not {width}"
 
     return supported
 

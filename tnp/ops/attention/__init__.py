@@ -104,7 +104,8 @@ def _n_sequences(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dim() != 1 or len(x) < 2 or str(x.dtype) != "torch.int32" or not x.is_contiguous():
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)}: it must be int32 [n_sequences + 1]"
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: it must be int32 "
+                "[n_sequences + 1], contiguous"
             )
     require_one_device(q=q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
@@ -116,10 +117,12 @@ def _n_sequences(
 
 
 def _ours(call: Call) -> Reason:
+    if (reason := _triton(call)) is not None:
+        return reason
     if call.problem["head_dim"] not in HEAD_DIMS:
         taken = ", ".join(map(str, HEAD_DIMS))
         return f"it takes head_dim {taken}, not {call.problem['head_dim']}"
-    return _triton(call)
+    return None
 
 
 def _in_cuda(call: Call) -> Reason:
@@ -307,7 +310,8 @@ def attention(
         base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to:
             o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then do without a reference
             and are some 5 % faster.
-        causal: a query sees no key after the one it stands beside.
+        causal: a query sees no key after the one it stands beside. The mask is aligned bottom
+            right, as in FlashAttention; PyTorch's `is_causal` is aligned top left.
         window: how many keys a query sees at most to one side, the one it stands beside among
             them: the last `window` where causal, else window − 1 more on either side. One of
             n_q + n_k or more bounds nothing and is left out.
@@ -326,7 +330,8 @@ def attention(
         compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
             bits, on request: q, k and v are cast to it and o back, and gradients come in the
             inputs' dtypes. None: they are computed in their own.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.catalog`, "torch" for `sdpa_flash`, "own" for the best of
+            ours, or "auto".
 
     Returns:
         [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours. If `lse`, the pair of it and

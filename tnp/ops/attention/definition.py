@@ -30,9 +30,10 @@ WITH_LSE = (*OF_ANY_KIND, "lse")
 
 def require_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ValueError where q, k and v are not what any attention takes."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    of_keys = "[B, H_kv, n_k, D]"
+    for name, x, shape in (("q", q, "[B, H, n_q, D]"), ("k", k, of_keys), ("v", v, of_keys)):
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, H, L, D]")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must be equal")
         if x.stride(-1) != 1 and x.shape[-1] > 1:

@@ -31,9 +31,11 @@ _triton = triton_from(89)
 
 def supported(call: Call) -> Reason:
     """GPUs with tensor cores for e4m3, head_dim 64."""
+    if (reason := _triton(call)) is not None:
+        return reason
     if call.problem["head_dim"] != HEAD_DIM:
         return f"it takes head_dim {HEAD_DIM}, not {call.problem['head_dim']}"
-    return _triton(call)
+    return None
 
 
 def work(case: Case, pass_: str) -> Work:

@@ -148,6 +148,8 @@ def work(case: Case, pass_: str) -> Work:
 
 def supported(call: Call) -> Reason:
     """What the kernels keep on chip."""
+    if (reason := _triton(call)) is not None:
+        return reason
     p = call.problem
     rows = Rows.of(p)
     if sum(n_blocks(p)) > MOST_BLOCKS:
@@ -160,7 +162,7 @@ def supported(call: Call) -> Reason:
     if p["head_dim"] not in head_dims:
         taken = ", ".join(map(str, head_dims))
         return f"it takes head_dim {taken} in {p.dtype}, not {p['head_dim']}"
-    return _triton(call)
+    return None
 
 
 def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:

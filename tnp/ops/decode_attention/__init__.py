@@ -132,6 +132,8 @@ def _require_in_range(k: Tensor, lengths: Tensor, page_table: Tensor | None) -> 
 
 
 def _ours(call: Call) -> Reason:
+    if (reason := _triton(call)) is not None:
+        return reason
     p = call.problem
     head_dim, rows = p["head_dim"], definition.rows_of(p)
     if head_dim not in HEAD_DIMS:
@@ -148,7 +150,7 @@ def _ours(call: Call) -> Reason:
             f"at head_dim {head_dim} in {p.dtype} it takes up to {most} queries that read the same "
             f"keys, heads of a group times tokens, not {rows}"
         )
-    return _triton(call)
+    return None
 
 
 OPERATOR = Operator(
@@ -240,7 +242,8 @@ def decode_attention(
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
         scale: a number, positive and finite; 1/√D where None.
         full: every query sees all of the lengths[b] keys, as rows beside one another do.
-        implementation: a name of `tnp.catalog`, or "auto". `triton` takes D of `HEAD_DIMS`, pages
+        implementation: a name of `tnp.catalog`, "torch" for `sdpa`, "own" for the best of ours, or
+            "auto". `triton` takes D of `HEAD_DIMS`, pages
             of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
             same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
             and 32 in float32.

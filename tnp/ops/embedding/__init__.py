@@ -17,6 +17,7 @@ from tnp.ops.declared import by_triton
 if TYPE_CHECKING:
     import torch
 
+SHAPES = {"x_context": "[B, M, d_x]", "y_context": "[B, M, d_y]", "x_target": "[B, N, d_x]"}
 MAX_WIDTH = 8  # of a token: its gradients are accumulated in registers
 GIVEN = ("x_context", "x_target", "y_context")  # inputs that may be missing
 
@@ -57,7 +58,7 @@ def describe(x_context, y_context, x_target, weight, like) -> dict:
         if x is None:
             continue
         if x.dim() != 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [B, L, d]")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {SHAPES[name]}")
         require_one_device(weight=weight, **{name: x})
     d_model, width = weight.shape
     if x_context is not None:
@@ -201,9 +202,12 @@ def _last_row_without_gradient(*inputs):
 
 
 def _fused(call):
-    if call.problem["width"] > MAX_WIDTH:
-        return f"it takes at most {MAX_WIDTH} features of a token, not {call.problem['width']}"
-    return triton_from(80)(call)
+    if (reason := triton_from(80)(call)) is not None:
+        return reason
+    width = call.problem["width"]
+    if width > MAX_WIDTH:
+        return f"d_x + d_y + 1 is {width}, and it takes tokens of at most {MAX_WIDTH} features"
+    return None
 
 
 OPERATOR = Operator(
@@ -265,7 +269,7 @@ def embed_rows(
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason. `fused` gives no gradient
-            of x and y, and takes tokens of at most 8 features.
+            of x and y, and takes tokens of at most 8 features, which d_x + d_y + 1 is.
     """
     import tnp.dispatch as dispatch
 

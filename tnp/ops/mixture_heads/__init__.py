@@ -178,10 +178,14 @@ def within(model, run):
 
 
 def _fused(call):
+    if (reason := triton_from(80)(call)) is not None:
+        return reason
     n_out = call.problem["n_outputs"]
     if n_out > MAX_OUTPUTS:
-        return f"O is {n_out}: it takes at most {MAX_OUTPUTS} outputs a head"
-    return triton_from(80)(call)
+        return (
+            f"O, which is 1 + 2·d_y, is {n_out}, and it takes at most {MAX_OUTPUTS} outputs a head"
+        )
+    return None
 
 
 def _grouped(call):

@@ -199,12 +199,14 @@ def _padding_counted(parameters, y, n_targets, sigma_min, floor=False):
 
 
 def _fused(call):
+    if (reason := triton_from(80)(call)) is not None:
+        return reason
     problem = call.problem
     if problem["n_components"] > MAX_COMPONENTS:
-        return f"it takes at most {MAX_COMPONENTS} components, not {problem['n_components']}"
+        return f"K is {problem['n_components']}, and it takes at most {MAX_COMPONENTS} components"
     if problem["d_y"] > MAX_D_Y:
-        return f"it takes at most {MAX_D_Y} dimensions of y, not {problem['d_y']}"
-    return triton_from(80)(call)
+        return f"d_y is {problem['d_y']}, and it takes y of at most {MAX_D_Y} dimensions"
+    return None
 
 
 OPERATOR = Operator(

@@ -152,19 +152,21 @@ def within(model, run):
 def _single(call):
     """Triton's support, and widths that a program keeps in registers."""
     d = call.problem["d_model"]
-    if MIN_D <= d <= MAX_D and d & (d - 1) == 0:
-        return triton_from(80)(call)
+    if (reason := triton_from(80)(call)) is not None or (MIN_D <= d <= MAX_D and d & (d - 1) == 0):
+        return reason
     return f"D is {d}: it takes a power of two from {MIN_D} to {MAX_D}"
 
 
 def _in_8_bits(call):
     """GPUs with tensor cores for e4m3; rows whose hidden layer is saved."""
+    if (reason := triton_from(89)(call)) is not None:
+        return reason
     d, rows = call.problem["d_model"], call.problem["rows"]
     if d % E4M3_MULTIPLE:
         return f"D is {d}: it takes multiples of {E4M3_MULTIPLE}"
     if call.wanted and rows > SAVED_ROWS:
         return f"it gives gradients of up to {SAVED_ROWS:,} rows, not {rows:,}"
-    return triton_from(89)(call)
+    return None
 
 
 def _no_activation(x, up, down):

@@ -45,9 +45,9 @@ def reference(q, k, cos, sin, positions=None, *, interleaved=False):
 
 def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
-    for name, x in (("q", q), ("k", k)):
+    for name, x, heads in (("q", q, "heads"), ("k", k, "kv_heads")):
         if x.dim() != 4:
-            raise ValueError(f"{name} is {tuple(x.shape)}: it must be [batch, heads, tokens, D]")
+            raise ValueError(f"{name} is {tuple(x.shape)}: it must be [batch, {heads}, tokens, D]")
     batch, heads, n_tokens, head_dim = q.shape
     kv_heads = k.shape[1]
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, n_tokens, head_dim):
