@@ -62,8 +62,10 @@ class TransformerNP(nn.Module):
 
     Args:
         config: sizes.
-        variant: implementation of each operator; weights and results do not depend on it.
-        compute_dtype: dtype of activations and matmuls; parameters are float32.
+        variant: implementation of each operator, a `Variant` or the name of one; weights and
+            results do not depend on it.
+        compute_dtype: dtype of activations and matmuls; parameters are float32. None: bfloat16
+            where the parameters lie on a GPU, else float32.
         checkpoint: recompute each block in the backward pass instead of keeping its activations.
         normalization: of the user's units; tasks and predictions are then in them.
     """
@@ -71,33 +73,31 @@ class TransformerNP(nn.Module):
     def __init__(
         self,
         config: TNPConfig,
-        variant: Variant,
-        compute_dtype: torch.dtype = torch.bfloat16,
+        variant: Variant | str = "auto",
+        compute_dtype: torch.dtype | None = None,
         checkpoint: bool = False,
         normalization: Normalization | None = None,
     ) -> None:
         super().__init__()
-        for name, value, kind in (("config", config, TNPConfig), ("variant", variant, Variant)):
-            if not isinstance(value, kind):
-                hint = "; Variant.named gives one by its name" if kind is Variant else ""
-                raise TypeError(
-                    f"{name} is a {type(value).__name__}: it must be a {kind.__name__}{hint}"
-                )
-        if not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point:
+        if not isinstance(config, TNPConfig):
+            raise TypeError(f"config is a {type(config).__name__}: it must be a TNPConfig")
+        if isinstance(variant, str):
+            variant = Variant.named(variant)
+        if not isinstance(variant, Variant):
+            raise TypeError(
+                f"variant is a {type(variant).__name__}: it must be a Variant or the name of one"
+            )
+        is_float = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
+        if compute_dtype is not None and not is_float:
             raise ValueError(
                 f"compute_dtype is {compute_dtype!r}: it must be a float dtype, such as "
                 "torch.bfloat16"
-            )
-        if variant.d_ff_storage is not None and variant.d_ff_storage < config.d_ff:
-            raise ValueError(
-                f"variant {variant.name!r} stores d_ff_storage {variant.d_ff_storage}: it must be "
-                f"at least d_ff {config.d_ff}"
             )
         if config.buffer is not None and variant.refuses_buffer:
             raise ValueError(f"variant {variant.name!r} {variant.refuses_buffer}")
         self.config = config
         self.variant = variant
-        self.compute_dtype = compute_dtype
+        self.asked_dtype = compute_dtype
         self.checkpoint = checkpoint
         self.normalization = normalization
         if normalization is not None:
@@ -111,11 +111,18 @@ class TransformerNP(nn.Module):
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
         self.heads = MixtureHeads(config, variant)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations and matmuls, on the device where the parameters are now."""
+        if self.asked_dtype is not None:
+            return self.asked_dtype
+        return torch.bfloat16 if self.embed.input.is_cuda else torch.float32
+
     def forward(
         self,
         x_context: torch.Tensor,
-        y_context: torch.Tensor,
-        x_target: torch.Tensor,
+        y_context: torch.Tensor | None = None,
+        x_target: torch.Tensor | None = None,
         context_lengths: torch.Tensor | None = None,
         target_lengths: torch.Tensor | None = None,
         packing: Packing | None = None,
@@ -133,6 +140,11 @@ class TransformerNP(nn.Module):
             packing: computes padding nowhere but in attention; results are then packed too,
                 [1, targets, K, 1 + 2·d_y].
         """
+        if isinstance(x_context, Context | Task):
+            raise TypeError(
+                f"x_context is a {type(x_context).__name__}: a model is called with tensors "
+                "(x_context, y_context, x_target); use predict(context, x_target) or loss(task)"
+            )
         x_context, y_context = self.prepared_context(x_context, y_context, context_lengths)
         x_target = self.prepared_x(x_target, target_lengths)
         if packing is not None:
