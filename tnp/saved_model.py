@@ -85,18 +85,26 @@ def unpadded_weights(model: TransformerNP) -> dict[str, torch.Tensor]:
 
 
 def require_no_weight_in_padding(model: TransformerNP) -> None:
-    """Raises ValueError naming a hidden layer whose padding is not 0: as another variant the model
-    would predict otherwise.
+    """Raises ValueError naming a hidden layer whose padding is not 0, or may come to be another.
+
+    Such a model predicts otherwise once its weights are run by another variant.
     """
+    remedy = "build the model with a variant whose d_ff_storage is None before its weights are"
     for prefix, layer in model.named_modules():
-        if isinstance(layer, HiddenLayer):
-            for name, part in layer.padding().items():
-                if part.any():
-                    raise ValueError(
-                        f"{prefix}.{name} holds weights in its padding, units {layer.d_ff} to "
-                        f"{layer.width - 1}: set them to 0, or build the model with a variant "
-                        "whose d_ff_storage is None before its weights are changed"
-                    )
+        if not isinstance(layer, HiddenLayer) or layer.width == layer.d_ff:
+            continue
+        units = f"units {layer.d_ff} to {layer.width - 1}"
+        if not {"up", "down"} <= layer._parameters.keys():
+            raise ValueError(
+                f"{prefix} is parametrized and holds padding, {units}, whose norm is 0: {remedy} "
+                "parametrized"
+            )
+        for name, part in layer.padding().items():
+            if not part.is_meta and part.any():
+                raise ValueError(
+                    f"{prefix}.{name} holds weights in its padding, {units}: set them to 0, or "
+                    f"{remedy} changed"
+                )
 
 
 @torch.no_grad()
