@@ -9,52 +9,24 @@ Parameters are float32 in every variant and are cast to `compute_dtype` for ever
 resolves 4e-3 of a weight, and would drop most of AdamW's updates, which are some 1e-4 of it.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from tnp import buffer, joint, prediction, saved_model
 from tnp.inputs import require_count, require_floats
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.model_config import TNPConfig
 from tnp.normalization import Normalization
-from tnp.opaque import custom_op
-from tnp.ops.attention import OPERATOR as attention_operator
-from tnp.ops.buffered_attention import OPERATOR as buffered_attention_operator
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
+from tnp.recomputing import recomputing
 from tnp.tasks import Context, Task
 from tnp.tasks.task import check_lengths, without_padding
 from tnp.variants import Variant
-
-
-@cache
-def _attention_operators() -> frozenset[torch._ops.OpOverload]:
-    """Forward passes of attention as PyTorch sees them: ours, and those that its forms dispatch."""
-    names = [
-        name.partition("::")[2]
-        for implementation in attention_operator.implementations
-        for name in implementation.dispatches
-    ]
-    theirs = {getattr(torch.ops.aten, name).default for name in names}
-    ours = attention_operator, buffered_attention_operator
-    return frozenset({*map(custom_op, ours), *theirs})
-
-
-def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-    """What a block keeps where only attention is too expensive to compute again."""
-    kept = operator in _attention_operators()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class TransformerNP(nn.Module):
@@ -168,7 +140,7 @@ class TransformerNP(nn.Module):
             context_lengths: int32 [B], keys that each sample has, or None.
             layout: how rows stand, where they are not all samples of one size.
         """
-        update, run = None, self._recomputing(h.shape[0] * h.shape[1])
+        update, run = None, recomputing(self.checkpoint, self.variant, h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
             # Of the last block only the targets reach the loss.
             last = index == len(self.blocks) - 1
@@ -224,16 +196,6 @@ class TransformerNP(nn.Module):
             what = "target" if name == "x_target" else "context point"
             raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
         check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
-
-    def _recomputing(self, n_rows: int) -> Callable | None:
-        """How to run a block whose activations are not all kept; None where they are."""
-        if self.checkpoint:
-            return partial(checkpoint, use_reentrant=False)
-        above = self.variant.recompute_above
-        if above is not None and n_rows > above:
-            contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
-            return partial(checkpoint, use_reentrant=False, context_fn=contexts)
-        return None
 
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar.
