@@ -125,7 +125,7 @@ def test_more_keys_than_lie_on_chip_are_refused():
 
 def bad_inputs():
     q, k = torch.zeros(2, 1, 20, 16), torch.zeros(2, 1, 8, 16)
-    yield r"q has shape \(1, 20, 16\): it must be \[B, H, L, D\]", (q[0], k, k, 3), {}
+    yield r"q has shape \(1, 20, 16\): it must be \[B, H, n_q, D\]", (q[0], k, k, 3), {}
     yield "v is torch.float64 and q is torch.float32", (q, k, k.double(), 3), {}
     yield r"v \(2, 1, 7, 16\): they must be equal", (q, k, k[:, :, 1:], 3), {}
     yield "they must agree but in their rows", (q, k[:1], k[:1], 3), {}
