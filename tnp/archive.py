@@ -41,19 +41,24 @@ def save(path: Path, state: dict) -> None:
             raise cannot_write(path, error) from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise _cannot_save(path, state, error) from error
-        with open(temporary, "r+b") as file:
-            file.seek(-len(_NO_COMMENT), os.SEEK_END)
-            if file.read() != _NO_COMMENT:
-                raise RuntimeError("torch.save no longer writes a zip archive without a comment")
-            file.seek(-len(_NO_COMMENT), os.SEEK_END)
-            file.write(_DIGEST_BYTES.to_bytes(len(_NO_COMMENT), "little"))
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.write(digest.encode())
+        seal(temporary)
         try:
             torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             raise _cannot_save(path, state, error) from error
+
+
+def seal(path: Path) -> None:
+    """Writes the digest of a file of `torch.save` behind it."""
+    with open(path, "r+b") as file:
+        file.seek(-len(_NO_COMMENT), os.SEEK_END)
+        if file.read() != _NO_COMMENT:
+            raise RuntimeError("torch.save no longer writes a zip archive without a comment")
+        file.seek(-len(_NO_COMMENT), os.SEEK_END)
+        file.write(_DIGEST_BYTES.to_bytes(len(_NO_COMMENT), "little"))
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.write(digest.encode())
 
 
 def plain(value: object) -> object:

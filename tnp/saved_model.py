@@ -62,7 +62,6 @@ def load(
             f"model {path} was not written by this version of the code: {REMEDY}"
         ) from None
     model = kind(config, variant, compute_dtype or saved_dtype, normalization=normalization)
-    model.to(state["weights"]["heads.up"].dtype)  # that of all parameters
     set_weights(model, state["weights"])
     return model.to(device)
 
@@ -109,7 +108,7 @@ def require_no_weight_in_padding(model: TransformerNP) -> None:
 
 @torch.no_grad()
 def set_weights(model: TransformerNP, weights: dict[str, torch.Tensor]) -> None:
-    """What `unpadded_weights` gave, into a model that may store hidden layers wider.
+    """Takes what `unpadded_weights` gave, its dtype too; hidden layers may be stored wider.
 
     Raises ValueError where they are not a model's of these sizes.
     """
@@ -122,6 +121,7 @@ def set_weights(model: TransformerNP, weights: dict[str, torch.Tensor]) -> None:
         raise ValueError(
             f"weights are not of a model with {model.config}: {', '.join(names[:3])} differ"
         )
+    model.to(weights["heads.up"].dtype)
     for name, x in model.state_dict().items():
         x.zero_()
         x[tuple(map(slice, shapes[name]))] = weights[name].to(x.device)
