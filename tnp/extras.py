@@ -7,7 +7,10 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
-DISTRIBUTION = "tnp-kernels"
+
+def install(extra: str) -> str:
+    """Returns how to install an extra. The package is on no index, so pip needs a clone of it."""
+    return f"pip install '.[{extra}]' in a clone of tnp"
 
 
 @cache
@@ -30,6 +33,4 @@ def require(package: str, what: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingExtra(
-            f"{what} need {package}, which pip install '{DISTRIBUTION}[{extra}]' brings"
-        ) from None
+        raise MissingExtra(f"{what} need {package}, which {install(extra)} brings") from None

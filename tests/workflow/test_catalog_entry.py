@@ -31,7 +31,10 @@ def test_the_settings_are_those_that_the_catalog_reads():
 def test_the_snakefile_that_the_catalog_looks_for_is_the_workflow():
     found = targets("workflow/Snakefile")
     assert "all" in found and found == targets("Snakefile")
-    documents = (ROOT / name for name in ("README.md", "docs/running.md", "config/README.md"))
+    documents = (
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "config/README.md", "docs/running.md")
+    )
     said = re.findall(
         r"snakemake (?:-n|--cores 1) (\w+)", "".join(p.read_text() for p in documents)
     )
