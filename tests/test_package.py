@@ -87,7 +87,7 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     assert file == str(site / "tnp/__init__.py")
     missing = "triton is not installed, in which it is written"
     assert [missing in line for line in said] == [True, True, False]
-    assert said[-1].endswith("which pip install '.[images]' in a clone of tnp brings")
+    assert said[-1].endswith(f"which pip install '{PROJECT['name']}[images]' brings")
     assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
 
 
@@ -107,9 +107,10 @@ def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
 
 def test_what_needs_an_extra_names_it():
     with pytest.raises(
-        ImportError, match=r"plots need no_such, which pip install '\.\[plot\]' in a"
+        ImportError, match=r"plots need no_such, which pip install 'tnp-kernels\[pl"
     ):
         extras.require("no_such", "plots", "plot")
+    assert PROJECT["name"] == extras.DISTRIBUTION
 
 
 def test_every_pin_lies_in_the_packages_ranges():
@@ -149,7 +150,7 @@ def test_a_command_that_measures_names_the_extra_in_one_sentence(arguments):
     done = command(*arguments)
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()
-    assert line.endswith("which pip install '.[workflow]' in a clone of tnp brings")
+    assert line.endswith(f"which pip install '{PROJECT['name']}[workflow]' brings")
     assert command(arguments[0], "--help").returncode == 0
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from tnp.contract import Reason
 from tnp.definitions import CUDA_INCLUDE
-from tnp.extras import install
+from tnp.extras import DISTRIBUTION
 from tnp.files import replacing, user_cache
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def missing_for_cute() -> Reason:
     if cutlass() is None:
         return (
             "the headers of CUTLASS are not installed, which CuTe is part of: "
-            f"{install('cute')} brings them"
+            f"pip install '{DISTRIBUTION}[cute]' brings them"
         )
     if not shutil.which("nvcc"):
         return "nvcc is not here, which compiles what needs CUTLASS"
@@ -90,7 +90,7 @@ def missing() -> Reason:
     if not (_is_installed("cuda.core") and _is_installed("cuda.bindings")):
         return (
             "cuda-core is not installed, which compiles and launches CUDA C++: "
-            f"{install('cuda')} brings it"
+            f"pip install '{DISTRIBUTION}[cuda]' brings it"
         )
     if not _nvrtc_is_here() and not shutil.which("nvcc"):
         return (

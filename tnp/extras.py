@@ -7,10 +7,7 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
-
-def install(extra: str) -> str:
-    """Returns how to install an extra. The package is on no index, so pip needs a clone of it."""
-    return f"pip install '.[{extra}]' in a clone of tnp"
+DISTRIBUTION = "tnp-kernels"
 
 
 @cache
@@ -33,4 +30,6 @@ def require(package: str, what: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingExtra(f"{what} need {package}, which {install(extra)} brings") from None
+        raise MissingExtra(
+            f"{what} need {package}, which pip install '{DISTRIBUTION}[{extra}]' brings"
+        ) from None

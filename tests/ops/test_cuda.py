@@ -73,7 +73,7 @@ def test_what_cuda_does_not_take_is_refused_in_a_sentence(here):
 def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
     cute = partial(refused, "attention", "cute", batch=1, n_heads=4, n_q=9, n_k=9, head_dim=64)
     monkeypatch.setattr(cuda, "cutlass", lambda: None)
-    assert "pip install '.[cute]'" in cute("float16")
+    assert "pip install 'tnp-kernels[cute]'" in cute("float16")
     monkeypatch.setattr(cuda, "cutlass", lambda: "/somewhere")
     monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
     assert cute("float16").startswith("nvcc is not here")
@@ -99,7 +99,7 @@ def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, t
 def test_what_is_not_installed_is_named(monkeypatch):
     cuda.missing.cache_clear()
     monkeypatch.setattr(cuda, "_is_installed", lambda module: False)
-    assert "pip install '.[cuda]'" in HEADS("float16", head_dim=64)
+    assert "pip install 'tnp-kernels[cuda]'" in HEADS("float16", head_dim=64)
     cuda.missing.cache_clear()
     monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
     monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: False)
