@@ -65,7 +65,7 @@ def test_a_table_is_read_trained_on_and_predicted(capsys, tmp_path, monkeypatch)
     ]
     header = "day,station,east,north,kelvin"
     Path("stations.csv").write_text("\n".join([header, *rows]))
-    names = run(DATA, {" 500, every=100": " 4, every=2"})
+    names = run(DATA, {" 500, ": " 4, every=2, "})
     assert "heldout_log_likelihood" in capsys.readouterr().out
     assert sum(len(x) for x, *_ in names["days"]) == 40 * 40 - 1
     assert Path("stations/latest.pt").exists()
