@@ -1,4 +1,4 @@
-"""README and docs/: their code runs, their links and commands lead somewhere, no list is short."""
+"""README and docs/: their code runs, links and commands lead somewhere, lists are whole."""
 
 import importlib.util
 import math
@@ -46,7 +46,7 @@ def test_the_first_block_trains_on_a_cpu_and_draws(capsys, tmp_path, monkeypatch
 
 
 def test_the_block_for_a_gpu_trains(capsys, tmp_path, monkeypatch):
-    """One small step of it, without a CUDA graph."""
+    """Runs one small step of it, without a CUDA graph."""
     monkeypatch.chdir(tmp_path)
     smaller = {"cuda_graph=True": "cuda_graph=False", "range(1000)": "range(1)"}
     smaller |= {"batch=64, n_context=64, n_target=500": "batch=1, n_context=8, n_target=8"}
@@ -55,7 +55,7 @@ def test_the_block_for_a_gpu_trains(capsys, tmp_path, monkeypatch):
 
 
 def test_a_table_is_read_trained_on_and_predicted(capsys, tmp_path, monkeypatch):
-    """The three blocks about data of one's own, in their order, with a value missing."""
+    """Runs the three blocks about one's own data, in their order, with a value missing."""
     monkeypatch.chdir(tmp_path)
     rows = [
         f"{day},{station},{east * 1e3},{north * 1e3},"
@@ -117,5 +117,5 @@ def test_lists_of_documents_are_whole():
 
 
 def test_the_readme_stays_short():
-    """What does not fit in stands in docs/."""
+    """The rest stands in docs/."""
     assert len(README.encode()) <= 12_000

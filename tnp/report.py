@@ -54,7 +54,7 @@ other dash is a value that does not exist.
 
 
 def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
-    """File → what it should hold, of README.md and RESULTS.md, by the rows of an open store.
+    """Returns what README.md and RESULTS.md should hold, by the rows of an open store.
 
     Raises ValueError for a block of README.md that names no query.
     """
@@ -128,7 +128,7 @@ def _cell(value: object) -> str:
 
 
 def _filled(text: str, tables: dict[str, Table]) -> str:
-    """`text` with the table of each block in it."""
+    """Returns `text` with the table of each block in it."""
 
     def table(block: re.Match[str]) -> str:
         start, name, end = block.groups()
