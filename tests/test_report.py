@@ -55,6 +55,19 @@ def test_a_block_is_filled_and_what_is_around_it_stays(recorded, monkeypatch, tm
     assert "old" not in text
 
 
+def test_text_that_all_rows_share_stands_below_the_table():
+    names, rows = (
+        ["device", "ms", "n", "verdict"],
+        [("a", 1.5, 3, "faster"), ("b", 1.5, 3, "faster")],
+    )
+    *table, empty, said = report._short(names, rows).splitlines()
+    assert table[0] == "| device | ms | n |" and "faster" not in "".join(table)
+    assert (empty, said) == ("", "In every row: verdict faster.")
+    other = [*rows, ("c", 1.5, 3, "same")]
+    assert report._short(names, other) == report._markdown(names, other)
+    assert report._short(names, rows[:1]) == report._markdown(names, rows[:1])
+
+
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda path: path.stem)
 def test_a_question_is_short_and_has_an_answer(recorded, question):
     comment, *sql = question.read_text().splitlines()

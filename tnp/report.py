@@ -4,6 +4,7 @@ Every table is a query, a file of workflow/report. Its first comment lines are t
 and text, and its columns are the table's, with spaces for underscores. RESULTS.md has all sections,
 in the order of the files' names. README.md has tables where a block names one:
 `<!-- report: headline -->` to `<!-- end -->` is the table of workflow/report/10_headline.sql.
+README.md says once, below a table, what all of its rows have in common.
 """
 
 import argparse
@@ -28,6 +29,8 @@ CHART = Path("figures/headline.svg")
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBERED = re.compile(r"\d+_")
 
+Table = tuple[list[str], list[tuple]]  # names of columns, rows
+
 INTRODUCTION = """\
 # Results
 
@@ -51,14 +54,14 @@ other dash is a value that does not exist.
 
 
 def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
-    """File → what it should hold, of README.md and RESULTS.md, by the rows of an open store.
+    """Returns what README.md and RESULTS.md should hold, by the rows of an open store.
 
     Raises ValueError for a block of README.md that names no query.
     """
     queries = {NUMBERED.sub("", path.stem, count=1): path for path in sorted(QUERIES.glob("*.sql"))}
     queries = {name: path.read_text() for name, path in queries.items()}
-    tables = {name: _table(connection, sql) for name, sql in queries.items()}
-    sections = [f"{_heading(sql)}\n\n{tables[name]}" for name, sql in queries.items()]
+    tables = {name: _rows(connection, sql) for name, sql in queries.items()}
+    sections = [f"{_heading(sql)}\n\n{_markdown(*tables[name])}" for name, sql in queries.items()]
     return {
         README: _filled(README.read_text(), tables),
         RESULTS: "\n".join([INTRODUCTION, *sections]),
@@ -76,11 +79,14 @@ def _heading(sql: str) -> str:
     return f"#{title}\n" + "\n".join(text)
 
 
-def _table(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
-    """The rows of `sql` as a Markdown table; numbers are aligned to the right."""
+def _rows(connection: duckdb.DuckDBPyConnection, sql: str) -> Table:
+    """Returns the names of the columns of `sql`, as a reader sees them, and its rows."""
     cursor = connection.execute(sql)
-    names = [name.replace("_", " ") for name, *_ in cursor.description]
-    rows = cursor.fetchall()
+    return [name.replace("_", " ") for name, *_ in cursor.description], cursor.fetchall()
+
+
+def _markdown(names: list[str], rows: list[tuple]) -> str:
+    """Returns a Markdown table; numbers are aligned to the right."""
     if not rows:
         return "Nothing.\n"
     numeric = [
@@ -90,6 +96,21 @@ def _table(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
     rule = ["---:" if right else "---" for right in numeric]
     lines = [names, rule, *([_cell(value) for value in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _short(names: list[str], rows: list[tuple]) -> str:
+    """Returns a Markdown table; one line below it says what columns of text say in every row."""
+    shared = {
+        i: rows[0][i]
+        for i in range(len(names))
+        if len(rows) > 1 and isinstance(rows[0][i], str) and len({row[i] for row in rows}) == 1
+    }
+    kept = [i for i in range(len(names)) if i not in shared]
+    table = _markdown([names[i] for i in kept], [tuple(row[i] for i in kept) for row in rows])
+    if not shared:
+        return table
+    said = ", ".join(f"{names[i]} {_cell(value)}" for i, value in shared.items())
+    return f"{table}\nIn every row: {said}.\n"
 
 
 def _cell(value: object) -> str:
@@ -106,8 +127,8 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|")
 
 
-def _filled(text: str, tables: dict[str, str]) -> str:
-    """`text` with the table of each block in it."""
+def _filled(text: str, tables: dict[str, Table]) -> str:
+    """Returns `text` with the table of each block in it."""
 
     def table(block: re.Match[str]) -> str:
         start, name, end = block.groups()
@@ -115,7 +136,7 @@ def _filled(text: str, tables: dict[str, str]) -> str:
             raise ValueError(
                 f"{README} has a block {name!r}: it must be one of {', '.join(tables)}"
             )
-        return f"{start}\n{tables[name]}\n{end}"
+        return f"{start}\n{_short(*tables[name])}\n{end}"
 
     return BLOCK.sub(table, text)
 

@@ -31,6 +31,14 @@ def test_the_settings_are_those_that_the_catalog_reads():
 def test_the_snakefile_that_the_catalog_looks_for_is_the_workflow():
     found = targets("workflow/Snakefile")
     assert "all" in found and found == targets("Snakefile")
+    documents = (
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "config/README.md", "docs/running.md")
+    )
+    said = re.findall(
+        r"snakemake (?:-n|--cores 1) (\w+)", "".join(p.read_text() for p in documents)
+    )
+    assert {"figures", "tune"} <= set(said) and set(said) - {"my_study"} <= set(found)
 
 
 def test_the_text_explains_every_key_and_its_links_lead_somewhere():
