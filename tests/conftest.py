@@ -23,10 +23,9 @@ CORES = len(os.sched_getaffinity(0))
 if device_slug() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-# Read when torch, numpy and pyarrow are imported, and inherited by child processes.
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    share = CORES // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+# Read when torch, numpy and pyarrow are imported, and inherited by child processes. The tensors of
+# tests are small, and threads that wait for each other on busy cores take three times the CPU time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_xdist_auto_num_workers() -> int:
