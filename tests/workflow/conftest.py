@@ -163,12 +163,18 @@ class Checkout:
         folder.mkdir(exist_ok=True)
         return folder
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes, which share what Python compiled."""
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return inherited | {"TMPDIR": str(self.temporary)}
+
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
         process = subprocess.Popen(
             [sys.executable, "-m", "snakemake", *arguments],
             cwd=self.folder,
-            env=os.environ | {"TMPDIR": str(self.temporary)} | environment,
+            env=self.environment | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
