@@ -2,7 +2,9 @@
 Triton's interpreter.
 """
 
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,10 +23,9 @@ CORES = len(os.sched_getaffinity(0))
 if device_slug() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-# Read when torch, numpy and pyarrow are imported, and inherited by child processes.
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    share = CORES // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+# Read when torch, numpy and pyarrow are imported, and inherited by child processes. The tensors of
+# tests are small, and threads that wait for each other on busy cores take three times the CPU time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -76,6 +77,38 @@ def _the_interpreter_prepares_once() -> Iterator[None]:
         builder = interpreter.interpreter_builder
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
+
+
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]
+) -> Path:
+    """Returns folder `name` that `make` fills, once for all processes of the tests."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # each process has a folder of its own in it
+    folder, done = shared / name, shared / f"{name}.done"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recorded_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of the recorded rows alone. No test writes to it."""
+    from tnp import report
+    from tnp.files import parquet_files
+    from tnp.store import build_database
+
+    def build(folder: Path) -> None:
+        database = folder / "results.duckdb"
+        build_database(parquet_files(report.RECORDED), report.VIEWS, database)
+
+    return made_once(tmp_path_factory, "recorded", build) / "results.duckdb"
 
 
 @pytest.fixture

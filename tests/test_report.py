@@ -7,18 +7,13 @@ import duckdb
 import pytest
 
 from tnp import report
-from tnp.files import parquet_files
-from tnp.store import build_database
 
 QUESTIONS = sorted(Path("workflow/questions").glob("*.sql"))
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A store of the recorded rows alone."""
-    database = tmp_path_factory.mktemp("store") / "results.duckdb"
-    build_database(parquet_files(report.RECORDED), report.VIEWS, database)
-    with duckdb.connect(str(database), read_only=True) as connection:
+def recorded(recorded_database: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    with duckdb.connect(str(recorded_database), read_only=True) as connection:
         yield connection
 
 

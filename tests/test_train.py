@@ -15,6 +15,14 @@ from tnp.tasks.gaussian_process import SMOOTH
 from tnp.training import cosine, load_state
 from tnp.variants import Variant
 
+MANY = train.N_HELD_OUT_BATCHES
+
+
+@pytest.fixture(autouse=True)
+def _two_batches_are_held_out(monkeypatch):
+    """Tests of what a model has learned use `MANY`."""
+    monkeypatch.setattr(train, "N_HELD_OUT_BATCHES", 2)
+
 
 def parameters(**changes) -> dict:
     return {
@@ -176,7 +184,8 @@ def test_a_model_with_a_buffer_says_its_joint_likelihood_both_ways(tmp_path):
     assert all(value is None for name, value in plain[-1].items() if name.startswith("joint"))
 
 
-def test_learns_from_context(tmp_path):
+def test_learns_from_context(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "N_HELD_OUT_BATCHES", MANY)
     rows, _ = run(tmp_path, steps=200, eval_every=200, warmup_steps=20)
     last = rows[-1]
     assert last["heldout_log_likelihood"] > last["prior_log_likelihood"] + 0.2
@@ -264,7 +273,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
     file = tmp_path / "latest.pt"
     whole = file.read_bytes()
     draw = random.Random(0)
-    places = [*draw.sample(range(8 * len(whole)), 200), 0, 8 * len(whole) - 1]
+    places = [*draw.sample(range(8 * len(whole)), 100), 0, 8 * len(whole) - 1]
     for place in places:
         content = bytearray(whole)
         content[place // 8] ^= 1 << place % 8

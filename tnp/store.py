@@ -109,7 +109,7 @@ def read_tables(files: Iterable[Path]) -> dict[str, pa.Table]:
     tables = {table: pa.concat_tables(content) for table, content in parts.items()}
     with duckdb.connect() as connection:
         for table, loaded in tables.items():
-            if "run_id" in loaded.column_names:
+            if len(loaded) and "run_id" in loaded.column_names:
                 _check_runs(connection, table, loaded)
     return tables
 
@@ -263,22 +263,32 @@ def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path]) -> Non
     Closing a database swallows that its checkpoint failed, for want of space; `checkpoint` raises.
     """
     with duckdb.connect(str(database), config=DUCKDB_FORMAT) as connection:
-        for table, rows in tables.items():
-            connection.register("loaded", rows)
-            connection.execute(
-                f"create table {table} as select * exclude (origin, file), min(origin) as origin "
-                "from loaded group by all order by all"
-            )
-            connection.unregister("loaded")
-        connection.register("known", _implementations())
-        connection.execute("create table implementations as select * from known order by all")
-        connection.unregister("known")
-        _create_views(connection, views)
+        _load(connection, tables)
+        _create_views(connection, in_order(views))
         meant = _contents(connection)
         connection.execute("checkpoint")
     with duckdb.connect(str(database), read_only=True) as connection:
         if _contents(connection) != meant:
             raise duckdb.IOException("it reads back otherwise than it was written")
+
+
+def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table]) -> None:
+    """Create each of `tables`, with equal rows once, and the table of implementations.
+
+    `tables` have columns `origin` and `file`. A table that is there already is replaced.
+    """
+    for table, rows in tables.items():
+        connection.register("loaded", rows)
+        connection.execute(
+            f"create or replace table {table} as select * exclude (origin, file), "
+            "min(origin) as origin from loaded group by all order by all"
+        )
+        connection.unregister("loaded")
+    connection.register("known", _implementations())
+    connection.execute(
+        "create or replace table implementations as select * from known order by all"
+    )
+    connection.unregister("known")
 
 
 def _implementations() -> pa.Table:
@@ -319,14 +329,18 @@ def _write(path: Path, content: pa.Table) -> None:
         pq.write_table(content, temporary, compression="zstd", write_page_checksum=True)
 
 
-def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) -> None:
-    """Run every .sql file after those that it reads; one that comes too early waits for the others.
+def in_order(views: Sequence[Path]) -> list[Path]:
+    """Sort files of SQL so that each stands behind the files that it reads, as far as words tell.
 
     DuckDB binds much of what a file reads before it misses a view, so the order is worth it.
     """
-    words = {path.stem: set(chain(*READ.findall(path.read_text()))) for path in pending}
+    words = {path.stem: set(chain(*READ.findall(path.read_text()))) for path in views}
     reads = {name: found & words.keys() for name, found in words.items()}
-    pending = sorted(pending, key=lambda path: len(_reached(path.stem, reads)))
+    return sorted(views, key=lambda path: len(_reached(path.stem, reads)))
+
+
+def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) -> None:
+    """Run every file of `pending` in turn; one that comes too early waits for the others."""
     while pending:
         waiting, problem = [], ""
         for path in pending:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tests.bench.configurations import op_parameters, step_parameters
-from tests.bench.processes import is_alive, wait_until
+from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until
 from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import TRANSIENT
 from tnp.bench.process import ROOT
@@ -59,7 +59,7 @@ def the_row(tables: dict) -> dict:
 
 
 def test_without_a_fault_it_is_measured():
-    tables = run_isolated("step", step_parameters(), 60)
+    tables = run_isolated("step", step_parameters(), PATIENCE_S)
     assert the_row(tables)["status"] == "ok"
     assert set(tables) == {"steps", "samples", "code", "environments"}
 
@@ -70,7 +70,7 @@ def test_a_process_that_dies_while_it_looks_for_stages_has_measured_all_the_same
         "note({'steps': [step]})",
         "os.kill(os.getpid(), signal.SIGSEGV)",
     )
-    assert the_row(run_isolated("step", step_parameters(), 60))["status"] == "ok"
+    assert the_row(run_isolated("step", step_parameters(), PATIENCE_S))["status"] == "ok"
 
 
 def test_running_out_of_device_memory_is_a_row(instead_of_a_step):
@@ -78,7 +78,7 @@ def test_running_out_of_device_memory_is_a_row(instead_of_a_step):
         "import torch",
         "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB.\\\\nmore')",
     )
-    tables = run_isolated("step", step_parameters(), timeout_s=60)
+    tables = run_isolated("step", step_parameters(), PATIENCE_S)
     row = the_row(tables)
     assert row["status"] == "oom" and row["status"] not in TRANSIENT
     assert row["reason"] == "CUDA out of memory. Tried to allocate 20 GiB."
@@ -86,14 +86,14 @@ def test_running_out_of_device_memory_is_a_row(instead_of_a_step):
 
 
 def test_running_out_of_host_memory_is_a_row():
-    row = the_row(run_isolated("step", step_parameters(batch=10**6, n_context=10**9), 60))
+    row = the_row(run_isolated("step", step_parameters(batch=10**6, n_context=10**9), PATIENCE_S))
     assert row["status"] == "killed" and row["status"] in TRANSIENT
     assert row["reason"].startswith("host memory ran out: ")
 
 
 def test_an_exception_is_a_row_and_its_traceback_is_shown(instead_of_a_step, capfd):
     instead_of_a_step("raise KeyError('no such weight')")
-    row = the_row(run_isolated("step", step_parameters(), 60))
+    row = the_row(run_isolated("step", step_parameters(), PATIENCE_S))
     assert row["status"] == "error"
     assert row["reason"] == "KeyError: 'no such weight'"
     assert "Traceback" in capfd.readouterr().err
@@ -101,19 +101,19 @@ def test_an_exception_is_a_row_and_its_traceback_is_shown(instead_of_a_step, cap
 
 def test_an_exit_without_a_result_is_a_row(instead_of_a_step):
     instead_of_a_step("print('CUDA error: illegal access', file=sys.stderr)", "os._exit(3)")
-    row = the_row(run_isolated("step", step_parameters(), 60))
+    row = the_row(run_isolated("step", step_parameters(), PATIENCE_S))
     assert (row["status"], row["reason"]) == ("error", "CUDA error: illegal access")
 
 
 def test_a_segmentation_fault_is_a_row(instead_of_a_step):
     instead_of_a_step("os.kill(os.getpid(), signal.SIGSEGV)")
-    row = the_row(run_isolated("step", step_parameters(), 60))
+    row = the_row(run_isolated("step", step_parameters(), PATIENCE_S))
     assert (row["status"], row["reason"]) == ("error", "crashed by signal SIGSEGV")
 
 
 def test_kill_9_is_a_row(instead_of_a_step):
     instead_of_a_step("os.kill(os.getpid(), signal.SIGKILL)")
-    row = the_row(run_isolated("step", step_parameters(), 60))
+    row = the_row(run_isolated("step", step_parameters(), PATIENCE_S))
     assert row["status"] == "killed"
     assert row["environment_id"] is not None
 
@@ -122,20 +122,23 @@ def test_the_time_limit_is_a_row_and_nothing_runs_on(instead_of_a_step, tmp_path
     instead_of_a_step(
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))", "time.sleep(600)"
     )
-    row = the_row(run_isolated("step", step_parameters(), timeout_s=8))
-    assert (row["status"], row["reason"]) == ("timeout", "not finished after 8 s")
+    tables, limit_s = past_its_limit(
+        lambda limit_s: run_isolated("step", step_parameters(), limit_s), tmp_path / "pid"
+    )
+    row = the_row(tables)
+    assert (row["status"], row["reason"]) == ("timeout", f"not finished after {limit_s} s")
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 def test_what_a_device_cannot_run_is_a_row():
-    row = the_row(run_isolated("step", step_parameters(cuda_graph=True), 60))
+    row = the_row(run_isolated("step", step_parameters(cuda_graph=True), PATIENCE_S))
     assert row["status"] == "unsupported"
     assert "CUDA graph" in row["reason"]
 
 
 def test_an_operator_that_cannot_run_is_two_rows():
     names = {"sdpa_cudnn": "attention--tiny--sdpa_cudnn"}
-    tables = run_isolated("op", op_parameters(implementations=names), 60)
+    tables = run_isolated("op", op_parameters(implementations=names), PATIENCE_S)
     assert [row["pass"] for row in tables["ops"]] == ["forward", "backward"]
     assert {row["status"] for row in tables["ops"]} == {"unsupported"}
     pa.Table.from_pylist(tables["ops"], schema=TABLES["ops"])
@@ -178,7 +181,7 @@ def ended_by_the_second(tmp_path, monkeypatch):
         stub = OP_STUB.format(calls=str(calls), how=how)
         Path(tmp_path, "sitecustomize.py").write_text(stub)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        tables = run_isolated("op", op_parameters(implementations=THREE), 60)
+        tables = run_isolated("op", op_parameters(implementations=THREE), PATIENCE_S)
         pa.Table.from_pylist(tables["ops"], schema=TABLES["ops"])
         assert len(tables["ops"]) == 6
         assert {row["config_id"] for row in tables["ops"]} == set(THREE.values())
@@ -224,7 +227,7 @@ def test_dying_after_the_result_loses_nothing(instead_of_a_step):
         "atexit.register(os.kill, os.getpid(), signal.SIGSEGV)",
         "return failure_rows('step', parameters, 'ok', '')",
     )
-    assert the_row(run_isolated("step", step_parameters(), 60))["status"] == "ok"
+    assert the_row(run_isolated("step", step_parameters(), PATIENCE_S))["status"] == "ok"
 
 
 def test_the_child_dies_with_its_parent(instead_of_a_step, tmp_path):

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from tests.bench.configurations import MODEL, step_parameters
+from tests.bench.processes import PATIENCE_S
 from tnp.bench import joint
 from tnp.bench.isolate import run_isolated
 from tnp.bench.joint import measure_joint
@@ -88,9 +89,11 @@ def test_forms_do_what_they_are_named_for(monkeypatch):
 
 def test_the_child_measures_and_says_what_it_cannot(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = run_isolated("prediction", parameters(), 120)
+    found = run_isolated("prediction", parameters(), PATIENCE_S)
     assert [row["form"] for row in found["predictions"]] == list(JOINT_FORMS)
-    found = run_isolated("prediction", parameters(variant_spec={"attention": "sdpa_cudnn"}), 120)
+    found = run_isolated(
+        "prediction", parameters(variant_spec={"attention": "sdpa_cudnn"}), PATIENCE_S
+    )
     rows = found["predictions"]
     assert [(row["form"], row["status"]) for row in rows] == [
         (form, "unsupported") for form in JOINT_FORMS

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.bench.configurations import step_parameters
+from tests.bench.processes import PATIENCE_S
 from tests.test_prediction import replayed
 from tnp.bench import predictions
 from tnp.bench.isolate import run_isolated
@@ -122,9 +123,11 @@ def test_weights_and_inputs_are_equal_in_both_dtypes():
 
 def test_the_child_measures_and_says_what_it_cannot(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = run_isolated("prediction", parameters(), 120)
+    found = run_isolated("prediction", parameters(), PATIENCE_S)
     assert set(found) == {"predictions", "samples", "code", "environments"}
     assert len({row["run_id"] for row in found["predictions"]}) == 1
-    found = run_isolated("prediction", parameters(variant_spec={"attention": "sdpa_cudnn"}), 120)
+    found = run_isolated(
+        "prediction", parameters(variant_spec={"attention": "sdpa_cudnn"}), PATIENCE_S
+    )
     assert [row["status"] for row in found["predictions"]] == ["unsupported"] * len(FORMS)
     pa.Table.from_pylist(found["predictions"], schema=TABLES["predictions"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.configurations import step_parameters
-from tests.bench.processes import is_alive, wait_until
+from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until
 from tnp.bench import child as child_module
 from tnp.bench import process, provenance
 from tnp.bench.isolate import run_isolated
@@ -41,7 +41,7 @@ def child(tmp_path, monkeypatch):
     """Runs these lines as a child; its report."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def run(*lines: str, timeout_s: float = 60, **parameters) -> dict:
+    def run(*lines: str, timeout_s: float = PATIENCE_S, **parameters) -> dict:
         body = "\n".join(f"    {line}" for line in lines)
         (tmp_path / "lines_of_a_child.py").write_text(CHILD.format(body=body))
         common = {"device": "cpu", "device_slug": "cpu"}
@@ -82,12 +82,12 @@ def test_how_it_ended_is_the_failure(child, line, failure):
 @pytest.mark.parametrize("end", ["pass", "os._exit(1)", "time.sleep(600)"])
 def test_what_a_child_started_ends_with_it(child, tmp_path, end):
     pid_file = tmp_path / "pid"
-    child(
+    lines = (
         "started = subprocess.Popen(['sleep', '600'])",
         f"open({str(pid_file)!r}, 'w').write(str(started.pid))",
         end,
-        timeout_s=10,
     )
+    past_its_limit(lambda limit_s: child(*lines, timeout_s=limit_s), pid_file)
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
 
@@ -190,7 +190,7 @@ def test_one_timing_job_a_device():
         waiting.start()
         assert not entered.wait(0.3)
         (sentence,) = said
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert entered.is_set()
     assert f"waiting for another job on nvidia-h200 (process {os.getpid()}, lock " in sentence
 

@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
 from tnp.variants import named_specs
 
+MANY = "gpu and cpu, some failed"
 STAGES = {
     (stage, pass_): factor * time
     for stage, time in {"embed": 1, "attention": 20, "mlp": 9, "heads": 5, "loss": 0.1}.items()
@@ -64,17 +66,16 @@ def failed(device: str) -> dict:
     )
 
 
+@cache
 def databases() -> dict[str, dict]:
+    """Name → rows; no rows at all are a test of their own."""
     gpu = sample.environments((GPU, "NVIDIA H200", "recorded"))
     cpu = sample.environments((CPU, "CPU", "runs"))
     variants = ["sdpa_flash", "sdpa_cudnn", "separate"]
     return {
-        "no rows": {},
         "gpu": sample.merged(gpu, everything(GPU, variants)),
         "cpu, one variant": sample.merged(cpu, everything(CPU, ["sdpa_flash"])),
-        "gpu and cpu, some failed": sample.merged(
-            gpu, cpu, everything(GPU, variants), failed(GPU), failed(CPU)
-        ),
+        MANY: sample.merged(gpu, cpu, everything(GPU, variants), failed(GPU), failed(CPU)),
         "all failed": sample.merged(gpu, failed(GPU)),
         "no environment": everything(GPU, variants),
         "fourteen variants": sample.merged(
@@ -83,21 +84,30 @@ def databases() -> dict[str, dict]:
     }
 
 
-@pytest.mark.parametrize("figure", FIGURES)
-@pytest.mark.parametrize("rows", databases())
-def test_every_figure_compiles_over_any_rows(build: Build, figure: str, rows: str) -> None:
-    specification = draw(figure, build(**databases()[rows])).to_dict()
+def texts_of(specification: dict) -> str:
+    """All texts of a figure that Vega-Lite compiles."""
     svg = vl_convert.vegalite_to_svg(specification)
     assert len(svg) > 1000
     texts = " ".join(ElementTree.fromstring(svg).itertext())
     assert not re.search(r"\b(null|NaN|undefined|Infinity)\b", texts)
+    return texts
+
+
+# Rows of a GPU alone are among those of two devices.
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("rows", [name for name in databases() if name != "gpu"])
+def test_every_figure_compiles_over_any_rows(build: Build, figure: str, rows: str) -> None:
+    texts = texts_of(draw(figure, build(**databases()[rows])).to_dict())
+    if rows == MANY and figure in ("speedup", "memory", "matrix"):  # each device with its origin
+        assert "NVIDIA H200" in texts and "recorded 2026-02-01" in texts
+        assert "this machine, 2026-02-01" in texts
 
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_a_figure_without_rows_says_what_to_run(build: Build, figure: str) -> None:
     chart = draw(figure, build())
     assert sample.title(chart).startswith("No rows yet")
-    assert "snakemake" in vl_convert.vegalite_to_svg(chart.to_dict())
+    assert "snakemake" in texts_of(chart.to_dict())
 
 
 def test_pages_load_nothing_from_elsewhere(build: Build, tmp_path: Path) -> None:
@@ -137,9 +147,9 @@ def test_the_index_leads_to_every_figure_by_what_it_found(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-@pytest.mark.parametrize("rows", ["gpu and cpu, some failed", "no rows"])
+@pytest.mark.parametrize("rows", [MANY, ""])
 def test_a_figure_for_phones_is_as_narrow_as_one(build: Build, figure: str, rows: str) -> None:
-    specification = draw(figure, build(**databases()[rows]), PHONE).to_dict()
+    specification = draw(figure, build(**databases().get(rows, {})), PHONE).to_dict()
     # The page writes the title, and has margins of its own.
     del specification["title"]
     svg = vl_convert.vegalite_to_svg(specification | {"padding": 0})
@@ -184,11 +194,3 @@ def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
         )
         scales.add(scale)
     assert len(scales) == 1
-
-
-def test_every_device_is_named_with_its_origin(build: Build) -> None:
-    path = build(**databases()["gpu and cpu, some failed"])
-    for figure in ("speedup", "memory", "matrix"):
-        svg = vl_convert.vegalite_to_svg(draw(figure, path).to_dict())
-        assert "NVIDIA H200" in svg and "recorded 2026-02-01" in svg
-        assert "this machine, 2026-02-01" in svg

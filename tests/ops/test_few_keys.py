@@ -1,6 +1,7 @@
 """What the kernels for few keys alone do: every configuration, segments, what they refuse."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -48,8 +49,7 @@ BACKWARD_CONFIGS = sorted(
 )
 
 
-@pytest.mark.parametrize("n_q", [1, 63, 64, 65, 127])
-@pytest.mark.parametrize("n_k", [64, 128])
+@pytest.mark.parametrize("n_q, n_k", [(1, 64), (63, 128), (64, 64), (65, 64), (127, 128)])
 def test_sizes(n_q, n_k):
     inputs = draw(Case(2, 3, n_q, n_k))
     outs = FEW.run(*inputs, counts(n_k, 3))
@@ -57,32 +57,38 @@ def test_sizes(n_q, n_k):
         assert ratio <= BUDGETS[name], name
 
 
+@cache
+def drawn(n_q: int, n_k: int, ragged: bool) -> tuple:
+    """Inputs and n_keys, what they should give in their dtype and in float64, and the floors."""
+    inputs, n_keys = draw(Case(2, 1, n_q, n_k)), counts(50, 7) if ragged else None
+    own, exact = (reference(*inputs, n_keys, x) for x in (inputs[0].dtype, torch.float64))
+    floors = rounding.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
+    return inputs, n_keys, own, exact, floors
+
+
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
 @pytest.mark.parametrize("ragged", [True, False])
 def test_forward_configurations_are_within_budgets(config: ForwardConfig, ragged: bool):
     """With padding after n_keys, and with a tile that is full of keys, which has no mask."""
-    q, k, v, do = draw(Case(2, 1, 333 if ragged else 70, config.block_n - 3 * ragged))
-    n_keys = counts(50, 7) if ragged else None
+    n_q, n_k = (333 if ragged else 70), config.block_n - 3 * ragged
+    (q, k, v, _), n_keys, (own, *_), (exact, *_), floors = drawn(n_q, n_k, ragged)
     inputs = (q, k, v, n_keys, None, None)
     forced = {"attention.forward": ("few_keys", config)}
     plan = plans.build(OPERATOR, "separate", inputs, forced=forced)
     (o,), (lse,) = plan.forward(inputs, (SCALE,))
-    own, exact = (reference(q, k, v, do, n_keys, dtype)[0] for dtype in (q.dtype, torch.float64))
-    lengths = n_keys.tolist() if ragged else [config.block_n] * 2
-    floors = rounding.attention(q, k, v, do, SCALE, seen(q, k, n_keys))
     assert error_ratio(o, own, exact, floors["o"]) <= BUDGETS["o"]
     scores = SCALE * q.double() @ k.double().mT
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(n_keys.tolist() if ragged else [n_k] * 2):
         scores[b, :, :, length:] = float("-inf")
     assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= Budget.outputs * floors["lse"]
 
 
 @pytest.mark.parametrize("config", BACKWARD_CONFIGS, ids=str)
 def test_backward_configurations_are_within_budgets(config: LaunchConfig):
-    inputs, n_keys = draw(Case(2, 1, 150, config.block_n - 3)), counts(50, 7)
+    inputs, n_keys, own, exact, floors = drawn(150, config.block_n - 3, True)
     outs = FEW.run(*inputs, n_keys, config)
-    for name, ratio in ratios(outs, inputs, n_keys).items():
-        assert ratio <= BUDGETS[name], name
+    for name, *found in zip(BUDGETS, outs, own, exact, strict=True):
+        assert error_ratio(*found, floors[name]) <= BUDGETS[name], name
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from tnp import store
+from tnp import report, store
 from tnp.files import parquet_files
+from tnp.schemas import TABLES
 
-ROOT = Path(__file__).parents[2]
 EXPECTED = Path(__file__).with_name("cells.json")
 RECORDED_BY = datetime(2026, 11, 22, tzinfo=UTC)
 # Digits of a number that count: DuckDB may sum in another order.
@@ -33,16 +32,18 @@ OF_CATALOG = ("implementations", "families")
 Digests = dict[str, dict[str, str]]  # view or table → column → digest of its cells
 
 
-def digests(known: Digests | None = None) -> Digests:
-    """Of all columns, or of those that `known` has."""
-    tables = {}
-    for table, rows in store.read_tables(parquet_files(ROOT / "data" / "recorded")).items():
-        by = pa.scalar(RECORDED_BY, rows.schema.field("recorded_at").type)
-        tables[table] = rows.filter(pc.less(rows["recorded_at"], by))
+def digests(recorded: Path, known: Digests | None = None) -> Digests:
+    """Digests of a database of all recorded rows: of all columns, or of those that `known` has."""
+    with duckdb.connect(str(recorded), read_only=True) as connection:
+        tables = {
+            table: connection.execute(
+                f"select *, '' as file from {table} where recorded_at < ?", [RECORDED_BY]
+            ).to_arrow_table()
+            for table in TABLES
+        }
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "results.duckdb"
-        views = sorted((ROOT / "workflow" / "sql").glob("*.sql"))
-        store._fill(database, tables, views)
+        store._fill(database, tables, sorted(report.VIEWS.glob("*.sql")))
         with duckdb.connect(str(database), read_only=True) as connection:
             names = connection.sql(
                 "select view_name from duckdb_views() where not internal "
@@ -79,10 +80,10 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def changed() -> list[str]:
-    """What differs from the expected digests: a sentence for each view or column."""
+def changed(recorded: Path) -> list[str]:
+    """Returns a sentence for each view or column that differs from the expected digests."""
     expected: Digests = json.loads(EXPECTED.read_text())
-    found = digests(expected)
+    found = digests(recorded, expected)
     sentences = [f"{name} is gone" for name in sorted(expected.keys() - found.keys())]
     for name in sorted(expected.keys() & found.keys()):
         for column, cells in expected[name].items():
@@ -94,7 +95,10 @@ def changed() -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        EXPECTED.write_text(json.dumps(digests(), indent=1, sort_keys=True) + "\n")
-    else:
-        print(*changed(), sep="\n")
+    with tempfile.TemporaryDirectory() as folder:
+        database = Path(folder) / "results.duckdb"
+        store.build_database(parquet_files(report.RECORDED), report.VIEWS, database)
+        if sys.argv[1:] == ["--write"]:
+            EXPECTED.write_text(json.dumps(digests(database), indent=1, sort_keys=True) + "\n")
+        else:
+            print(*changed(database), sep="\n")

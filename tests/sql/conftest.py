@@ -1,5 +1,6 @@
 """A store of a few rows, written as the store writes them, and what builds such rows."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import product
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 
 from tnp.bench.outcome import together
-from tnp.store import build_database, write_table
+from tnp.store import _load, build_database, in_order, read_tables, write_table
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 VIEWS = sorted(
     path.stem for path in SQL.glob("*.sql") if "create or replace macro" not in path.read_text()
 )
+CREATING_TABLES = [
+    text
+    for path in in_order(sorted(SQL.glob("*.sql")))
+    if "create or replace table" in (text := path.read_text())
+]
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}
 SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": "bfloat16"}
@@ -27,8 +33,16 @@ Query = Callable[[str], list[Row]]
 Store = Callable[..., Query]
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database without rows, which tests copy."""
+    database = tmp_path_factory.mktemp("empty") / "results.duckdb"
+    build_database([], SQL, database)
+    return database
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Callable[..., Query]:
+def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
     """Builds a database from tables and returns a function from SQL to rows.
 
     `parts` were measured on this machine, `recorded` elsewhere; there are `copies` of each file.
@@ -40,15 +54,29 @@ def store(tmp_path: Path) -> Callable[..., Query]:
             for (table, rows), copy in product(tables.items(), range(copies)):
                 files.append(tmp_path / origin / "gpu" / table / f"{copy}.parquet")
                 write_table(files[-1], table, rows)
-        build_database(files, SQL, tmp_path / "results.duckdb")
+        database = filled(empty_store, files, tmp_path / "results.duckdb")
 
         def query(sql: str) -> list[Row]:
-            with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
+            with duckdb.connect(str(database), read_only=True) as connection:
                 return connection.sql(sql).to_arrow_table().to_pylist()
 
         return query
 
     return build
+
+
+def filled(empty: Path, files: Sequence[Path], database: Path) -> Path:
+    """Writes to `database` what `build_database` would, in a third of the time.
+
+    It copies the views of `empty` and runs only those files of SQL again that create tables.
+    """
+    shutil.copyfile(empty, database)
+    with duckdb.connect(str(database)) as connection:
+        tables = read_tables(files)
+        _load(connection, {table: rows for table, rows in tables.items() if rows})
+        for text in CREATING_TABLES:
+            connection.execute(text)
+    return database
 
 
 def step(

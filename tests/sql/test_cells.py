@@ -5,8 +5,9 @@ import pyarrow as pa
 from tests.sql.cells import changed, digest
 
 
-def test_every_cell_over_the_recorded_rows_is_what_it_was():
-    assert changed() == [], "where that is meant: python -m tests.sql.cells --write"
+def test_every_cell_over_the_recorded_rows_is_what_it_was(recorded_database):
+    differs = changed(recorded_database)
+    assert differs == [], "where that is meant: python -m tests.sql.cells --write"
 
 
 def test_a_digest_sees_a_cell_and_which_row_it_is_in():

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import duckdb
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 from scipy import stats
 
 from tests.sql.conftest import SQL, Row
-from tnp.store import build_database
 
 Judge = Callable[..., duckdb.DuckDBPyConnection]
 
@@ -19,13 +19,11 @@ MARGIN = np.log(1.01)
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+def judge(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
     """Fills timings into a copy of an empty store, and has the statistics' tables read them."""
-    empty = tmp_path_factory.mktemp("empty") / "results.duckdb"
-    build_database([], SQL, empty)
 
     def build(*timings: pa.Table) -> duckdb.DuckDBPyConnection:
-        path = shutil.copy(empty, tmp_path_factory.mktemp("store"))
+        path = shutil.copy(empty_store, tmp_path_factory.mktemp("store"))
         connection = duckdb.connect(path)
         connection.register("simulated", pa.concat_tables(timings))
         connection.execute("insert into timings by name from simulated")

@@ -16,6 +16,7 @@ from tests.sql.conftest import (
     Tables,
     gate,
     operator,
+    run,
     runs,
     step,
     steps,
@@ -225,6 +226,22 @@ def test_recorded_rows_that_are_also_in_runs_count_once(tmp_path: Path) -> None:
     build_database(files, SQL, tmp_path / "results.duckdb")
     with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
         assert connection.sql("select origin from current_steps").fetchall() == [("recorded",)]
+
+
+def test_a_store_of_these_tests_is_one_that_is_built(
+    store: Callable[..., Query], tmp_path: Path
+) -> None:
+    query = store(
+        gate("gate"),
+        *runs("sdpa_flash", [100.0, 101.0]),
+        *runs("separate", [50.0, 50.6], minutes=9),
+        run("operators", *(operator(name, time_ms_p50=1.0) for name in ("sdpa_flash", "fused"))),
+        staged(step("sdpa_flash", [1.0]), {("attention", "forward"): 0.5}),
+    )
+    found = {view: query(f"from {view} order by all") for view in VIEWS}
+    build_database(sorted(tmp_path.glob("runs/*/*/*.parquet")), SQL, tmp_path / "results.duckdb")
+    assert {view: query(f"from {view} order by all") for view in VIEWS} == found
+    assert len([view for view, rows in found.items() if rows]) > len(VIEWS) / 2
 
 
 def test_memory_is_relative_to_the_plain_baseline(store: Callable[..., Query]) -> None:

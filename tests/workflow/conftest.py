@@ -1,7 +1,6 @@
 """A copy of the checkout in which measuring takes no time, and everything else is real."""
 
 import ast
-import fcntl
 import os
 import shutil
 import signal
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.conftest import made_once
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -162,12 +163,18 @@ class Checkout:
         folder.mkdir(exist_ok=True)
         return folder
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes, which share what Python compiled."""
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return inherited | {"TMPDIR": str(self.temporary)}
+
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
         process = subprocess.Popen(
             [sys.executable, "-m", "snakemake", *arguments],
             cwd=self.folder,
-            env=os.environ | {"TMPDIR": str(self.temporary)} | environment,
+            env=self.environment | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -228,18 +235,12 @@ def checkout(tmp_path: Path) -> Checkout:
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout in which everything has run once, for all processes of the tests."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    folder, done = shared / "finished/checkout", shared / "finished/done"
-    with (shared / "finished.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            status, output = everything(Checkout(folder)).run("all")
-            assert status == 0, output
-            done.touch()
-    return folder
+
+    def run_once(folder: Path) -> None:
+        status, output = everything(Checkout(folder / "checkout")).run("all")
+        assert status == 0, output
+
+    return made_once(tmp_path_factory, "finished", run_once) / "checkout"
 
 
 def everything(checkout: Checkout) -> Checkout:
