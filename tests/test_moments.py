@@ -60,6 +60,13 @@ def test_y_of_another_shape_or_kind_is_one_sentence():
             assert torch.equal(function(y.expand(5, n, 4, 1))[3], function(y))
 
 
+def test_a_prediction_outlives_a_move_of_its_model():
+    units = Normalization([0.0], [1.0], [300.0], [5.0])
+    prediction = Prediction(parameters(), 0.0, units)
+    units.to("meta")
+    assert 250 < prediction.mean.mean() < 350 and prediction.sample().isfinite().all()
+
+
 def test_nan_stays_where_it_is():
     p, y = parameters(), torch.zeros(2, 4, 1)
     p[0, 1] = y[1, 2] = float("nan")

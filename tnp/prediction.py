@@ -53,7 +53,10 @@ class Prediction(Distribution):
     ) -> None:
         """Takes parameters [B, N, K, 1 + 2·d_y] in the model's units, as its heads give them."""
         self._given = parameters, sigma_min
-        self._normalization = normalization
+        # The tensors themselves: the model may be moved before they are read.
+        self._units = normalization and (
+            normalization.y_mean, normalization.y_deviation, normalization.log_volume
+        )  # fmt: skip
         *batch, _, width = parameters.shape
         shapes = torch.Size(batch), torch.Size([(width - 1) // 2])
         super().__init__(*shapes, validate_args=False)  # NaN in, NaN out
@@ -76,14 +79,12 @@ class Prediction(Distribution):
     def variance(self) -> torch.Tensor:
         """Var[Y] of every output dimension, [B, N, d_y]; `stddev` is its root."""
         variance = self.standardized.variance
-        units = self._normalization
-        return variance if units is None else variance * units.y_deviation.square()
+        return variance if self._units is None else variance * self._units[1].square()
 
     @property
     def stddev(self) -> torch.Tensor:
         deviation = self.standardized.stddev
-        units = self._normalization
-        return deviation if units is None else deviation * units.y_deviation
+        return deviation if self._units is None else deviation * self._units[1]
 
     def log_prob(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
         """log p(y) in nats of y [..., B, N, d_y], shape [..., B, N].
@@ -92,8 +93,7 @@ class Prediction(Distribution):
             ValueError: y has another shape.
         """
         log_prob = self.standardized.log_prob(self._of_model(y))
-        units = self._normalization
-        return log_prob if units is None else log_prob - units.log_volume
+        return log_prob if self._units is None else log_prob - self._units[2]
 
     def marginal_cdf(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
         """P(Y ≤ y) of every output dimension by itself, for y and in the shape [..., B, N, d_y].
@@ -133,7 +133,10 @@ class Prediction(Distribution):
         return (weights * torch.special.ndtr(z)).sum(-2)
 
     def _of_user(self, y: torch.Tensor) -> torch.Tensor:
-        return y if self._normalization is None else self._normalization.y_of_user(y)
+        if self._units is None:
+            return y
+        mean, deviation, _ = self._units
+        return torch.addcmul(mean, y, deviation)
 
     def _of_model(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
         """y in the model's units, float64; raises ValueError or TypeError where it is no y."""
@@ -148,7 +151,10 @@ class Prediction(Distribution):
         if y.shape[-len(shape) :] != shape:
             raise ValueError(f"y is {list(y.shape)}: it must be {list(shape)}, B, N and d_y")
         require_one_device(y=y, prediction=parameters)
-        return y.double() if self._normalization is None else self._normalization.y(y)
+        if self._units is None:
+            return y.double()
+        mean, deviation, _ = self._units
+        return (y.double() - mean) / deviation
 
 
 def draw(

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--d-ff-storage",
         type=size,
-        help="stored width of hidden layers; the next multiple of 128 where not given",
+        help="stored width of hidden layers; what named variants store where not given",
     )
     parser.add_argument("--dtype", choices=FLOATS, default=FLOATS[0])
     return parser

@@ -237,7 +237,7 @@ def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
 
 def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
     storage, d_ff = spec.get("d_ff_storage"), model["d_ff"]
-    if storage not in (None, True) and storage < d_ff:
+    if storage is not None and storage is not True and storage < d_ff:
         yield Fault(
             (*place, "d_ff_storage"),
             f"{storage} is smaller than the model's d_ff: it must be at least {d_ff}",

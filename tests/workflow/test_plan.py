@@ -81,7 +81,8 @@ def test_the_ablation_adds_each_component_and_takes_it_away():
     assert len(at_mid) == 2 + 2 * len(spec["components"])
     assert not any(p["cuda_graph"] for p in at_large)
     only = steps["ablation--small--only_mlp--graph"]
-    base, full = (named_specs()[spec[end]] for end in ("base", "full"))
+    base, full = (plan.variants(CONFIG)[spec[end]] for end in ("base", "full"))
+    assert full["d_ff_storage"] == 1408 and named_specs()[spec["full"]]["d_ff_storage"] is True
     assert only["variant_spec"] == base | {"mlp": "fused"}
     without = steps["ablation--small--without_mlp--graph"]
     assert without["variant_spec"] | {"mlp": "fused"} == full and without["cuda_graph"]
