@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +16,45 @@ def is_expanded(x: torch.Tensor) -> bool:
     return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
-def require_count(name: str, value: int, at_least: int) -> None:
-    """Raises ValueError where `value` is no whole number, or too small."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+def require_count(name: str, value: SupportsIndex, at_least: int) -> int:
+    """Returns the whole number as an int: Python's, or a scalar of numpy or torch.
+
+    Raises:
+        ValueError: it is no whole number, a bool, or less than `at_least`.
+    """
+    number = value if value.__class__ is int else _python_number(value)
+    if isinstance(number, bool) or not hasattr(type(number), "__index__"):
+        number = None
+    elif number.__class__ is not int:
+        number = operator.index(number)
+    if number is None or number < at_least:
         raise ValueError(f"{name} is {value!r}: it must be a whole number, at least {at_least}")
+    return number
+
+
+def require_real(name: str, value: SupportsFloat) -> float:
+    """Returns the number as a float: Python's, or a scalar of numpy or torch. NaN passes.
+
+    Raises:
+        ValueError: it is no real number, a bool, or a tensor that asks for a gradient.
+    """
+    if getattr(value, "requires_grad", False):
+        raise ValueError(f"{name} is a tensor that asks for a gradient: give {name}.item()")
+    number = _python_number(value)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ValueError(f"{name} is {value!r}: it must be a number")
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} is {value!r}: float64 ends at 1.8e308") from None
+
+
+def _python_number(value: Any) -> Any:
+    """Returns what a scalar of numpy or torch holds; None for arrays and for a masked scalar."""
+    if not hasattr(value, "shape") or not hasattr(value, "item"):
+        return value
+    is_masked = getattr(value, "mask", False)
+    return None if value.shape != () or is_masked else value.item()
 
 
 def require_number(name: str, value: float) -> None:
@@ -86,9 +122,10 @@ def require_alike(**tensors: torch.Tensor) -> None:
 def positive_number(name: str, value: float) -> float:
     """The number as a float; ValueError where it is not positive and finite."""
     require_number(name, value)
-    if not isinstance(value, Real) or not 0 < value < math.inf:
+    number = require_real(name, value)
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} is {value!r}: it must be positive and finite")
-    return float(value)
+    return number
 
 
 def visible_device(device: torch.device | str) -> torch.device:
