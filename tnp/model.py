@@ -35,6 +35,7 @@ from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context, Task
 from tnp.tasks.task import check_lengths, without_padding
+from tnp.units import Units
 from tnp.variants import Variant
 
 
@@ -178,12 +179,18 @@ class TransformerNP(nn.Module):
 
         Raises ValueError where they are no context of this model's dimensions.
         """
-        self._check("x_context", x, "d_x", lengths)
-        self._check("y_context", y, "d_y", lengths)
+        self.check_context(x, y, lengths)
         return (
             without_padding(self.in_units("x", x), lengths),
             without_padding(self.in_units("y", y), lengths),
         )
+
+    def check_context(
+        self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None
+    ) -> None:
+        """Raises ValueError where they are no context of this model's dimensions."""
+        self._check("x_context", x, "d_x", lengths)
+        self._check("y_context", y, "d_y", lengths)
 
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """The same of targets, of which there must be one at least."""
@@ -192,24 +199,28 @@ class TransformerNP(nn.Module):
 
     def in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
         """x or y in the model's units and in float32, in float64 where the model computes in it."""
-        if self.normalization is not None:
-            values = getattr(self.normalization, of)(values)
-        return values if self.compute_dtype == torch.float64 else values.float()
+        return self.units(of, values)
+
+    @property
+    def units(self) -> Units:
+        """Takes values from the user's units to the model's."""
+        return Units(self.normalization, self.compute_dtype)
 
     def _check(self, name: str, x: torch.Tensor, size: str, lengths: torch.Tensor | None) -> None:
         width = getattr(self.config, size)
         if not isinstance(x, torch.Tensor):
             raise TypeError(
                 f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
-                "torch.as_tensor(…, dtype=torch.float32) makes one"
+                "torch.as_tensor(…, dtype=torch.float64) makes one"
             )
         require_floats(**{name: x})
         if x.dim() != 3 or x.shape[-1] != width:
             raise ValueError(
                 f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"
             )
-        if x.shape[1] == 0:
+        if 0 in x.shape[:2]:
             what = "target" if name == "x_target" else "context point"
+            what = "sample" if len(x) == 0 else what
             raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
         check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
 
@@ -336,15 +347,16 @@ class TransformerNP(nn.Module):
 
         Args:
             context: points to predict from, as in `task.context`, or what `encode` made of them.
-                Points on the CPU must be finite.
-            x_target: where to predict. Targets never see one another: at one that is NaN, such as
-                the padding of a batch, the prediction is NaN.
+                Points on the CPU must be finite, and not past what the model's dtype holds.
+            x_target: where to predict, a tensor or an array, which goes to the model's device.
+                Targets never see one another: at one that is NaN, such as the padding of a batch,
+                the prediction is NaN.
             max_bytes: of memory for the targets, which follow one another in as many chunks as that
                 takes. Keys and values of the context, and the results, are not counted.
         """
-        require_count("max_bytes", max_bytes, at_least=1)
+        max_bytes = require_count("max_bytes", max_bytes, at_least=1)
         encoding = context if isinstance(context, Encoding) else self.encode(context)
-        x_target = self.prepared_x(x_target)
+        x_target = self.prepared_x(prediction.on_device(self, "x_target", x_target))
         if x_target.shape[0] != encoding.batch:
             raise ValueError(
                 f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
