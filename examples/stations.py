@@ -29,10 +29,10 @@ def measured(n_days: int = 300, n_stations: int = 40) -> dict[str, np.ndarray]:
     place = chance.uniform(0, 400, (n_stations, 2))  # km to the east and to the north
     height = chance.gamma(2.0, 250.0, n_stations)  # m
     kind = chance.choice(["rural", "urban"], n_stations)
-    # Weather: waves some 100 to 300 km long, another set of them every day.
-    waves = chance.normal(0, 2 * np.pi / 500, (n_days, 12, 2))
-    phase = chance.uniform(0, 2 * np.pi, (n_days, 12, 1))
-    weather = 1.2 * np.cos(waves @ place.T + phase).sum(1)
+    # Weather: waves of some 800 km, another set of them every day.
+    waves = chance.normal(0, 2 * np.pi / 800, (n_days, 6, 2))
+    phase = chance.uniform(0, 2 * np.pi, (n_days, 6, 1))
+    weather = 1.7 * np.cos(waves @ place.T + phase).sum(1)
     season = 283 - 9 * np.cos(2 * np.pi * np.arange(n_days) / 365)[:, None]
     kelvin = season + weather - 0.0065 * height + 1.5 * (kind == "urban")
     kelvin += chance.normal(0, 0.5, kelvin.shape)

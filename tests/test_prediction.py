@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal
@@ -16,7 +17,9 @@ from tnp.ops.decode_attention import decode_attention
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.paged_cache import CacheFull, PagedCache
 from tnp.prediction import Prediction, bytes_per_target
+from tnp.step import TrainingStep
 from tnp.tasks import Context, Task
+from tnp.training import HeldOut
 
 
 def parameters(d_y=1, n_components=3) -> torch.Tensor:
@@ -278,11 +281,62 @@ def test_names_are_no_variants_and_no_dtypes():
         TransformerNP(build().config, build().variant, "bfloat16")
 
 
-def test_arrays_are_no_tensors():
+def test_arrays_are_points_too():
     model, task = build(), make_task()
-    context = Context(task.x_context.numpy(), task.y_context.numpy())
-    with pytest.raises(TypeError, match="x_context is a ndarray: it must be a torch.Tensor"):
-        model.predict(context, task.x_target)
+    arrays = Context(task.x_context.numpy(), task.y_context.numpy())
+    expected = model.predict(task.context, task.x_target).mean
+    assert torch.equal(model.predict(arrays, task.x_target.numpy()).mean, expected)
+    assert model.sample_jointly(arrays, task.x_target.tolist()).shape == (1, 2, 5, 1)
+    missing = np.ma.masked_greater(arrays.y, arrays.y[1].max() - 1e-6)
+    sample, point = np.argwhere(missing.mask)[0][:2]
+    with pytest.raises(ValueError, match=rf"y_context of sample {sample}, point {point}, is .nan"):
+        model.predict(arrays._replace(y=missing), task.x_target)
+    with pytest.raises(TypeError, match="x_context is a NoneType: it must be a torch.Tensor or an"):
+        model.predict(arrays._replace(x=None), task.x_target)
+
+
+def test_a_batch_of_no_sample_is_named():
+    model, task = build(), make_task()
+    none, message = task.x_target[:0], "it must hold at least one sample"
+    for run in (
+        lambda: model.predict(Context(none, none), none),
+        lambda: model.predict(task.context, none),
+        lambda: model.sample_jointly(Context(none, none), none),
+        lambda: model.nll(none, none, none, none),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+@pytest.mark.parametrize(
+    "dtype, deviation, value",
+    [
+        (torch.float32, None, 1e39),  # past float32
+        (torch.float32, None, 1e20),  # whose square is
+        (torch.bfloat16, 1e-30, 1.0),
+        (torch.float16, None, 7e4),
+        (torch.float64, None, 1e160),
+    ],
+)
+def test_values_past_what_the_model_computes_with_are_named(dtype, deviation, value):
+    """Where NaN is refused, finite values are that would become NaN."""
+    model = build(dtype=dtype, attention="reference")
+    model.normalization = deviation and Normalization([0.0], [deviation], [0.0], [deviation])
+    for name in ("x_context", "y_context", "x_target", "y_target"):
+        task = make_task().to(dtype=torch.float64)
+        task = Task(*(deviation * x if deviation else x for x in list(task)[:4]))
+        HeldOut([task])(model)  # the control
+        getattr(task, name)[1, 2] = value
+        message = rf"{name} of sample 1, point 2, is \[.*\]: a {dtype} model takes up to"
+        runs = [lambda t=task: HeldOut([t])(model)]
+        runs += [lambda t=task: TrainingStep(model, learning_rate=1e-3)(t)]
+        if name.endswith("context"):
+            runs += [lambda t=task: model.predict(t.context, t.x_target)]
+        if name != "y_target":
+            runs += [lambda t=task: model.sample_jointly(t.context, t.x_target)]
+        for run in runs:
+            with pytest.raises(ValueError, match=message):
+                run()
 
 
 def test_a_model_with_a_normalization_speaks_the_users_units():
@@ -313,6 +367,7 @@ def test_a_normalization_is_that_of_its_points():
     assert units.numbers() == expected | {"y_mean": [3.0], "y_deviation": [2.0]}
     constant = torch.full((1000, 1), 0.1, dtype=torch.float64)
     assert Normalization.of(constant, constant).numbers()["x_deviation"] == [1.0]
+    assert "x_mean=[1.0, 3.0]" in repr(units)
     with pytest.raises(ValueError, match=r"y_deviation is \[0.0\]: means must be finite"):
         Normalization([0.0], [1.0], [0.0], [0.0])
     with pytest.raises(ValueError, match=r"x_mean is \[0.0, 0.0\] and x_deviation \[1.0\]: they m"):
@@ -325,6 +380,30 @@ def test_a_normalization_is_that_of_its_points():
     with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
         plain = build()
         TransformerNP(plain.config, plain.variant, normalization=units)
+
+
+@pytest.mark.parametrize(
+    "offset, scale", [(1e9, 1e-4), (1.7e18, 1e5), (0.0, 1.0), (0.0, 1e200), (3e-310, 1e-312)]
+)
+def test_small_and_large_deviations_are_deviations(offset, scale):
+    values = offset + scale * np.random.default_rng(0).normal(size=(1000, 1))
+    exact = values.astype(np.longdouble)
+    found = Normalization.of(values, values).numbers()
+    assert found["y_deviation"] == pytest.approx([float(exact.std())], rel=1e-9)
+    assert found["x_mean"] == pytest.approx([float(exact.mean())], rel=1e-15, abs=1e-9 * scale)
+
+
+def test_a_normalization_is_of_the_values_that_are_there():
+    x = np.arange(3.0)[:, None]
+    missing = np.ma.array([[5.0], [-9999.0], [7.0]], mask=[[0], [1], [0]])
+    expected = Normalization.of(x, np.array([[5.0], [7.0]])).numbers()
+    assert Normalization.of(x, missing).numbers() == expected
+    assert Normalization.of(x, missing.filled(np.nan)).numbers() == expected
+    for value, what in ((np.nan, "missing in every point"), (np.inf, "infinite")):
+        with pytest.raises(ValueError, match=f"y, dimension 0, is {what}: it must be finite"):
+            Normalization.of(x, np.full((3, 1), value))
+    with pytest.raises(ValueError, match="y holds timedelta64.s., not numbers: divide by a unit"):
+        Normalization.of(x, np.ones((3, 1), "m8[s]"))
 
 
 @pytest.mark.parametrize("lengths", [None, [7, 4]])

@@ -94,9 +94,7 @@ def as_labels(what: str, values: Any, of: str) -> list:
         data = list(array) if array.dtype.kind in "Mm" else array.tolist()
     for row, (value, masked) in enumerate(zip(data, is_missing, strict=True)):
         if masked or _is_missing(value):
-            raise ValueError(
-                f"{what}, row {row}, is missing: every row must name its {of}"
-            )
+            raise ValueError(f"{what}, row {row}, is missing: every row must name its {of}")
         if not isinstance(value, Hashable):
             raise ValueError(f"{what}, row {row}, is a {type(value).__name__}: it names no {of}")
     return data

@@ -185,9 +185,7 @@ class TransformerNP(nn.Module):
             without_padding(self.in_units("y", y), lengths),
         )
 
-    def check_context(
-        self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None
-    ) -> None:
+    def check_context(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None) -> None:
         """Raises ValueError where they are no context of this model's dimensions."""
         self._check("x_context", x, "d_x", lengths)
         self._check("y_context", y, "d_y", lengths)
