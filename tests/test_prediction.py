@@ -312,10 +312,10 @@ def test_a_batch_of_no_sample_is_named():
     "dtype, deviation, value",
     [
         (torch.float32, None, 1e39),  # past float32
-        (torch.float32, None, 1e20),  # whose square is
-        (torch.bfloat16, 1e-30, 1.0),
-        (torch.float16, None, 7e4),
-        (torch.float64, None, 1e160),
+        (torch.float32, 1e-30, 1e10),
+        (torch.bfloat16, None, 3e38),  # which a weight multiplies
+        (torch.float16, None, 6e4),
+        (torch.float64, 1e-200, 1e150),
     ],
 )
 def test_values_past_what_the_model_computes_with_are_named(dtype, deviation, value):

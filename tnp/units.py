@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,14 +32,11 @@ class Units:
 
     @property
     def largest(self) -> float:
-        """The largest value to compute with.
+        """The largest value to compute with: a sixteenth of what `compute_dtype` holds.
 
-        A loss squares errors in float32, and the first layer ends in `compute_dtype`. Both leave a
-        sixteenth of the range, for weights and deviations.
+        The first layer ends in that dtype, and its weights multiply the value.
         """
-        squared = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
-        ranges = math.sqrt(torch.finfo(squared).max), torch.finfo(self.compute_dtype).max
-        return min(ranges) / 16
+        return torch.finfo(self.compute_dtype).max / 16
 
     def too_large(self, of: str, values: torch.Tensor) -> torch.Tensor:
         """Returns whether each point [B, n] has a value past `largest`; NaN is none.
