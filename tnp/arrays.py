@@ -31,6 +31,8 @@ def as_floats(what: str, values: Any) -> torch.Tensor:
         _require_plain(what, values)
         if values.is_complex():
             raise ValueError(f"{what} holds {values.dtype}, not real numbers")
+        if values.is_meta:
+            raise ValueError(f"{what} is on meta: it must be a tensor that holds values")
         return values.detach().to("cpu", torch.float64)
     data, is_missing = _unmasked(what, values)
     if data.dtype.kind in "OSUT":
@@ -43,7 +45,7 @@ def as_floats(what: str, values: Any) -> torch.Tensor:
 
 
 def as_tensor(what: str, values: Any) -> torch.Tensor:
-    """Returns the values as a tensor: itself, or an array's floats in their own precision.
+    """Returns a tensor as it is, and an array of floats as one of float32 or float64.
 
     Raises:
         ValueError: as `as_floats`, or the values are no floats.
@@ -113,7 +115,7 @@ def _require_plain(what: str, values: torch.Tensor) -> None:
     """Raises ValueError for a tensor that hides which values it has."""
     if isinstance(values, torch.masked.MaskedTensor):
         raise ValueError(f"{what} is a MaskedTensor: give its to_tensor(float('nan'))")
-    if values.layout != torch.strided:
+    if values.layout != torch.strided or values.is_nested:
         raise ValueError(f"{what} is a tensor of {values.layout}: it must be dense")
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from tnp import buffer, joint, prediction, saved_model
-from tnp.inputs import require_count, require_floats
+from tnp.inputs import require_count
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.model_config import TNPConfig
 from tnp.normalization import Normalization
@@ -34,8 +34,8 @@ from tnp.ops.mixture_nll import mixture_nll
 from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
 from tnp.tasks import Context, Task
-from tnp.tasks.task import check_lengths, without_padding
-from tnp.units import Units
+from tnp.tasks.task import without_padding
+from tnp.units import Units, require_points
 from tnp.variants import Variant
 
 
@@ -187,12 +187,12 @@ class TransformerNP(nn.Module):
 
     def check_context(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None) -> None:
         """Raises ValueError where they are no context of this model's dimensions."""
-        self._check("x_context", x, "d_x", lengths)
-        self._check("y_context", y, "d_y", lengths)
+        require_points("x_context", x, self.config.d_x, lengths)
+        require_points("y_context", y, self.config.d_y, lengths)
 
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """The same of targets, of which there must be one at least."""
-        self._check("x_target", x, "d_x", lengths)
+        require_points("x_target", x, self.config.d_x, lengths)
         return without_padding(self.in_units("x", x), lengths)
 
     def in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
@@ -203,24 +203,6 @@ class TransformerNP(nn.Module):
     def units(self) -> Units:
         """Takes values from the user's units to the model's."""
         return Units(self.normalization, self.compute_dtype)
-
-    def _check(self, name: str, x: torch.Tensor, size: str, lengths: torch.Tensor | None) -> None:
-        width = getattr(self.config, size)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
-                "torch.as_tensor(…, dtype=torch.float64) makes one"
-            )
-        require_floats(**{name: x})
-        if x.dim() != 3 or x.shape[-1] != width:
-            raise ValueError(
-                f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"
-            )
-        if 0 in x.shape[:2]:
-            what = "target" if name == "x_target" else "context point"
-            what = "sample" if len(x) == 0 else what
-            raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
-        check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
 
     def _recomputing(self, n_rows: int) -> Callable | None:
         """How to run a block whose activations are not all kept; None where they are."""

@@ -1,4 +1,4 @@
-"""Values as a model computes with them: in its units and in float32 or float64."""
+"""Values as a model takes them, and as it computes with them: in its units and its dtype."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from tnp.inputs import require_floats
+from tnp.tasks.task import check_lengths
 
 if TYPE_CHECKING:
     from tnp.normalization import Normalization
@@ -47,3 +50,31 @@ class Units:
         if known is not None and values.shape[-1] != len(getattr(known, f"{of}_mean")):
             return torch.zeros(values.shape[:-1], dtype=torch.bool, device=values.device)
         return (self(of, values).abs() > self.largest).any(-1)
+
+
+def require_points(
+    name: str, x: torch.Tensor, width: int, lengths: torch.Tensor | None = None
+) -> None:
+    """Raises an error where x is no float tensor [B, rows, width] of at least one sample and row.
+
+    Args:
+        name: of the argument, such as "x_context".
+        x: what was given.
+        width: dimensions that the model takes.
+        lengths: int32 [B], or None.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
+            "torch.as_tensor(…, dtype=torch.float64) makes one"
+        )
+    require_floats(**{name: x})
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's d_{name[0]}"
+        )
+    if 0 in x.shape[:2]:
+        what = "target" if name == "x_target" else "context point"
+        what = "sample" if len(x) == 0 else what
+        raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
+    check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])

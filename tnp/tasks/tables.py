@@ -42,9 +42,9 @@ def functions_of_table(
             missing or infinite; it is a date, a duration, or no number at all.
     """
     table = _table(table)
-    for name, columns in (("x", x), ("y", y)):
-        if isinstance(columns, str | bytes) or not hasattr(columns, "__len__") or not len(columns):
-            raise ValueError(f"{name} is {columns!r}: it must be a list of names of columns")
+    for name, of in (("x", x), ("y", y)):
+        if isinstance(of, str | bytes) or not hasattr(of, "__len__") or not len(of):
+            raise ValueError(f"{name} is {of!r}: it must be a list of names of columns")
     known = _names(table)
     labelling = [name for name in (by, group) if name is not None]
     for name in (*x, *y, *labelling):
@@ -52,12 +52,13 @@ def functions_of_table(
             has = ", ".join(map(repr, known))
             has = has or "no names: give columns by name, as a dict of arrays"
             raise ValueError(f"the table has no column {name!r}: it has {has}")
-    numbers = {name: as_floats(_called(name), table[name]) for name in (*x, *y)}
+    columns = {name: _column(table, name) for name in (*x, *y, *labelling)}
+    numbers = {name: as_floats(_called(name), columns[name]) for name in (*x, *y)}
     for name, values in numbers.items():
         require_column(_called(name), values.shape)
     hint = " (np.genfromtxt reads text with dtype=None alone)" * isinstance(table, np.ndarray)
     labels = {
-        name: as_labels(_called(name), table[name], f"{of}{hint}")
+        name: as_labels(_called(name), columns[name], f"{of}{hint}")
         for name, of in ((by, "function"), (group, "group"))
         if name is not None
     }
@@ -95,7 +96,8 @@ def _table(table: Any) -> Any:
         return table.to_dataframe().reset_index()
     if isinstance(table, np.ndarray):
         return np.atleast_1d(table)  # a file of one row gives one record
-    if isinstance(table, str | bytes | Sequence) or not hasattr(table, "__getitem__"):
+    names_columns = any(hasattr(table, name) for name in ("columns", "column_names"))
+    if not names_columns and not isinstance(table, Mapping):
         raise TypeError(
             f"table is a {type(table).__name__}: it must hold columns by name, as a frame or a "
             "dict of arrays does"
@@ -109,6 +111,14 @@ def _names(table: Any) -> list:
     if hasattr(type(table), "column_names"):  # of pyarrow, whose `columns` are the values
         return list(table.column_names)
     return list(getattr(table, "columns", table))
+
+
+def _column(table: Any, name: Any) -> Any:
+    try:
+        return table[name]
+    except Exception as error:  # whatever a library raises, such as one of lazy columns
+        reason, kind = str(error).partition("\n")[0], type(table).__name__
+        raise ValueError(f"{_called(name)} of a {kind} cannot be read: {reason}") from None
 
 
 def _called(name: Any) -> str:
