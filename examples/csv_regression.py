@@ -14,7 +14,6 @@ from tnp.plots import plot_curve
 from tnp.step import TrainingStep
 from tnp.tasks import Context, FunctionTasks, functions_of_table
 from tnp.training import cosine, fit
-from tnp.variants import Variant
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1500
 torch.manual_seed(0)
@@ -26,8 +25,7 @@ known, (x, y) = years[:-1], years[-1]  # the last year is never trained on
 tasks = FunctionTasks(known, batch=16, n_context=(1, 8), n_target=(4, 11))
 
 config = TNPConfig(d_model=64, n_layers=3, n_heads=4, d_ff=128, n_components=3)
-variant = Variant.named("auto", config.d_ff)
-model = TransformerNP(config, variant, torch.float32, normalization=tasks.normalization)
+model = TransformerNP(config, normalization=tasks.normalization)
 step = TrainingStep(model, learning_rate=1e-3, max_grad_norm=1.0)
 run = fit(
     step, tasks, steps, schedule=lambda i: cosine(i, 1e-3, 100, steps), average=0.995,

@@ -11,7 +11,6 @@ from tnp.buckets import Buckets
 from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.tasks import GaussianProcessTasks, draw_sizes
-from tnp.variants import Variant
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -19,8 +18,7 @@ on_gpu = device.type == "cuda"
 torch.manual_seed(0)
 
 config = TNPConfig(d_model=64, n_layers=3, n_heads=4, d_ff=128, n_components=3)
-dtype = torch.bfloat16 if on_gpu else torch.float32
-model = TransformerNP(config, Variant.named("auto", config.d_ff), dtype).to(device)
+model = TransformerNP(config).to(device)  # in bfloat16 on a GPU, in float32 on a CPU
 # A captured step needs an optimizer that can be captured; on a CPU any will do.
 optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3, capturable=on_gpu)
 # Batches are padded to the sizes of a bucket, and on a GPU each bucket has a graph of its own.

@@ -12,7 +12,6 @@ from tnp.plots import plot_image
 from tnp.step import TrainingStep
 from tnp.tasks import ImageTasks, draw_sizes
 from tnp.training import HeldOut, cosine, fit
-from tnp.variants import Variant
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
 torch.manual_seed(0)
@@ -30,7 +29,7 @@ def task(index: int):
 config = TNPConfig(
     d_x=2, d_model=64, n_layers=4, n_heads=4, d_ff=128, n_components=3, sigma_min=faces.sigma_min
 )
-model = TransformerNP(config, Variant.named("auto", config.d_ff), torch.float32)
+model = TransformerNP(config)
 step = TrainingStep(model, learning_rate=1e-3, max_grad_norm=1.0)
 held_out = HeldOut([unseen.sample(1, i, 8, 100, 100) for i in range(4)])
 run = fit(

@@ -17,7 +17,6 @@ from tnp.model import TNPConfig, TransformerNP
 from tnp.step import TrainingStep
 from tnp.tasks import Context, FunctionTasks, functions_of_table
 from tnp.training import HeldOut, cosine, fit
-from tnp.variants import Variant
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
 torch.manual_seed(0)
@@ -65,8 +64,7 @@ tasks = FunctionTasks(known, **sizes, hold_out=0.3)  # three in ten stations of 
 checks = FunctionTasks(late, **sizes, hold_out=unseen)
 
 config = TNPConfig(d_x=4, d_model=64, n_layers=3, n_heads=4, d_ff=128, n_components=3)
-variant = Variant.named("auto", config.d_ff)
-model = TransformerNP(config, variant, torch.float32, normalization=tasks.normalization)
+model = TransformerNP(config, normalization=tasks.normalization)
 step = TrainingStep(model, learning_rate=1e-3, max_grad_norm=1.0)
 run = fit(
     step, tasks, steps, schedule=lambda i: cosine(i, 1e-3, 50, steps), average=0.99,

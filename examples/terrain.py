@@ -17,7 +17,6 @@ from tnp.plots import plot_image
 from tnp.step import TrainingStep
 from tnp.tasks import FunctionTasks
 from tnp.training import HeldOut, cosine, fit
-from tnp.variants import Variant
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
 torch.manual_seed(0)
@@ -43,8 +42,7 @@ sizes = {"n_context": (20, 150), "n_target": (100, 100)}
 tasks, unseen = FunctionTasks(west, batch=8, **sizes), FunctionTasks(east, batch=8, **sizes)
 
 config = TNPConfig(d_x=2, d_model=64, n_layers=4, n_heads=4, d_ff=128, n_components=3)
-variant = Variant.named("auto", config.d_ff)
-model = TransformerNP(config, variant, torch.float32, normalization=tasks.normalization)
+model = TransformerNP(config, normalization=tasks.normalization)
 step = TrainingStep(model, learning_rate=1e-3, max_grad_norm=1.0)
 run = fit(
     step, tasks, steps, schedule=lambda i: cosine(i, 1e-3, 50, steps),

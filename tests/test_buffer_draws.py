@@ -12,6 +12,7 @@ from tnp import drawing, joint
 from tnp.drawing import Draws
 from tnp.gates.buffer import masked
 from tnp.normalization import Normalization
+from tnp.ops.mixture_nll import split_parameters
 from tnp.prediction import Prediction, draw
 from tnp.tasks import Context
 
@@ -108,16 +109,17 @@ def test_draws_follow_the_mixture():
 @pytest.mark.parametrize("units", [None, Normalization([0.0], [1.0], [300.0], [5.0])], ids=bool)
 def test_a_draw_is_of_the_component_that_the_noise_chose(sigma_min, units):
     parameters, normal = torch.randn(2, 5, 3, 3), torch.randn(2, 5, 1, dtype=torch.float64)
-    prediction = Prediction(parameters, sigma_min, units)
+    _, mu, log_sigma = split_parameters(parameters.double(), sigma_min)
     for k in range(3):
         gumbel = torch.zeros(2, 5, 3)
         gumbel[..., k] = 100.0
-        expected = prediction.normal.loc[:, :, k] + prediction.normal.scale[:, :, k] * normal
+        expected = mu[:, :, k] + log_sigma.exp()[:, :, k] * normal
+        expected = expected if units is None else 300.0 + 5.0 * expected
         if units is None:
             drawn = draw(parameters, gumbel, normal.float(), sigma_min)
         else:
             drawn = draw(parameters, gumbel, normal, sigma_min, units)
-        torch.testing.assert_close(drawn.double(), expected.double())
+        torch.testing.assert_close(drawn.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -229,5 +229,45 @@ def test_bad_sizes_raise_naming_the_value():
         Variant("v", mlp="compiled")
     with pytest.raises(ValueError, match="d_model 32 is not a multiple of n_heads 3"):
         TNPConfig(d_model=32, n_heads=3)
-    with pytest.raises(ValueError, match="d_ff_storage 20"):
-        build(d_ff_storage=20)
+    for width in (20, 129, 1408):
+        with pytest.raises(
+            ValueError, match=f"d_ff_storage {width}: it must be from 21, .* to 128"
+        ):
+            build(d_ff_storage=width)
+
+
+@pytest.mark.parametrize("name", ["auto", "fused", "pytorch_best", "sdpa_flash"])
+def test_a_named_variant_stores_any_model_as_it_needs(name):
+    """At most an eighth wider, in whole multiples of 128, which only some variants ask for."""
+    variant = Variant.named(name)
+    for d_ff in (21, 48, 64, 100, 127, 128, 129, 341, 500, 683, 1000, 1365, 1408, 2730):
+        width = variant.storage(d_ff)
+        assert d_ff <= width <= d_ff * 9 / 8 and (width == d_ff or width % 128 == 0)
+        if name == "sdpa_flash":
+            assert width == d_ff
+        elif d_ff > 1016:
+            assert width % 128 == 0
+    model = TransformerNP(replace(CONFIG, d_ff=64), name)
+    plain = TransformerNP(replace(CONFIG, d_ff=64), Variant("plain"))
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+
+
+def test_a_width_given_to_a_named_variant_is_not_needed():
+    with pytest.warns(DeprecationWarning, match="needs no d_ff: a model pads hidden layers by its"):
+        assert Variant.named("auto", 48) == Variant.named("auto")
+
+
+def test_a_model_is_called_with_tensors():
+    model, task = build(), make_task()
+    for given in ((task.context, task.x_target), (task,)):
+        kind = type(given[0]).__name__
+        with pytest.raises(TypeError, match=f"x_context is a {kind}: a model is called with tens"):
+            model(*given)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_default_dtype_follows_the_device():
+    model = TransformerNP(CONFIG)
+    assert model.compute_dtype == torch.float32
+    assert model.cuda().compute_dtype == torch.bfloat16
+    assert model.cpu().compute_dtype == torch.float32

@@ -18,6 +18,7 @@ from tnp.ops.mixture_nll import mixture_nll
 from tnp.paged_cache import CacheFull, PagedCache
 from tnp.prediction import Prediction, bytes_per_target
 from tnp.tasks import Context, Task
+from tnp.variants import Variant
 
 
 def parameters(d_y=1, n_components=3) -> torch.Tensor:
@@ -26,7 +27,7 @@ def parameters(d_y=1, n_components=3) -> torch.Tensor:
 
 
 def test_one_component_is_a_gaussian():
-    p = parameters(n_components=1)
+    p = parameters(n_components=1).double()
     exact = Normal(p[..., 0, 1:2], p[..., 0, 2:3].exp())
     prediction = Prediction(p)
     torch.testing.assert_close(prediction.mean, exact.mean)
@@ -34,29 +35,29 @@ def test_one_component_is_a_gaussian():
     for probability in (0.01, 0.5, 0.975):
         torch.testing.assert_close(
             prediction.quantile(probability),
-            exact.icdf(torch.tensor(probability)),
-            rtol=1e-4,
-            atol=1e-4,
+            exact.icdf(torch.tensor(probability, dtype=torch.float64)),
+            rtol=1e-12,
+            atol=1e-12,
         )
 
 
 @pytest.mark.parametrize("d_y", [1, 3])
 def test_log_prob_is_the_loss(d_y):
-    p, y = parameters(d_y), torch.randn(2, 4, d_y)
+    p, y = parameters(d_y).double(), torch.randn(2, 4, d_y).double()
     prediction = Prediction(p, sigma_min=0.1)
     torch.testing.assert_close(-prediction.log_prob(y).mean(), mixture_nll(p, y, sigma_min=0.1))
 
 
 def test_density_integrates_to_one_and_quantiles_invert_the_cdf():
     prediction = Prediction(parameters())
-    grid = torch.linspace(-60, 60, 40_001)
+    grid = torch.linspace(-60, 60, 40_001, dtype=torch.float64)
     density = torch.stack([prediction.log_prob(y.expand(2, 4, 1)).exp() for y in grid[::20]])
     mass = torch.trapezoid(density, grid[::20], dim=0)
-    torch.testing.assert_close(mass, torch.ones(2, 4), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(mass, torch.ones(2, 4).double(), rtol=1e-2, atol=1e-2)
     for probability in (0.05, 0.5, 0.9):
         y = prediction.quantile(probability)
         torch.testing.assert_close(
-            prediction.marginal_cdf(y), torch.full_like(y, probability), rtol=1e-4, atol=1e-4
+            prediction.marginal_cdf(y), torch.full_like(y, probability), rtol=1e-9, atol=1e-9
         )
 
 
@@ -86,7 +87,7 @@ def test_predict_in_chunks_is_the_model(n_targets, monkeypatch):
     budget = n_targets * task.batch * bytes_per_target(model)
     prediction = model.predict(task.context, task.x_target, max_bytes=budget)
     assert sum(rows) == 5 and max(rows) == min(n_targets, 5)
-    nll = -prediction.log_prob(task.y_target).mean()
+    nll = -prediction.log_prob(task.y_target).mean().float()
     torch.testing.assert_close(nll, model.loss(task).detach())
 
 
@@ -270,11 +271,13 @@ def test_what_is_no_context_is_named():
         model.predict(task.context, task.x_target.long())
 
 
-def test_names_are_no_variants_and_no_dtypes():
-    with pytest.raises(
-        TypeError, match="variant is a str: it must be a Variant; Variant.named giv"
-    ):
-        TransformerNP(build().config, "auto")
+def test_a_variant_is_one_or_its_name_and_a_dtype_is_one():
+    config = build().config
+    assert TransformerNP(config).variant == Variant.named("auto")
+    assert TransformerNP(config, "fused").variant == Variant.named("fused")
+    with pytest.raises(TypeError, match="variant is a int: it must be a Variant or the name of"):
+        TransformerNP(config, 3)
+    assert TransformerNP(config).compute_dtype == torch.float32
     with pytest.raises(ValueError, match="compute_dtype is 'bfloat16': it must be a float dtype"):
         TransformerNP(build().config, build().variant, "bfloat16")
 

@@ -4,9 +4,11 @@ import copy
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor.exc import OperatorIssue
+from torch.optim.swa_utils import AveragedModel
 from torch.torch_version import TorchVersion
 
 from tests.test_model import CONFIG, build, make_task
@@ -128,7 +130,7 @@ def test_inductors_messages_leave_arguments_alone_before_torch_2_13(monkeypatch)
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3, "0.1", None])
 def test_a_learning_rate_that_trains_nothing_is_refused(rate):
-    sentence = f"learning_rate is {rate!r}: it must be finite and not negative"
+    sentence = f"learning_rate is {rate!r}: it must be (finite and not negative|a number)"
     if rate is not None:
         with pytest.raises(ValueError, match=sentence):
             TrainingStep(build(), learning_rate=rate)
@@ -136,6 +138,88 @@ def test_a_learning_rate_that_trains_nothing_is_refused(rate):
     with pytest.raises(ValueError, match=sentence):
         step.set_learning_rate(rate)
     assert step.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    model = build()
+    numbers = {"learning_rate": np.float32(0.5), "weight_decay": torch.tensor(0.25)}
+    step = TrainingStep(model, **numbers, max_grad_norm=np.float64(2.0))
+    (group,) = step.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], step.max_grad_norm) == (0.5, 0.25, 2.0)
+    assert {type(group["weight_decay"]), type(step.max_grad_norm)} == {float}
+    for name in (*numbers, "max_grad_norm"):
+        with pytest.raises(ValueError, match=f"{name} is True: it must be a number"):
+            TrainingStep(model, **numbers | {name: True})
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Looks like PyTorch's, which wants a process group."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.process_group = module, None
+
+
+@pytest.mark.parametrize(
+    "wrap, message",
+    [
+        (torch.compile, "a OptimizedModule: it must be a TransformerNP: hand over its _orig_mod"),
+        (AveragedModel, "a AveragedModel: it must be a TransformerNP: hand over its .module"),
+        (
+            torch.nn.DataParallel,
+            "a DataParallel: it must be a TransformerNP: hand over its .module",
+        ),
+        (DistributedDataParallel, "adds up no gradients of other processes, so write that loop"),
+        (lambda model: torch.nn.Linear(2, 3), "a Linear: it must be a TransformerNP$"),
+        (
+            lambda model: model.requires_grad_(False),
+            "no parameter of the model asks for a gradient",
+        ),
+        (
+            lambda model: model.compile() or model,
+            "model was compiled in place, which a step passes",
+        ),
+    ],
+)
+def test_a_model_that_a_step_does_not_train_is_one_sentence(wrap, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        TrainingStep(wrap(build()), learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon, torch.optim.Adafactor]
+)
+def test_padding_changes_no_result_whatever_the_optimizer(optimizer):
+    """Those whose updates depend on a layer's shape are refused, where it is padded."""
+    losses = []
+    for storage in (None, 32):
+        model = build(d_ff_storage=storage)
+        of_matrices = optimizer([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
+        if storage and optimizer in (torch.optim.Muon, torch.optim.Adafactor):
+            with pytest.raises(ValueError, match="padded from 21 to 32 units: make the model with"):
+                TrainingStep(model, optimizer=of_matrices)
+            return
+        torch.optim.lr_scheduler.LambdaLR(of_matrices, lambda i: 1.0)  # takes over its step
+        step = TrainingStep(model, optimizer=of_matrices)
+        assert not of_matrices.state
+        losses.append(torch.stack([step(make_task()) for _ in range(5)]))
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_in_the_padding_are_found_before_training():
+    model = build(d_ff_storage=32)
+    torch.nn.init.xavier_uniform_(model.blocks[1].mlp.down)
+    with pytest.raises(
+        ValueError, match="blocks.1.mlp.down holds weights in its padding, units 21"
+    ):
+        TrainingStep(model, learning_rate=1e-3)
+    model = build(d_ff_storage=32)
+    torch.nn.utils.parametrizations.weight_norm(model.heads, "up")
+    with pytest.raises(ValueError, match="heads is parametrized and holds padding, units 21 to 31"):
+        TrainingStep(model, learning_rate=1e-3)
+    model = build()
+    torch.nn.utils.parametrizations.weight_norm(model.heads, "up")
+    assert TrainingStep(model, learning_rate=1e-3)(make_task()).isfinite()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")

@@ -137,6 +137,59 @@ def test_a_source_that_trains_nothing_is_one_sentence(source, error, message):
         train(3, source)
 
 
+def test_a_model_is_no_step():
+    with pytest.raises(TypeError, match="step is a TransformerNP: it must be a TrainingStep"):
+        fit(build(), task_of, 3)
+
+
+@pytest.mark.parametrize("name", ["step", "loss", "learning_rate", "elapsed_s"])
+def test_what_evaluates_replaces_nothing_of_a_report(name):
+    seen = []
+    with pytest.raises(ValueError, match=f"evaluate gives '{name}', which every report has"):
+        train(2, lambda i: seen.append(i) or task_of(i), evaluate=lambda model: {name: 5.0})
+    assert not seen
+
+
+def test_a_resumed_run_says_from_where_and_which_settings_it_keeps(tmp_path, caplog):
+    train(4, folder=tmp_path)
+    step = TrainingStep(build(), learning_rate=1e-5, weight_decay=0.5)
+    with caplog.at_level(logging.WARNING, "tnp.training"):
+        run = fit(step, task_of, 2, folder=tmp_path)
+    assert len(run.reports) == 3
+    assert "goes on from step 4 of" in caplog.text and "its 3 reports come first" in caplog.text
+    assert "has made 4 steps and n_steps is 2: nothing is trained" in caplog.text
+    assert "learning_rate 0.01 there and 1e-05 here" in caplog.text
+    assert "weight_decay 0.01 there and 0.5 here" in caplog.text
+    caplog.clear()
+    train(6, folder=tmp_path)
+    assert "keeps the settings" not in caplog.text and "nothing is trained" not in caplog.text
+
+
+def test_numbers_of_numpy_and_paths_are_saved_as_plain_ones_and_others_are_named(tmp_path):
+    options = {"schedule": lambda i: np.interp(i, [0, 9], [1e-2, 1e-3]), "average": np.float64(0.5)}
+    options["about"] = {
+        "data": tmp_path / "a.csv",
+        "sizes": [np.int64(3), {"eps": np.float32(0.5)}],
+    }
+    train(2, folder=tmp_path, **options)
+    run = train(4, folder=tmp_path, **options)
+    assert [report["step"] for report in run.reports] == [0, 2, 4]
+    assert {type(report["learning_rate"]) for report in run.reports} == {float}
+    with pytest.raises(
+        ValueError, match="the schedule's rate of step 0 is '0.1': it must be a num"
+    ):
+        train(2, schedule=lambda i: "0.1")
+    seen = []
+    for value, kind in (
+        (np.ones(3), "ndarray"),
+        (len, "builtin_function"),
+        (lambda: 0, "function"),
+    ):
+        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must be of numbers, texts"):
+            train(2, seen.append, folder=tmp_path / "b", about={"a": value})
+    assert not seen and not list((tmp_path / "b").iterdir())
+
+
 def test_a_source_that_changes_its_dimensions_is_refused_and_the_run_before_stays(tmp_path):
     def tasks(step):
         task = task_of(step)

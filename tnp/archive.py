@@ -9,40 +9,95 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Set
-from pathlib import Path
+import re
+from collections.abc import Iterator, Set
+from pathlib import Path, PurePath
 
+import numpy as np
 import torch
 
-from tnp.files import cannot_write, replacing
+from tnp.files import cannot_write, first_line, replacing
 
 _DIGEST_BYTES = 64  # SHA-256 in hexadecimal
+_HELD = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _NO_COMMENT = (0).to_bytes(2, "little")  # what an archive ends in: the length of its comment
 
 
 def save(path: Path, state: dict) -> None:
-    """Replace `path` by `state`; a kill leaves what was there before.
+    """Replace `path` by `state`; a kill, or an error, leaves what was there before.
 
-    Raises StoreError where the folder is not writable or full.
+    Numbers of numpy are written as Python's, and paths as text. The file is read again before it
+    takes the place of the one before.
+
+    Raises:
+        StoreError: the folder is not writable or full.
+        TypeError: the state holds something that `load` would not read.
     """
+    state = plain(state)
     with replacing(path) as temporary:
         try:
             torch.save(state, temporary)
         except RuntimeError as error:  # PyTorch's for a full disk, which names no file
             raise cannot_write(path, error) from error
-        with open(temporary, "r+b") as file:
-            file.seek(-len(_NO_COMMENT), os.SEEK_END)
-            if file.read() != _NO_COMMENT:
-                raise RuntimeError("torch.save no longer writes a zip archive without a comment")
-            file.seek(-len(_NO_COMMENT), os.SEEK_END)
-            file.write(_DIGEST_BYTES.to_bytes(len(_NO_COMMENT), "little"))
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.write(digest.encode())
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise _cannot_save(path, state, error) from error
+        seal(temporary)
+        try:
+            torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise _cannot_save(path, state, error) from error
+
+
+def seal(path: Path) -> None:
+    """Writes the digest of a file of `torch.save` behind it."""
+    with open(path, "r+b") as file:
+        file.seek(-len(_NO_COMMENT), os.SEEK_END)
+        if file.read() != _NO_COMMENT:
+            raise RuntimeError("torch.save no longer writes a zip archive without a comment")
+        file.seek(-len(_NO_COMMENT), os.SEEK_END)
+        file.write(_DIGEST_BYTES.to_bytes(len(_NO_COMMENT), "little"))
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.write(digest.encode())
+
+
+def plain(value: object) -> object:
+    """Returns the value with numbers of numpy as Python's and paths as text, in dicts, lists and
+    tuples too; all else as it is.
+    """
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _cannot_save(path: Path, state: dict, error: Exception) -> TypeError:
+    found = next(_foreign(state), None)
+    what = "the state" if found is None else f"{found[0]} is a {type(found[1]).__name__}"
+    reason = f" ({first_line(error)})" if found is None else ""
+    return TypeError(
+        f"cannot save {path}: {what}{reason}: it must be of numbers, texts, tensors, lists and "
+        "dicts, which are read again without running code"
+    )
+
+
+def _foreign(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yields what is of no type that a file may hold, with its name."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _foreign(each, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _foreign(each, f"{name}[{index}]")
+    elif type(value) not in _HELD and not isinstance(value, torch.Tensor):
+        yield name, value
 
 
 def load(path: Path, device: torch.device | str, keys: Set[str], what: str, remedy: str) -> dict:
-    """What `save` wrote, its tensors on `device`; executes no pickled code.
+    """Returns what `save` wrote, its tensors on `device`; executes no pickled code.
 
     Args:
         path: the file.
@@ -52,7 +107,7 @@ def load(path: Path, device: torch.device | str, keys: Set[str], what: str, reme
         remedy: what to do where it cannot be used, the sentence's end.
 
     Raises:
-        ValueError: it is not what `save` wrote, or lacks a key.
+        ValueError: it is damaged, is not what `save` wrote, or lacks a key.
     """
     try:
         whole = _has_its_digest(path)
@@ -62,7 +117,13 @@ def load(path: Path, device: torch.device | str, keys: Set[str], what: str, reme
         raise ValueError(f"{what} {path} is damaged, or is none at all: {remedy}")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{what} {path} holds {named[1] if named else 'an object'}, which is neither a number, "
+            f"a text nor a tensor, and would run code: {remedy}"
+        ) from None
+    except (RuntimeError, EOFError, ValueError):
         state = None
     missing = keys - state.keys() if isinstance(state, dict) else keys
     if missing:

@@ -40,10 +40,41 @@ def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:
 
 
 def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
-    """Zero-pad a hidden width. Exact: SiLU(0) = 0, and zeros stay zero through AdamW."""
     padding = list(weight.shape)
     padding[dim] = width - weight.shape[dim]
     return nn.Parameter(torch.cat([weight.detach(), weight.new_zeros(padding)], dim))
+
+
+class HiddenLayer(nn.Module):
+    """Holds weights up [..., F, D] and down [..., O, F], with a norm ahead of them.
+
+    F is zero-padded from `d_ff` to the width that the variant stores. That is exact: SiLU(0) = 0,
+    and zeros stay zero through an optimizer that updates each weight by itself.
+    """
+
+    def __init__(
+        self, config: TNPConfig, variant: Variant, up: nn.Parameter, down: nn.Parameter
+    ) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, variant)
+        self.d_ff, self.width = config.d_ff, variant.storage(config.d_ff)
+        self.up, self.down = _pad(up, -2, self.width), _pad(down, -1, self.width)
+
+    def padding(self) -> dict[str, torch.Tensor]:
+        """Returns the parts of `up` and `down` that must be 0, by name, as views."""
+        up, down = self.up.detach(), self.down.detach()
+        return {"up": up[..., self.d_ff :, :], "down": down[..., self.d_ff :]}
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        given = state_dict.get(prefix + "up")
+        found = getattr(given, "shape", ())[-2:-1]
+        if found and found != (self.width,):
+            raise ValueError(
+                f"{prefix}up is {found[0]} units wide in the state and {self.width} in this model, "
+                f"whose d_ff is {self.d_ff}: build the model with the d_ff_storage that the state "
+                "has, or use TransformerNP.save and load, which take any"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class RMSNorm(nn.Module):
@@ -259,17 +290,14 @@ class Attention(nn.Module):
         return h[:, first:] if first else h, self.attend(q, k, v, n_keys, layout)
 
 
-class MLP(nn.Module):
+class MLP(HiddenLayer):
     """Pre-norm GEMM, SiLU, GEMM."""
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
         d_model, d_ff = config.d_model, config.d_ff
-        self.norm = RMSNorm(config, variant)
         up = _parameter(d_ff, d_model, fan_in=d_model)
         down = _parameter(d_model, d_ff, fan_in=d_ff, gain=(2 * config.n_layers) ** -0.5)
-        self.up = _pad(up, 0, variant.d_ff_storage or d_ff)
-        self.down = _pad(down, 1, variant.d_ff_storage or d_ff)
+        super().__init__(config, variant, up, down)
         self.variant = variant
 
     def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,17 +313,14 @@ class MLP(nn.Module):
         return h, linear(hidden, self.down, implementation=self.variant.projection)
 
 
-class MixtureHeads(nn.Module):
+class MixtureHeads(HiddenLayer):
     """One MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
-        super().__init__()
         n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
-        self.norm = RMSNorm(config, variant)
         up = _parameter(n, d_ff, d_model, fan_in=d_model)
         down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff, gain=config.heads_gain)
-        self.up = _pad(up, 1, variant.d_ff_storage or d_ff)
-        self.down = _pad(down, 2, variant.d_ff_storage or d_ff)
+        super().__init__(config, variant, up, down)
         self.implementation = variant.mixture_heads
 
     def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

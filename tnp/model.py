@@ -9,53 +9,25 @@ Parameters are float32 in every variant and are cast to `compute_dtype` for ever
 resolves 4e-3 of a weight, and would drop most of AdamW's updates, which are some 1e-4 of it.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from tnp import buffer, joint, prediction, saved_model
 from tnp.inputs import require_count
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.model_config import TNPConfig
 from tnp.normalization import Normalization
-from tnp.opaque import custom_op
-from tnp.ops.attention import OPERATOR as attention_operator
-from tnp.ops.buffered_attention import OPERATOR as buffered_attention_operator
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
+from tnp.recomputing import recomputing
 from tnp.tasks import Context, Task
 from tnp.tasks.task import without_padding
 from tnp.units import Units, require_points
 from tnp.variants import Variant
-
-
-@cache
-def _attention_operators() -> frozenset[torch._ops.OpOverload]:
-    """Forward passes of attention as PyTorch sees them: ours, and those that its forms dispatch."""
-    names = [
-        name.partition("::")[2]
-        for implementation in attention_operator.implementations
-        for name in implementation.dispatches
-    ]
-    theirs = {getattr(torch.ops.aten, name).default for name in names}
-    ours = attention_operator, buffered_attention_operator
-    return frozenset({*map(custom_op, ours), *theirs})
-
-
-def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-    """What a block keeps where only attention is too expensive to compute again."""
-    kept = operator in _attention_operators()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class TransformerNP(nn.Module):
@@ -63,8 +35,10 @@ class TransformerNP(nn.Module):
 
     Args:
         config: sizes.
-        variant: implementation of each operator; weights and results do not depend on it.
-        compute_dtype: dtype of activations and matmuls; parameters are float32.
+        variant: implementation of each operator, a `Variant` or the name of one; weights and
+            results do not depend on it.
+        compute_dtype: dtype of activations and matmuls; parameters are float32. None: bfloat16
+            where the parameters lie on a GPU, else float32.
         checkpoint: recompute each block in the backward pass instead of keeping its activations.
         normalization: of the user's units; tasks and predictions are then in them.
     """
@@ -72,33 +46,31 @@ class TransformerNP(nn.Module):
     def __init__(
         self,
         config: TNPConfig,
-        variant: Variant,
-        compute_dtype: torch.dtype = torch.bfloat16,
+        variant: Variant | str = "auto",
+        compute_dtype: torch.dtype | None = None,
         checkpoint: bool = False,
         normalization: Normalization | None = None,
     ) -> None:
         super().__init__()
-        for name, value, kind in (("config", config, TNPConfig), ("variant", variant, Variant)):
-            if not isinstance(value, kind):
-                hint = "; Variant.named gives one by its name" if kind is Variant else ""
-                raise TypeError(
-                    f"{name} is a {type(value).__name__}: it must be a {kind.__name__}{hint}"
-                )
-        if not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point:
+        if not isinstance(config, TNPConfig):
+            raise TypeError(f"config is a {type(config).__name__}: it must be a TNPConfig")
+        if isinstance(variant, str):
+            variant = Variant.named(variant)
+        if not isinstance(variant, Variant):
+            raise TypeError(
+                f"variant is a {type(variant).__name__}: it must be a Variant or the name of one"
+            )
+        is_float = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
+        if compute_dtype is not None and not is_float:
             raise ValueError(
                 f"compute_dtype is {compute_dtype!r}: it must be a float dtype, such as "
                 "torch.bfloat16"
-            )
-        if variant.d_ff_storage is not None and variant.d_ff_storage < config.d_ff:
-            raise ValueError(
-                f"variant {variant.name!r} stores d_ff_storage {variant.d_ff_storage}: it must be "
-                f"at least d_ff {config.d_ff}"
             )
         if config.buffer is not None and variant.refuses_buffer:
             raise ValueError(f"variant {variant.name!r} {variant.refuses_buffer}")
         self.config = config
         self.variant = variant
-        self.compute_dtype = compute_dtype
+        self.asked_dtype = compute_dtype
         self.checkpoint = checkpoint
         self.normalization = normalization
         if normalization is not None:
@@ -112,11 +84,18 @@ class TransformerNP(nn.Module):
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
         self.heads = MixtureHeads(config, variant)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations and matmuls, on the device where the parameters are now."""
+        if self.asked_dtype is not None:
+            return self.asked_dtype
+        return torch.bfloat16 if self.embed.input.is_cuda else torch.float32
+
     def forward(
         self,
         x_context: torch.Tensor,
-        y_context: torch.Tensor,
-        x_target: torch.Tensor,
+        y_context: torch.Tensor | None = None,
+        x_target: torch.Tensor | None = None,
         context_lengths: torch.Tensor | None = None,
         target_lengths: torch.Tensor | None = None,
         packing: Packing | None = None,
@@ -134,6 +113,11 @@ class TransformerNP(nn.Module):
             packing: computes padding nowhere but in attention; results are then packed too,
                 [1, targets, K, 1 + 2·d_y].
         """
+        if isinstance(x_context, Context | Task):
+            raise TypeError(
+                f"x_context is a {type(x_context).__name__}: a model is called with tensors "
+                "(x_context, y_context, x_target); use predict(context, x_target) or loss(task)"
+            )
         x_context, y_context = self.prepared_context(x_context, y_context, context_lengths)
         x_target = self.prepared_x(x_target, target_lengths)
         if packing is not None:
@@ -157,7 +141,7 @@ class TransformerNP(nn.Module):
             context_lengths: int32 [B], keys that each sample has, or None.
             layout: how rows stand, where they are not all samples of one size.
         """
-        update, run = None, self._recomputing(h.shape[0] * h.shape[1])
+        update, run = None, recomputing(self.checkpoint, self.variant, h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
             # Of the last block only the targets reach the loss.
             last = index == len(self.blocks) - 1
@@ -203,16 +187,6 @@ class TransformerNP(nn.Module):
     def units(self) -> Units:
         """Takes values from the user's units to the model's."""
         return Units(self.normalization, self.compute_dtype)
-
-    def _recomputing(self, n_rows: int) -> Callable | None:
-        """How to run a block whose activations are not all kept; None where they are."""
-        if self.checkpoint:
-            return partial(checkpoint, use_reentrant=False)
-        above = self.variant.recompute_above
-        if above is not None and n_rows > above:
-            contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
-            return partial(checkpoint, use_reentrant=False, context_fn=contexts)
-        return None
 
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar.

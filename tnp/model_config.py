@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tnp.inputs import require_count
+from tnp.inputs import require_count, require_real
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class TNPConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name not in ("sigma_min", "heads_gain") and (name, value) != ("buffer", None):
-                require_count(name, value, at_least=1)
+            if (name, value) != ("buffer", None):
+                is_size = name not in ("sigma_min", "heads_gain")
+                number = require_count(name, value, 1) if is_size else require_real(name, value)
+                object.__setattr__(self, name, number)
         if self.d_model % self.n_heads:
             raise ValueError(
                 f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}: "

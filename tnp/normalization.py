@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 
 from tnp.arrays import as_floats
+from tnp.inputs import require_real
 
 
 class Normalization(nn.Module):
-    """x and y less their mean, over their deviation: what a model computes with.
+    """Converts x and y between the user's units and the model's: (x - mean) / deviation.
 
     A `TransformerNP` that has one takes tasks in the user's units and gives predictions and
     log-likelihoods in them; it is saved with the model. Subtracts in float64, since a time in
-    seconds since 1970 has no minutes left in float32.
+    seconds since 1970 has no minutes left in float32. Its numbers follow the model's device and
+    stay float64 whatever the model is cast to.
 
     Args:
         x_mean, x_deviation: d_x numbers, in units of x.
@@ -37,27 +39,31 @@ class Normalization(nn.Module):
         y_deviation: Sequence[float],
     ) -> None:
         super().__init__()
-        named = {
+        given = {
             "x_mean": x_mean, "x_deviation": x_deviation,
             "y_mean": y_mean, "y_deviation": y_deviation,
         }  # fmt: skip
+        named = {
+            name: [require_real(name, value) for value in values] for name, values in given.items()
+        }
+        self._numbers = named
         for of in ("x", "y"):
             if len(named[f"{of}_mean"]) != len(named[f"{of}_deviation"]):
                 raise ValueError(
-                    f"{of}_mean is {list(named[f'{of}_mean'])} and {of}_deviation "
-                    f"{list(named[f'{of}_deviation'])}: they must have as many numbers"
+                    f"{of}_mean is {named[f'{of}_mean']} and {of}_deviation "
+                    f"{named[f'{of}_deviation']}: they must have as many numbers"
                 )
         for name, values in named.items():
             for value in values:
                 if not math.isfinite(value) or (name.endswith("deviation") and value <= 0):
                     raise ValueError(
-                        f"{name} is {list(values)}: means must be finite and deviations positive "
-                        "and finite"
+                        f"{name} is {values}: means must be finite and deviations positive and "
+                        "finite"
                     )
             # Not among a model's weights: `TransformerNP.save` keeps it beside them.
-            numbers = torch.tensor(list(values), dtype=torch.float64)
-            self.register_buffer(name, numbers, persistent=False)
-        self.log_volume = sum(map(math.log, y_deviation))
+            tensor = torch.tensor(values, dtype=torch.float64)
+            self.register_buffer(name, tensor, persistent=False)
+        self.log_volume = sum(map(math.log, named["y_deviation"]))
 
     @classmethod
     def of(cls, x: Any, y: Any) -> Normalization:
@@ -92,12 +98,24 @@ class Normalization(nn.Module):
             numbers += [(centre + spread * np.nanmean(scaled, 0)).tolist(), deviation.tolist()]
         return cls(*numbers)
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={values}" for name, values in self.numbers().items())
-
     def numbers(self) -> dict[str, list[float]]:
-        """The arguments that make it again."""
-        return {name: buffer.tolist() for name, buffer in self.named_buffers()}
+        """Returns the arguments that make it again."""
+        return {name: list(values) for name, values in self._numbers.items()}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={values}" for name, values in self._numbers.items())
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
+        """Follows the device that a cast, a move or `to_empty` names, and nothing else of it."""
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, values in self._numbers.items():
+            kept, device = before[name], getattr(self, name).device
+            if kept.device != device:
+                kept = torch.tensor(values, dtype=torch.float64, device=device)
+            # Where the device is the same, so is the tensor: a CUDA graph reads it by its address.
+            setattr(self, name, kept)
+        return self
 
     def x(self, x: torch.Tensor) -> torch.Tensor:
         """[..., d_x] in the model's units, float64."""
@@ -106,3 +124,7 @@ class Normalization(nn.Module):
     def y(self, y: torch.Tensor) -> torch.Tensor:
         """[..., d_y] in the model's units, float64."""
         return (y.double() - self.y_mean) / self.y_deviation
+
+    def y_of_user(self, y: torch.Tensor) -> torch.Tensor:
+        """Converts y [..., d_y] from the model's units to the user's, float64."""
+        return torch.addcmul(self.y_mean, y.double(), self.y_deviation)

@@ -79,10 +79,10 @@ def plot_image(
     alt = require("altair", "plots", "plot")
     _require_dimensions(x_target, 2, "plot_curve")
     n = context.x.shape[1] if context.lengths is None else int(context.lengths[sample])
-    known = context.x[sample, :n], context.y[sample, :n, output]
+    known = context.x[sample, :n], context.y[sample, :n, output].double()
     at, mean = x_target[sample], prediction.mean[sample, :, output]
-    deviation = prediction.variance[sample, :, output].sqrt()
-    values = torch.cat([known[1], mean.to(known[1].dtype)])
+    deviation = prediction.stddev[sample, :, output]
+    values = torch.cat([known[1], mean])
     grey = alt.Scale(
         scheme="greys", domain=[values.min().item(), values.max().item()], reverse=True
     )  # large is light

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    MixtureSameFamily,
+    Normal,
+    constraints,
+)
 
 from tnp.captures import Captures
 from tnp.decode_graphs import DecodeGraphs
-from tnp.inputs import require_one_device
+from tnp.inputs import require_one_device, require_real
 from tnp.ops.mixture_nll import split_parameters
 from tnp.paged_cache import CacheFull, Handle, PagedCache
 from tnp.tasks import Context, Task
@@ -22,13 +30,20 @@ if TYPE_CHECKING:
     from tnp.normalization import Normalization
 
 
-class Prediction(MixtureSameFamily):
-    """Gaussian mixture over y [B, N, d_y]: `mean`, `variance`, `log_prob`, `sample`, `quantile`.
+class Prediction(Distribution):
+    """Gaussian mixture over y [B, N, d_y], in the user's units.
+
+    `mean`, `variance`, `stddev`, `log_prob`, `marginal_cdf`, `quantile` and `sample` compute in
+    float64 and in the model's units, so that a mean may be far larger than a deviation. Their
+    results are float64. NaN among the parameters, or in y, gives NaN at its targets alone.
 
     `log_prob(y)` is joint over the d_y output dimensions and has shape [B, N]. `sample` draws every
     target by itself, whatever the others came to: for functions that hang together there is
     `TransformerNP.sample_jointly`.
     """
+
+    arg_constraints: dict = {}
+    support = constraints.real_vector
 
     def __init__(
         self,
@@ -36,41 +51,104 @@ class Prediction(MixtureSameFamily):
         sigma_min: float = 0.0,
         normalization: Normalization | None = None,
     ) -> None:
-        """`parameters` [B, N, K, 1 + 2·d_y], as the model's heads give them."""
-        logits, mu, sigma = _components(parameters, sigma_min, normalization)
-        self.normal = Normal(mu, sigma, validate_args=False)  # NaN in, NaN out
-        weights = Categorical(logits=logits, validate_args=False)
-        super().__init__(weights, Independent(self.normal, 1), validate_args=False)
+        """Takes parameters [B, N, K, 1 + 2·d_y] in the model's units, as its heads give them."""
+        self._given = parameters, sigma_min
+        self._normalization = normalization
+        *batch, _, width = parameters.shape
+        shapes = torch.Size(batch), torch.Size([(width - 1) // 2])
+        super().__init__(*shapes, validate_args=False)  # NaN in, NaN out
 
-    def marginal_cdf(self, y: torch.Tensor) -> torch.Tensor:
-        """P(Y ≤ y) of every output dimension by itself, shape [B, N, d_y]."""
-        weights = self.mixture_distribution.probs.unsqueeze(-1)
-        return (weights * self.normal.cdf(y.unsqueeze(-2))).sum(-2)
+    @cached_property
+    def standardized(self) -> MixtureSameFamily:
+        """The mixture over y in the model's units, float64."""
+        parameters, sigma_min = self._given
+        logits, mu, log_sigma = split_parameters(parameters.double(), sigma_min)
+        weights = Categorical(logits=logits, validate_args=False)
+        normal = Independent(Normal(mu, log_sigma.exp(), validate_args=False), 1)
+        return MixtureSameFamily(weights, normal, validate_args=False)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """E[Y] of every target, [B, N, d_y]."""
+        return self._of_user(self.standardized.mean)
+
+    @property
+    def variance(self) -> torch.Tensor:
+        """Var[Y] of every output dimension, [B, N, d_y]; `stddev` is its root."""
+        variance = self.standardized.variance
+        units = self._normalization
+        return variance if units is None else variance * units.y_deviation.square()
+
+    @property
+    def stddev(self) -> torch.Tensor:
+        deviation = self.standardized.stddev
+        units = self._normalization
+        return deviation if units is None else deviation * units.y_deviation
+
+    def log_prob(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
+        """log p(y) in nats of y [..., B, N, d_y], shape [..., B, N].
+
+        Raises:
+            ValueError: y has another shape.
+        """
+        log_prob = self.standardized.log_prob(self._of_model(y))
+        units = self._normalization
+        return log_prob if units is None else log_prob - units.log_volume
+
+    def marginal_cdf(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
+        """P(Y ≤ y) of every output dimension by itself, for y and in the shape [..., B, N, d_y].
+
+        Raises:
+            ValueError: y has another shape.
+        """
+        return self._cdf(self._of_model(y))
 
     def quantile(self, probability: float) -> torch.Tensor:
         """The y [B, N, d_y] with marginal P(Y ≤ y) = `probability`, by bisection of the CDF."""
-        if not isinstance(probability, Real) or not 0.0 < probability < 1.0:
+        p = require_real("probability", probability)
+        if not 0.0 < p < 1.0:
             raise ValueError(f"probability is {probability!r}: it must be a number between 0 and 1")
         # A mixture's quantile lies between the smallest and the largest of its components'.
-        ends = self.normal.icdf(torch.full_like(self.normal.loc, probability))
+        normal = self._normal
+        ends = normal.loc + normal.scale * torch.special.ndtri(torch.full_like(normal.loc, p))
         low, high = ends.amin(-2), ends.amax(-2)
-        for _ in range(48):  # halves the bracket below float32 resolution
+        for _ in range(60):  # halves the bracket below float64's resolution
             middle = 0.5 * (low + high)
-            below = self.marginal_cdf(middle) < probability
+            below = self._cdf(middle) < p
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return 0.5 * (low + high)
+        return self._of_user(0.5 * (low + high))
 
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> torch.Tensor:  # noqa: B008
+        """Draws of every target by itself, [*sample_shape, B, N, d_y]."""
+        return self._of_user(self.standardized.sample(sample_shape)).detach()
 
-def _components(
-    parameters: torch.Tensor, sigma_min: float, normalization: Normalization | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of the weights [..., K], means and deviations [..., K, d_y] in the user's units."""
-    logits, mu, log_sigma = split_parameters(parameters, sigma_min)
-    sigma = log_sigma.exp()
-    if normalization is not None:  # in float64: a mean may be far larger than a deviation
-        mu = mu * normalization.y_deviation + normalization.y_mean
-        sigma = sigma * normalization.y_deviation
-    return logits, mu, sigma
+    @property
+    def _normal(self) -> Normal:
+        """The components, [B, N, K, d_y]."""
+        return self.standardized.component_distribution.base_dist
+
+    def _cdf(self, y: torch.Tensor) -> torch.Tensor:
+        weights = self.standardized.mixture_distribution.probs.unsqueeze(-1)
+        z = (y.unsqueeze(-2) - self._normal.loc) / self._normal.scale
+        return (weights * torch.special.ndtr(z)).sum(-2)
+
+    def _of_user(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self._normalization is None else self._normalization.y_of_user(y)
+
+    def _of_model(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
+        """y in the model's units, float64; raises ValueError or TypeError where it is no y."""
+        parameters, _ = self._given
+        if isinstance(y, np.ndarray) and y.dtype.kind in "fiu":
+            values = np.ma.filled(y.astype(np.float64), np.nan)
+            y = torch.as_tensor(values, device=parameters.device)
+        if not isinstance(y, torch.Tensor) or y.is_complex():
+            what = f"holds {y.dtype}" if hasattr(y, "dtype") else f"is a {type(y).__name__}"
+            raise TypeError(f"y {what}: it must be a tensor or an array of real numbers")
+        shape = self._extended_shape()
+        if y.shape[-len(shape) :] != shape:
+            raise ValueError(f"y is {list(y.shape)}: it must be {list(shape)}, B, N and d_y")
+        require_one_device(y=y, prediction=parameters)
+        return y.double() if self._normalization is None else self._normalization.y(y)
 
 
 def draw(
@@ -91,8 +169,10 @@ def draw(
         normal: [B, N, d_y], standard normal ones, that the deviation is multiplied by.
     """
     chosen = (parameters[..., 0] + gumbel).argmax(-1, keepdim=True)[..., None]
-    _, mu, sigma = _components(parameters.take_along_dim(chosen, -2), sigma_min, normalization)
-    return torch.addcmul(mu.squeeze(-2), sigma.squeeze(-2), normal)
+    parameters = parameters.take_along_dim(chosen, -2).squeeze(-2)
+    _, mu, log_sigma = split_parameters(parameters, sigma_min)
+    y = torch.addcmul(mu, log_sigma.exp(), normal)
+    return y if normalization is None else normalization.y_of_user(y)
 
 
 @dataclass(frozen=True)
@@ -238,6 +318,5 @@ def bytes_per_target(model: TransformerNP) -> int:
     A block's stream, norm, queries, attention and hidden layer, and those of all heads.
     """
     config = model.config
-    width = model.variant.d_ff_storage or config.d_ff
-    n = 6 * config.d_model + (2 + config.n_components) * width
+    n = 6 * config.d_model + (2 + config.n_components) * model.heads.width
     return n * model.compute_dtype.itemsize

@@ -14,6 +14,7 @@ import torch
 
 from tnp import archive
 from tnp.inputs import visible_device
+from tnp.layers import HiddenLayer
 from tnp.normalization import Normalization
 from tnp.variants import Variant
 
@@ -27,11 +28,11 @@ REMEDY = "name a folder that TransformerNP.save has written"
 
 def save(model: TransformerNP, folder: Path | str) -> None:
     """Replaces what an earlier call has written there, whole or not at all."""
-    normalization = model.normalization
+    normalization, dtype = model.normalization, model.asked_dtype
     weights = unpadded_weights(model)
     state = {
         "config": asdict(model.config),
-        "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
+        "compute_dtype": dtype and str(dtype).removeprefix("torch."),
         "normalization": None if normalization is None else normalization.numbers(),
         "weights": {name: x.cpu().contiguous() for name, x in weights.items()},
     }
@@ -55,30 +56,59 @@ def load(
     try:
         config = TNPConfig(**state["config"])
         normalization = state["normalization"] and Normalization(**state["normalization"])
-        saved_dtype = getattr(torch, state["compute_dtype"])
+        saved_dtype = state["compute_dtype"] and getattr(torch, state["compute_dtype"])
     except (AttributeError, TypeError):
         raise ValueError(
             f"model {path} was not written by this version of the code: {REMEDY}"
         ) from None
-    model = kind(
-        config,
-        Variant.named(variant, config.d_ff) if isinstance(variant, str) else variant,
-        compute_dtype or saved_dtype,
-        normalization=normalization,
-    )
+    model = kind(config, variant, compute_dtype or saved_dtype, normalization=normalization)
     set_weights(model, state["weights"])
     return model.to(device)
 
 
 def unpadded_weights(model: TransformerNP) -> dict[str, torch.Tensor]:
-    """The model's state, hidden layers at their own width: views of it."""
-    shapes = _shapes(model, model.config)
-    return {name: x[tuple(map(slice, shapes[name]))] for name, x in model.state_dict().items()}
+    """Returns the model's state, hidden layers at their own width, as views.
+
+    Raises:
+        ValueError: padding holds a weight, or the state has other names than a model's.
+    """
+    shapes, state = _shapes(model, model.config), model.state_dict()
+    others = sorted(state.keys() ^ shapes.keys())
+    if others:
+        raise ValueError(
+            f"the model's weights have names of their own ({', '.join(others[:3])}), as those of "
+            "a parametrized layer do: remove what was added, or keep the state_dict() yourself"
+        )
+    require_no_weight_in_padding(model)
+    return {name: x[tuple(map(slice, shapes[name]))] for name, x in state.items()}
+
+
+def require_no_weight_in_padding(model: TransformerNP) -> None:
+    """Raises ValueError naming a hidden layer whose padding is not 0, or may come to be another.
+
+    Such a model predicts otherwise once its weights are run by another variant.
+    """
+    remedy = "build the model with a variant whose d_ff_storage is None before its weights are"
+    for prefix, layer in model.named_modules():
+        if not isinstance(layer, HiddenLayer) or layer.width == layer.d_ff:
+            continue
+        units = f"units {layer.d_ff} to {layer.width - 1}"
+        if not {"up", "down"} <= layer._parameters.keys():
+            raise ValueError(
+                f"{prefix} is parametrized and holds padding, {units}, whose norm is 0: {remedy} "
+                "parametrized"
+            )
+        for name, part in layer.padding().items():
+            if not part.is_meta and part.any():
+                raise ValueError(
+                    f"{prefix}.{name} holds weights in its padding, {units}: set them to 0, or "
+                    f"{remedy} changed"
+                )
 
 
 @torch.no_grad()
 def set_weights(model: TransformerNP, weights: dict[str, torch.Tensor]) -> None:
-    """What `unpadded_weights` gave, into a model that may store hidden layers wider.
+    """Takes what `unpadded_weights` gave, its dtype too; hidden layers may be stored wider.
 
     Raises ValueError where they are not a model's of these sizes.
     """
@@ -91,6 +121,7 @@ def set_weights(model: TransformerNP, weights: dict[str, torch.Tensor]) -> None:
         raise ValueError(
             f"weights are not of a model with {model.config}: {', '.join(names[:3])} differ"
         )
+    model.to(weights["heads.up"].dtype)
     for name, x in model.state_dict().items():
         x.zero_()
         x[tuple(map(slice, shapes[name]))] = weights[name].to(x.device)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from numbers import Real
+from typing import SupportsFloat
 
 import torch
+import torch.nn.functional as F
 
 from tnp.buckets import Buckets
 from tnp.buffer import n_entering
 from tnp.captures import Captures
 from tnp.contract import OWN
+from tnp.inputs import require_real
+from tnp.layers import HiddenLayer
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
 from tnp.packing import Capacity, capacity_for
+from tnp.saved_model import require_no_weight_in_padding
 from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
 from tnp.tasks.sizes import Sizes
@@ -42,9 +47,11 @@ def _operator_name(target: object, args: object, kwargs: object) -> str:
     return f"  target: {target}"
 
 
-def _check_rate(learning_rate: float) -> None:
-    if not isinstance(learning_rate, Real | torch.Tensor) or not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate is {learning_rate!r}: it must be finite and not negative")
+def _not_negative(name: str, value: SupportsFloat) -> float:
+    number = require_real(name, value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {value!r}: it must be finite and not negative")
+    return number
 
 
 class TrainingStep:
@@ -57,7 +64,9 @@ class TrainingStep:
         model: parameters on the device the step runs on; compiled where its variant says so.
         learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
         weight_decay: AdamW's decoupled weight decay.
-        optimizer: another one, of the model's parameters, in place of AdamW. A schedule of
+        optimizer: another one, of the model's parameters, in place of AdamW. One that does not
+            update each weight by itself (Adafactor, Muon) needs a model whose variant pads no
+            hidden layers. A schedule of
             `torch.optim.lr_scheduler` may change its learning rates, also between replays; other
             numbers of it are a captured step's own.
         update: False leaves the parameters alone: forward and backward only.
@@ -83,15 +92,20 @@ class TrainingStep:
         cuda_graph: bool = False,
         buckets: Buckets | None = None,
     ) -> None:
-        self.model, self.update = model, update
-        self.max_grad_norm, self.buckets = max_grad_norm, buckets
+        _check_model(model)
+        self.model, self.update, self.buckets = model, update, buckets
         device = next(model.parameters()).device
         if cuda_graph and device.type != "cuda":
             raise RuntimeError(f"a CUDA graph needs a CUDA device: the model is on {device}")
         if buckets is not None and not isinstance(buckets, Buckets):
             raise TypeError(f"buckets is a {type(buckets).__name__}: it must be a Buckets")
-        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive and finite")
+        if max_grad_norm is not None:
+            max_grad_norm = require_real("max_grad_norm", max_grad_norm)
+            if not 0 < max_grad_norm < math.inf:
+                raise ValueError(
+                    f"max_grad_norm is {max_grad_norm}: it must be positive and finite"
+                )
+        self.max_grad_norm = max_grad_norm
         if (learning_rate is None) == (optimizer is None):
             raise ValueError("give either a learning_rate, which is AdamW's, or an optimizer")
         if optimizer is not None:
@@ -115,8 +129,12 @@ class TrainingStep:
         self._has_met_larger = False
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the steps that follow; ValueError where it is negative or not finite."""
-        _check_rate(learning_rate)
+        """Changes the rate of the steps that follow.
+
+        Raises:
+            ValueError: it is no number, negative or not finite.
+        """
+        learning_rate = _not_negative("learning_rate", learning_rate)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(learning_rate)
@@ -262,16 +280,82 @@ def _shares(tasks: tuple[Task, ...]) -> list[float | torch.Tensor | None]:
 def _adamw(
     model: TransformerNP, learning_rate: float, weight_decay: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    _check_rate(learning_rate)
+    learning_rate = _not_negative("learning_rate", learning_rate)
     on_cuda = device.type == "cuda"
     return torch.optim.AdamW(
         model.parameters(),
         # A learning rate that lives on the device can change between replays and never syncs.
         lr=torch.tensor(learning_rate, device=device) if on_cuda else learning_rate,
-        weight_decay=weight_decay,
+        weight_decay=_not_negative("weight_decay", weight_decay),
         fused=True,
         capturable=on_cuda,
     )
+
+
+def _check_model(model: object) -> None:
+    """Raises TypeError or ValueError where a step would not train the model, or not all of it."""
+    if not isinstance(model, TransformerNP):
+        sentence = f"model is a {type(model).__name__}: it must be a TransformerNP"
+        if isinstance(getattr(model, "_orig_mod", None), TransformerNP):
+            sentence += ": hand over its _orig_mod, whose variant's `compile` compiles the step"
+        elif hasattr(model, "process_group"):
+            sentence += (
+                ": a step adds up no gradients of other processes, so write that loop yourself, "
+                "or hand over its .module to train it in this process alone"
+            )
+        elif isinstance(getattr(model, "module", None), TransformerNP):
+            sentence += ": hand over its .module, or the model that it was made of"
+        raise TypeError(sentence)
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            "model was compiled in place, which a step passes by: leave model.compile() out and "
+            "choose a variant whose `compile` is True"
+        )
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise TypeError("the model's parameters are DTensors: a step takes whole tensors alone")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "no parameter of the model asks for a gradient: there is nothing to train, unless "
+            "model.requires_grad_(True) is called for all of it or for a part"
+        )
+    require_no_weight_in_padding(model)
+
+
+def _check_padding(optimizer: torch.optim.Optimizer, model: TransformerNP) -> None:
+    """Raises ValueError where updates of padded layers would depend on their padding."""
+    if model.heads.width == model.heads.d_ff:
+        return
+    layers = [module for module in model.modules() if isinstance(module, HiddenLayer)]
+    padded = {id(weight) for layer in layers for weight in (layer.up, layer.down)}
+    for group in optimizer.param_groups:
+        if padded & {id(p) for p in group["params"]} and not _is_elementwise(optimizer, group):
+            raise ValueError(
+                f"{type(optimizer).__name__} may not update each weight by itself, and hidden "
+                f"layers are padded from {model.heads.d_ff} to {model.heads.width} units: make the "
+                "model with dataclasses.replace(variant, d_ff_storage=None), or choose a d_ff that "
+                "needs no padding"
+            )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool:
+    """Whether two updates of a small matrix stay the same with zeros around it."""
+    weight, found = torch.arange(1.0, 7.0, device=group["params"][0].device).view(3, 2), []
+    for padding in (0, 1):
+        parameter = torch.nn.Parameter(F.pad(weight, (0, padding, 0, padding)))
+        probe = object.__new__(type(optimizer))
+        vars(probe).update(vars(optimizer))
+        probe.state, probe.param_groups = defaultdict(dict), [group | {"params": [parameter]}]
+        probe.param_groups[0]["lr"] = 0.1
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(probe, hooks, OrderedDict())
+        for sign in (1.0, -0.5):
+            parameter.grad = F.pad(sign * weight.flip(0), (0, padding, 0, padding))
+            try:
+                type(optimizer).step(probe)
+            except Exception:  # whatever an optimizer of any package raises for a small matrix
+                return False
+        found.append(parameter.detach()[:3, :2])
+    return torch.allclose(*found, rtol=1e-4)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: TransformerNP) -> None:
@@ -284,6 +368,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: TransformerNP) -> 
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not theirs & {id(p) for p in model.parameters()}:
         raise ValueError("the optimizer has no parameter of the model: make it of its parameters()")
+    _check_padding(optimizer, model)
 
 
 def _check_capturable(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tnp import archive
-from tnp.inputs import require_count
+from tnp.inputs import require_count, require_real
 from tnp.model import TransformerNP
 from tnp.step import TrainingStep
 from tnp.tasks import Task
@@ -28,6 +28,7 @@ KEYS = frozenset(
     {"step", "model", "optimizer", "average", "best", "reports", "elapsed_s", "about", "kind"}
 )
 WATCHED = "heldout_log_likelihood"  # what early stopping and divergence go by
+OWN_NAMES = ("step", "loss", "learning_rate", "elapsed_s")  # of a report, whatever evaluates
 
 _SOURCES = "it must be a function, a list or a DataLoader, or a generator that does not end"
 
@@ -94,7 +95,8 @@ def fit(
 
     With a folder, the state is written there at every report, and a later call goes on from it: a
     run that was killed ends as an unbroken one would have where `tasks` is a function of the step,
-    and a finished one goes on where `n_steps` is larger.
+    and a finished one goes on where `n_steps` is larger. A warning of logger `tnp.training` says
+    from which step it goes on, and which settings of the optimizer are those of the state.
 
     Args:
         step: what trains, with its optimizer.
@@ -106,7 +108,8 @@ def fit(
         accumulate: tasks whose gradients are added up before each update.
         average: share of itself that an average of the weights keeps at each step, such as 0.999;
             the average is what is evaluated and returned.
-        evaluate: gives a report's numbers of a model, as `HeldOut` does.
+        evaluate: gives numbers by name of a model, as `HeldOut` does; they join the report, and are
+            called neither step, loss, learning_rate nor elapsed_s.
         every: steps between reports.
         patience: reports without a better held-out log-likelihood after which training stops; the
             best model is returned.
@@ -114,13 +117,16 @@ def fit(
         on_report: receives each report, those before a resume included: step, loss (the mean since
             the last report, None at step 0), learning_rate, elapsed_s, and what `evaluate` gave.
             All parameters have one learning rate where there is a schedule.
-        about: what else the state is to say, and a resumed one must say too.
+        about: what else the state is to say, and a resumed one must say too: numbers, texts, lists
+            and dicts.
 
     Raises:
         ValueError: an argument out of range, a state that is damaged or of another model.
         TypeError: an argument of another type, or `tasks` gives something that is no `Task`.
         RuntimeError: the held-out log-likelihood is no number: training diverged.
     """
+    if not isinstance(step, TrainingStep):
+        raise TypeError(f"step is a {type(step).__name__}: it must be a TrainingStep")
     n_steps, accumulate, every = (
         require_count(name, value, at_least=1)
         for name, value in (("n_steps", n_steps), ("accumulate", accumulate), ("every", every))
@@ -134,11 +140,13 @@ def fit(
             raise TypeError(f"{name} is a {type(given).__name__}: it must be a function or None")
     if not callable(tasks) and not isinstance(tasks, Iterable):
         raise TypeError(f"tasks is a {type(tasks).__name__}: {_SOURCES}")
-    if average is not None and not 0 < average < 1:
-        raise ValueError(f"average is {average}: it must lie between 0 and 1")
+    if average is not None:
+        average = require_real("average", average)
+        if not 0 < average < 1:
+            raise ValueError(f"average is {average}: it must lie between 0 and 1")
     run = _Run(step, schedule, average, evaluate, patience, folder, on_report, dict(about or {}))
     run.kind["accumulate"] = accumulate
-    run.resume(is_function=callable(tasks))
+    run.resume(n_steps, is_function=callable(tasks))
     given = _tasks(tasks, run.done * accumulate, step.model)
     if not run.reports:
         run.report()
@@ -189,7 +197,7 @@ class _Run:
         self.step, self.schedule = step, schedule
         self.evaluate, self.patience = evaluate, patience
         self.file = None if folder is None else Path(folder) / LATEST
-        self.on_report, self.about = on_report, about
+        self.on_report, self.about = on_report, archive.plain(about)
         self.done, self.reports, self.elapsed_s = 0, [], 0.0
         self.average = None
         if average is not None:
@@ -212,7 +220,7 @@ class _Run:
 
     def train(self, tasks: Sequence[Task]) -> None:
         if self.schedule is not None:
-            self.step.set_learning_rate(self.schedule(self.done))
+            self.step.set_learning_rate(self._rate())
         self._sum += self.step(*tasks)
         self._n_summed += 1
         self.done += 1
@@ -242,11 +250,12 @@ class _Run:
         self.on_report(report)
 
     def _rate(self) -> float:
-        """Of the next step."""
+        """Returns the learning rate of the next step."""
         if self.schedule is not None:
-            return self.schedule(self.done)
-        rate = self.step.optimizer.param_groups[0]["lr"]
-        return rate.item() if isinstance(rate, torch.Tensor) else rate
+            return require_real(
+                f"the schedule's rate of step {self.done}", self.schedule(self.done)
+            )
+        return float(self.step.optimizer.param_groups[0]["lr"])
 
     def _evaluated(self) -> Report:
         found = self.evaluate(self.model) if self.evaluate else {}
@@ -254,10 +263,18 @@ class _Run:
             raise TypeError(
                 f"evaluate gives a {type(found).__name__}: it must give a report's numbers by name"
             )
-        if self.patience is not None and WATCHED not in found:
+        for name in OWN_NAMES:
+            if name in found:
+                raise ValueError(
+                    f"evaluate gives {name!r}, which every report has of its own: name it "
+                    f"otherwise, such as 'heldout_{name}'"
+                )
+        if self.patience is not None and found.get(WATCHED) is None:
             raise ValueError(f"evaluate gives no {WATCHED!r}, which patience goes by")
-        # Plain numbers: a checkpoint holds no others.
-        return {name: getattr(value, "item", lambda v=value: v)() for name, value in found.items()}
+        return {
+            name: value if value is None else require_real(f"evaluate's {name}", value)
+            for name, value in found.items()
+        }
 
     def _is_better(self, report: Report) -> bool:
         return self.best is None or report[WATCHED] > self.reports[self.best["report"]][WATCHED]
@@ -287,11 +304,9 @@ class _Run:
             "kind": self.kind,
         }
         archive.save(self.file, state)
-        if len(self.reports) == 1:  # what cannot be read again is said before the work
-            load_state(self.file, "cpu")
 
-    def resume(self, is_function: bool) -> None:
-        """From the folder's state, where there is one."""
+    def resume(self, n_steps: int, is_function: bool) -> None:
+        """Goes on from the folder's state, where there is one, and says so."""
         if self.file is None or not self.file.exists():
             return
         state = load_state(self.file, next(self.step.model.parameters()).device)
@@ -304,7 +319,9 @@ class _Run:
                 "another d_ff_storage has: delete it to start the run again from step 0"
             )
         self.step.model.load_state_dict(state["model"])
+        mine = _settings(self.step.optimizer)
         self.step.load_optimizer(state["optimizer"])
+        self._say_resumed(state, n_steps, mine)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.done, self.reports, self.best = state["step"], state["reports"], state["best"]
@@ -318,6 +335,30 @@ class _Run:
         for report in self.reports:
             self.on_report(report)
 
+    def _say_resumed(self, state: dict, n_steps: int, mine: dict) -> None:
+        done, n_reports = state["step"], len(state["reports"])
+        log.warning(
+            "goes on from step %d of %s: its %d reports come first", done, self.file, n_reports
+        )
+        if done >= n_steps:
+            log.warning(
+                "that run has made %d steps and n_steps is %d: nothing is trained", done, n_steps
+            )
+        theirs = _settings(self.step.optimizer)
+        if self.schedule is not None:
+            theirs.pop("learning_rate", None)
+        other = [
+            f"{name} {value} there and {mine[name]} here"
+            for name, value in theirs.items()
+            if name in mine and mine[name] != value
+        ]
+        if other:
+            log.warning(
+                "the optimizer keeps the settings of %s: %s: delete the file to train with those "
+                "that are given here",
+                self.file, "; ".join(other),
+            )  # fmt: skip
+
     def _require_same(self, here: Mapping, there: Mapping) -> None:
         """ValueError naming the first value that the checkpoint has another of."""
         for name in sorted(here.keys() | there.keys()):
@@ -330,7 +371,23 @@ class _Run:
                 )
 
 
+def _settings(optimizer: torch.optim.Optimizer) -> dict:
+    """Returns what an optimizer's groups of parameters are trained with, by name: a list with the
+    value of each group, or the one value of them all.
+    """
+    found: dict[str, list] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params":
+                value = value.item() if isinstance(value, torch.Tensor) else value
+                found.setdefault("learning_rate" if name == "lr" else name, []).append(value)
+    return {
+        name: values[0] if all(value == values[0] for value in values) else values
+        for name, values in found.items()
+    }
+
+
 def load_state(file: Path, device: torch.device | str) -> dict:
-    """What `fit` has written; ValueError, one sentence, where it cannot be used."""
+    """Returns what `fit` has written; ValueError, one sentence, where it cannot be used."""
     remedy = "delete it to start the run again from step 0"
     return archive.load(file, device, KEYS, "checkpoint", remedy)

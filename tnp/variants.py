@@ -4,6 +4,7 @@ Checkpointing and CUDA graphs are not variants but switches on every one of them
 """
 
 import tomllib
+import warnings
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,9 @@ COMPILE_MODES = {True: None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 NAMED = Path(__file__).with_name("variants.toml")
 STORAGE_MULTIPLE = 128  # of hidden widths: the MLP's kernels for Hopper take no others
+# A width is padded by at most this part of itself. All widths from 1,017 on are. Padding of a
+# narrower layer may cost more than those kernels save: 64 would be stored as 128.
+MOST_PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,11 @@ class Variant:
     norm alone and the one behind the residual addition.
 
     `skip_unread` leaves out what no result depends on: keys and values of target rows, and all of
-    the last block for context rows but their keys and values. `d_ff_storage` is the width the
-    hidden layers are stored and multiplied at, zero-padded from the model's `d_ff` (None: no
-    padding). `compile` runs loss and gradient through `torch.compile`; as "max-autotune" the
-    compiler also times several kernels for every matmul and takes the fastest. `recompute_above`:
+    the last block for context rows but their keys and values. `d_ff_storage` says how wide hidden
+    layers are stored and multiplied, zero-padded from the model's `d_ff`: True stands for
+    `storage_width`, a number for itself, None for no padding. `compile` runs loss and gradient
+    through `torch.compile`; as "max-autotune" the compiler also times several kernels for every
+    matmul and takes the fastest. `recompute_above`:
     a model given more rows than this keeps of each block only its input and the results of
     attention, and computes the rest again in the backward pass (None: never). `centred_keys` takes
     off the keys of a sample what they share (see `project_qkv`): gradients of queries are then
@@ -53,14 +58,16 @@ class Variant:
     skip_unread: bool = False
     centred_keys: bool = False
     pack: bool = False
-    d_ff_storage: int | None = None
+    d_ff_storage: int | bool | None = None
     compile: bool | str = False
     recompute_above: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_ff_storage", "recompute_above"):
-            if getattr(self, name) is not None:
-                require_count(f"{name} of variant {self.name!r}", getattr(self, name), at_least=1)
+            value = getattr(self, name)
+            if value is not None and (name, value) != ("d_ff_storage", True):
+                count = require_count(f"{name} of variant {self.name!r}", value, at_least=1)
+                object.__setattr__(self, name, count)
         if self.centred_keys and not self.skip_unread:
             raise ValueError(f"variant {self.name!r}: centred_keys needs skip_unread")
         if self.centred_keys and self.pack:
@@ -77,6 +84,24 @@ class Variant:
                 f"variant {self.name!r}: compile is {self.compile!r}: it must be true, false or "
                 "'max-autotune'"
             )
+
+    def storage(self, d_ff: int) -> int:
+        """The width at which this variant stores hidden layers of `d_ff` units.
+
+        Raises:
+            ValueError: `d_ff_storage` is smaller, or larger than the next multiple of 128.
+        """
+        if self.d_ff_storage is None:
+            return d_ff
+        if self.d_ff_storage is True:
+            return storage_width(d_ff)
+        most = most_storage(d_ff)
+        if not d_ff <= self.d_ff_storage <= most:
+            raise ValueError(
+                f"variant {self.name!r} stores d_ff_storage {self.d_ff_storage}: it must be from "
+                f"{d_ff}, the model's d_ff, to {most}, or True, which chooses it"
+            )
+        return self.d_ff_storage
 
     @property
     def base2(self) -> bool:
@@ -144,21 +169,28 @@ class Variant:
         return cls(name, **spec)
 
     @classmethod
-    def named(cls, name: str, d_ff: int = 1365) -> "Variant":
-        """The variant of `variants.toml`, for a model whose hidden layers are `d_ff` wide.
+    def named(cls, name: str, d_ff: int | None = None) -> "Variant":
+        """The variant of `variants.toml`, for models of any sizes.
 
-        Where it stores hidden layers padded, that is to the next multiple of 128. Raises ValueError
-        for a name that there is not.
+        Args:
+            name: as there.
+            d_ff: not needed any more. A model pads its hidden layers by its own `d_ff`.
+
+        Raises:
+            ValueError: there is no variant of that name.
         """
+        if d_ff is not None:
+            warnings.warn(
+                "Variant.named needs no d_ff: a model pads hidden layers by its own configuration",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         if name not in named_specs():
             raise ValueError(
                 f"there is no variant {name!r}: choose from {', '.join(named_specs())}, or make a "
                 "Variant of your own"
             )
-        variant = cls.from_spec(name, named_specs()[name])
-        if variant.d_ff_storage is None:
-            return variant
-        return replace(variant, d_ff_storage=storage_width(d_ff))
+        return cls.from_spec(name, named_specs()[name])
 
     def implementations(self) -> dict[str, str]:
         """Family of operators → implementation."""
@@ -187,7 +219,25 @@ def named_specs() -> dict[str, dict]:
 
 
 def storage_width(d_ff: int) -> int:
-    """The width that hidden layers of `d_ff` are best stored at."""
+    """The width that hidden layers of `d_ff` are best stored at: the next multiple of 128, or
+    `d_ff` itself where that would pad it by more than `MOST_PADDING`.
+    """
+    padded = most_storage(d_ff)
+    return padded if padded - d_ff <= MOST_PADDING * d_ff else d_ff
+
+
+def with_storage(spec: dict, d_ff: int) -> dict:
+    """What a variant says, its `d_ff_storage` a number, as results record it.
+
+    A number that is given stays, be it right or wrong.
+    """
+    if spec.get("d_ff_storage") is not True:
+        return spec
+    return spec | {"d_ff_storage": storage_width(d_ff)}
+
+
+def most_storage(d_ff: int) -> int:
+    """The widest that hidden layers of `d_ff` may be stored: wider ones only cost time."""
     return -(-d_ff // STORAGE_MULTIPLE) * STORAGE_MULTIPLE
 
 

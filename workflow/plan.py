@@ -11,7 +11,7 @@ from tnp.bench.outcome import JOINT
 from tnp.catalog import catalog
 from tnp.contract import OWN
 from tnp.gates import gates_for, generic_gate
-from tnp.variants import Variant, named_specs
+from tnp.variants import Variant, named_specs, with_storage
 from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, profiles, timing
 
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
@@ -81,9 +81,14 @@ def steps(config: dict, device: str, slug: str) -> dict[str, dict]:
     return configurations
 
 
-def variants(config: dict) -> dict[str, dict]:
-    """{name: what it says} of those that come with the package and of the experiment's own."""
-    return named_specs() | config.get("variants", {})
+def variants(config: dict, model: dict | None = None) -> dict[str, dict]:
+    """{name: what it says} of those that come with the package and of the experiment's own.
+
+    Hidden layers are stored as `model` needs it, config's own where None.
+    """
+    d_ff = (model or config["model"])["d_ff"]
+    specs = named_specs() | config.get("variants", {})
+    return {name: with_storage(spec, d_ff) for name, spec in specs.items()}
 
 
 def ablation_variants(config: dict) -> dict[str, dict]:
@@ -220,7 +225,7 @@ def training(config: dict, device: str, slug: str) -> dict[str, dict]:
             "model": config["model"],
             "dtype": config["compute_dtype"][device],
             **{key: value for key, value in spec.items() if key != "devices"},
-            "variant_spec": variants(config)[spec["variant"]],
+            "variant_spec": variants(config, spec.get("model"))[spec["variant"]],
             "device": device,
             "device_slug": slug,
         }

@@ -12,7 +12,7 @@ from tnp.bench.outcome import JOINT
 from tnp.catalog import AUTO, catalog
 from tnp.gates import GATES, generic_gates
 from tnp.task_sources import MAX_POINTS
-from tnp.variants import FAMILIES, Variant, not_in_models
+from tnp.variants import FAMILIES, Variant, most_storage, not_in_models
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown
@@ -232,15 +232,23 @@ def _of_variant(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
         if reason is not None:
             yield Fault((*place, family), f"a variant cannot use {spec[family]!r}: {reason}")
     yield from _of_storage(place, spec, model)
+    yield from _of_widest(place, spec, model)
 
 
 def _of_storage(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
     storage, d_ff = spec.get("d_ff_storage"), model["d_ff"]
-    if storage is not None and storage < d_ff:
+    if storage not in (None, True) and storage < d_ff:
         yield Fault(
             (*place, "d_ff_storage"),
             f"{storage} is smaller than the model's d_ff: it must be at least {d_ff}",
         )
+
+
+def _of_widest(place: Place, spec: dict, model: dict) -> Iterator[Fault]:
+    storage, most = spec.get("d_ff_storage"), most_storage(model["d_ff"])
+    if storage is not None and storage > most:
+        what = f"{storage} is wider than the model needs: it must be at most {most}, or true"
+        yield Fault((*place, "d_ff_storage"), what)
 
 
 def _of_buffer(place: Place, name: str, known: dict) -> Iterator[Fault]:
@@ -268,7 +276,7 @@ def _of_ablation(place: Place, spec: dict, shapes: dict, known: dict) -> Iterato
 
 
 def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
-    shapes, all_variants = config["shapes"], variants(config)
+    shapes, all_variants = config["shapes"], variants(config, run.get("model"))
     for key, known in (("shape", shapes), ("variant", all_variants), ("source", MAX_POINTS)):
         if run[key] not in known:
             yield Fault((*place, key), unknown(key, run[key], known))
@@ -277,11 +285,13 @@ def _of_training(place: Place, run: dict, config: dict) -> Iterator[Fault]:
     model = run.get("model", config["model"])
     yield from _of_model((*place, "model"), model)
     storage = all_variants[run["variant"]].get("d_ff_storage")
-    if storage is not None and storage < model["d_ff"]:
+    least, most = model["d_ff"], most_storage(model["d_ff"])
+    if storage is not None and not least <= storage <= most:
+        than = "less than the run's d_ff" if storage < least else "more than the run's d_ff needs"
         yield Fault(
             (*place, "variant"),
-            f"{run['variant']!r} has d_ff_storage {storage}, less than the run's d_ff: it must be "
-            f"at least {model['d_ff']}",
+            f"{run['variant']!r} has d_ff_storage {storage}, {than}: it must be at least {least} "
+            f"and at most {most}",
         )
     if "buffer" in model:
         yield from _of_buffer((*place, "variant"), run["variant"], all_variants)

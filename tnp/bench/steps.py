@@ -180,7 +180,8 @@ def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
 
 def require_supported(parameters: dict, variant: Variant, device: torch.device) -> None:
     """Raises Unsupported where an implementation of the variant cannot train at these sizes."""
-    model = parameters["model"] | {"d_ff_storage": variant.d_ff_storage}
+    storage = variant.storage(parameters["model"]["d_ff"])
+    model = parameters["model"] | {"d_ff_storage": storage}
     for family, name in variant.implementations().items():
         for operator in catalog().family(family):
             problem = operator.within(model, parameters)

@@ -122,15 +122,11 @@ def gradients_by_tensor(
 
 def padding(model: TransformerNP) -> float:
     """The largest weight that a hidden layer's zero padding has come to."""
-    d_ff = model.config.d_ff
+    layers = [*(block.mlp for block in model.blocks), model.heads]
     return max(
-        max_abs_error(weight, torch.zeros_like(weight))
-        for weight in (
-            *(block.mlp.up[d_ff:] for block in model.blocks),
-            *(block.mlp.down[:, d_ff:] for block in model.blocks),
-            model.heads.up[:, d_ff:],
-            model.heads.down[:, :, d_ff:],
-        )
+        max_abs_error(part, torch.zeros_like(part))
+        for layer in layers
+        for part in layer.padding().values()
     )
 
 
