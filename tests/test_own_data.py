@@ -1,5 +1,7 @@
 """Tasks from one's own data: drawn by the step alone, never context and target at once, padded."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -61,26 +63,202 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
     assert first[0].tolist() == [[1.0]] and second[1].tolist() == [[5.0], [7.0], [8.0]]
     (whole,) = functions_of_table(table, ["t", "h"], ["h"])
     assert whole[0].shape == (4, 2)
-    with pytest.raises(ValueError, match="the table has no column 'time': it has t, h, id"):
+    with pytest.raises(ValueError, match="the table has no column 'time': it has 't', 'h', 'id'"):
         functions_of_table(table, ["time"], ["h"])
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"h": ["5", "six"]}, "column 'h' holds <U3, not numbers: could not convert string"),
+        (
+            {"h": ["5", "six"]},
+            "column 'h', row 1, holds 'six', not a number: .* of categories make",
+        ),
+        ({"h": np.array([5, "six"], object)}, "column 'h', row 1, holds 'six', not a number"),
+        ({"h": np.ones((2, 2))}, r"column 'h' has shape \(2, 2\): it must have one value a row"),
+        ({"h": 5.0}, r"column 'h' has shape \(\): it must have one value a row"),
+        ({"h": [[5.0], [6.0, 7.0]]}, "column 'h' of type list is no array: "),
+        ({"h": np.zeros(2, [("a", float)])}, r"column 'h' holds records of \('a',\): it must hold"),
+        ({"h": [5.0, np.inf]}, "column 'h', row 1, is inf: it must be finite"),
+        ({"h": torch.ones(2) * 1j}, "column 'h' holds torch.complex64, not real numbers"),
         ({"h": [1j, 2.0]}, "column 'h' holds complex128, not real numbers"),
         ({"h": [5.0]}, "equally many rows, at least one, not t 2, h 1, id 2"),
         ({"id": ["a"]}, "equally many rows, at least one, not t 2, h 2, id 1"),
         ({"t": [], "h": [], "id": []}, "at least one, not t 0, h 0, id 0"),
-        ({"id": ["a", None]}, "column 'id', row 1, is None: every row must say which function"),
-        ({"id": [float("nan"), 1.0]}, "column 'id', row 0, is nan: every row must say which"),
+        ({"id": ["a", None]}, "column 'id', row 1, is missing: every row must name its function$"),
+        ({"id": [float("nan"), 1.0]}, "column 'id', row 0, is missing: every row must name its"),
+        ({"id": np.ma.array([1, 7], mask=[0, 1])}, "column 'id', row 1, is missing: every row"),
+        ({"id": np.array(["2026", "NaT"], "M8[s]")}, "column 'id', row 1, is missing: every row"),
+        ({"id": [[1], [2]]}, "column 'id', row 0, is a list: it names no function"),
     ],
 )
 def test_a_column_that_cannot_be_used_is_one_sentence(change, message):
     table = {"t": [0.0, 1.0], "h": [5.0, 6.0], "id": ["a", "b"]} | change
     with pytest.raises(ValueError, match=message):
         functions_of_table(table, ["t"], ["h"], by="id")
+
+
+class NA:
+    """As `pandas.NA` is: neither equal nor unequal to anything."""
+
+    def __eq__(self, other: object) -> "NA":
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+class Column:
+    """What libraries hand out in place of an array: a series, a variable of netCDF."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return self.values
+
+
+MASKED = np.ma.array([5.0, -9999.0, 7.0], mask=[0, 1, 0])
+MISSING = {
+    "NaN": np.array([5.0, np.nan, 7.0]),
+    "masked": MASKED,
+    "masked integers": np.ma.array([5, -9999, 7], mask=[0, 1, 0]),
+    "masked objects": np.ma.array([5, "?", 7], mask=[0, 1, 0], dtype=object),
+    "masked text": np.ma.array(["5", "?", "7"], mask=[0, 1, 0]),
+    "list with a mask": [5.0, np.ma.masked, 7.0],
+    "None": [5, None, 7],
+    "NA": np.array([5, NA(), 7], dtype=object),
+    "NaT": np.array([5, np.datetime64("NaT"), 7], dtype=object),
+    "series": Column(np.array([5, NA(), 7], dtype=object)),
+    "variable": Column(MASKED),
+    "tensor": torch.tensor([5.0, torch.nan, 7.0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Warning. converting a masked element to nan")
+@pytest.mark.parametrize("kind", MISSING)
+def test_a_missing_value_is_never_a_number(kind):
+    missing = MISSING[kind]
+    with pytest.raises(ValueError, match="column 'h', row 1, is missing, 1 of 1 such rows: leave"):
+        functions_of_table({"t": np.arange(3.0), "h": missing}, ["t"], ["h"])
+    in_two = [[value] for value in missing] if isinstance(missing, list) else missing
+    if isinstance(in_two, Column):
+        in_two = Column(in_two.values[:, None])
+    elif not isinstance(in_two, list):
+        in_two = in_two[:, None]
+    with pytest.raises(ValueError, match=r"y of function 0, row 1, is \[nan\]: it must be finite"):
+        FunctionTasks([(np.zeros((3, 1)), in_two)], **SIZES)
+
+
+def test_a_null_of_duckdb_is_missing():
+    duckdb = pytest.importorskip("duckdb")
+    relation = duckdb.sql("from (values (0.0, 5.0), (1.0, null), (2.0, 7.0)) as _(t, h)")
+    for table in (relation, relation.fetchnumpy()):
+        with pytest.raises(ValueError, match="column 'h', row 1, is missing"):
+            functions_of_table(table, ["t"], ["h"])
+    ((x, _),) = functions_of_table(relation.filter("h is not null"), ["t"], ["h"])
+    assert x.tolist() == [[0.0], [2.0]]
+
+
+def test_a_null_of_arrow_is_missing_and_an_error_prints_no_data():
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"t": [0.0, 1.0], "h": [5, None], "id": ["a", None]})
+    with pytest.raises(ValueError, match="column 'h', row 1, is missing"):
+        functions_of_table(table, ["t"], ["h"])
+    with pytest.raises(ValueError, match="column 'id', row 1, is missing: every row must name its"):
+        functions_of_table(table, ["t"], ["t"], by="id")
+    with pytest.raises(ValueError, match="no column 'y': it has 't', 'h', 'id'$"):
+        functions_of_table(table, ["t"], ["y"])
+
+
+DAYS = np.datetime64("2026-01-01") + np.arange(2)
+SINCE = r"subtract an origin and divide by a unit, as \(t - t0\) / np.timedelta64"
+TIMES = [
+    (DAYS, "datetime64.D.", SINCE),
+    (DAYS.astype("M8[ns]"), "datetime64.ns.", SINCE),
+    (DAYS.tolist(), "date", SINCE),
+    (DAYS.astype("M8[s]").tolist(), "datetime", SINCE),
+    (np.array(["2026-01-01", "NaT"], "M8[s]"), "datetime64.s.", SINCE),
+    (DAYS - DAYS[0], "timedelta64.D.", "divide by a unit, as t / np.timedelta64"),
+    ((DAYS - DAYS[0]).tolist(), "timedelta", "divide by a unit, as t / np.timedelta64"),
+]
+
+
+@pytest.mark.parametrize("times, kind, advice", TIMES)
+def test_times_have_no_unit_until_somebody_chooses_one(times, kind, advice):
+    message = f"holds {kind}, not numbers: {advice}"
+    with pytest.raises(ValueError, match=f"column 't' {message}"):
+        functions_of_table({"t": times, "h": np.ones(2)}, ["t"], ["h"])
+    in_two = [[time] for time in times] if isinstance(times, list) else times[:, None]
+    with pytest.raises(ValueError, match=f"x of function 0 {message}"):
+        FunctionTasks([(in_two, np.ones((2, 1)))], **SIZES)
+    days = functions_of_table({"t": [0.0, 1.0], "h": np.ones(2), "day": DAYS}, ["t"], ["h"], "day")
+    assert len(days) == 2
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        np.array([True, False]),
+        torch.tensor([True, False]),
+        torch.tensor([1.0, 0.0]).bfloat16(),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        ["1", "0"],
+    ],
+    ids=["bools", "tensor of bools", "bfloat16", "with a gradient", "text"],
+)
+def test_a_column_of_numbers_may_be_of_any_type(column):
+    ((_, y),) = functions_of_table({"t": [0.0, 1.0], "h": column}, ["t"], ["h"])
+    assert y.dtype == torch.float64 and y.tolist() == [[1.0], [0.0]] and not y.requires_grad
+
+
+def test_names_of_columns_may_be_anything():
+    class Frame(dict):
+        columns = [0, ("a", "t"), "h"]
+
+    frame = Frame({0: [3, 4], ("a", "t"): [1.0, 2.0], "h": [5.0, 6.0]})
+    functions = functions_of_table(frame, [("a", "t")], ["h"], by=0)
+    assert [x.tolist() for x, _ in functions] == [[[1.0]], [[2.0]]]
+    with pytest.raises(ValueError, match=r"no column 't': it has 0, \('a', 't'\), 'h'$"):
+        functions_of_table(frame, ["t"], ["h"])
+
+
+def test_a_csv_of_one_row_and_one_with_a_byte_order_mark():
+    def read(text: str) -> np.ndarray:
+        return np.genfromtxt(io.StringIO(text), delimiter=",", names=True)
+
+    ((x, y),) = functions_of_table(read("t,h\n1,2\n"), ["t"], ["h"])
+    assert (x.tolist(), y.tolist()) == ([[1.0]], [[2.0]])
+    with pytest.raises(ValueError, match=r"no column 't': it has '\\ufefft', 'h'"):
+        functions_of_table(read("\ufefft,h\n1,2\n"), ["t"], ["h"])
+    with pytest.raises(ValueError, match="name its function .np.genfromtxt reads text with dtype"):
+        functions_of_table(read("t,h\n1,a\n2,3\n"), ["t"], ["t"], by="h")
+
+
+@pytest.mark.parametrize("table", ["a.csv", [{"t": 1.0}], None, torch.ones(2)])
+def test_what_has_no_columns_is_no_table(table):
+    name = type(table).__name__
+    with pytest.raises(TypeError, match=f"table is a {name}: it must hold columns by name"):
+        functions_of_table(table, ["t"], ["h"])
+
+
+def test_a_grid_is_read_as_a_table():
+    class Grid:  # a Dataset of xarray
+        def to_dataframe(self) -> "Grid":
+            return self
+
+        def reset_index(self) -> dict:
+            return {"lat": [0.0, 1.0], "T": [5.0, 6.0]}
+
+    ((x, _),) = functions_of_table(Grid(), ["lat"], ["T"])
+    assert x.tolist() == [[0.0], [1.0]]
+
+
+@pytest.mark.parametrize("functions", [np.zeros((2, 2)), {"x": 1}, "ab", iter(functions(5))])
+def test_functions_are_a_list(functions):
+    name = type(functions).__name__
+    with pytest.raises(TypeError, match=f"functions is a {name}: it must be a list of pairs"):
+        FunctionTasks(functions, **SIZES)
 
 
 def test_one_name_is_no_list_of_columns():
@@ -136,18 +314,33 @@ def test_collated_tasks_are_padded_to_the_largest():
             "function 0 is a ndarray: it must be a pair of its points",
         ),
         ({"functions": [(np.zeros((3, 1)), np.zeros((3, 0)))]}, "d_x 1 and d_y 0: each must be"),
-        ({"functions": [(np.array([["a"]]), np.zeros((1, 1)))]}, "x of function 0 holds <U1, not"),
+        (
+            {"functions": [(np.array([["a"]]), np.zeros((1, 1)))]},
+            "x of function 0, row 0, holds 'a', not a",
+        ),
         ({"n_context": 4}, "n_context is 4: it must be the smallest and the largest number"),
         ({"n_context": (0, 4)}, "the smallest n_context is 0: it must be a whole number, at least"),
         ({"n_target": (5, 4)}, "the largest n_target is 4: it must be a whole number, at least 5"),
         ({"seed": -1}, "seed is -1: it must be a whole number, at least 0"),
         ({"batch": 0}, "batch is 0"),
+        ({"n_target": (2.0, 4)}, "the smallest n_target is 2.0: it must be a whole number"),
     ],
 )
 def test_what_gives_no_tasks_is_named(change, message):
     arguments = {"functions": functions(40)} | SIZES | change
     with pytest.raises(ValueError, match=message):
         FunctionTasks(arguments.pop("functions"), **arguments)
+
+
+def test_counts_may_be_numbers_of_numpy_and_torch():
+    numbers = {
+        "batch": np.int64(5),
+        "n_context": (torch.tensor(2), np.array(9)),
+        "n_target": (3, 6),
+    }
+    found = FunctionTasks(functions(40), **numbers, seed=np.uint8(3))(torch.tensor(7))
+    expected = FunctionTasks(functions(40), **SIZES, seed=3)(7)
+    assert torch.equal(found.y_target, expected.y_target)
 
 
 def test_sizes_are_uniform_and_a_function_of_seed_and_step():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal
@@ -281,11 +282,31 @@ def test_a_variant_is_one_or_its_name_and_a_dtype_is_one():
         TransformerNP(build().config, build().variant, "bfloat16")
 
 
-def test_arrays_are_no_tensors():
+def test_arrays_are_points_too():
     model, task = build(), make_task()
-    context = Context(task.x_context.numpy(), task.y_context.numpy())
-    with pytest.raises(TypeError, match="x_context is a ndarray: it must be a torch.Tensor"):
-        model.predict(context, task.x_target)
+    arrays = Context(task.x_context.numpy(), task.y_context.numpy())
+    expected = model.predict(task.context, task.x_target).mean
+    assert torch.equal(model.predict(arrays, task.x_target.numpy()).mean, expected)
+    assert model.sample_jointly(arrays, task.x_target.tolist()).shape == (1, 2, 5, 1)
+    missing = np.ma.masked_greater(arrays.y, arrays.y[1].max() - 1e-6)
+    sample, point = np.argwhere(missing.mask)[0][:2]
+    with pytest.raises(ValueError, match=rf"y_context of sample {sample}, point {point}, is .nan"):
+        model.predict(arrays._replace(y=missing), task.x_target)
+    with pytest.raises(TypeError, match="x_context is a NoneType: it must be a torch.Tensor or an"):
+        model.predict(arrays._replace(x=None), task.x_target)
+
+
+def test_a_batch_of_no_sample_is_named():
+    model, task = build(), make_task()
+    none, message = task.x_target[:0], "it must hold at least one sample"
+    for run in (
+        lambda: model.predict(Context(none, none), none),
+        lambda: model.predict(task.context, none),
+        lambda: model.sample_jointly(Context(none, none), none),
+        lambda: model.nll(none, none, none, none),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
 
 
 def test_a_model_with_a_normalization_speaks_the_users_units():
@@ -307,27 +328,6 @@ def test_a_model_with_a_normalization_speaks_the_users_units():
     expected = own.quantile(0.9).double() * 5 + 300
     torch.testing.assert_close(prediction.quantile(0.9), expected, rtol=1e-6, atol=1e-4)
     assert model.sample_jointly(raw.context, raw.x_target).mean() > 200
-
-
-def test_a_normalization_is_that_of_its_points():
-    x = torch.tensor([[0.0, 3.0], [2.0, 3.0]])
-    units = Normalization.of(x, torch.tensor([[1.0], [5.0]]).numpy())
-    expected = {"x_mean": [1.0, 3.0], "x_deviation": [1.0, 1.0]}
-    assert units.numbers() == expected | {"y_mean": [3.0], "y_deviation": [2.0]}
-    constant = torch.full((1000, 1), 0.1, dtype=torch.float64)
-    assert Normalization.of(constant, constant).numbers()["x_deviation"] == [1.0]
-    with pytest.raises(ValueError, match=r"y_deviation is \[0.0\]: means must be finite"):
-        Normalization([0.0], [1.0], [0.0], [0.0])
-    with pytest.raises(ValueError, match=r"x_mean is \[0.0, 0.0\] and x_deviation \[1.0\]: they m"):
-        Normalization([0.0, 0.0], [1.0], [0.0], [1.0])
-    for points in (torch.zeros(3), torch.zeros(0, 1)):
-        with pytest.raises(
-            ValueError, match=r"x is \(.*\): it must be \[points, d_x\], of at least"
-        ):
-            Normalization.of(points, x)
-    with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
-        plain = build()
-        TransformerNP(plain.config, plain.variant, normalization=units)
 
 
 @pytest.mark.parametrize("lengths", [None, [7, 4]])

@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,8 +107,44 @@ def test_one_compiled_loss_serves_all_sizes():
 def test_lengths_that_no_samples_have_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         replace(make_task(batch=3), **change)
-    with pytest.raises(TypeError, match="context_lengths is a list: it must be a torch.Tensor"):
-        replace(make_task(batch=3), context_lengths=[7, 1, 4])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ([7, 1, 2**32 + 1], r"context_lengths\[2\] is 4294967297: it must be from 1 to 7"),
+        (torch.tensor([7, 1, 2**32 + 1]), r"context_lengths\[2\] is 4294967297: it must be"),
+        ([7.0, 1.0, 4.0], "context_lengths holds float64: it must hold whole numbers"),
+        ([True, True, True], "context_lengths holds bool: it must hold whole numbers"),
+        (np.ma.array([7, 1, 4], mask=[0, 1, 0]), "context_lengths holds a missing value"),
+        ([7, 1], r"torch.int32 \(2,\): it must be int32 of shape \(3,\)"),
+        (7, r"torch.int32 \(\): it must be int32 of shape \(3,\)"),
+    ],
+)
+def test_lengths_that_are_no_whole_numbers_in_range_are_named(given, message):
+    task, model = make_task(batch=3), build()
+    with pytest.raises(ValueError, match=message):
+        replace(task, context_lengths=given)
+    with pytest.raises(ValueError, match=message):
+        model.predict(task.context._replace(lengths=given), task.x_target)
+
+
+def test_lengths_may_be_lists_arrays_and_int64():
+    task, numbers, model = make_task(batch=3), [7, 1, 4], build()
+    expected = model.predict(task.context._replace(lengths=lengths(numbers)), task.x_target).mean
+    for given in (numbers, np.array(numbers), np.array(numbers, np.uint8), torch.tensor(numbers)):
+        made = replace(task, context_lengths=given)
+        assert made.context_lengths.dtype == torch.int32
+        assert made.context_lengths.tolist() == numbers
+        found = model.predict(task.context._replace(lengths=given), task.x_target).mean
+        assert torch.equal(found, expected)
+
+
+def test_points_are_counted_anew_where_lengths_have_changed():
+    task = replace(make_task(batch=3), context_lengths=lengths([7, 1, 4]))
+    assert task.count() == (12, 15)
+    task.context_lengths[0] = 2
+    assert task.count() == task.clone().count() == task.padded(9, 9).count() == (7, 15)
 
 
 def test_a_value_that_is_not_finite_is_found_among_points_and_not_among_padding():

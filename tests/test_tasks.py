@@ -1,5 +1,6 @@
 """Where tasks come from: known numbers, disjoint hold-outs, nothing but (seed, step)."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,10 @@ def test_bad_tasks_raise_naming_the_shape():
         Task(points(3), points(4), points(2), points(2))
     with pytest.raises(ValueError, match="agree in batch and dimension"):
         Task(points(3), points(3), points(2, d=2), points(2))
+    with pytest.raises(
+        ValueError, match=r"has shape \(0, 3, 1\): it must hold at least one sample"
+    ):
+        Task(*(points(3, batch=0),) * 4)
     with pytest.raises(ValueError, match="n_context is 0"):
         Task(points(0), points(0), points(2), points(2))
     with pytest.raises(ValueError, match="n_points is 262145"):
@@ -123,11 +128,20 @@ def test_bad_tasks_raise_naming_the_shape():
         ((0, 0, True, 3, 5), "batch is True"),
         ((-1, 0, 1, 3, 5), "seed is -1: it must be a whole number, at least 0"),
         ((0, 0.5, 1, 3, 5), "step is 0.5"),
+        ((0, 0, np.float64(1), 3, 5), "batch is np.float64"),
+        ((0, 0, torch.tensor(True), 3, 5), "batch is tensor"),
     ],
 )
 def test_sizes_that_no_task_has_are_named(tasks, sizes, message):
     with pytest.raises(ValueError, match=message):
         tasks.sample(*sizes)
+
+
+def test_sizes_may_be_numbers_of_numpy_and_torch():
+    tasks, sizes = GaussianProcessTasks(), (0, 2, 1, 3, 5)
+    for number in (np.int64, np.array, torch.tensor):
+        task = tasks.sample(*map(number, sizes))
+        assert torch.equal(task.y_target, tasks.sample(*sizes).y_target)
 
 
 @pytest.mark.parametrize("n_points", [0, -3, 64.0])
@@ -136,10 +150,44 @@ def test_pictures_have_a_whole_number_of_points(n_points):
         ImageTasks(n_points)
 
 
-def test_an_array_that_is_no_tensor_is_named() -> None:
-    x, y = torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)
-    with pytest.raises(TypeError, match=r"y_context is a ndarray: it must be a torch\.Tensor"):
-        Task(x, y.numpy(), x, y)
+def test_arrays_become_tensors_of_their_precision() -> None:
+    x, y = np.zeros((1, 3, 1)), np.zeros((1, 3, 1), np.float32)
+    y_missing = np.ma.array(y, mask=[[[0], [1], [0]]])
+    task = Task(x, y, x.tolist(), y_missing)
+    assert [tensor.dtype for tensor in values(task)] == [torch.float64, torch.float32] * 2
+    assert task.y_target.isnan().flatten().tolist() == [False, True, False]
+    with pytest.raises(ValueError, match=r"y_target of sample 0, point 1, is \[nan\]: every"):
+        task.check_finite()
+
+
+@pytest.mark.parametrize(
+    "y, error, message",
+    [
+        ("abc", TypeError, "y_context is a str: it must be a torch.Tensor or an array of floats"),
+        (np.zeros((1, 3, 1), int), ValueError, "y_context is int64: it must be a float dtype"),
+        (np.zeros((1, 3, 1), "M8[s]"), ValueError, "y_context holds datetime64.s., not numbers"),
+        (torch.eye(3)[None].to_sparse(), ValueError, "a tensor of torch.sparse_coo: it must be"),
+    ],
+)
+def test_what_is_no_array_of_floats_is_named(y, error, message) -> None:
+    x = torch.zeros(1, 3, 1)
+    with pytest.raises(error, match=message):
+        Task(x, y, x, x)
+
+
+def test_a_loader_can_pin_a_task(monkeypatch) -> None:
+    """`DataLoader(pin_memory=True)` calls a batch's `pin_memory`, which needs a GPU."""
+    pinned = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    lengths = torch.tensor([3, 1], dtype=torch.int32)
+    task = Task(points(3), points(3), points(2), points(2), lengths)
+    found = torch.utils.data._utils.pin_memory.pin_memory(task)
+    assert len(pinned) == 5 and found.count() == task.count() == (4, 4)
 
 
 def test_a_task_lies_on_one_device():

@@ -32,8 +32,8 @@ class Buckets:
     max_target: int
 
     def __post_init__(self) -> None:
-        require_count("max_context", self.max_context, at_least=1)
-        require_count("max_target", self.max_target, at_least=1)
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, require_count(name, value, at_least=1))
 
     @classmethod
     def of(cls, vary: dict | None) -> Buckets | None:

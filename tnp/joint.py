@@ -16,9 +16,9 @@ from tnp.buffered_rows import behind
 from tnp.captures import Captures
 from tnp.drawing import Draws
 from tnp.inputs import require_count
-from tnp.prediction import require_context
+from tnp.prediction import as_context, on_device, require_on_host
 from tnp.tasks import Context, Task
-from tnp.tasks.task import is_padding, require_finite, require_tasks, without_padding
+from tnp.tasks.task import is_padding, require_tasks, without_padding
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
@@ -33,9 +33,9 @@ def sample(
     cuda_graph: bool,
 ) -> torch.Tensor:
     """What `TransformerNP.sample_jointly` says."""
-    require_count("n_samples", n_samples, at_least=1)
-    require_context(context)
-    model.prepared_context(*context)
+    n_samples = require_count("n_samples", n_samples, at_least=1)
+    context = as_context(model, context)
+    x_target = on_device(model, "x_target", x_target)
     model.prepared_x(x_target)
     if len(x_target) != len(context.x):
         raise ValueError(
@@ -43,8 +43,7 @@ def sample(
             "have as many"
         )
     device = x_target.device
-    if device.type == "cpu":  # elsewhere it would wait for the device
-        require_finite("x_target", x_target, None)
+    require_on_host(model, "x_target", x_target, None)
     if cuda_graph and device.type != "cuda":
         raise RuntimeError(f"a CUDA graph needs a CUDA device: x_target is on {device}")
     size, drawn = _run_size(model, buffer), []

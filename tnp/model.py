@@ -17,7 +17,7 @@ from torch import nn
 
 from tnp import buffer, joint, prediction, saved_model
 from tnp.autocast import without_autocast
-from tnp.inputs import require_count, require_floats
+from tnp.inputs import require_count
 from tnp.layers import Block, Embedding, MixtureHeads
 from tnp.model_config import TNPConfig
 from tnp.normalization import Normalization
@@ -26,7 +26,8 @@ from tnp.packing import Packing
 from tnp.prediction import Encoding, Prediction
 from tnp.recomputing import recomputing
 from tnp.tasks import Context, Task
-from tnp.tasks.task import check_lengths, without_padding
+from tnp.tasks.task import without_padding
+from tnp.units import Units, require_points
 from tnp.variants import Variant
 
 
@@ -164,40 +165,30 @@ class TransformerNP(nn.Module):
 
         Raises ValueError where they are no context of this model's dimensions.
         """
-        self._check("x_context", x, "d_x", lengths)
-        self._check("y_context", y, "d_y", lengths)
+        self.check_context(x, y, lengths)
         return (
             without_padding(self.in_units("x", x), lengths),
             without_padding(self.in_units("y", y), lengths),
         )
 
+    def check_context(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None) -> None:
+        """Raises ValueError where they are no context of this model's dimensions."""
+        require_points("x_context", x, self.config.d_x, lengths)
+        require_points("y_context", y, self.config.d_y, lengths)
+
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """The same of targets, of which there must be one at least."""
-        self._check("x_target", x, "d_x", lengths)
+        require_points("x_target", x, self.config.d_x, lengths)
         return without_padding(self.in_units("x", x), lengths)
 
     def in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
         """x or y in the model's units and in float32, in float64 where the model computes in it."""
-        if self.normalization is not None:
-            values = getattr(self.normalization, of)(values)
-        return values if self.compute_dtype == torch.float64 else values.float()
+        return self.units(of, values)
 
-    def _check(self, name: str, x: torch.Tensor, size: str, lengths: torch.Tensor | None) -> None:
-        width = getattr(self.config, size)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
-                "torch.as_tensor(…, dtype=torch.float32) makes one"
-            )
-        require_floats(**{name: x})
-        if x.dim() != 3 or x.shape[-1] != width:
-            raise ValueError(
-                f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's {size}"
-            )
-        if x.shape[1] == 0:
-            what = "target" if name == "x_target" else "context point"
-            raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
-        check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
+    @property
+    def units(self) -> Units:
+        """Takes values from the user's units to the model's."""
+        return Units(self.normalization, self.compute_dtype)
 
     def loss(self, task: Task) -> torch.Tensor:
         """Mean negative log-likelihood per target in nats, a float32 scalar.
@@ -315,15 +306,16 @@ class TransformerNP(nn.Module):
 
         Args:
             context: points to predict from, as in `task.context`, or what `encode` made of them.
-                Points on the CPU must be finite.
-            x_target: where to predict. Targets never see one another: at one that is NaN, such as
-                the padding of a batch, the prediction is NaN.
+                Points on the CPU must be finite, and not past what the model's dtype holds.
+            x_target: where to predict, a tensor or an array, which goes to the model's device.
+                Targets never see one another: at one that is NaN, such as the padding of a batch,
+                the prediction is NaN.
             max_bytes: of memory for the targets, which follow one another in as many chunks as that
                 takes. Keys and values of the context, and the results, are not counted.
         """
-        require_count("max_bytes", max_bytes, at_least=1)
+        max_bytes = require_count("max_bytes", max_bytes, at_least=1)
         encoding = context if isinstance(context, Encoding) else self.encode(context)
-        x_target = self.prepared_x(x_target)
+        x_target = self.prepared_x(prediction.on_device(self, "x_target", x_target))
         if x_target.shape[0] != encoding.batch:
             raise ValueError(
                 f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
+from tnp.arrays import as_floats
 from tnp.inputs import require_real
 
 
@@ -64,24 +66,36 @@ class Normalization(nn.Module):
         self.log_volume = sum(map(math.log, named["y_deviation"]))
 
     @classmethod
-    def of(cls, x: torch.Tensor, y: torch.Tensor) -> Normalization:
-        """That of the points x [..., d_x] and y [..., d_y], which may be arrays too.
+    def of(cls, x: Any, y: Any) -> Normalization:
+        """Returns that of the points x [..., d_x] and y [..., d_y], tensors or arrays.
 
-        A dimension whose values are all equal keeps its unit.
+        Means and deviations are of the values that are there: missing ones, NaN or masked, have no
+        part. A dimension whose values are all equal keeps its unit.
+
+        Raises:
+            ValueError: there is no point, a dimension has no value, a value is infinite or no
+                number.
         """
         numbers = []
         for name, values in (("x", x), ("y", y)):
-            values = torch.as_tensor(values, dtype=torch.float64)
+            values = as_floats(name, values)
             if values.dim() < 2 or values.numel() == 0:
                 raise ValueError(
                     f"{name} is {tuple(values.shape)}: it must be [points, d_{name}], of at least "
                     "one point"
                 )
-            flat = values.flatten(0, -2)
-            deviation = flat.std(0, correction=0)
-            is_constant = deviation <= 1e-12 * flat.abs().amax(0)
-            deviation = torch.where(is_constant, 1.0, deviation)
-            numbers += [flat.mean(0).tolist(), deviation.tolist()]
+            flat = values.flatten(0, -2).numpy()
+            for at, of in enumerate(flat.T):
+                if np.isinf(of).any() or np.isnan(of).all():
+                    value = "infinite" if np.isinf(of).any() else "missing in every point"
+                    raise ValueError(f"{name}, dimension {at}, is {value}: it must be finite")
+            # Centred and scaled ahead, so that neither a large mean nor a square costs digits.
+            low, high = np.nanmin(flat, 0) / 2, np.nanmax(flat, 0) / 2
+            centre, spread = high + low, high - low
+            is_constant = spread == 0
+            scaled = (flat - centre) / np.where(is_constant, 1.0, spread)
+            deviation = np.where(is_constant, 1.0, spread * np.nanstd(scaled, 0))
+            numbers += [(centre + spread * np.nanmean(scaled, 0)).tolist(), deviation.tolist()]
         return cls(*numbers)
 
     def numbers(self) -> dict[str, list[float]]:

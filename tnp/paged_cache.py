@@ -75,8 +75,9 @@ class PagedCache:
     ) -> None:
         counts = {"n_pages": n_pages, "page": page, "n_layers": n_layers}
         counts |= {"n_kv_heads": n_kv_heads, "head_dim": head_dim}
-        for name, value in counts.items():
-            require_count(name, value, 1)
+        n_pages, page, n_layers, n_kv_heads, head_dim = (
+            require_count(name, value, 1) for name, value in counts.items()
+        )
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: choose from {', '.join(map(str, DTYPES))}")
         self.page, self.dtype, self.device = page, dtype, visible_device(device)
@@ -110,7 +111,7 @@ class PagedCache:
             ValueError: n_tokens is no whole number from 0 on.
             CacheFull: there are not as many pages.
         """
-        require_count("n_tokens", n_tokens, 0)
+        n_tokens = require_count("n_tokens", n_tokens, 0)
         pages = self._take(-(-n_tokens // self.page))
         return Handle(self, pages, [0] * len(self._k))
 
@@ -181,7 +182,7 @@ class PagedCache:
             CacheFull: there are not as many pages; nothing was changed.
         """
         several = self._several(handles)
-        require_count("n_tokens", n_tokens, 0)
+        n_tokens = require_count("n_tokens", n_tokens, 0)
         if n_tokens == 0:
             return
         for at, one in enumerate(several):
@@ -259,8 +260,7 @@ class PagedCache:
         """
         several = self._several(handles)
         most = max((len(one._pages) for one in several), default=0)
-        columns = most if columns is None else columns
-        require_count("columns", columns, 0)
+        columns = most if columns is None else require_count("columns", columns, 0)
         if columns < most:
             raise ValueError(f"columns is {columns}: a sequence has {most} pages")
         rows = [one._pages + [NOBODYS] * (columns - len(one._pages)) for one in several]

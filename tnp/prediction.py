@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from tnp.inputs import require_one_device, require_real
 from tnp.ops.mixture_nll import split_parameters
 from tnp.paged_cache import CacheFull, Handle, PagedCache
 from tnp.tasks import Context, Task
-from tnp.tasks.task import require_finite
+from tnp.tasks.task import as_lengths, as_points, require_finite
 
 if TYPE_CHECKING:
     from tnp.model import TransformerNP
@@ -240,8 +240,13 @@ class Encoding:
         return self.graphs(lambda x: decode(model, self, x), x_target)
 
 
-def require_context(context: Context) -> None:
-    """Raises TypeError for anything else."""
+def as_context(model: TransformerNP, context: Context) -> Context:
+    """Returns the context as tensors, arrays moved to the model's device.
+
+    Raises:
+        TypeError: it is no `Context`, or holds what is no array.
+        ValueError: its values are no floats, or on the CPU one is infinite, missing or too large.
+    """
     if isinstance(context, Task):
         raise TypeError("context is a Task: give its context, task.context")
     if not isinstance(context, Context):
@@ -249,16 +254,44 @@ def require_context(context: Context) -> None:
             f"context is a {type(context).__name__}: it must be a tnp.tasks.Context, such as "
             "task.context"
         )
+    x, y = (as_points(f"{of}_context", getattr(context, of)) for of in "xy")
+    lengths = context.lengths
+    if x.dim() == 3:  # else `check_context` says what it must be
+        lengths = as_lengths("context_lengths", lengths, *x.shape[:2])
+    model.check_context(x, y, lengths)
+    for name, values in (("x_context", x), ("y_context", y)):
+        require_on_host(model, name, values, lengths)
+    x, y = on_device(model, "x_context", context.x), on_device(model, "y_context", context.y)
+    require_one_device(x_context=x, y_context=y)
+    is_given = lengths is None or isinstance(context.lengths, torch.Tensor)
+    return Context(x, y, lengths if is_given else lengths.to(x.device))
+
+
+def on_device(model: TransformerNP, name: str, values: Any) -> torch.Tensor:
+    """Returns a tensor as it is, and an array as a tensor where the model is."""
+    if isinstance(values, torch.Tensor):
+        return values
+    return as_points(name, values).to(next(model.parameters()).device)
+
+
+def require_on_host(
+    model: TransformerNP, name: str, values: torch.Tensor, lengths: torch.Tensor | None
+) -> None:
+    """Raises ValueError where points on the CPU are not finite or too large for the model.
+
+    Points on a GPU pass, because a look at them would wait for it.
+    """
+    if values.device.type != "cpu":
+        return
+    is_host = next(model.parameters()).device.type == "cpu"
+    units = model.units if is_host else model.units.on_host()
+    require_finite(name, values, lengths, units)
 
 
 def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> Encoding:
     """The context's way through the blocks, in which no target has a part."""
-    require_context(context)
+    context = as_context(model, context)
     x, y = model.prepared_context(*context)
-    require_one_device(x_context=x, y_context=y)
-    if x.device.type == "cpu":  # elsewhere it would wait for the device
-        require_finite("x_context", context.x, context.lengths)
-        require_finite("y_context", context.y, context.lengths)
     if cuda_graph and x.device.type != "cuda":
         raise RuntimeError(f"a CUDA graph needs a CUDA device: the context is on {x.device}")
     dtype = model.compute_dtype

@@ -153,7 +153,7 @@ class TrainingStep:
         require_tasks("tasks to train on", tasks)
         if self._device.type == "cpu":
             for task in tasks:
-                task.check_finite()
+                task.check_finite(self.model.units)
         sizes = self._sizes(tasks)
         if sizes is None:
             self._say_once(tasks)

@@ -53,7 +53,9 @@ class HeldOut:
         device, total, count = next(model.parameters()).device, 0.0, 0
         for task in self.tasks:
             _, n = task.count()
-            total, count = total - n * model.loss(task.to(device)).item(), count + n
+            task = task.to(device)
+            task.check_finite(model.units)
+            total, count = total - n * model.loss(task).item(), count + n
         return {WATCHED: total / count}
 
 
@@ -125,10 +127,12 @@ def fit(
     """
     if not isinstance(step, TrainingStep):
         raise TypeError(f"step is a {type(step).__name__}: it must be a TrainingStep")
-    for name, value in (("n_steps", n_steps), ("accumulate", accumulate), ("every", every)):
+    n_steps, accumulate, every = (
         require_count(name, value, at_least=1)
+        for name, value in (("n_steps", n_steps), ("accumulate", accumulate), ("every", every))
+    )
     if patience is not None:
-        require_count("patience", patience, at_least=1)
+        patience = require_count("patience", patience, at_least=1)
         if evaluate is None:
             raise ValueError("patience needs `evaluate`: it stops by what that gives")
     for name, given in (("schedule", schedule), ("evaluate", evaluate)):
@@ -143,7 +147,7 @@ def fit(
     run = _Run(step, schedule, average, evaluate, patience, folder, on_report, dict(about or {}))
     run.kind["accumulate"] = accumulate
     run.resume(n_steps, is_function=callable(tasks))
-    given = _tasks(tasks, run.done * accumulate, next(step.model.parameters()).device)
+    given = _tasks(tasks, run.done * accumulate, step.model)
     if not run.reports:
         run.report()
     while run.done < n_steps and not run.is_stale():
@@ -153,8 +157,9 @@ def fit(
     return Fit(run.chosen(), run.reports, run.done < n_steps)
 
 
-def _tasks(tasks: Source, first: int, device: torch.device) -> Iterator[Task]:
-    """From task number `first` on, on the device."""
+def _tasks(tasks: Source, first: int, model: TransformerNP) -> Iterator[Task]:
+    """Gives tasks from number `first` on, on the model's device."""
+    device, units = next(model.parameters()).device, model.units.on_host()
     if callable(tasks):
         made: Iterator = map(tasks, itertools.count(first))
     else:
@@ -167,7 +172,7 @@ def _tasks(tasks: Source, first: int, device: torch.device) -> Iterator[Task]:
             )
         # One that stays on the CPU is checked by the step.
         if device.type != "cpu" and task.x_context.device.type == "cpu":
-            task.check_finite()
+            task.check_finite(units)
         yield task.to(device, non_blocking=True)
 
 

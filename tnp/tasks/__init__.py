@@ -5,10 +5,11 @@ unbroken one would have seen.
 """
 
 from tnp.tasks.collate import collate
-from tnp.tasks.functions import FunctionTasks, functions_of_table
+from tnp.tasks.functions import FunctionTasks
 from tnp.tasks.gaussian_process import GaussianProcessTasks
 from tnp.tasks.images import ImageTasks
 from tnp.tasks.sizes import draw_sizes
+from tnp.tasks.tables import functions_of_table
 from tnp.tasks.task import Context, Task
 
 __all__ = [

@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 
-from tnp.inputs import require_count
+from tnp.arrays import as_floats, as_labels
+from tnp.inputs import require_count, require_real
 from tnp.normalization import Normalization
 from tnp.tasks.collate import collate
-from tnp.tasks.sizes import Range, draw_sizes
+from tnp.tasks.sizes import Range, draw_sizes, require_range
+from tnp.tasks.tables import rows_by_label
 from tnp.tasks.task import Task
 
 
 class FunctionTasks:
     """Draws tasks from known points of functions: call it with a step's number.
 
-    A batch's sizes are drawn anew at each step, for all its samples together; a function that has
-    fewer points than that gives the targets it has left. No point is both context and target.
+    A batch's sizes are drawn anew at each step, for all its samples together. A function that has
+    fewer points gives those it has. No point is both context and target.
+
+    With `hold_out`, targets are points of groups that are held out: the context has no point of
+    them. A model that must predict at stations without any measurement is trained and tested so.
 
     Args:
-        functions: of each the points x [n, d_x] and y [n, d_y], n ≥ 2: arrays or tensors. Where all
-            data is one table, the list has one function.
+        functions: points (x [n, d_x], y [n, d_y]) of each, n ≥ 2: arrays, columns or tensors, or
+            (x, y, groups) with the group of each point. Where all data is one function, the list
+            has one element. `functions_of_table` makes such a list.
         batch: samples of a task, each from a function drawn anew.
         n_context, n_target: the smallest and the largest number of points.
         seed: what tasks are a function of, with the step.
+        hold_out: None splits points at random. A share, such as 0.2: each sample holds out so many
+            of its function's groups, drawn anew, at least one and not all. A list of groups: the
+            samples hold out these. Functions with no such point, or no other, give no tasks.
 
     Raises:
-        ValueError: functions that differ in dimensions, have too few points, or values that are not
-            finite.
+        TypeError: functions is no list.
+        ValueError: functions differ in dimensions, have too few points, or values that are missing
+            or not finite; groups are missing, or no function has groups to hold out.
     """
 
     def __init__(
         self,
-        functions: Sequence[tuple[Any, Any]],
+        functions: Sequence[tuple],
         *,
         batch: int,
         n_context: Range,
         n_target: Range,
         seed: int = 0,
+        hold_out: float | Collection | None = None,
     ) -> None:
-        require_count("batch", batch, at_least=1)
-        require_count("seed", seed, at_least=0)
-        for name, sizes in (("n_context", n_context), ("n_target", n_target)):
-            if not isinstance(sizes, Sequence) or len(sizes) != 2:
-                raise ValueError(
-                    f"{name} is {sizes!r}: it must be the smallest and the largest number, (3, 64)"
-                )
-            require_count(f"the smallest {name}", sizes[0], at_least=1)
-            require_count(f"the largest {name}", sizes[1], at_least=sizes[0])
+        self.batch = require_count("batch", batch, at_least=1)
+        self.seed = require_count("seed", seed, at_least=0)
+        self.n_context = require_range("n_context", n_context)
+        self.n_target = require_range("n_target", n_target)
+        if not isinstance(functions, Sequence) or isinstance(functions, str | bytes):
+            raise TypeError(
+                f"functions is a {type(functions).__name__}: it must be a list of pairs (x, y), "
+                "which functions_of_table makes of a table"
+            )
         if not functions:
             raise ValueError("there is no function to draw tasks from: give at least one")
         self.functions = [_points(i, function) for i, function in enumerate(functions)]
@@ -59,113 +69,87 @@ class FunctionTasks:
             found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
             raise ValueError(f"functions of {found} train no model together")
         ((self.d_x, self.d_y),) = dimensions
-        self.batch, self.n_context, self.n_target, self.seed = batch, n_context, n_target, seed
+        self._share: float | None = None
+        self._rows: list[list[list[int]]] | None = None  # of each function, those of its groups
+        self._drawn = list(range(len(functions)))
+        if hold_out is not None:
+            self._hold_out(functions, hold_out)
 
     def __call__(self, step: int) -> Task:
         """The task of a step, on the CPU, float64."""
-        require_count("step", step, at_least=0)
+        step = require_count("step", step, at_least=0)
         n_context, n_target = draw_sizes(self.seed, step, self.n_context, self.n_target)
         chance = np.random.default_rng((self.seed, step, 1))
         tasks = []
         for _ in range(self.batch):
-            x, y = self.functions[chance.integers(len(self.functions))]
-            order = torch.from_numpy(chance.permutation(len(x)))
+            i = self._drawn[chance.integers(len(self._drawn))]
+            x, y = self.functions[i]
+            order = chance.permutation(len(x))
             m = min(n_context, len(x) - 1)
-            context, target = order[:m], order[m : m + n_target]
+            context, rest = order[:m], order[m:]
+            if self._rows is not None:
+                is_held = self._held_out(i, chance)[order]
+                context, rest = order[~is_held][:n_context], order[is_held]
+            target = rest[:n_target]
             tasks.append(Task(x[None, context], y[None, context], x[None, target], y[None, target]))
         return collate(tasks)
 
     @property
     def normalization(self) -> Normalization:
-        """Of all points of all functions."""
+        """The normalization of all points of all functions."""
         x, y = (torch.cat(values) for values in zip(*self.functions, strict=True))
         return Normalization.of(x, y)
 
+    def _hold_out(self, functions: Sequence[tuple], hold_out: float | Collection) -> None:
+        """Finds the rows of each function's groups, and the functions that have some to hold out.
 
-def functions_of_table(
-    table: Mapping[str, Any], x: Sequence[str], y: Sequence[str], by: str | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The functions that a table holds, for `FunctionTasks`.
-
-    Args:
-        table: columns of equal length by name: a pandas or polars frame, a dictionary of arrays, or
-            what `numpy.genfromtxt(path, delimiter=",", names=True)` gives.
-        x, y: columns that are inputs and outputs.
-        by: the column whose values tell functions apart, such as a station; None: one function.
-
-    Raises:
-        ValueError: there is no such column, it holds no numbers, columns have different lengths or
-            no row, or `by` is missing in a row.
-    """
-    for name, columns in (("x", x), ("y", y)):
-        if isinstance(columns, str) or len(columns) == 0:
-            raise ValueError(f"{name} is {columns!r}: it must be a list of names of columns")
-    known = _columns(table)
-    for name in (*x, *y, *([by] if by else [])):
-        if name not in known:
-            has = ", ".join(known) or "no names: give columns by name, as a dict of arrays"
-            raise ValueError(f"the table has no column {name!r}: it has {has}")
-    lengths = {name: len(table[name]) for name in (*x, *y, *([by] if by else []))}
-    if len(set(lengths.values())) > 1 or 0 in lengths.values():
-        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"columns must have equally many rows, at least one, not {found}")
-    inputs, outputs = (
-        torch.from_numpy(np.stack([_numbers(table, name) for name in names], 1)) for names in (x, y)
-    )
-    if by is None:
-        return [(inputs, outputs)]
-    group = _groups(table, by)
-    rows = [torch.from_numpy(np.flatnonzero(group == i)) for i in range(group.max() + 1)]
-    return [(inputs[i], outputs[i]) for i in rows]
-
-
-def _columns(table: Mapping[str, Any]) -> list[str]:
-    if isinstance(table, np.ndarray):
-        return list(table.dtype.names or ())
-    return [str(name) for name in getattr(table, "columns", table)]
-
-
-def _numbers(table: Mapping[str, Any], name: str) -> np.ndarray:
-    return _floats(f"column {name!r}", table[name])
-
-
-def _floats(what: str, values: Any) -> np.ndarray:
-    """float64; ValueError for what is no real number, whose imaginary part a cast would drop."""
-    values = np.asarray(values)
-    if np.iscomplexobj(values):
-        raise ValueError(f"{what} holds {values.dtype}, not real numbers")
-    try:
-        return values.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} holds {values.dtype}, not numbers: {error}") from None
-
-
-def _groups(table: Mapping[str, Any], by: str) -> np.ndarray:
-    """Of each row the number of its function: in order of value, or of appearance if none sorts."""
-    values = np.asarray(table[by])
-    for row, value in enumerate(values.tolist()):
-        if value is None or (value == value) is not True:  # NaN, or a missing value of pandas
+        Where groups are named, the first of two is theirs and the second that of all others.
+        """
+        labels = [_groups(i, function) for i, function in enumerate(functions)]
+        is_text, shape = isinstance(hold_out, str | bytes), getattr(hold_out, "shape", None)
+        if isinstance(hold_out, Collection) and not is_text and shape != ():
+            held = as_labels("hold_out", list(hold_out), "group")
+            known = set().union(*labels)
+            unknown = [group for group in held if group not in known]
+            if unknown or not held:
+                what = f"no point is of group {unknown[0]!r}" if unknown else "it names no group"
+                raise ValueError(f"hold_out is {hold_out!r}: {what}")
+            labels = [[label not in held for label in of] for of in labels]
+        else:
+            self._share = 0.0 if is_text else require_real("hold_out", hold_out)
+            if not 0 < self._share < 1:
+                raise ValueError(
+                    f"hold_out is {hold_out!r}: it must be a share between 0 and 1, or a list of "
+                    "groups"
+                )
+        self._rows = [rows_by_label(of) for of in labels]
+        self._drawn = [i for i, rows in enumerate(self._rows) if len(rows) > 1]
+        if not self._drawn:
             raise ValueError(
-                f"column {by!r}, row {row}, is {value}: every row must say which function it is of "
-                "(np.genfromtxt reads text with dtype=None alone)"
+                "no function has points both of a group to hold out and of another: nothing can be "
+                "predicted from it"
             )
-    try:
-        return np.unique(values, return_inverse=True)[1]
-    except TypeError:
-        numbers: dict[Any, int] = {}
-        return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()])
+
+    def _held_out(self, i: int, chance: np.random.Generator) -> np.ndarray:
+        """Whether a sample holds out each point of function i."""
+        rows, held = self._rows[i], [0]
+        if self._share is not None:
+            n_held = min(len(rows) - 1, max(1, round(self._share * len(rows))))
+            held = chance.permutation(len(rows))[:n_held]
+        is_held = np.zeros(sum(map(len, rows)), dtype=bool)
+        for k in held:
+            is_held[rows[k]] = True
+        return is_held
 
 
-def _points(i: int, function: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(function, tuple | list) or len(function) != 2:
+def _points(i: int, function: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(function, tuple | list) or len(function) not in (2, 3):
         raise ValueError(
             f"function {i} is a {type(function).__name__}: it must be a pair of its points x and y"
         )
     x, y = (
-        values.detach().to("cpu", torch.float64)
-        if isinstance(values, torch.Tensor) and not values.is_complex()
-        else torch.from_numpy(_floats(f"{name} of function {i}", values))
-        for name, values in zip("xy", function, strict=True)
+        as_floats(f"{name} of function {i}", values)
+        for name, values in zip("xy", function[:2], strict=True)
     )
     if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
         raise ValueError(
@@ -185,6 +169,23 @@ def _points(i: int, function: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tens
         if bad.any():
             at = bad.nonzero()[0].item()
             raise ValueError(
-                f"{name} of function {i}, row {at}, is {values[at].tolist()}: it must be finite"
+                f"{name} of function {i}, row {at}, is {values[at].tolist()}: it must be finite, "
+                "and missing values be left out"
             )
     return x, y
+
+
+def _groups(i: int, function: tuple) -> list:
+    """Returns the group of each point."""
+    if len(function) != 3:
+        raise ValueError(
+            f"function {i} is a pair (x, y): hold_out needs (x, y, groups), which "
+            "functions_of_table(…, group=…) gives"
+        )
+    groups = as_labels(f"groups of function {i}", function[2], "group")
+    if len(groups) != len(function[0]):
+        raise ValueError(
+            f"function {i} has {len(function[0])} points and {len(groups)} groups: each point must "
+            "have its group"
+        )
+    return groups

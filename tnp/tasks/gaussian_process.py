@@ -46,7 +46,8 @@ class GaussianProcessTasks:
 
         Raises ValueError for sizes or seeds that are no whole numbers, or too small.
         """
-        check_sizes(seed, step, batch, n_context, n_target)
+        sizes = check_sizes(seed, step, batch, n_context, n_target)
+        seed, step, batch, n_context, n_target = sizes
         generator = random_generator(self.device, seed, step)
         x, lengthscale, scale = self._inputs(generator, batch, n_context + n_target)
         # The noise bounds the condition number by n·s² / noise², 6·10⁴ of SMOOTH with 600 points,

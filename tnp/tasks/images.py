@@ -47,7 +47,7 @@ class ImageTasks:
     def __init__(
         self, n_points: int, device: torch.device | str = "cpu", held_out: bool = False
     ) -> None:
-        require_count("n_points", n_points, at_least=1)
+        n_points = require_count("n_points", n_points, at_least=1)
         self.side = next((side for side in IMAGE_SIDES if side * side >= n_points), None)
         if self.side is None:
             raise ValueError(
@@ -71,7 +71,8 @@ class ImageTasks:
 
         Raises ValueError for more points than pixels, and as `GaussianProcessTasks.sample`.
         """
-        check_sizes(seed, step, batch, n_context, n_target)
+        sizes = check_sizes(seed, step, batch, n_context, n_target)
+        seed, step, batch, n_context, n_target = sizes
         n_points = n_context + n_target
         if n_points > self.side**2:
             raise ValueError(

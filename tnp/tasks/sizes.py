@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tnp.inputs import require_count
 
 Range = tuple[int, int]  # from, to, both included
 Sizes = tuple[int, int]  # context and target points
+
+
+def require_range(name: str, limits: Range) -> Range:
+    """Returns the smallest and the largest number of points as ints, or raises ValueError."""
+    if not isinstance(limits, Sequence) or isinstance(limits, str) or len(limits) != 2:
+        raise ValueError(
+            f"{name} is {limits!r}: it must be the smallest and the largest number, (3, 64)"
+        )
+    low = require_count(f"the smallest {name}", limits[0], at_least=1)
+    return low, require_count(f"the largest {name}", limits[1], at_least=low)
 
 
 def draw_sizes(
@@ -22,11 +34,11 @@ def draw_sizes(
             1,000 points as of 1,000 to 10,000.
         together: the most that all sizes may be together. It limits later ones by those before.
     """
-    for low, high in ranges:
-        require_count("a size", low, at_least=1)
-        require_count("the largest size", high, at_least=low)
+    seed, step = (require_count(*given, 0) for given in (("seed", seed), ("step", step)))
+    ranges = tuple(require_range("size", limits) for limits in ranges)
     if together is not None:
-        require_count("together", together, at_least=ranges[0][1] + sum(x for x, _ in ranges[1:]))
+        least = ranges[0][1] + sum(low for low, _ in ranges[1:])
+        together = require_count("together", together, least)
     chance, drawn = np.random.default_rng((seed, step)), []
     for low, high in ranges:
         most = high if together is None else min(high, together - sum(drawn))

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from tnp.arrays import as_integers, as_tensor
 from tnp.inputs import require_count, require_floats
+
+if TYPE_CHECKING:
+    from tnp.units import Units
 
 TENSORS = (
     "x_context", "y_context", "x_target", "y_target", "context_lengths", "target_lengths",
 )  # fmt: skip
 
 
-def check_sizes(seed: int, step: int, batch: int, n_context: int, n_target: int) -> None:
-    """Of a task to be drawn; raises ValueError naming the first that cannot be."""
-    require_count("seed", seed, at_least=0)
-    require_count("step", step, at_least=0)
-    require_count("batch", batch, at_least=1)
-    require_count("n_context", n_context, at_least=1)
-    require_count("n_target", n_target, at_least=0)
+def check_sizes(
+    seed: int, step: int, batch: int, n_context: int, n_target: int
+) -> tuple[int, int, int, int, int]:
+    """Returns the numbers of a task to be drawn as ints; ValueError names the first that is bad."""
+    least = {"seed": 0, "step": 0, "batch": 1, "n_context": 1, "n_target": 0}
+    given = zip(least.items(), (seed, step, batch, n_context, n_target), strict=True)
+    return tuple(require_count(name, value, at_least) for (name, at_least), value in given)
 
 
 def random_generator(device: torch.device, seed: int, step: int) -> torch.Generator:
@@ -38,8 +42,8 @@ def random_generator(device: torch.device, seed: int, step: int) -> torch.Genera
 class Context(NamedTuple):
     """The points that a function is learned from: x [B, M, d_x], y [B, M, d_y].
 
-    `lengths`, int32 [B], says how many points each sample has; None is M for all. What stands past
-    a sample's length is padding, whatever it holds.
+    `lengths` [B] says how many points each sample has; None is M for all. Points past a sample's
+    length are padding, whatever they hold. Arrays and lists may stand in place of tensors.
     """
 
     x: torch.Tensor
@@ -51,13 +55,20 @@ class Context(NamedTuple):
 class Task:
     """x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N, d_y].
 
-    `context_lengths` and `target_lengths`, int32 [B], say how many points each sample has, None is
-    M or N for all. What stands past a sample's length is padding: whatever it holds, NaN too,
-    reaches no result and no gradient. Lengths on a GPU are not read here, because that would wait
-    for it: make a task on the CPU, where they are checked and counted, and move it by `to`.
+    They are float tensors, or arrays of floats, which become tensors on the CPU: float64 keeps a
+    time in seconds since 1970 apart from its neighbours, float32 does not. Missing values become
+    NaN, which training and prediction refuse outside of padding.
 
-    Raises TypeError for what is no tensor, ValueError where shapes or devices do not go together,
-    there is no context point, or a length on the CPU is out of range.
+    `context_lengths` and `target_lengths` [B] say how many points each sample has, None is M or N
+    for all. They are whole numbers, kept as int32. Points past a sample's length are padding:
+    whatever they hold, NaN too, reaches no result and no gradient. Lengths on a GPU are not read
+    here, because that would wait for it: make a task on the CPU, where they are checked and
+    counted, and move it by `to`.
+
+    Raises:
+        TypeError: a value is no tensor and no array.
+        ValueError: shapes or devices do not go together, values are no floats, there is no sample
+            or no context point, or a length on the CPU is out of range.
     """
 
     x_context: torch.Tensor
@@ -66,11 +77,33 @@ class Task:
     y_target: torch.Tensor
     context_lengths: torch.Tensor | None = None
     target_lengths: torch.Tensor | None = None
-    _counts: tuple[int, int] | None = field(init=False, default=None, repr=False, compare=False)
+    # Points of all samples, and the versions of the lengths that were counted.
+    _counts: tuple[tuple[int, int], tuple] | None = field(
+        init=False, default=None, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
+        for name in TENSORS[:4]:
+            values = as_points(name, getattr(self, name))
+            if values.dim() != 3:
+                raise ValueError(
+                    f"{name} has shape {tuple(values.shape)}: it must be [batch, points, d]"
+                )
+            if len(values) == 0:
+                raise ValueError(
+                    f"{name} has shape {tuple(values.shape)}: it must hold at least one sample"
+                )
+            object.__setattr__(self, name, values)
+        for name, n_points in (("context", self.n_context), ("target", self.n_target)):
+            name = f"{name}_lengths"
+            lengths = as_lengths(name, getattr(self, name), self.batch, n_points)
+            object.__setattr__(self, name, lengths)
         for name, tensor in zip(TENSORS, self, strict=True):
-            self._check_tensor(name, tensor)
+            if tensor is not None and tensor.device != self.x_context.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device} and x_context on "
+                    f"{self.x_context.device}: a task's tensors must be on one device"
+                )
         for x, y in (("x_context", "y_context"), ("x_target", "y_target")):
             a, b = getattr(self, x).shape, getattr(self, y).shape
             if a[:2] != b[:2]:
@@ -86,47 +119,38 @@ class Task:
                 )
         if self.n_context == 0:
             raise ValueError("n_context is 0: a task needs at least one context point")
-        check_lengths("context_lengths", self.context_lengths, self.batch, self.n_context)
-        check_lengths("target_lengths", self.target_lengths, self.batch, self.n_target)
-        lengths = (self.context_lengths, self.target_lengths)
-        if all(x is None or x.device.type == "cpu" for x in lengths):
-            self.count()
 
     def count(self) -> tuple[int, int]:
         """Context and target points of all samples, without padding.
 
-        Waits for the device where lengths were never on the CPU.
+        Waits for the device where lengths on it were never counted, or have changed since.
         """
-        if self._counts is None:
-            sizes = (self.context_lengths, self.n_context), (self.target_lengths, self.n_target)
-            counted = (self.batch * n if x is None else int(x.sum()) for x, n in sizes)
-            self._counted(tuple(counted))
-        return self._counts
+        counts = self._known_counts()
+        if counts is None:
+            counts = self._sums()
+            self._counted(counts)
+        return counts
+
+    def _sums(self) -> tuple[int, int]:
+        sizes = (self.context_lengths, self.n_context), (self.target_lengths, self.n_target)
+        return tuple(self.batch * n if x is None else int(x.sum()) for x, n in sizes)
+
+    def _known_counts(self) -> tuple[int, int] | None:
+        """The counts; None where lengths on a device were never counted, or have changed since."""
+        if all(x is None or x.is_cpu for x in (self.context_lengths, self.target_lengths)):
+            return self._sums()
+        is_known = self._counts is not None and self._counts[1] == self._versions()
+        return self._counts[0] if is_known else None
 
     def _counted(self, counts: tuple[int, int] | None) -> Task:
-        object.__setattr__(self, "_counts", counts)  # of a frozen class
+        known = None if counts is None else (counts, self._versions())
+        object.__setattr__(self, "_counts", known)  # of a frozen class
         return self
 
-    def _check_tensor(self, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is None and name.endswith("_lengths"):
-            return
-        if not isinstance(tensor, torch.Tensor):
-            dtype = "int32" if name.endswith("_lengths") else "float32"
-            raise TypeError(
-                f"{name} is a {type(tensor).__name__}: it must be a torch.Tensor; "
-                f"torch.as_tensor(…, dtype=torch.{dtype}) makes one"
-            )
-        if not name.endswith("_lengths"):
-            if tensor.dim() != 3:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}: it must be [batch, points, d]"
-                )
-            require_floats(**{name: tensor})
-        if tensor.device != self.x_context.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and x_context on "
-                f"{self.x_context.device}: a task's tensors must be on one device"
-            )
+    def _versions(self) -> tuple[int | None, ...]:
+        """Differ where lengths were changed in place; tensors of inference mode do not tell."""
+        lengths = self.context_lengths, self.target_lengths
+        return tuple(None if x is None or x.is_inference() else x._version for x in lengths)
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
         """The six tensors, as `TransformerNP.nll` takes them."""
@@ -158,16 +182,26 @@ class Task:
     ) -> Task:
         """The task on `device`, its values in `dtype`; lengths stay what they are."""
 
-        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
-            if x is None:
-                return None
+        def moved(x: torch.Tensor) -> torch.Tensor:
             wanted = dtype if x.is_floating_point() else None
             return x.to(device, wanted, non_blocking=non_blocking)
 
-        return Task(*map(moved, self))._counted(self._counts)
+        return self._each(moved)
+
+    def pin_memory(self) -> Task:
+        """The task in page-locked memory, from which `to(…, non_blocking=True)` does not wait.
+
+        A `DataLoader` with `pin_memory=True` calls it.
+        """
+        return self._each(torch.Tensor.pin_memory)
 
     def clone(self) -> Task:
-        return Task(*(None if x is None else x.clone() for x in self))._counted(self._counts)
+        return self._each(torch.Tensor.clone)
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Task:
+        """The task of what `function` gives of each tensor, with the same lengths."""
+        made = Task(*(None if x is None else function(x) for x in self))
+        return made._counted(self._known_counts())
 
     def copy_(self, other: Task) -> None:
         """Overwrite this task's tensors in place, as a captured CUDA graph needs its inputs."""
@@ -186,7 +220,7 @@ class Task:
                     "TrainingStep(buckets=…) takes sizes that vary"
                 )
             mine.copy_(theirs)
-        self._counted(other._counts)
+        self._counted(other._known_counts())
 
     def padded(self, n_context: int, n_target: int) -> Task:
         """The same samples with room for so many points, and with the length of each.
@@ -207,15 +241,18 @@ class Task:
                 (self.x_target, self.target_lengths),
             )
         )
-        return Task(*widened, *lengths)._counted(self._counts)
+        return Task(*widened, *lengths)._counted(self._known_counts())
 
-    def check_finite(self) -> None:
-        """Raises ValueError where a point that is no padding holds NaN or infinity.
+    def check_finite(self, units: Units | None = None) -> None:
+        """Raises ValueError where a point that is no padding holds NaN, infinity, or too much.
 
         On a GPU this waits for the device.
+
+        Args:
+            units: of the model whose dtype must hold the values.
         """
-        for name in ("x_context", "y_context", "x_target", "y_target"):
-            require_finite(name, getattr(self, name), getattr(self, f"{name[2:]}_lengths"))
+        for name in TENSORS[:4]:
+            require_finite(name, getattr(self, name), getattr(self, f"{name[2:]}_lengths"), units)
 
     def with_shuffled_context(self) -> Task:
         """The same points with the context's y values moved away from their x: the control.
@@ -243,16 +280,24 @@ def require_tasks(what: str, tasks: Iterable[Task]) -> None:
             )
 
 
-def require_finite(name: str, x: torch.Tensor, lengths: torch.Tensor | None) -> None:
-    """Raises ValueError where a point of x [B, points, d] that is no padding is not finite."""
-    bad = ~x.isfinite().all(-1)
+def require_finite(
+    name: str, x: torch.Tensor, lengths: torch.Tensor | None, units: Units | None = None
+) -> None:
+    """Raises ValueError where a point of x [B, points, d] that is no padding is not finite.
+
+    With `units` also where a value is too large for the model to compute with.
+    """
+    rule = "every value that is no padding must be finite"
     if lengths is not None:
-        bad &= ~is_padding(lengths, x.shape[1])
+        x = without_padding(x, lengths)
+    bad = ~x.isfinite().all(-1)
+    if units is not None and not bad.any():
+        bad = units.too_large(name[0], x)
+        rule = f"a {units.compute_dtype} model takes up to {units.largest:.2g} in its own units"
     if bad.any():
         sample, point = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{name} of sample {sample}, point {point}, is {x[sample, point].tolist()}: every "
-            "value that is no padding must be finite"
+            f"{name} of sample {sample}, point {point}, is {x[sample, point].tolist()}: {rule}"
         )
 
 
@@ -268,6 +313,42 @@ def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tens
     return x.masked_fill(is_padding(lengths, x.shape[1])[..., None], 0.0)
 
 
+def as_points(name: str, values: Any) -> torch.Tensor:
+    """Returns points as a float tensor: a tensor as it is, an array or a list on the CPU.
+
+    Raises:
+        TypeError: the values are neither a tensor nor an array.
+        ValueError: they are no floats.
+    """
+    if not isinstance(values, torch.Tensor | list | tuple) and not hasattr(values, "__array__"):
+        raise TypeError(
+            f"{name} is a {type(values).__name__}: it must be a torch.Tensor or an array of "
+            "floats; torch.as_tensor(…, dtype=torch.float64) makes one"
+        )
+    tensor = as_tensor(name, values)
+    require_floats(**{name: tensor})
+    return tensor
+
+
+def as_lengths(name: str, lengths: Any, batch: int, n_points: int) -> torch.Tensor | None:
+    """Returns the lengths as int32 [batch]; None stays None.
+
+    Raises:
+        ValueError: they are no whole numbers, not one for each sample, or on the CPU one is out of
+            range.
+    """
+    if lengths is None:
+        return None
+    if not isinstance(lengths, torch.Tensor):
+        lengths = as_integers(name, lengths)
+    if not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        # Ahead of the cast, which may take a large number for a small one.
+        _require_range(name, lengths, n_points)
+        lengths = lengths.to(torch.int32)
+    check_lengths(name, lengths, batch, n_points)
+    return lengths
+
+
 def check_lengths(name: str, lengths: torch.Tensor | None, batch: int, n_points: int) -> None:
     """Raises ValueError where they are not int32 [batch], or one on the CPU is out of range."""
     if lengths is None:
@@ -277,10 +358,15 @@ def check_lengths(name: str, lengths: torch.Tensor | None, batch: int, n_points:
             f"{name} is {lengths.dtype} {tuple(lengths.shape)}: it must be int32 of shape "
             f"({batch},), a number for each sample"
         )
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        for sample, length in enumerate(lengths.tolist()):
-            if not 1 <= length <= n_points:
-                raise ValueError(
-                    f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the points "
-                    "that the tensors hold"
-                )
+    _require_range(name, lengths, n_points)
+
+
+def _require_range(name: str, lengths: torch.Tensor, n_points: int) -> None:
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for sample, length in enumerate(lengths.flatten().tolist()):
+        if not 1 <= length <= n_points:
+            raise ValueError(
+                f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the points "
+                "that the tensors hold"
+            )

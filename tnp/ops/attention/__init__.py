@@ -361,7 +361,7 @@ def attention(
     if causal:
         options += (("causal", True),)
     if window is not None:
-        require_count("window", window, 1)
+        window = require_count("window", window, 1)
         if not shaped or window < q.shape[2] + k.shape[2]:
             options += (("window", window),)
     if lse:

@@ -156,11 +156,9 @@ def buffered_attention(
     else:
         scale = positive_number("scale", scale)
     require_bools(base2=base2, all_rows=all_rows)
-    for name, value in (("n_buffer", n_buffer), ("n_groups", n_groups)):
-        if isinstance(value, (bool, float)):
-            raise ValueError(f"{name} is {value!r}: it must be a whole number")
     # `index` has torch.compile take a symbolic number for a constant of the graph.
-    n_buffer, n_groups = index(n_buffer), index(n_groups)
+    n_buffer = index(require_count("n_buffer", n_buffer, 1))
+    n_groups = index(require_count("n_groups", n_groups, 0))
     if shaped and n_keys is not None:
         require_between("n_keys", n_keys, 1, k.shape[2] - n_buffer)
     options: tuple = (("n_buffer", n_buffer),)

@@ -1,0 +1,80 @@
+"""Values as a model takes them, and as it computes with them: in its units and its dtype."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tnp.inputs import require_floats
+from tnp.tasks.task import check_lengths
+
+if TYPE_CHECKING:
+    from tnp.normalization import Normalization
+
+
+@dataclass(frozen=True)
+class Units:
+    """Takes x and y from the user's units to those of a model."""
+
+    normalization: Normalization | None
+    compute_dtype: torch.dtype
+
+    def __call__(self, of: str, values: torch.Tensor) -> torch.Tensor:
+        """Returns "x" or "y" in the model's units, float32, or float64 for a float64 model."""
+        if self.normalization is not None:
+            values = getattr(self.normalization, of)(values)
+        return values if self.compute_dtype == torch.float64 else values.float()
+
+    def on_host(self) -> Units:
+        """Returns the same for values on the CPU, wherever the model is."""
+        units = self.normalization and copy.deepcopy(self.normalization).to("cpu")
+        return Units(units, self.compute_dtype)
+
+    @property
+    def largest(self) -> float:
+        """The largest value to compute with: a sixteenth of what `compute_dtype` holds.
+
+        The first layer ends in that dtype, and its weights multiply the value.
+        """
+        return torch.finfo(self.compute_dtype).max / 16
+
+    def too_large(self, of: str, values: torch.Tensor) -> torch.Tensor:
+        """Returns whether each point [B, n] has a value past `largest`; NaN is none.
+
+        Points of other dimensions than the units pass: the model refuses them in a sentence.
+        """
+        known = self.normalization
+        if known is not None and values.shape[-1] != len(getattr(known, f"{of}_mean")):
+            return torch.zeros(values.shape[:-1], dtype=torch.bool, device=values.device)
+        return (self(of, values).abs() > self.largest).any(-1)
+
+
+def require_points(
+    name: str, x: torch.Tensor, width: int, lengths: torch.Tensor | None = None
+) -> None:
+    """Raises an error where x is no float tensor [B, rows, width] of at least one sample and row.
+
+    Args:
+        name: of the argument, such as "x_context".
+        x: what was given.
+        width: dimensions that the model takes.
+        lengths: int32 [B], or None.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
+            "torch.as_tensor(…, dtype=torch.float64) makes one"
+        )
+    require_floats(**{name: x})
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's d_{name[0]}"
+        )
+    if 0 in x.shape[:2]:
+        what = "target" if name == "x_target" else "context point"
+        what = "sample" if len(x) == 0 else what
+        raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
+    check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
