@@ -20,17 +20,19 @@ rule measurements:
 
 # Measures nothing.
 rule figures:
-    localrule: True
     input:
         drawn,
     log:
         "data/runs/logs/results.log",
+    localrule: True
     script:
         "../scripts/results.py"
 
 
 FIGURES = [name for names in STORY.values() for name in names]
-FIGURE_FILES = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("html", "svg")]
+FIGURE_FILES = [
+    f"figures/{name}.{kind}" for name in FIGURES for kind in ("html", "svg")
+]
 
 # With all cores, so that one at a time builds the database: it does where rows have changed.
 for file in [summary.DATABASE, "figures/index.html", *FIGURE_FILES]:
@@ -38,11 +40,11 @@ for file in [summary.DATABASE, "figures/index.html", *FIGURE_FILES]:
     rule:
         name:
             file
-        localrule: True
         input:
             drawn,
         log:
             f"data/runs/logs/{Path(file).name}.log",
+        localrule: True
         threads: workflow.cores
         script:
             "../scripts/results.py"
