@@ -5,9 +5,9 @@
 -- one never stands in for it because only the slower was timed beside `own` or has evidence, but
 -- one within 1 % of the fastest does. What is known not to count is never compared. Where its
 -- median is shorter by more than 2 % than all that may count, nothing at these sizes has a ratio to
--- the fastest; otherwise the fastest is one that may count. It is 2 % because equal things differ by
--- 1 %, and so do two GPUs of a model. Who computes in a narrower format than the problem's dtype is
--- a peer of those alone that do so too.
+-- the fastest; otherwise the fastest is one that may count. Of the 2 %, 1 % is the difference that
+-- matters, and two GPUs of one model differ by as much. Who computes in a narrower format than the
+-- problem's dtype is a peer of those alone that do so too.
 --
 -- `ablation` compares steps with and without one component: of the whole variant that generation
 -- which was timed beside the component's step. `noise` compares equal things. `regressions`
