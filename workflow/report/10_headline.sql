@@ -5,8 +5,8 @@
 -- cuDNN's attention, a hidden width that suits the hardware, nothing computed that reaches no
 -- result, `torch.compile`, a CUDA graph where that helps. "Ours" is, of our steps that have
 -- evidence, the one that is surest to be fast: the lower end of its interval against PyTorch's best
--- is the highest. Its variant stands first; those behind it are as fast, within 1 %. A ratio above 1
--- says how many times as fast ours is, with its 95 % interval.
+-- is the highest. Its variant stands first; those behind it are as fast, within 1 %. A ratio above
+-- 1 says how many times as fast ours is, with its 95 % interval.
 -- An interval stands where the two were timed in the same sittings; such a ratio may differ a
 -- little from that of two times in the table. A ratio without one is of two medians alone.
 with ours as (
@@ -69,7 +69,13 @@ select
     case when ours.best_pytorch_role = 'peer' then ours.verdict_best end as verdict
 from ours
 left join sizes on ours.device = sizes.device
-left join tied using (device, batch, n_context, n_target, dtype)
+left join tied
+    on
+        ours.device = tied.device
+        and ours.batch = tied.batch
+        and ours.n_context = tied.n_context
+        and ours.n_target = tied.n_target
+        and ours.dtype = tied.dtype
 left join speedup as plain
     on
         ours.device = plain.device
