@@ -62,6 +62,11 @@ def changed(path: str, value: object) -> dict:
         ("tpying", 1, "config.yaml: unknown key 'tpying'"),
         ("shapes.tiny.n_contxt", 4, "unknown key 'n_contxt': did you mean 'n_context'"),
         ("shapes.tiny.batch", 0, "shapes.tiny.batch: 0 must be at least 1"),
+        (
+            "shapes.same",
+            {"batch": 2, "n_context": 24, "n_target": 8},
+            "shapes.same: has the sizes of shape 'tiny': use 'tiny' alone",
+        ),
         ("shapes.tiny.batch", 2.0, "shapes.tiny.batch: 2.0 must be a whole number"),
         ("shapes.tiny.batch", None, "shapes.tiny.batch: an empty value must be a whole number"),
         ("shapes.tiny.n_context", -5, "shapes.tiny.n_context: -5 must be at least 1"),

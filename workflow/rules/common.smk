@@ -318,7 +318,12 @@ onstart:
 
 
 onsuccess:
-    print(summary.success())
+    # What measures writes files that are its outputs, and what draws writes none.
+    print(
+        summary.success(
+            drawn=any(job.is_script for job in workflow.dag.jobs if not job.output)
+        )
+    )
     drawn_only = not any(job.output for job in workflow.dag.jobs)
     gates = [] if drawn_only else gate_files(PLANNED_GATES)
     red = summary.red_gates(filter(Path.exists, map(Path, gates)))
