@@ -14,9 +14,10 @@ NAME = "MANIFEST"
 LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
-def check(path: Path, content: bytes) -> None:
-    """StoreError where a manifest lists `path`, `<manifest's>/<device>/<table>/<stem>.parquet`,
-    with another digest than that of `content`.
+def check(path: Path, content: bytes) -> bool:
+    """Whether a manifest lists `path`, which is `<manifest's>/<device>/<table>/<stem>.parquet`.
+
+    Raises StoreError where it does so with another digest than that of `content`.
     """
     root = path.absolute().parents[2]
     expected = digests(root).get(path.absolute().relative_to(root).as_posix())
@@ -25,6 +26,7 @@ def check(path: Path, content: bytes) -> None:
             f"{path} is not what was recorded (its digest differs from {root / NAME}): "
             "restore it from git"
         )
+    return expected is not None
 
 
 def digests(root: Path) -> dict[str, str]:

@@ -6,11 +6,9 @@ A file holds rows of one table and lies at `data/{recorded,runs}/<device>/<table
 
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 
@@ -18,21 +16,25 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tnp import manifest
+from tnp import manifest, schemas
+from tnp import views as store_views
 from tnp.catalog import catalog
 from tnp.commands import Parser
 from tnp.files import StoreError, cannot_write, first_line, parquet_files, replacing
 from tnp.schemas import SCHEMA_VERSION, TABLES
+from tnp.views import create_views
 
 VERSION_KEY = b"tnp_schema_version"
 # Of the rows. Parquet's own checksums are of pages, and not of what says which page is whose.
 DIGEST_KEY = b"tnp_sha256"
 
+BUILT_FROM = """
+comment on table built_from is
+'Digests of all that this database was built from, and of its contents: equal ones are kept.'
+"""
+
 # The storage format that DuckDB's command line 1.5 reads too.
 DUCKDB_FORMAT = {"storage_compatibility_version": "v1.5.0"}
-
-# What a file of SQL reads or calls, as far as words tell: relations, and macros.
-READ = re.compile(r"\b(?:from|join)\s+(\w+)|\b(\w+)\(", re.IGNORECASE)
 
 
 def write_table(path: Path, table: str, rows: list[dict]) -> None:
@@ -60,7 +62,7 @@ def read_table(path: Path, table: str) -> pa.Table:
     """
     schema = _schema(table)
     encoded = _bytes(Path(path))
-    manifest.check(Path(path), encoded)
+    is_recorded = manifest.check(Path(path), encoded)
     try:
         file = pq.ParquetFile(pa.BufferReader(encoded), page_checksum_verification=True)
         content = file.read(use_threads=False)  # files are small: threads cost half the time
@@ -81,7 +83,9 @@ def read_table(path: Path, table: str) -> pa.Table:
                 f"{path} has {name} as {field.type}, table {table} as "
                 f"{schema.field(name).type}: delete the file and measure again"
             )
-    if content.schema.metadata.get(DIGEST_KEY) not in (None, _digest(content)):
+    # The manifest's digest is of all bytes: it says more, and takes a hundredth of the time.
+    digest = None if is_recorded else content.schema.metadata.get(DIGEST_KEY)
+    if digest is not None and digest != _digest(content):
         raise _damaged(path, "its rows are not those that were written")
     complete = pa.concat_tables([schema.empty_table(), content], promote_options="default")
     return complete.replace_schema_metadata(schema.metadata)
@@ -119,22 +123,37 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
 
     Equal rows count once, however many files hold them; what is recorded says so. `database` is
     replaced at the end, by one that was read back, so that readers keep the old one until then and
-    errors leave it alone. Raises StoreError for a file that cannot be used, before anything is
-    written, and where there is no room for the new one.
+    errors leave it alone. A database that `is_current` stays as it is. Raises StoreError for a file
+    that cannot be used, before anything is written, and where there is no room for the new one.
     """
-    views = sorted(Path(sql_dir).glob("*.sql"))
-    if not views:
-        raise StoreError(f"{sql_dir} holds no .sql file: it should be workflow/sql")
+    files, database = list(map(Path, files)), Path(database)
+    if is_current(database, files, sql_dir):
+        return
+    views, inputs = _views(sql_dir), _inputs(files, sql_dir)
     tables = read_tables(files)
-    database = Path(database)
     with replacing(database) as temporary:
         try:
-            _fill(temporary, tables, views)
+            _fill(temporary, tables, views, inputs)
         except duckdb.Error as error:
             raise cannot_write(database, error) from error
         # A log that another program left would be played into the new file, and spoil it. It goes
         # before the new file comes, so that a kill in between cannot bring the two together.
         Path(f"{database}.wal").unlink(missing_ok=True)
+
+
+def is_current(database: Path, files: Iterable[Path], sql_dir: Path) -> bool:
+    """Whether `database` is whole, and was built from these files, views and code.
+
+    Contents decide, not times of change. Raises StoreError for a file that cannot be read.
+    """
+    if not Path(database).is_file() or Path(f"{database}.wal").exists():
+        return False
+    try:
+        with duckdb.connect(str(database), read_only=True) as connection:
+            built_from = connection.execute("from built_from").fetchall()
+            return built_from == [(_inputs(files, sql_dir), _contents(connection))]
+    except duckdb.Error:  # no database, a damaged one, or one of earlier code
+        return False
 
 
 def record(runs: Path, recorded: Path) -> None:
@@ -165,6 +184,24 @@ def record(runs: Path, recorded: Path) -> None:
     manifest.extend(recorded)
     if not n_rows:
         print(f"{runs} holds no row that {recorded} lacks")
+
+
+def _views(sql_dir: Path) -> list[Path]:
+    views = sorted(Path(sql_dir).glob("*.sql"))
+    if not views:
+        raise StoreError(f"{sql_dir} holds no .sql file: it should be workflow/sql")
+    return views
+
+
+def _inputs(files: Iterable[Path], sql_dir: Path) -> str:
+    """A digest of all that a database is built from: rows, manifests, views, code, DuckDB."""
+    rows = sorted(set(map(Path, files)))
+    manifests = {path.absolute().parents[2] / manifest.NAME for path in rows}
+    code = [Path(module.__file__) for module in (schemas, store_views)] + [Path(__file__)]
+    digest = hashlib.sha256(f"{duckdb.__version__} {_implementations().to_pylist()}".encode())
+    for path in [*rows, *filter(Path.exists, sorted(manifests)), *_views(sql_dir), *code]:
+        digest.update(f"{path} {hashlib.sha256(_bytes(path)).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _schema(table: str) -> pa.Schema:
@@ -235,12 +272,16 @@ def _with_source(rows: pa.Table, origin: str, file: str) -> pa.Table:
 def _check_runs(connection: duckdb.DuckDBPyConnection, table: str, loaded: pa.Table) -> None:
     """StoreError where two files hold one run of `table` with different rows."""
     connection.register("loaded", loaded)
-    # All rows of a run must lie in the same files.
+    # All rows of a run must lie in the same files. Most runs lie in one.
     altered = connection.sql(
         """
-        with run_rows as (
+        with shared as (
+            select run_id from loaded group by run_id having count(distinct file) > 1
+        ),
+
+        run_rows as (
             select * exclude (origin, file), list_sort(list(distinct file)) as files
-            from loaded where run_id is not null group by all
+            from loaded where run_id in (from shared) group by all
         )
 
         select run_id, min(files), max(files)
@@ -257,15 +298,18 @@ def _check_runs(connection: duckdb.DuckDBPyConnection, table: str, loaded: pa.Ta
         )
 
 
-def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path]) -> None:
+def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path], inputs: str) -> None:
     """Write `tables` and `views` to the new file `database` and hold it against what was meant.
 
     Closing a database swallows that its checkpoint failed, for want of space; `checkpoint` raises.
     """
     with duckdb.connect(str(database), config=DUCKDB_FORMAT) as connection:
         _load(connection, tables)
-        _create_views(connection, in_order(views))
+        create_views(connection, views)
         meant = _contents(connection)
+        connection.execute("create table built_from (inputs varchar, contents varchar)")
+        connection.execute("insert into built_from values (?, ?)", [inputs, meant])
+        connection.execute(BUILT_FROM)
         connection.execute("checkpoint")
     with duckdb.connect(str(database), read_only=True) as connection:
         if _contents(connection) != meant:
@@ -308,17 +352,20 @@ def _implementations() -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def _contents(connection: duckdb.DuckDBPyConnection) -> dict[str, object]:
-    """The names of the views, and the number and a digest of the rows of every table.
+def _contents(connection: duckdb.DuckDBPyConnection) -> str:
+    """A digest of the names of the views, and of the number and the rows of every table.
 
     Tables are those of rows and those that a file of SQL creates; views follow from them.
     """
     views = connection.execute("select view_name from duckdb_views() where not internal")
     found: dict[str, object] = {"views": sorted(views.fetchall())}
-    for (table,) in connection.execute("select table_name from duckdb_tables()").fetchall():
+    tables = connection.execute(
+        "select table_name from duckdb_tables() where table_name != 'built_from' order by all"
+    )
+    for (table,) in tables.fetchall():
         digest = f"select count(*), bit_xor(hash(stored)) from {table} as stored"
         found[table] = connection.execute(digest).fetchall()
-    return found
+    return hashlib.sha256(str(found).encode()).hexdigest()
 
 
 def _write(path: Path, content: pa.Table) -> None:
@@ -327,44 +374,6 @@ def _write(path: Path, content: pa.Table) -> None:
     )
     with replacing(path) as temporary:
         pq.write_table(content, temporary, compression="zstd", write_page_checksum=True)
-
-
-def in_order(views: Sequence[Path]) -> list[Path]:
-    """Sort files of SQL so that each stands behind the files that it reads, as far as words tell.
-
-    DuckDB binds much of what a file reads before it misses a view, so the order is worth it.
-    """
-    words = {path.stem: set(chain(*READ.findall(path.read_text()))) for path in views}
-    reads = {name: found & words.keys() for name, found in words.items()}
-    return sorted(views, key=lambda path: len(_reached(path.stem, reads)))
-
-
-def _create_views(connection: duckdb.DuckDBPyConnection, pending: list[Path]) -> None:
-    """Run every file of `pending` in turn; one that comes too early waits for the others."""
-    while pending:
-        waiting, problem = [], ""
-        for path in pending:
-            try:
-                connection.execute(path.read_text())
-            except duckdb.CatalogException as error:
-                waiting.append(path)
-                problem = f"{path}: {first_line(error)}"
-            except duckdb.Error as error:
-                raise StoreError(f"{path} cannot be run: {error}") from error
-        if waiting == pending:
-            raise StoreError(f"{problem}: no file in {waiting[0].parent} creates it")
-        pending = waiting
-
-
-def _reached(name: str, reads: Mapping[str, set[str]]) -> set[str]:
-    """What it reads, and what these read."""
-    found: set[str] = set()
-    pending = [name]
-    while pending:
-        new = reads[pending.pop()] - found - {name}
-        found |= new
-        pending += new
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

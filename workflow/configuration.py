@@ -176,14 +176,22 @@ def _shown(file: os.PathLike | str) -> str:
 
 
 def check_command_line(arguments: list[str]) -> None:
-    """Ends the process with a sentence where a file of --configfile cannot be read.
+    """Ends the process with a sentence where a file of --configfile cannot be read, and where a
+    target stands behind --config.
 
-    Called from the profiles: Snakemake reads these files ahead of the Snakefile, and ends in
-    a traceback.
+    Called from the profiles: Snakemake reads both ahead of the Snakefile, and ends in a traceback.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
-    for file in parser.parse_known_args(arguments)[0].configfile:
+    parser.add_argument("--config", "-C", nargs="*", default=[])
+    given = parser.parse_known_args(arguments)[0]
+    for text in given.config:
+        if "=" not in text:
+            sys.exit(
+                f"{text!r} stands behind --config, which takes all that follows for settings such "
+                "as device=cpu: write targets first"
+            )
+    for file in given.configfile:
         try:
             lines(file)
         except ValueError as error:

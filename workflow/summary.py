@@ -4,7 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DATABASE = "data/results.duckdb"
-QUERY = f'duckdb -readonly {DATABASE} "from speedup"'
+QUERY = (
+    f'duckdb -readonly {DATABASE} "select device, shape, variant, checkpoint, cuda_graph, step_ms, '
+    'speedup_best, verdict_best from speedup order by all"'
+)
 
 
 def red_gates(files: Iterable[str]) -> list[str]:
@@ -25,8 +28,10 @@ def red_gates(files: Iterable[str]) -> list[str]:
     return sentences
 
 
-def success() -> str:
-    """Where to look, and one query to try."""
+def success(drawn: bool) -> str:
+    """Where to look, and one query to try; what to do next where nothing was `drawn`."""
+    if not drawn:
+        return "To draw what was measured: snakemake --cores 1 figures"
     figures = "  ".join(map(str, sorted(Path("figures").glob("*.html"))))
     lines = [f"Figures: {figures}"] if figures else []
     if Path(DATABASE).exists():

@@ -118,6 +118,9 @@ def _faults(config: dict) -> Iterator[Fault]:
     )
     yield from _of_model(("model",), model)
     for name, sizes in shapes.items():
+        first = next(other for other, its in shapes.items() if its == sizes)
+        if first != name:  # rows tell shapes apart by their sizes alone
+            yield Fault(("shapes", name), f"has the sizes of shape {first!r}: use {first!r} alone")
         yield from _of_points(("shapes", name), sizes, MAX_COUNT)
         if "vary" in sizes:
             yield from _of_varying_shape(("shapes", name), sizes)

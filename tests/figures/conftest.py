@@ -80,7 +80,12 @@ def steps(
                 ms for (where, name), ms in times.items() if where == shape and role(name) == "own"
             ]
             leads = role(variant) == "own" and time == min(ms for ms in own if ms != status)
+            all_times = [
+                ms for (at, _), ms in times.items() if at == shape and not isinstance(ms, str)
+            ]
+            among_fastest = counts is not False and time <= 1.01 * min(all_times)
             speedup |= {"step_ms": time, "counts": counts, "leads": leads}
+            speedup |= {"fastest": among_fastest}
             speedup |= compared("speedup", "verdict", baseline / time, counts)
             speedup |= compared("speedup_best", "verdict_best", fastest / time, counts)
             memory = 2.0 if checkpoint else 8.0
@@ -101,6 +106,7 @@ def steps(
                 f"{cell}_peak_memory_gib": memory,
                 f"{cell}_status": status,
                 f"{cell}_counts": speedup.get("counts"),
+                f"{cell}_fastest": speedup.get("fastest"),
             }
         )
     return tables

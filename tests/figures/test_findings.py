@@ -26,7 +26,7 @@ def speedup_title(build: Build, times: dict) -> str:
 def test_speedup_claims_faster_against_both_only_where_both_intervals_do(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "separate"): 100.0}
     found = speedup_title(build, times)
-    assert found.startswith("Our attention, deterministic trains 2.00× as fast as plain PyTorch")
+    assert found.startswith("Our deterministic attention trains 2.00× as fast as plain PyTorch")
     assert "at mid on NVIDIA H200" in found
     assert "1.50× as fast as PyTorch's fastest" in found
 
@@ -117,23 +117,25 @@ def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: 
     plain |= {"counts": False, "why_not": "the samples had not settled", "speedup_best": None}
     for row in (plain, *others):
         row |= {"speedup": None, "speedup_low": None, "speedup_high": None, "verdict": None}
+        row["why_no_speedup"] = "plain PyTorch does not count: the samples had not settled"
     svg = as_svg(draw("speedup", build(**tables)))
-    assert "plain PyTorch cannot be compared: the samples had not settled" in svg
+    assert "Plain PyTorch does not count: the samples had not settled: compared with" in svg
     assert "reason: the samples had not settled" in svg  # in the tooltip of its empty line
     assert "speedup over PyTorch's fastest" in svg
-    assert ">1.50× (1.48–1.52)<" in svg and "no plain step to compare with" not in svg
+    assert ">1.50× (1.48–1.52)<" in svg and "150 ms; " not in svg
 
 
-def test_speedup_of_a_step_without_a_plain_one_in_its_sittings_is_said(build: Build) -> None:
+def test_speedup_of_a_step_that_is_not_compared_says_why(build: Build) -> None:
     tables = sample.merged(H200, sample.steps(sample.THREE))
     tables["speedup"][-1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
+    tables["speedup"][-1]["why_no_speedup"] = "its work was counted otherwise"
     svg = as_svg(draw("speedup", build(**tables)))
-    assert "100 ms; no plain step to compare with" in svg
+    assert "100 ms; its work was counted otherwise" in svg
 
 
 def test_speedup_without_own_variants_speaks_of_pytorch(build: Build) -> None:
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0, ("mid", "sdpa_cudnn"): 50.0})
-    assert found.startswith("PyTorch, cuDNN attention trains 2.00× as fast as plain PyTorch")
+    assert found.startswith("PyTorch with cuDNN attention trains 2.00× as fast as plain PyTorch")
     found = speedup_title(build, {("mid", "sdpa_flash"): 100.0})
     assert found.startswith("No configuration timed on NVIDIA H200 is measurably faster than")
 
@@ -151,12 +153,15 @@ def test_a_failed_baseline_hides_nothing_that_was_timed(build: Build, figure: st
     for view in ("speedup", "matrix", "memory", "step_summary"):
         for row in tables[view]:
             speedups = {column: None for column in row if "speedup" in column}
-            row |= speedups | {"baseline_step_ms": None} if view == "speedup" else speedups
+            row |= speedups
+            if view == "speedup":
+                why = "plain PyTorch could not be timed: oom"
+                row |= {"baseline_step_ms": None, "why_no_speedup": why}
     tables["speedup"][0] |= {"status": "oom", "step_ms": None}
     chart = draw(figure, build(**tables))
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     expected = {
-        "speedup": "6.00 ms; no plain step to compare with",
+        "speedup": "6.00 ms; plain PyTorch could not be timed: oom",
         "memory": "8.00",
         "matrix": "6.00 ms",
     }
@@ -168,7 +173,7 @@ def test_failed_configurations_stay_visible(build: Build, figure: str) -> None:
     times = {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): "gate_failed"}
     chart = draw(figure, build(**sample.merged(H200, sample.steps(times))))
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
-    assert "our attention, deterministic" in svg and "gate failed" in svg
+    assert "our deterministic attention" in svg and "gate failed" in svg
 
 
 def test_memory_compares_checkpointing_with_the_same_variant_without(build: Build) -> None:
@@ -215,7 +220,7 @@ def test_stages_say_where_ours_gains_most_of_a_step(build: Build) -> None:
     )
     said = unwrapped(chart)
     assert "Ours with CUDA graph: 91.0 ms of kernels in a step of 101 ms." in said
-    assert "our attention, deterministic" not in as_svg(chart)
+    assert "our deterministic attention" not in as_svg(chart)
 
 
 def test_stages_say_where_ours_gains_nowhere(build: Build) -> None:
@@ -287,11 +292,11 @@ def test_training_says_what_the_paired_runs_showed(build: Build, equivalent: boo
     chart = draw("training", build(**tables))
     verb = "is" if equivalent else "is not"
     assert title(chart).startswith(
-        f"The loss of our attention, deterministic {verb} equivalent to that of plain PyTorch, "
+        f"The loss of our deterministic attention {verb} equivalent to that of plain PyTorch, "
         "within 0.010 nats; gp_small learns"
     )
     said = unwrapped(chart)
-    assert "gp_small_separate (our attention, deterministic): −0.0020" in said
+    assert "gp_small_separate (our deterministic attention): −0.0020" in said
     assert "(90% interval −0.0040 to +0.0010)" in said
     assert ("not equivalent within ±0.0100" in said) is not equivalent
     tables["training_equivalence"][0] |= {"margin": None, "equivalent": None}
@@ -337,28 +342,27 @@ def test_matrix_groups_winners_by_variant(build: Build) -> None:
     }
     found = title(draw("matrix", build(**sample.merged(H200, sample.steps(times)))))
     assert found == (
-        "Shortest training step on NVIDIA H200: plain PyTorch at small; "
-        "our attention, deterministic at mid"
+        "Fastest training step on NVIDIA H200: plain PyTorch at small; "
+        "our deterministic attention at mid"
     )
 
 
-def test_matrix_names_no_winner_of_a_tie_that_wins_nowhere_else(build: Build) -> None:
-    times = {
-        ("small", "sdpa_flash"): 60.0,
-        ("small", "separate"): 50.0,
-        ("mid", "separate"): 80.0,
-        ("mid", "sdpa_flash"): 79.5,
-    }
-    found = title(draw("matrix", build(**sample.merged(H200, sample.steps(times)))))
-    assert found.endswith("our attention, deterministic at small and mid (to within 1%)")
+def test_matrix_and_speedup_name_ties_together(build: Build) -> None:
+    times = {("mid", "separate"): 80.0, ("mid", "fused"): 79.5, ("mid", "sdpa_flash"): 99.0}
+    path = build(**sample.merged(H200, sample.steps(times)))
+    assert title(draw("matrix", path)).endswith(
+        "ours and our deterministic attention at mid (named together: equal to within 1%)"
+    )
+    svg = as_svg(draw("speedup", path))
+    assert len(re.findall(r'font-weight="bold"[^>]*>1.2[0-9]×', svg)) == 4  # over its halo each
 
 
 def test_matrix_prefers_a_step_with_evidence_to_a_shorter_one_without(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 80.0}
     counted, hollow = sample.steps(times), sample.steps({**times, ("mid", "fused"): 50.0})
-    counted["matrix"].append(hollow["matrix"][-1] | {"plain_counts": None})
+    counted["matrix"].append(hollow["matrix"][-1] | {"plain_counts": None, "plain_fastest": False})
     found = title(draw("matrix", build(**sample.merged(H200, counted))))
-    assert found.endswith("our attention, deterministic at mid")
+    assert found.endswith("our deterministic attention at mid")
 
 
 def test_a_panel_has_no_line_for_what_was_not_run_at_its_shape(build: Build) -> None:
@@ -366,7 +370,7 @@ def test_a_panel_has_no_line_for_what_was_not_run_at_its_shape(build: Build) -> 
     for figure in ("speedup", "memory", "matrix"):
         svg = as_svg(draw(figure, build(**sample.merged(H200, sample.steps(times)))))
         assert "not run" not in svg
-        assert len(re.findall(r">our attention, deterministic</text>", svg)) == 1
+        assert len(re.findall(r">our deterministic attention</text>", svg)) == 1
         assert len(re.findall(r">plain PyTorch</text>", svg)) == 2
 
 

@@ -10,7 +10,7 @@ def test_the_kernel_of_ours_nearest_to_a_peak_is_the_finding(build: Build) -> No
     found = title(draw("profiles", build(**sample.merged(H200, rows))))
     assert (
         found
-        == "SwiGLU forward of ours, in Triton at tiny reaches 88% of the peak of DRAM throughput"
+        == "SwiGLU forward of ours in Triton at tiny reaches 88% of the peak of DRAM throughput"
     )
 
 

@@ -19,7 +19,7 @@ def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
     }
     found = title(draw("roofline", build(**sample.merged(H200, sample.roofline_rows(shares)))))
     assert found == (
-        "Attention forward of our attention, deterministic reaches 60% of the NVIDIA H200 roofline "
+        "Attention forward of our deterministic attention reaches 60% of the NVIDIA H200 roofline "
         "at mid; FlashAttention 4 reaches 80%"
     )
 
@@ -44,7 +44,7 @@ def test_roofline_names_what_failed_and_draws_no_line_where_nothing_was_timed(
     tables["roofline"][0]["reason"] = "\x1b[91merror\x1b[0m"  # which no SVG may hold
     svg = as_svg(draw("roofline", build(**sample.merged(H200, tables))))
     assert "FlashAttention 4 (timed out) at mid" in svg
-    assert "our attention, deterministic (out of memory) at small" in svg
+    assert "our deterministic attention (out of memory) at small" in svg
     assert len(re.findall(r">small</text>", svg)) == 0
 
     failed = sample.roofline_rows({("separate", "mid"): "oom"})

@@ -150,6 +150,6 @@ def test_figure_over_the_views(database: Path, figure: str) -> None:
 def test_speedup_over_the_views_is_the_ratio_of_the_medians(database: Path) -> None:
     found = title(draw("speedup", database))
     assert (
-        "Our attention, deterministic trains 2.00× as fast (medians alone, no verdict) as "
+        "Our deterministic attention trains 2.00× as fast (medians alone, no verdict) as "
         "plain PyTorch" in found
     )

@@ -15,7 +15,8 @@ VIEWS = {
     " counts boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, leads boolean, varies boolean",
+    " speedup_best_high double, why_no_speedup text, fastest boolean, leads boolean,"
+    " varies boolean",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
     " counts boolean, why_not text, peak_memory_gib double, varies boolean",
     "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"
@@ -61,7 +62,8 @@ VIEWS = {
     "matrix": f"device text, {SHAPE}, variant text, "
     + ", ".join(
         f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
-        f" {cell}_status text, {cell}_counts boolean"
+        f" {cell}_status text, {cell}_counts boolean, {cell}_fastest boolean,"
+        f" {cell}_why_no_speedup text"
         for cell in CELLS
     ),
 }

@@ -95,12 +95,12 @@ def test_of_baselines_within_one_percent_the_one_timed_beside_ours_is_taken(stor
 def test_the_leading_step_of_ours_is_the_surest_of_the_fast(store: Store) -> None:
     """1 % decides between steps with an interval, and 2 % where the faster one has none."""
     cases = (
-        ("GPU-2", 0.995, "fused"),
-        ("GPU-2", 0.985, "fused"),
-        ("GPU-2", 0.5, "separate"),
-        ("GPU-1", 0.985, "separate"),
+        ("GPU-2", 0.995, "fused", ["fused", "separate"]),
+        ("GPU-2", 0.985, "fused", ["fused", "separate"]),
+        ("GPU-2", 0.5, "separate", ["separate"]),
+        ("GPU-1", 0.985, "separate", ["separate"]),
     )
-    for gpu, separate, leader in cases:
+    for gpu, separate, leader, tied in cases:
         query = store(
             gate("g"),
             gate("g2", gpu="GPU-2"),
@@ -109,6 +109,24 @@ def test_the_leading_step_of_ours_is_the_surest_of_the_fast(store: Store) -> Non
             *runs("separate", [separate], gpu=gpu),
         )
         assert one(query, "select variant from speedup where leads")["variant"] == leader
+        found = one(
+            query, "select list(variant order by variant) as tied from speedup where fastest"
+        )
+        assert found["tied"] == tied
+
+
+def test_what_does_not_count_hides_pytorchs_fastest_for_all_or_none(store: Store) -> None:
+    """At 2 %: a time that had not settled is no better known, and nobody's reference."""
+    for unsettled, hidden in ((1.97, False), (1.5, True)):
+        query = store(
+            gate("g"),
+            *runs("sdpa_cudnn", [2.0]),
+            *runs("sdpa_padded", [unsettled], role="peer", settled=False),
+            *runs("fused", [1.0]),
+        )
+        rows = query("select variant, speedup_best from speedup where counts order by variant")
+        ratios = [row["speedup_best"] for row in rows]
+        assert ratios == ([None, None] if hidden else [pytest.approx(2), 1])
 
 
 def test_a_step_from_before_evidence_leads_before_one_that_does_not_count(store: Store) -> None:
@@ -159,7 +177,9 @@ def test_steps_of_two_models_are_not_compared(store: Store) -> None:
     query = store(
         gate("g"), *runs("sdpa_flash", [9.0], flops=8e12), *runs("fused", [1.0], flops=1e12)
     )
-    assert one(query, "from speedup where variant = 'fused'")["verdict"] is None
+    row = one(query, "from speedup where variant = 'fused'")
+    assert row["verdict"] is None
+    assert row["why_no_speedup"] == "its work was counted otherwise: 1, not 8 TFLOP"
 
 
 def test_operations_that_one_commit_counted_otherwise_part_no_step_from_its_baseline(

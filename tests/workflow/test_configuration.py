@@ -145,6 +145,7 @@ def dry_run(checkout, *arguments: str) -> tuple[int, str]:
         ({}, ["--configfile", "other.yaml"], "other.yaml: there is no such file in "),
         ({"own.yaml": "a: 'x"}, ["-q", "--configfile=own.yaml"], "own.yaml, line 1: while"),
         ({}, ["--config", "device=gpu"], "--config: device: 'gpu' must be auto, cpu, cuda"),
+        ({}, ["--config", "device=cpu", "cpu"], "'cpu' stands behind --config, which takes all"),
         (
             {"one.yaml": "timing: {warmup_s: 0.1}\n", "two.yaml": "\nmodel:\n  n_heads: 0\n"},
             ["--configfile", "one.yaml", "two.yaml"],

@@ -70,8 +70,10 @@ def test_a_study_is_a_target_where_its_device_is(checkout):
     [
         (["cqu"], "unknown target 'cqu': did you mean 'cpu'?"),
         (["everything"], "unknown target 'everything': choose from again, all, attention, cpu, "),
-        (["figures/speedup.html"], "unknown target 'figures/speedup.html': "),
-        (["data/results.duckdb"], "unknown target 'data/results.duckdb': "),
+        (["figures/speedupp.html"], "unknown target 'figures/speedupp.html': did you mean 'figu"),
+        (["speedup"], "unknown target 'speedup': did you mean 'figures/speedup.html'?"),
+        (["./figures/speedup.html"], "write 'figures/speedup.html' as it stands here"),
+        (["figures/headline.svg"], "'figures/headline.svg' is drawn from the recorded rows alone"),
         (["data/runs/cpu/steps/a.parquet"], "unknown target 'data/runs/cpu/steps/a.parquet': choo"),
         (["again", "--config", "again=mlp"], "again: 'mlp' is for cuda alone, and the device is"),
         (["again", "--config", "again=mlp--tiny"], "again: 'mlp' is for cuda alone, and the dev"),
@@ -91,7 +93,7 @@ def test_a_target_that_is_not_there_is_one_sentence(checkout, arguments, sentenc
 
 
 def test_second_run_does_nothing_again(finished):
-    status, output = finished.run("all")
+    status, output = finished.run("all", MATRIX)
     assert status == 0, output
     assert not finished.calls()
     assert "figures/speedup.html" in output
@@ -287,18 +289,30 @@ def test_figures_are_drawn_from_what_there_is(finished):
     (finished.folder / "data/results.duckdb").unlink()
     (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
     finished.edit("tnp/model.py", "TransformerNP")
-    status, output = finished.run("figures", FAKE_RED="op--mlp--single")
+    status, output = finished.run("figures", MATRIX, FAKE_RED="op--mlp--single")
     assert status == 0, output
     assert not finished.calls()
     assert (finished.folder / MATRIX).exists()
     assert finished.store("select count(*) from steps") == [(7,)]
 
 
-def test_figures_of_a_fresh_checkout_need_no_measurement(checkout):
-    status, output = checkout.run("figures")
+def test_a_figure_by_its_file_needs_no_measurement_and_outlives_a_failure(checkout):
+    figure = checkout.folder / MATRIX
+    files = [MATRIX, "figures/memory.svg", "figures/index.html", "data/results.duckdb"]
+    status, output = checkout.run(*files, "-n")
+    assert status == 0 and MATRIX in output and not figure.exists()
+    status, output = checkout.run(*files)
     assert status == 0, output
-    assert not checkout.calls() and (checkout.folder / MATRIX).exists()
-    assert "figures/matrix.html" in output
+    assert all((checkout.folder / file).exists() for file in files) and not checkout.calls()
+    assert not (checkout.folder / "figures/speedup.html").exists()
+    assert "what speedup found" in (checkout.folder / "figures/index.html").read_text()
+    figure.write_text("as it was")
+    status, output = checkout.run(MATRIX, FAKE_BROKEN="matrix")
+    assert status != 0 and "Traceback" not in output
+    assert "not drawn: figures/matrix.html (ValueError: nothing to draw)" in output
+    assert figure.read_text() == "as it was"
+    status, output = checkout.run("figures/matrix.svg")
+    assert status == 0 and figure.read_text() == "matrix", output
 
 
 def test_a_report_holds_the_figures(checkout):

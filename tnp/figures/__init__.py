@@ -32,10 +32,17 @@ def about(name: str) -> str:
     return documentation.split("\n", 1)[0]
 
 
+def finding(name: str, database: Path) -> str:
+    """What figure `name` finds in `database`, its title, without drawing it to the end."""
+    return " ".join(draw(name, database).title.text)
+
+
 def render_index(path: Path, findings: dict[str, str]) -> None:
     """Write the page that leads to all figures, by what each found; it lies beside their pages."""
-    content = pages.index({name: about(name) for name in FIGURES}, findings)
-    with replacing(Path(path)) as temporary:
+    path = Path(path)
+    drawn = [name for name in FIGURES if path.with_name(f"{name}.html").exists()]
+    content = pages.index({name: about(name) for name in FIGURES}, findings, drawn)
+    with replacing(path) as temporary:
         temporary.write_text(content)
 
 

@@ -26,7 +26,8 @@ BARS = {
 }
 
 # Of ours the one that `leads`, of the other roles the fastest; with evidence, or without where none
-# has any. The specification's step has no switches. What is known not to count is left out.
+# has any. The specification's step has no switches. What is known not to count is left out, and so
+# are streams of tasks whose sizes vary: tables of their own compare them.
 QUERY = """
     select *
     from speedup
@@ -34,6 +35,7 @@ QUERY = """
         device = $device
         and speedup is not null
         and counts is distinct from false
+        and not coalesce(varies, false)
         and (role != 'baseline' or not (checkpoint or cuda_graph))
     qualify row_number() over (
         partition by shape, role order by counts desc nulls last, leads desc, step_ms
@@ -43,16 +45,15 @@ QUERY = """
 
 # A step of ours that counts has no bar where the plain step beside it does not.
 LEFT_OUT = """
-    select distinct own.shape, plain.why_not
-    from speedup as own
-    left join speedup as plain
-        on
-            own.device = plain.device
-            and own.shape = plain.shape
-            and plain.role = 'baseline'
-            and not (plain.checkpoint or plain.cuda_graph)
-    where own.device = $device and own.role = 'own' and own.counts and own.speedup is null
-    order by own.shape
+    select distinct shape, why_no_speedup
+    from speedup
+    where
+        device = $device
+        and role = 'own'
+        and counts
+        and speedup is null
+        and not coalesce(varies, false)
+    order by shape
 """
 
 DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and speedup is not null"
@@ -124,14 +125,10 @@ def _chart(
             f"Speed of a training step as a multiple of plain PyTorch's; "
             f"{', '.join(filter(None, [_dtypes(bars), when]))}.",
             "PyTorch's best: compiled, with every saving that PyTorch can have. Ours: our kernels.",
-            "Whiskers: 95% interval."
-            + (" Without: timed on another occasion than plain PyTorch." if apart else "")
+            "Whiskers: 95% interval, of ours against PyTorch's best."
+            + (" Without: not timed beside plain PyTorch." if apart else "")
             + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
-            *(
-                f"Not drawn: {row['shape']}, because its plain step cannot be compared "
-                f"({row['why_not'] or 'it was not timed'})."
-                for row in left_out
-            ),
+            *(f"Not drawn: {row['shape']}, since {row['why_no_speedup']}." for row in left_out),
         ],
     )
     chart = alt.layer(
@@ -151,14 +148,18 @@ def _chart(
 
 
 def _bar(row: Row) -> Row:
+    low, high = row["speedup_low"], row["speedup_high"]
+    if row["role"] == "own" and row["speedup_best_low"]:  # its pairs with plain PyTorch are few
+        best = row["speedup"] / row["speedup_best"]
+        low, high = row["speedup_best_low"] * best, row["speedup_best_high"] * best
     tasks = "1 task" if row["batch"] == 1 else f"{row['batch']} tasks"
     sizes = f"{tasks} of {row['n_context']:,} + {row['n_target']:,} points"
     return {
         "label": f"{row['shape']}|{sizes}",
         "bar": BARS[row["role"]][0],
         "speedup": row["speedup"],
-        "low": row["speedup_low"],
-        "speedup_high": row["speedup_high"] or row["speedup"],
+        "low": low,
+        "speedup_high": high or row["speedup"],
         "counts": row["counts"] is True,
         "dtype": row["dtype"],
         "text": f"{theme.times(row['speedup'])}  ({theme.duration(row['step_ms'])})",

@@ -6,7 +6,6 @@ combination of switches, a cell of speedup over step time and peak memory.
 
 import math
 import textwrap
-from collections import Counter
 
 import altair as alt
 import duckdb
@@ -21,7 +20,6 @@ CELL_WIDTH, CELL_HEIGHT = 145, 40  # px
 PHONE_CELL_WIDTH = 79  # px, of four abreast; a cell has time and memory on lines of their own
 PHONE_CELL_HEIGHT, PHONE_CHARACTERS = 54, 12  # px and on a line
 COLUMNS = 1  # tables abreast
-TIE = 0.01  # steps that differ by less are as short as each other
 COLORS = ["#b58cc4", "#f6f5f6", "#5fb76b"]  # slower, as fast, faster: black text reads on all
 EMPTY = "#e4e7eb"
 
@@ -29,6 +27,8 @@ EMPTY = "#e4e7eb"
 COMBINATIONS = dict(
     zip(("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph"), switches.NAMES, strict=True)
 )
+
+VALUES = ("step_ms", "speedup", "status", "counts", "fastest", "why_no_speedup")
 
 QUERY = """
     select * from matrix order by n_context, n_target, batch desc, shape, variant
@@ -55,42 +55,28 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time and peak memory. Green is faster, purple slower. Empty: "
-        "nothing was run. Grey has no speedup: it failed, does not count, or has no plain step "
-        "to compare with.",
-        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. Outlined: the shortest "
-        "steps with evidence, those within 1% of each other. No error bars in a table: the figure "
-        "speedup has the intervals.",
+        "nothing was run. Grey has no speedup: it failed, does not count, or is not compared with "
+        "a plain step.",
+        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
+        "evidence, and all within 1% of it. No error bars in a table: the figure speedup has the "
+        "intervals.",
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle, layout)
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """The variant with the shortest step at each shape, on the first device that timed anything.
-
-    Of variants with steps as short as each other that which is among the shortest most often.
-    """
-    timed, device = data.of_first(devices, [cell for cell in cells if _shortest([cell])])
-    if not timed:
+    """The fastest variants at each shape, on the first device that timed anything."""
+    fastest, device = data.of_first(devices, [cell for cell in cells if cell["fastest"]])
+    if not fastest:
         return "No configuration could be timed yet"
-    shortest = [_shortest(of_shape) for of_shape in switches.panels(timed)]
-    wins = Counter(name for ties in shortest for name in {cell["variant"] for cell in ties})
-    shapes: dict[str, list[str]] = {}
-    tied = ""
-    for ties in shortest:
-        best = max(ties, key=lambda cell: wins[cell["variant"]])  # the first, where equal
-        shapes.setdefault(best["variant"], []).append(best["shape"])
-        if best["variant"] != ties[0]["variant"]:
-            tied = f" (to within {TIE:.0%})"
-    winners = [f"{variant} at {theme.listed(names)}" for variant, names in shapes.items()]
-    return f"Shortest training step on {device}: {'; '.join(winners)}{tied}"
-
-
-def _shortest(cells: list[Row]) -> list[Row]:
-    """The cells with the shortest step first, of those with evidence if there are any."""
-    timed = [cell for cell in cells if cell["step_ms"] is not None and cell["counts"] is not False]
-    timed = [cell for cell in timed if cell["counts"]] or timed
-    timed.sort(key=lambda cell: cell["step_ms"])
-    return [cell for cell in timed if cell["step_ms"] <= timed[0]["step_ms"] * (1 + TIE)]
+    shapes: dict[tuple[str, ...], list[str]] = {}
+    for of_shape in switches.panels(fastest):
+        of_shape.sort(key=lambda cell: cell["step_ms"])
+        tied = tuple(dict.fromkeys(cell["variant"] for cell in of_shape))
+        shapes.setdefault(tied, []).append(of_shape[0]["shape"])
+    winners = [f"{theme.listed(tied)} at {theme.listed(names)}" for tied, names in shapes.items()]
+    equal = " (named together: equal to within 1%)" if any(len(tied) > 1 for tied in shapes) else ""
+    return f"Fastest training step on {device}: {'; '.join(winners)}{equal}"
 
 
 def _cells(row: Row) -> list[Row]:
@@ -98,7 +84,7 @@ def _cells(row: Row) -> list[Row]:
     keys = ("device", "shape", "variant", "batch", "n_context", "n_target")
     cells = []
     for prefix, name in COMBINATIONS.items():
-        values = {key: row[f"{prefix}_{key}"] for key in ("step_ms", "speedup", "status", "counts")}
+        values = {key: row[f"{prefix}_{key}"] for key in VALUES}
         speedup, memory = values["speedup"], row[f"{prefix}_peak_memory_gib"]
         cells.append(
             {key: row[key] for key in keys}
@@ -160,7 +146,9 @@ def _table(
     without = grid.transform_filter("datum.large == ''")
     small = {"fontSize": 11, "lineHeight": 13, "color": theme.INK}
     return alt.layer(
-        without.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(tooltip="small:N"),
+        without.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(
+            tooltip=["small:N", alt.Tooltip("why_no_speedup:N", title="why")]
+        ),
         base.transform_filter("datum.counts")
         .mark_rect(stroke="white", strokeWidth=2)
         .encode(color=color, tooltip=TOOLTIP),
@@ -168,7 +156,7 @@ def _table(
         base.transform_filter("!datum.counts")
         .mark_rect(filled=False, strokeWidth=4, width=width - 8, height=height - 8)
         .encode(color=color, tooltip=TOOLTIP),
-        data.drawing(_shortest(cells))
+        data.drawing([cell for cell in cells if cell["fastest"]])
         .mark_rect(filled=False, stroke=theme.INK, strokeWidth=2)
         .encode(x=x, y=y),
         grid.mark_text(dy=6 - height / 3, fontSize=14, fontWeight="bold").encode(text="large:N"),

@@ -3,6 +3,7 @@
 import functools
 import html
 import json
+from collections.abc import Collection
 from typing import Any
 
 import vl_convert
@@ -86,8 +87,11 @@ def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
     )
 
 
-def index(sentences: dict[str, str], findings: dict[str, str]) -> str:
-    """A page that leads through the figures: what each found, where it was drawn, and shows."""
+def index(sentences: dict[str, str], findings: dict[str, str], drawn: Collection[str]) -> str:
+    """A page that leads through the figures: what each found, and shows.
+
+    Links lead to those `drawn`; of the others it says how to draw them.
+    """
     parts = ["<h1>Training Transformer Neural Processes: what was measured</h1>"]
     parts.append(
         "<p>Each question is answered by figures, each figure by its title. “Plain PyTorch” is the "
@@ -99,10 +103,12 @@ def index(sentences: dict[str, str], findings: dict[str, str]) -> str:
         parts.append(f"<h2>{question}</h2>\n<dl>")
         for name in figures:
             finding = html.escape(findings.get(name, f"{name} could not be drawn"))
-            parts.append(
-                f'<dt><a href="{name}.html">{finding}</a></dt>\n'
-                f"<dd>{name}: {html.escape(sentences[name])}</dd>"
-            )
+            about = html.escape(sentences[name])
+            if name in drawn:
+                finding = f'<a href="{name}.html">{finding}</a>'
+            else:
+                about += f" To draw it: <code>snakemake --cores 1 figures/{name}.html</code>"
+            parts.append(f"<dt>{finding}</dt>\n<dd>{name}: {about}</dd>")
         parts.append("</dl>")
     return _page("figures", "\n".join(parts))
 

@@ -34,18 +34,10 @@ TOOLTIP = [
 QUERY = """
     select
         *,
-        speedup = coalesce(
-            max(speedup) filter (where counts) over of_shape, max(speedup) over of_shape
-        ) as best_of_shape,
         speedup = max(speedup) over of_variant as best_of_variant,
-        speedup_best = coalesce(
-            max(speedup_best) filter (where counts) over of_shape, max(speedup_best) over of_shape
-        ) as best_of_shape_over_best,
         speedup_best = max(speedup_best) over of_variant as best_of_variant_over_best
     from speedup
-    window
-        of_shape as (partition by device, shape),
-        of_variant as (partition by device, shape, variant)
+    window of_variant as (partition by device, shape, variant)
     order by varies, n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
@@ -67,7 +59,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
         "that of the configuration, on the same device, shape and dtype. Numbers: each line's "
         "fastest, with the 95% interval where the two were timed in one sitting; bold is the "
-        "fastest with evidence. Dashed line: PyTorch's fastest configuration at that shape.",
+        "fastest with evidence, or all within 1% of it. Dashed line: PyTorch's fastest "
+        "configuration at that shape.",
         f"Hollow: {theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict. Called "
         "faster or slower: where the interval clears 1× by more than 1%, allowing for how many "
         "are compared.",
@@ -201,10 +194,8 @@ def _panel(
         *theme.filled_or_hollow(
             marks.transform_filter("datum.best_of_variant"), "point", size=75, opacity=1
         ),
-        *theme.text(label.transform_filter("datum.best_of_variant && !datum.best_of_shape"), dx=8),
-        *theme.text(
-            label.transform_filter("datum.best_of_shape"), dx=8, fontSize=13, fontWeight="bold"
-        ),
+        *theme.text(label.transform_filter("datum.best_of_variant && !datum.fastest"), dx=8),
+        *theme.text(label.transform_filter("datum.fastest"), dx=8, fontSize=13, fontWeight="bold"),
         *in_place,
         *names,
     ]
@@ -227,23 +218,21 @@ def _why_not_drawn(row: Row) -> str:
     """In place of the mark of a step that was timed."""
     if row["counts"] is False:
         return "not_counted"
-    return f"{theme.duration(row['step_ms'])}; no plain step to compare with"
+    return f"{theme.duration(row['step_ms'])}; {row['why_no_speedup']}"
 
 
 def _over_best(row: Row) -> Row:
     """The row with its speedup over PyTorch's fastest in place of that over plain PyTorch."""
     ends = {f"speedup{end}": row[f"speedup_best{end}"] for end in ("", "_low", "_high")}
-    best = {f"best_of_{group}": row[f"best_of_{group}_over_best"] for group in ("shape", "variant")}
-    return row | ends | best
+    return row | ends | {"best_of_variant": row["best_of_variant_over_best"]}
 
 
 def _why_over_best(rows: list[Row]) -> str:
     """Why a shape's steps are not compared with plain PyTorch's, and what is shown in place."""
-    plain = [row for row in rows if row["role"] == "baseline" and switches.name(row) == "neither"]
-    why = plain[0]["why_not"] or plain[0]["status"] if plain else "it was not timed"
+    reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["counts"] is not False)
+    why = theme.sentence("; ".join(filter(None, reasons)) or f"{PLAIN} was not timed")
     shown = any(row["speedup"] is not None for row in rows)
-    instead = "; compared with PyTorch's fastest" if shown else ""
-    return f"{PLAIN} cannot be compared: {why}{instead}"
+    return f"{why}: compared with PyTorch's fastest" if shown else why
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -5,7 +5,8 @@
 -- cuDNN's attention, a hidden width that suits the hardware, nothing computed that reaches no
 -- result, `torch.compile`, a CUDA graph where that helps. "Ours" is, of our steps that have
 -- evidence, the one that is surest to be fast: the lower end of its interval against PyTorch's best
--- is the highest. A ratio above 1 says how many times as fast ours is, with its 95 % interval.
+-- is the highest. Its variant stands first; those behind it are as fast, within 1 %. A ratio above
+-- 1 says how many times as fast ours is, with its 95 % interval.
 -- An interval stands where the two were timed in the same sittings; such a ratio may differ a
 -- little from that of two times in the table. A ratio without one is of two medians alone.
 with ours as (
@@ -21,6 +22,19 @@ sizes as (
         max(memory_bytes) as memory_bytes
     from environments
     group by device
+),
+
+tied as (
+    select
+        device,
+        batch,
+        n_context,
+        n_target,
+        dtype,
+        list(distinct variant order by variant) as variants
+    from speedup
+    where fastest and role = 'own'
+    group by all
 )
 
 select
@@ -30,16 +44,22 @@ select
     case when ours.best_pytorch_role = 'peer' then ours.best_pytorch_step_ms end
         as "PyTorch's_best,_ms",
     ours.step_ms as "ours,_ms",
-    ours.variant,
+    concat_ws(
+        ', ',
+        ours.variant,
+        nullif(
+            array_to_string(
+                list_filter(tied.variants, lambda name: name != ours.variant), ', '
+            ),
+            ''
+        )
+    ) as variant,
     coalesce(
         ratio_cell(ours.speedup, ours.speedup_low, ours.speedup_high),
         case
             when plain.step_ms is not null
                 then
-                    format(
-                        'not compared (plain PyTorch: {})',
-                        coalesce(plain.why_not, 'it was timed under another torch or triton')
-                    )
+                    format('not compared ({})', ours.why_no_speedup)
         end
     ) as against_plain,
     case
@@ -49,6 +69,13 @@ select
     case when ours.best_pytorch_role = 'peer' then ours.verdict_best end as verdict
 from ours
 left join sizes on ours.device = sizes.device
+left join tied
+    on
+        ours.device = tied.device
+        and ours.batch = tied.batch
+        and ours.n_context = tied.n_context
+        and ours.n_target = tied.n_target
+        and ours.dtype = tied.dtype
 left join speedup as plain
     on
         ours.device = plain.device

@@ -252,13 +252,16 @@ def made_by_rules():
 
 def unknown_target(wildcards):
     target = wildcards.target
-    if target.startswith(("data/", "figures/")) and not target.startswith("data/runs/"):
-        sys.exit(
-            f"unknown target {target!r}: `snakemake figures` draws all figures and builds the "
-            "database, from whatever was measured"
-        )
-    targets = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
-    sys.exit(unknown("target", target, sorted(targets)))
+    targets = sorted(rule.name for rule in workflow.rules if not rule.has_wildcards())
+    meant = f"figures/{Path(target).stem}.html"
+    if target in targets:  # Snakemake has cut off the './', or the way to this folder
+        sys.exit(f"write {target!r} as it stands here, with nothing in front of it")
+    if target == "figures/headline.svg":
+        sys.exit(f"{target!r} is drawn from the recorded rows alone: run `make report`")
+    if meant in targets:
+        sys.exit(f"unknown target {target!r}: did you mean {meant!r}?")
+    in_folder = [name for name in targets if ("/" in name) == ("/" in target)]
+    sys.exit(unknown("target", target, in_folder))
 
 
 def to_measure_again(wildcards):
@@ -275,6 +278,11 @@ def drawn(wildcards):
         for name in names
         if Path(file := f"figures/{name}.svg").exists()
     ]
+
+
+def measures_nothing():
+    """Whether all jobs to be done only draw: what measures writes files that are its outputs."""
+    return not any(job.output for job in workflow.dag.needrun_jobs())
 
 
 def check_device():
@@ -295,7 +303,8 @@ onstart:
     try:
         LOCK = start.take_lock(Path(".snakemake/workflow.lock"))
         start.check_folders(FOLDERS)
-        start.check_tables()
+        if not measures_nothing():  # a job that draws reads the tables itself
+            start.check_tables()
         check_device()
         keep(file for job in workflow.dag.needrun_jobs() for file in job.output)
     except ValueError as error:
@@ -309,8 +318,13 @@ onstart:
 
 
 onsuccess:
-    print(summary.success())
-    drawn_only = {"figures"} == {job.rule.name for job in workflow.dag.jobs}
+    # What measures writes files that are its outputs, and what draws writes none.
+    print(
+        summary.success(
+            drawn=any(job.is_script for job in workflow.dag.jobs if not job.output)
+        )
+    )
+    drawn_only = not any(job.output for job in workflow.dag.jobs)
     gates = [] if drawn_only else gate_files(PLANNED_GATES)
     red = summary.red_gates(filter(Path.exists, map(Path, gates)))
     if red:

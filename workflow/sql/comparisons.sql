@@ -3,8 +3,10 @@
 -- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
 -- PyTorch and other packages under the same versions of torch and triton, by all its runs. A slower
 -- one never stands in for it because only the slower was timed beside `own` or has evidence, but
--- one within 1 % of the fastest does. What is known not to count is never compared: where it is
--- the fastest, `own` has no ratio to the fastest. Who computes in a narrower format than the
+-- one within 1 % of the fastest does. What is known not to count is never compared. Where its
+-- median is shorter by more than 2 % than all that may count, nothing at these sizes has a ratio to
+-- the fastest; otherwise the fastest is one that may count. Of the 2 %, 1 % is the difference that
+-- matters, and two GPUs of one model differ by as much. Who computes in a narrower format than the
 -- problem's dtype is a peer of those alone that do so too.
 --
 -- `ablation` compares steps with and without one component: of the whole variant that generation
@@ -38,6 +40,8 @@ with candidates as (
         end as ablated,
         own.is_current and base.is_current as are_current,
         own.has_evidence and base.has_evidence as both_have_evidence,
+        base.may_count as base_may_count,
+        base.log_ms as base_log_ms,
         estimates.own is not null or own.generation = base.generation as is_paired,
         is_paired or (own.kind = 'step' and base.may_count) as is_compared,
         coalesce(
@@ -62,18 +66,33 @@ with candidates as (
         and (is_paired or own.flops is not distinct from base.flops)
 ),
 
+-- Of what is known not to count what would be the fastest, were it to.
+weighed as (
+    select
+        *,
+        not base_may_count
+        and coalesce(
+            base_log_ms + 2 * margin()
+            < min(base_log_ms) filter (where base_may_count) over (partition by own),
+            true
+        ) as hides_fastest
+    from candidates
+    where for_speedup
+),
+
 ranked as (
     select
         *,
         log_ratio > margin() + min(log_ratio) over (partition by own) as is_beaten
-    from candidates
-    where for_speedup
+    from weighed
+    where base_may_count or hides_fastest
 ),
 
 speedups as (
     select
         * exclude (
-            for_speedup, ablated, are_current, both_have_evidence, is_paired, is_compared, is_beaten
+            for_speedup, ablated, are_current, both_have_evidence, base_may_count, base_log_ms,
+            is_paired, is_compared, hides_fastest, is_beaten
         )
         replace (case when is_compared then log_ratio end as log_ratio),
         case kind when 'step' then 'speedup' else 'operator_speedup' end as figure,
@@ -81,7 +100,12 @@ speedups as (
             over (
                 partition by own
                 order by
-                    is_beaten asc, has_evidence desc, is_paired desc, log_ratio asc, base asc
+                    hides_fastest desc,
+                    is_beaten asc,
+                    has_evidence desc,
+                    is_paired desc,
+                    log_ratio asc,
+                    base asc
             )
         = 1 as against_best
     from ranked
@@ -91,8 +115,8 @@ speedups as (
 ablations as (
     select
         * exclude (
-            for_speedup, ablated, are_current, both_have_evidence, is_paired, is_compared,
-            against_baseline
+            for_speedup, ablated, are_current, both_have_evidence, base_may_count, base_log_ms,
+            is_paired, is_compared, against_baseline
         ),
         'ablation' as figure
     from candidates

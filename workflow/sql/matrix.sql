@@ -23,6 +23,8 @@ any_value(step_ms) as step_ms,
 any_value(peak_memory_gib) as peak_memory_gib,
 any_value(speedup) as speedup,
 any_value(verdict) as verdict,
+any_value(fastest) as fastest,
+any_value(why_no_speedup) as why_no_speedup,
 any_value(counts) as counts,
 any_value(why_not) as why_not,
 any_value(status) as status
