@@ -123,7 +123,7 @@ def test_the_time_limit_is_a_row_and_nothing_runs_on(instead_of_a_step, tmp_path
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))", "time.sleep(600)"
     )
     row = the_row(run_isolated("step", step_parameters(), timeout_s=8))
-    assert (row["status"], row["reason"]) == ("timeout", "not finished after 8 s")
+    assert (row["status"], row["reason"]) == ("timeout", "no progress in 8 s")
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
