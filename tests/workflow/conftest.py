@@ -237,14 +237,14 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
-            status, output = everything(Checkout(folder)).run("all")
+            status, output = everything(Checkout(folder)).run("all", "gates")
             assert status == 0, output
             done.touch()
     return folder
 
 
 def everything(checkout: Checkout) -> Checkout:
-    """With replicates, training, and gates of which the steps need none."""
+    """With replicates, training, and gates that nothing waits for."""
     checkout.config["steps"]["cpu"] |= {"checkpoint": [False, True], "replicates": 2}
     checkout.config["gates"] += ["op--mlp--single", "skip_unread"]
     checkout.config["training"] = configuration()["training"]

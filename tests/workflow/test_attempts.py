@@ -233,6 +233,7 @@ def test_a_gpu_that_is_named_and_not_here_is_one_sentence(checkout):
 def test_a_clusters_job_that_does_not_find_its_gpu_fails_and_writes_no_row(checkout):
     """The workflow believes that its jobs run elsewhere; the gates' processes are real."""
     checkout.config["device"] = "nvidia-none"
+    checkout.config["steps"]["cpu"]["devices"] = ["cuda"]
     common = checkout.folder / "workflow/rules/common.smk"
     text = common.read_text()
     assert "workflow.local_exec" in text
