@@ -1,5 +1,7 @@
 """Gates, each in a process of its own: `python -m workflow.gate_process PARENT REPORT`."""
 
+from __future__ import annotations
+
 import json
 import sys
 import time
