@@ -213,7 +213,7 @@ from triton.runtime.jit import JITFunction
 
 from tnp import launch, plans, targets
 from tnp.contract import Call, Case
-from tnp.gates.compile import _candidates
+from tnp.gates.launches import _candidates
 from tnp.catalog import catalog
 from tnp.values import Random
 

@@ -229,13 +229,19 @@ def _by_nvcc(source: Source, architecture: str) -> tuple[bytes, str]:
         return out.read_bytes(), child.stderr
 
 
-def _cached(source: Source, architecture: str) -> bytes:
-    """Machine code from the user's cache, or compiled and kept there."""
+def identity(source: Source, architecture: str) -> list[object]:
+    """Returns all that decides what compiling gives: texts, constants, target and compiler."""
     said = [source.name, source.constants, architecture, _compiler(bool(source.cutlass))]
     said += source.texts()
     if source.cutlass:
         said.append(Path(source.cutlass, "cutlass", "version.h").read_text())
-    path = user_cache() / "cuda" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    return said
+
+
+def _cached(source: Source, architecture: str) -> bytes:
+    """Machine code from the user's cache, or compiled and kept there."""
+    said = json.dumps(identity(source, architecture))
+    path = user_cache() / "cuda" / hashlib.sha256(said.encode()).hexdigest()[:32]
     path = path.with_suffix(".cubin")
     if not path.is_file():
         cubin = build(source, architecture).cubin

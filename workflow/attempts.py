@@ -55,9 +55,14 @@ class Attempts:
         return f"--a{last}" if last > 1 else ""
 
     def to_be_tried_again(self, table: str, stem: str) -> bool:
-        """Whether the last attempt was killed or timed out, and fewer than three were made."""
+        """Whether the last attempt was killed or timed out, and fewer than three were made.
+
+        A gate is always tried again: it goes on where it stopped.
+        """
         last = self._last(table).get(stem, 0)
-        if not self._planning or not 0 < last < ATTEMPTS or "status" not in TABLES[table].names:
+        if not self._planning or "status" not in TABLES[table].names:
+            return False
+        if last == 0 or is_last_attempt(table, last):
             return False
         file = self.last(table, stem)
         if not file.is_file():  # a pipe would be waited for
@@ -83,9 +88,20 @@ class Attempts:
         """{stem: number of its last attempt}"""
         last: dict[str, int] = {}
         for file in self._runs.joinpath(table).glob("*.parquet"):
-            stem, number = re.fullmatch(r"(.*?)(?:--a(\d+))?", file.stem).groups()
-            last[stem] = max(last.get(stem, 0), int(number or 1))
+            stem, number = attempt(file)
+            last[stem] = max(last.get(stem, 0), number)
         return last
+
+
+def attempt(file: Path) -> tuple[str, int]:
+    """Returns the stem of a job's files, and the number of the attempt that wrote this one."""
+    stem, number = re.fullmatch(r"(.*?)(?:--a(\d+))?", file.stem).groups()
+    return stem, int(number or 1)
+
+
+def is_last_attempt(table: str, number: int) -> bool:
+    """Whether what is ended from outside at this attempt is not tried again without being asked."""
+    return table != "gates" and number >= ATTEMPTS
 
 
 def is_of(file: Path, state: str) -> bool:

@@ -1,68 +1,108 @@
 """Gates, each in a process of its own: `python -m workflow.gate_process PARENT REPORT`."""
 
+from __future__ import annotations
+
+import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tnp.bench.evidence import Code
 from tnp.bench.process import run_child
-from tnp.gates import blocking_reason
-from tnp.gates import gate as about
+from tnp.definitions import digest
+from tnp.gates import NOT_FINISHED, Blocked, blocked, ended
+from tnp.gates.progress import Progress
+
+SAID_EVERY_S = 30.0  # how far a long gate is
 
 
 def run(
-    gate: str, device: str, slug: str, definitions: dict[str, str], timeout_s: float
+    gate: str,
+    device: str,
+    slug: str,
+    definitions: dict[str, str],
+    timeout_s: float,
+    unfinished: Path,
+    say: Callable[[str], None],
 ) -> dict[str, list[dict]]:
     """Table → rows of `gate` on `device`, provenance not yet added.
 
-    `definitions` are the hashes of what it tests, by name, for table `code`.
-    A gate whose process crashes, is killed or takes longer than `timeout_s` seconds is a row that
-    says so. Raises DeviceMissing where the device `slug` is not here. The caller holds its lock.
+    A gate whose process crashes, is killed or makes no check for `timeout_s` seconds keeps its
+    checks, and has a row that says so. Raises DeviceMissing where the device `slug` is not here.
+    The caller holds its lock.
+
+    Args:
+        gate: its name.
+        device: "cuda" or "cpu".
+        slug: name of the device.
+        definitions: hashes of what the gate tests, by name, for table `code`.
+        timeout_s: seconds without a check.
+        unfinished: the file in which the gate notes how far it is. It is there already where an
+            earlier run was ended, and stays where this one is.
+        say: called with how far the gate is, now and then.
     """
     parameters = {"gate": gate, "device": device, "device_slug": slug}
-    parameters["definitions"] = definitions
+    parameters |= {"definitions": definitions, "unfinished": str(unfinished.absolute())}
     # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-    report = run_child([__name__], parameters, timeout_s, interpret)
-    tables = report.get("tables") or _not_finished(gate, *report["failure"])
+    report = run_child([__name__], parameters, timeout_s, interpret, _now_and_then(say))
+    tables = report.get("tables")
+    if tables is None:
+        status, reason = report["failure"]
+        kept = Progress.read(unfinished)
+        rows = [*kept.rows, ended(gate, status, f"{reason}, {kept}" if kept.rows else reason)]
+        code = Code(kept.kernels, report.get("packages", {}), definitions)
+        tables = {"gates": rows, "kernels": [], "code": code.rows()}
+    if not any(row["status"] in NOT_FINISHED for row in tables["gates"]):
+        unfinished.unlink(missing_ok=True)
     return {"environments": [report["environment"]] if "environment" in report else []} | tables
 
 
-def red(files: Sequence[Path], implementations: Mapping[str, str]) -> str | None:
-    """Why the gates recorded in `files` forbid these implementations (operator → name), or None."""
+def _now_and_then(say: Callable[[str], None]) -> Callable[[dict], None]:
+    """What hears a gate's notes, and says every half a minute how far the gate is."""
+    last = time.monotonic()
+
+    def heard(known: dict) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAID_EVERY_S:
+            last = time.monotonic()
+            say(known.get("progress", "starting"))
+
+    return heard
+
+
+def stopped(files: Sequence[Path], implementations: Mapping[str, str]) -> Blocked | None:
+    """Why the gates recorded in `files` stop these implementations (operator → name), or None."""
     from tnp.store import read_table
 
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise RuntimeError(f"gate {missing[0].stem} has no result: snakemake gates")
     rows = [row for file in files for row in read_table(file, "gates").to_pylist()]
-    return blocking_reason(rows, implementations)
-
-
-def _not_finished(gate: str, status: str, reason: str) -> dict[str, list[dict]]:
-    row = {
-        "gate": gate,
-        "phase": about(gate).phase,
-        "op": about(gate).op,
-        "implementation": "",
-        "check": status,
-        "metric": "",
-        "status": status,
-        "reason": reason,
-    }
-    return {"gates": [row], "kernels": [], "code": []}
+    return blocked(rows, implementations)
 
 
 def main(parent: str, report: str) -> None:
     from tnp.bench.child import reporting
 
     with reporting(parent, report) as (parameters, note):
-        from tnp.bench.evidence import Code, packages
+        from tnp.bench.evidence import packages
         from tnp.bench.kernel_code import launches
         from tnp.gates import run_gate
+        from tnp.gpu_memory import limit_gb
 
         code = Code(packages=packages(), definitions=parameters["definitions"])
-        with launches() as code.kernels:
-            tables = run_gate(parameters["gate"], parameters["device"])
+        note(packages=code.packages)
+        of = [code.packages, code.definitions, parameters["device_slug"], limit_gb()]
+        progress = Progress(
+            Path(parameters["unfinished"]),
+            digest(json.dumps(of, sort_keys=True)),
+            lambda progress: note(progress=str(progress)),
+        )
+        with launches() as progress.launched:
+            tables = run_gate(parameters["gate"], parameters["device"], progress)
+        code.kernels = progress.kernels | progress.launched
         note(tables=tables | {"code": code.rows()})
 
 

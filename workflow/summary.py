@@ -1,7 +1,12 @@
 """What a finished run says last."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from tnp.bench.outcome import TRANSIENT
+from tnp.schemas import TABLES
+from workflow.attempts import ATTEMPTS, attempt, is_last_attempt
 
 DATABASE = "data/results.duckdb"
 QUERY = (
@@ -10,14 +15,15 @@ QUERY = (
 )
 
 
-def red_gates(files: Iterable[str]) -> list[str]:
-    """One sentence per gate in `files` that has a failed or unfinished check."""
+def red_gates(files: Iterable[Path]) -> list[str]:
+    """One sentence per gate in `files` that has a failed check, or raised an error."""
     from tnp.store import read_table
 
     sentences = []
     for file in files:
         rows = read_table(Path(file), "gates").to_pylist()
-        red = [row for row in rows if row["status"] != "unsupported" and not row["passed"]]
+        harmless = ("unsupported", *TRANSIENT)
+        red = [row for row in rows if row["status"] not in harmless and not row["passed"]]
         if red:
             first = red[0]
             why = first["reason"] or (
@@ -26,6 +32,40 @@ def red_gates(files: Iterable[str]) -> list[str]:
             )
             sentences.append(f"Gate {first['gate']} is red: {why}.")
     return sentences
+
+
+def not_finished(files: Iterable[Path]) -> list[str]:
+    """Sentences that say what of `files` was ended before it was done, and how it goes on.
+
+    Args:
+        files: `<table>/<stem>.parquet` of jobs; those without a status say nothing.
+    """
+    from tnp.store import read_table
+
+    said, last, n_waiting = [], [], 0
+    for file in files:
+        table = file.parent.name
+        if "status" not in TABLES[table].names or not file.is_file():
+            continue
+        rows = read_table(file, table).to_pylist()
+        reasons = [row["reason"] for row in rows if row["status"] in TRANSIENT]
+        if not reasons:
+            continue
+        stem, number = attempt(file)
+        if table != "gates" and all(reason.startswith("gate ") for reason in reasons):
+            n_waiting += 1
+            continue
+        said.append(f"Not finished: {'gate ' * (table == 'gates')}{stem}: {reasons[-1]}.")
+        if is_last_attempt(table, number):
+            last.append(re.sub(r"--r\d+$", "", stem))
+    if n_waiting:
+        said.append(f"Jobs that wait for gates which are not finished: {n_waiting}.")
+    if said:
+        said.append("Nothing is wrong with it. It goes on with: snakemake --cores 1 all")
+    if last:
+        names = ",".join(dict.fromkeys(last))
+        said.append(f"After {ATTEMPTS} attempts: snakemake again --config again={names}")
+    return said
 
 
 def success(drawn: bool) -> str:

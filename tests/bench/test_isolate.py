@@ -126,7 +126,7 @@ def test_the_time_limit_is_a_row_and_nothing_runs_on(instead_of_a_step, tmp_path
         lambda limit_s: run_isolated("step", step_parameters(), limit_s), tmp_path / "pid"
     )
     row = the_row(tables)
-    assert (row["status"], row["reason"]) == ("timeout", f"not finished after {limit_s} s")
+    assert (row["status"], row["reason"]) == ("timeout", f"no progress in {limit_s} s")
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 

@@ -41,11 +41,11 @@ def child(tmp_path, monkeypatch):
     """Runs these lines as a child; its report."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def run(*lines: str, timeout_s: float = PATIENCE_S, **parameters) -> dict:
+    def run(*lines: str, timeout_s: float = PATIENCE_S, heard: list = [], **parameters) -> dict:  # noqa: B006
         body = "\n".join(f"    {line}" for line in lines)
         (tmp_path / "lines_of_a_child.py").write_text(CHILD.format(body=body))
         common = {"device": "cpu", "device_slug": "cpu"}
-        return run_child(["lines_of_a_child"], common | parameters, timeout_s)
+        return run_child(["lines_of_a_child"], common | parameters, timeout_s, heard=heard.append)
 
     return run
 
@@ -54,6 +54,15 @@ def test_a_report_is_what_was_noted(child):
     report = child("note(twice=2 * parameters['number'])", "note(name='ä')", number=21)
     assert (report["twice"], report["name"]) == (42, "ä")
     assert report["environment"]["environment_id"]
+
+
+def test_a_slow_child_is_heard_and_one_that_says_nothing_is_ended(child):
+    heard: list[dict] = []
+    slowly = ("for i in range(4):", "    time.sleep(3)", "    note(i=i)")
+    report = child(*slowly, "time.sleep(600)", timeout_s=8, heard=heard)
+    assert report["i"] == 3  # after 12 seconds
+    assert report["failure"] == ("timeout", "no progress in 8 s")
+    assert len(heard) > 4 and heard[-1]["i"] == 3
 
 
 def test_what_was_noted_outlives_a_kill_in_the_middle_of_a_line(child):
@@ -123,18 +132,20 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
     (tmp_path / "sitecustomize.py").write_text(
         "import subprocess, sys, time, types\n"
-        "def run_gate(gate, device):\n"
+        "def run_gate(gate, device, progress):\n"
         "    started = subprocess.Popen(['sleep', '600'])\n"
         f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
         "    time.sleep(600)\n"
         "gates = types.ModuleType('tnp.gates')\n"
-        "gates.run_gate, gates.gate, gates.blocking_reason = run_gate, None, None\n"
-        "gates.gates_of = None\n"
+        "gates.run_gate = run_gate\n"
+        "for name in ('NOT_FINISHED', 'Blocked', 'blocked', 'ended', 'gates_of'):\n"
+        "    setattr(gates, name, None)\n"
+        f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
         "sys.modules['tnp.gates'] = gates\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (row,) = gate_process.run("baseline", "cpu", "cpu", {}, 10)["gates"]
-    assert (row["status"], row["reason"]) == ("timeout", "not finished after 10 s")
+    (row,) = gate_process.run("baseline", "cpu", "cpu", {}, 10, tmp_path / "a", print)["gates"]
+    assert (row["status"], row["reason"]) == ("timeout", "no progress in 10 s")
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
 
@@ -158,7 +169,7 @@ def test_a_kill_leaves_no_files_behind(own_temporary_folder, tmp_path):
     assert list(own_temporary_folder.iterdir()) == []
 
 
-def test_a_device_that_is_not_here_gives_no_row():
+def test_a_device_that_is_not_here_gives_no_row(tmp_path):
     parameters = step_parameters(device="cuda", device_slug="nvidia-h200")
     if provenance.device_slug() == "nvidia-h200":
         pytest.skip("it is here")
@@ -166,7 +177,7 @@ def test_a_device_that_is_not_here_gives_no_row():
     with pytest.raises(DeviceMissing, match=sentence):
         run_isolated("step", parameters, 60)
     with pytest.raises(DeviceMissing, match=sentence):
-        gate_process.run("baseline", "cuda", "nvidia-h200", {}, 60)
+        gate_process.run("baseline", "cuda", "nvidia-h200", {}, 60, tmp_path / "a", print)
 
 
 def test_another_gpu_is_not_the_one_that_was_named(monkeypatch):

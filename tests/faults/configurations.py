@@ -55,7 +55,7 @@ def valid() -> dict:
     config = yaml.safe_load((ROOT / "tests/workflow/config.yaml").read_text())
     base, full = "sdpa_flash", "projection"
     config["variants"][full] = {"attention": "sdpa_flash", "projection": "fused"}
-    config["gates"] += ["op--project_qkv--fused", "kernels"]
+    config["gates"] += ["op--project_qkv--fused"]
     differing = [
         operator
         for operator, implementation in config["variants"][full].items()

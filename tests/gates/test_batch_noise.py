@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_model import build
-from tnp.gates import batch_noise, blocking_reason, gates_for, models, run_gate
+from tnp.gates import batch_noise, blocked, gates_for, models, run_gate
 from tnp.model import TransformerNP
 from tnp.tasks import GaussianProcessTasks
 
@@ -47,8 +47,8 @@ def test_a_step_with_gradients_in_8_bits_waits_for_it():
 def test_a_red_check_stops_what_it_names_alone():
     row = {"gate": "batch_noise", "op": "mlp", "implementation": "e4m3", "status": "ok"}
     row |= {"passed": False, "check": "gradient", "metric": "ratio", "value": 0.2, "bound": 0.1}
-    assert "batch_noise is red" in blocking_reason([row], {"mlp": "e4m3"})
-    assert blocking_reason([row], {"mlp": "fused"}) is None
+    assert "batch_noise is red" in blocked([row], {"mlp": "e4m3"}).reason
+    assert blocked([row], {"mlp": "fused"}) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tnp.catalog import catalog
-from tnp.gates import GATES, blocking_reason, gates_for, generic_gates, run_gate
+from tnp.gates import GATES, blocked, gates_for, generic_gates, run_gate
 from tnp.gates import gate as gate_named
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+from tnp.gpu_memory import Busy
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -76,42 +77,50 @@ def test_a_red_check_blocks_only_its_implementation():
     rows = [row(), row(passed=False)]
     separate, flash = {"attention": "separate"}, {"attention": "sdpa_flash"}
     expected = "gate op--attention--separate is red: c: m 2, bound 1"
-    assert expected in blocking_reason(rows, separate)
-    assert blocking_reason(rows, flash) is None
-    assert blocking_reason([row(implementation="", passed=False)], flash)
-    assert blocking_reason([row(status="error", reason="boom", passed=None)], separate)
-    assert blocking_reason([row(status="unsupported", passed=None)], separate) is None
+    assert expected in blocked(rows, separate).reason
+    assert blocked(rows, flash) is None
+    assert blocked([row(implementation="", passed=False)], flash)
+    assert blocked([row(status="error", reason="boom", passed=None)], separate)
+    assert blocked([row(status="unsupported", passed=None)], separate) is None
+
+
+def test_a_gate_that_is_not_finished_stops_without_being_wrong_unless_a_check_is_red():
+    separate, hung = {"attention": "separate"}, row(status="timeout", reason="hung", passed=None)
+    stop = blocked([row(), hung], separate)
+    assert stop == ("timeout", "gate op--attention--separate is not finished: hung")
+    assert blocked([hung, row(passed=False)], separate).status == "gate_failed"
+    assert blocked([hung], {"attention": "sdpa_flash"}) is None
 
 
 def test_a_red_check_blocks_auto_where_it_could_choose_the_implementation():
     red = [row(passed=False)]
-    assert blocking_reason(red, {"attention": "auto"})
-    assert blocking_reason(red, {"mlp": "auto"}) is None
+    assert blocked(red, {"attention": "auto"})
+    assert blocked(red, {"mlp": "auto"}) is None
 
 
 def test_a_red_check_names_an_implementation_of_its_operator():
     fused = row(gate="op--mlp--fused", op="mlp", implementation="fused", passed=False)
-    assert blocking_reason([fused], {"attention": "separate", "mlp": "fused"})
-    assert blocking_reason([fused], {"attention": "fused", "mlp": "single"}) is None
-    assert blocking_reason([fused], {"attention": "fused"}) is None
+    assert blocked([fused], {"attention": "separate", "mlp": "fused"})
+    assert blocked([fused], {"attention": "fused", "mlp": "single"}) is None
+    assert blocked([fused], {"attention": "fused"}) is None
     captured = row(gate="cuda_graphs", implementation="fused", passed=False)
-    assert blocking_reason([captured], {"attention": "fused", "mlp": "torch"})
-    assert blocking_reason([captured], {"attention": "separate", "mlp": "fused"}) is None
+    assert blocked([captured], {"attention": "fused", "mlp": "torch"})
+    assert blocked([captured], {"attention": "separate", "mlp": "fused"}) is None
 
 
 def test_a_family_is_all_of_its_operators():
     red = row(gate="op--add_rms_norm--fused", op="add_rms_norm", implementation="fused",
               passed=False)  # fmt: skip
-    assert blocking_reason([red], {"rms_norm": "fused"})
-    assert blocking_reason([red], {"rms_norm": "torch"}) is None
+    assert blocked([red], {"rms_norm": "fused"})
+    assert blocked([red], {"rms_norm": "torch"}) is None
 
 
 def test_gates_follow_what_a_step_uses():
     assert gates_for({"attention": "sdpa_flash", "mlp": "torch"}) == ["baseline"]
     both = gates_for({"attention": "fused", "mlp": "single"})
-    assert both == ["baseline", "op--attention--fused", "kernels", "op--mlp--single"]
+    assert both == ["baseline", "op--attention--fused", "op--mlp--single"]
     norms = gates_for({"rms_norm": "fused"})
-    assert norms == ["baseline", "op--rms_norm--fused", "kernels", "op--add_rms_norm--fused"]
+    assert norms == ["baseline", "op--rms_norm--fused", "op--add_rms_norm--fused"]
     assert gates_for({"attention": "sdpa_cudnn"}, checkpoint=True, cuda_graph=True) == [
         "baseline",
         "checkpointing",
@@ -147,6 +156,19 @@ def test_a_gate_that_raises_keeps_its_checks_and_says_why(monkeypatch):
     rows = run_gate("baseline", "cpu")["gates"]
     assert [r["status"] for r in rows] == ["ok", "error"]
     assert rows[1]["reason"] == "RuntimeError: kernel exploded"
+
+
+def test_a_gate_that_meets_others_in_the_memory_is_not_finished(monkeypatch):
+    from tnp.gates import baseline
+
+    def checks(device):
+        yield Check("first", "m", 0.0, 1.0)
+        raise Busy("other processes hold 60 of the GPU's 80 GB")
+
+    monkeypatch.setattr(baseline, "checks", checks)
+    rows = run_gate("baseline", "cpu")["gates"]
+    assert [(r["status"], r["passed"]) for r in rows] == [("ok", True), ("killed", None)]
+    assert rows[1]["reason"] == "other processes hold 60 of the GPU's 80 GB"
 
 
 def test_unsupported_is_a_row_with_the_reason():

@@ -6,14 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.gates.covering import covering
 from tnp import choice, cuda
 from tnp.catalog import catalog
-from tnp.gates import blocking_reason, kernels, run_gate
+from tnp.gates import blocked, kept, kernels, launches, run_gate
 from tnp.gates import compile as compilation
 from tnp.ops.attention import FUSED, OPERATOR, SEPARATE
 from tnp.schemas import PROVENANCE, RUN, TABLES
@@ -40,7 +38,7 @@ import json, torch
 from tnp import targets
 from tnp.choice import as_json
 from tnp.contract import Call
-from tnp.gates import compile
+from tnp.gates import compile, launches
 from tnp.ops.attention import FORWARD, OPERATOR
 from tnp.ops.attention.primitives import LaunchConfig
 
@@ -49,30 +47,51 @@ def attention(name, dtype, head_dim, capability, config=None):
     problem, target = OPERATOR.problem(dtype, **sizes), targets.of_capability(capability)
     own = next(one for one in OPERATOR.implementations if one.name == name)
     if config is None:
-        return list(compile.launches(OPERATOR, problem, target, own))
+        return list(launches.launches(OPERATOR, problem, target, own))
     forced = {FORWARD.name: ("triton", config)}
     def call():
-        compile._launch(OPERATOR, own, problem, target, (), forced)
-    return [compile.Launch(capability, dtype, ((OPERATOR.name, name),), call)]
+        launches._launch(OPERATOR, own, problem, target, (), forced)
+    return [launches.Launch(capability, dtype, ((OPERATOR.name, name),), call)]
 
-def rows(*launches):
-    jobs = compile.collect(launch for each in launches for launch in each)
-    print(json.dumps([compile.compiled(job) for job in jobs]))
+def rows(*launched):
+    jobs = compile.collect(launch for each in launched for launch in each)
+    print(json.dumps([job.known() | job.compiled() for job in jobs]))
 """
 
+# Codes of a kernel's jobs as it is, and with what is changed of it; and how many are kept of each.
+CODES = """
+import tnp.definitions
+from pathlib import Path
+from tnp.bench.kernel_code import kernel_hash
+from tnp.gates import kept
 
-# Of all that the gate compiles, what the tests do.
-COVERING = """
-import json
-from tests.gates.covering import covering
-from tnp.gates import compile
-jobs = compile.collect(compile.committed_launches())
-print(json.dumps([compile.compiled(job) for job in covering(jobs)]))
+jobs = compile.collect(iter(attention("fused", "bfloat16", 64, 90)))
+
+def codes():
+    return {job.name: kept.code(job) for job in jobs}
+
+def again(change):
+    for cached in (kernel_hash, tnp.definitions._reached, tnp.definitions._source):
+        cached.cache_clear()
+    change()
+    return codes()
+
+FILE = Path("tnp/ops/attention/triton_forward.py").resolve()
+read_text, found = Path.read_text, [codes(), again(lambda: None)]
+
+def reads(old, new):
+    def read(path, *arguments):
+        text = read_text(path, *arguments)
+        if path != FILE:
+            return text
+        assert old in text
+        return text.replace(old, new)
+    Path.read_text = read
 """
 
 
 def rows(*launches: str) -> list[dict]:
-    """`gates.compile.compiled` of the launches."""
+    """Rows of the launches, compiled here and now."""
     return in_child(f"{PREAMBLE}\nrows({', '.join(launches)})")
 
 
@@ -99,7 +118,8 @@ def in_cuda_that_compiles() -> set[str]:
 
 @pytest.mark.first
 def test_every_kernel_compiles_for_every_target_as_it_should():
-    rows = in_child(COVERING)
+    """What is kept is not compiled again: all that changed since is."""
+    rows = list(compilation.compile_all())
     in_cuda = in_cuda_that_compiles()
     of_triton = [row for row in rows if row["kernel"] not in in_cuda]
     assert {row["target"] for row in of_triton} == {"sm_80", "sm_90a", "sm_100a"}
@@ -124,11 +144,7 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     sources = (path.read_text() for path in Path(ROOT, "tnp/ops").rglob("*.py"))
     written = {name for source in sources for name in KERNEL.findall(source)}
     assert {row["kernel"] for row in rows} == written | in_cuda
-    bad = [
-        row
-        for row in rows
-        if row["spill_bytes"] or row["warnings"] or row["shared_bytes"] > row["shared_limit_bytes"]
-    ]
+    bad = [row for row in rows if any(value > most for _, value, most in compilation.faults(row))]
     assert not bad, "\n".join(map(str, bad))
     assert all(row["registers"] > 0 for row in rows)
 
@@ -190,7 +206,7 @@ def test_each_defect_is_a_red_check_of_the_implementation_it_is_in(monkeypatch):
     users = [(check.op, check.implementation) for check in checks[::3]]
     assert users == [("attention", "fused"), ("attention", "separate"), *[("mlp", "fused")] * 3]
     assert checks[0].check == "k bfloat16 BLOCK_M=64 for sm_80"
-    assert not any("users" in row for row in kernels.kernel_rows())
+    assert not any({"users", "code"} & row.keys() for row in kernels.kernel_rows())
 
 
 def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
@@ -198,47 +214,106 @@ def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
     monkeypatch.setattr(kernels, "compile_all", lambda: [GOOD, bad])
     rows = run_gate("kernels", "cpu")["gates"]
     assert {row["op"] for row in rows} == {"attention", "mlp"}
-    assert "spilled bytes 8" in blocking_reason(rows, {"attention": "fused", "mlp": "fused"})
+    assert "spilled bytes 8" in blocked(rows, {"attention": "fused", "mlp": "fused"}).reason
     for mlp in ("single", "torch"):
-        assert blocking_reason(rows, {"attention": "fused", "mlp": mlp}) is None
+        assert blocked(rows, {"attention": "fused", "mlp": mlp}) is None
 
 
-def test_every_value_that_a_kernel_is_compiled_with_is_covered_by_few():
-    def job(dtype="bfloat16", arch=90, name="a", **constants):
-        target = SimpleNamespace(arch=arch)
-        users = {("mlp", "fused")}
-        return SimpleNamespace(
-            name=name, dtype=dtype, target=target, launch_config=constants, users=users
-        )
+def test_a_result_is_kept_for_the_code_that_it_is_of_and_no_other():
+    """Which codes of attention's kernels change with the forward kernel's source."""
+    lines = """
+found.append(again(lambda: reads("BLOCK_M", "BLOCK_M")))
+found.append(again(lambda: reads("tl.maximum(", "tl.minimum(")))
+Path.read_text = read_text
+import triton
+triton.__version__ += ".1"
+found.append(again(lambda: None))
+triton.__version__ = triton.__version__[:-2]
+for job in jobs:
+    job.options["num_stages"] += 1
+found.append(codes())
+for job in jobs:
+    job.options["num_stages"] -= 1
+    job.source.constants[next(iter(job.source.constants))] = 99
+found.append(codes())
+print(json.dumps(found))
+"""
+    as_it_is, again, unchanged, changed, *others = in_child(PREAMBLE + CODES + lines)
+    assert as_it_is == again == unchanged
+    assert changed["attention_fwd"] != as_it_is["attention_fwd"]
+    assert changed["delta"] == as_it_is["delta"]
+    for other in others:  # of Triton, stages, and a constant
+        assert not set(other.values()) & set(as_it_is.values())
+    assert len(set(as_it_is.values())) == len(as_it_is)
 
-    one, other, both = job(M=1, N=1), job(M=2, N=1), job(M=1, N=2)
-    new = job("float16", 100, M=2, N=2)
-    assert covering([one, other, both]) == [other, both]  # which have the values of the first
-    assert covering([one, other, both, new]) == [one, new]
-    assert covering([one, job(name="b", M=1, N=1), one]) == [one, job(name="b", M=1, N=1)]
-    of_linear = job(M=1, N=1)
-    of_linear.users = {("linear", "fused")}
-    assert covering([one, of_linear]) == [one, of_linear]
+
+class FakeJob:
+    """A job that is compiled in a forked process, of `spill` bytes; `asked` is what it is."""
+
+    def __init__(self, asked: str, spill: int = 0) -> None:
+        self.asked, self.spill = asked, spill
+
+    def known(self) -> dict:
+        known = ("kernel", "target", "dtype", "launch_config", "shared_limit_bytes", "users")
+        return {name: GOOD[name] for name in known} | {"num_stages": 2}
+
+    def compiled(self) -> dict:
+        if self.spill < 0:
+            raise RuntimeError("no such register")
+        compiled = {name: GOOD[name] for name in ("shared_bytes", "warnings")}
+        numbers = {"registers": 40, "num_warps": 4, "compile_s": 1.0, "spill_bytes": self.spill}
+        return compiled | numbers
 
 
-def test_a_part_is_compiled_in_a_child():
-    """Of more parts than there are kernels, the first."""
-    (row,) = compilation._compile_in_child(0, 10_000)
-    assert row.pop("users")
-    assert [*dict(PROVENANCE), *row, *dict(RUN)] == TABLES["kernels"].names
+def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "code", lambda job: job.asked)
+    path = tmp_path / "compiled.csv"
+    first = list(compilation.rows_of([FakeJob("a"), FakeJob("b", spill=16)], path))
+    assert [row["compile_s"] for row in first] == [1.0, 1.0]
+    kept.write(first, path)
+    kept.results.cache_clear()
+    # Compiling again would raise: only what changed is compiled.
+    jobs = [FakeJob("a", spill=-1), FakeJob("b", spill=-1), FakeJob("c", spill=8)]
+    rows = {row["code"]: row for row in compilation.rows_of(jobs, path)}
+    assert [rows[code]["compile_s"] for code in "abc"] == [None, None, 1.0]
+    assert [rows[code]["spill_bytes"] for code in "abc"] == [0, 16, 8]
+    for row in first:
+        assert rows[row["code"]] == row | {"compile_s": None}
+    with pytest.raises(RuntimeError, match="^k bfloat16 sm_80: no such register$"):
+        list(compilation.rows_of([FakeJob("d", spill=-1)], path))
+
+
+def test_what_is_kept_is_what_the_compiler_says():
+    """Of the kernels that compile fastest, a few anew."""
+    script = """
+import json
+from tnp.gates import compile, kept, launches
+jobs = compile.collect(launches.committed_launches())
+few = [job for job in jobs if job.known()["kernel"] in ("delta", "layer_norm_fwd")][:2]
+rows = [[job.compiled(), kept.results(kept.FILE).get(kept.code(job))] for job in few]
+print(json.dumps(rows))
+"""
+    for compiled, found in in_child(script):
+        assert found is None or found == {name: compiled[name] for name in found}
+
+
+def test_a_row_is_one_of_the_table():
+    row = next(compilation.compile_all())
+    assert row.pop("users") and row.pop("code")
+    assert {*dict(PROVENANCE), *row, *dict(RUN)} == set(TABLES["kernels"].names)
 
 
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
     monkeypatch.setattr(compilation.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="a kernel does not compile"):
-        compilation._compile_in_child(0, 1)
+        list(compilation.compile_all())
 
 
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():
     """Also where a configuration is no candidate with lengths of samples given."""
     own = {operation.name for operation in (SEPARATE, FUSED)}
     entries = [one for one in choice.table(TABLE) if one["of"] in own]
-    forced = [launch.call.args[-1] for launch in compilation._of_tables(OPERATOR)]
+    forced = [launch.call.args[-1] for launch in launches._of_tables(OPERATOR)]
     compiled = [
         (of, kernel, choice.as_json(config))
         for one in forced
@@ -250,7 +325,7 @@ def test_every_operation_that_a_table_names_is_compiled_as_it_says():
 
 
 def test_what_a_table_names_is_compiled_with_lengths_where_it_can_be():
-    problems = [launch.call.args[2] for launch in compilation._of_tables(OPERATOR)]
+    problems = [launch.call.args[2] for launch in launches._of_tables(OPERATOR)]
     counted = [problem for problem in problems if problem["n_keys"]]
     assert counted and len(counted) < len(problems)  # some configurations take none
     assert not any(problem["cu_seqlens_q"] for problem in problems)
@@ -261,4 +336,4 @@ def test_an_entry_whose_configuration_is_none_of_its_kernels_is_named(of, monkey
     (entry, *_) = [one for one in choice.table(TABLE) if one["of"] == of and "us" in one]
     monkeypatch.setattr(choice, "table", lambda path: (entry | {"config": {"block_m": 7}},))
     with pytest.raises(ValueError, match="no candidate of its kernel.*block_m"):
-        list(compilation._of_tables(OPERATOR))
+        list(launches._of_tables(OPERATOR))

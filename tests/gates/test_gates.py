@@ -6,8 +6,8 @@ import torch
 from tnp.gates import GATES, run_gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Compiled by tests/gates/test_compile.py, run by the workflow that .ci/run starts, and red for 8
-# bits, which no variant has for that reason: tests/gates/test_batch_noise.py tests its measure.
+# Compiled by tests/gates/test_compile.py, run by `make all`, and red for 8 bits, which no variant
+# has for that reason: tests/gates/test_batch_noise.py tests its measure.
 ELSEWHERE = {"kernels", "checkpointing", "batch_noise"}
 
 

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tnp import catalog as catalogs
 from tnp import targets
 from tnp.contract import OWN, Budget, Case, Implementation
-from tnp.gates import generic_gates, operators, run_gate
-from tnp.gates.checks import Unsupported
+from tnp.gates import blocked, generic_gates, operators, run_gate
+from tnp.gates.checks import Check, Unsupported
 from tnp.gates.poison import Poisoned
+from tnp.gates.progress import Progress
 from tnp.gates.results import Setting
 from tnp.ops import swiglu as package
 from tnp.ops.swiglu import OPERATOR, triton_swiglu
@@ -47,7 +48,7 @@ def test_gate_is_green(gate):
     rows = run_gate(gate, DEVICE.type)["gates"]
     if [row["status"] for row in rows] == ["unsupported"]:
         pytest.skip(rows[0]["reason"])
-    red = [row for row in rows if not row["passed"]]
+    red = [row for row in rows if row["status"] != "unsupported" and not row["passed"]]
     assert rows and not red, "\n".join(map(str, red))
 
 
@@ -55,7 +56,9 @@ def test_gate_is_green(gate):
 def of_swiglu(monkeypatch):
     """Checks of SwiGLU's kernels at two cases of float32, with what is changed of it."""
 
-    def run(forward=None, backward=None, implementation=None, name="triton", **changes) -> list:
+    def run(
+        forward=None, backward=None, implementation=None, name="triton", gate=False, **changes
+    ) -> list:
         def cases(target):
             sizes = ((7, 100), (3, 33))
             return [Case(OPERATOR.problem("float32", rows=r, width=w)) for r, w in sizes]
@@ -71,7 +74,10 @@ def of_swiglu(monkeypatch):
             monkeypatch.setattr(triton_swiglu, "FORWARD", forward)
         if backward is not None:
             monkeypatch.setattr(triton_swiglu, "BACKWARD", backward)
-        return list(operators.checks("swiglu", name, DEVICE))
+        if gate:  # its rows, of this much progress
+            return run_gate(f"op--swiglu--{name}", DEVICE.type, gate)["gates"]
+        made = operators.checks("swiglu", name, DEVICE)
+        return [check for check in made if isinstance(check, Check)]
 
     yield run
     monkeypatch.undo()
@@ -143,6 +149,58 @@ def test_without_a_fault_it_is_green_and_names_what_it_tested(of_swiglu):
 
 def _cases():
     return [Case(OPERATOR.problem("float32", rows=r, width=w)) for r, w in ((7, 100), (3, 33))]
+
+
+FORWARD = triton_swiglu.FORWARD
+
+
+def raising(error, at_width):
+    """The forward kernel, which raises an error at the case of one width."""
+
+    def prepare(call, config, inputs):
+        if call.problem["width"] == at_width:
+            raise error
+        return FORWARD.prepare(call, config, inputs)
+
+    return replace(FORWARD, prepare=prepare)
+
+
+def test_a_gate_that_was_ended_goes_on_where_it_stopped(of_swiglu, tmp_path):
+    path, ended = tmp_path / "gate.jsonl", KeyboardInterrupt()
+    whole = of_swiglu(gate=Progress())
+    with pytest.raises(KeyboardInterrupt):
+        of_swiglu(raising(ended, 33), gate=Progress(path, "code"))
+    kept = Progress.read(path)
+    assert list(kept.finished) == [f"1 {_cases()[0]}"] and str(kept) == "1 of 2 cases"
+    assert kept.rows == whole[: len(kept.rows)]
+    with path.open("a") as file:
+        file.write('{"row": {"check": "of a case that is not')  # as a kill leaves it
+    # The first case is not run again, and what it has shown of the controls counts.
+    said = []
+    progress = Progress(path, "code", lambda one: said.append(str(one)))
+    assert of_swiglu(raising(ended, 100), gate=progress) == whole
+    assert said[0] == "1 of 2 cases" and said[-1] == "2 of 2 cases"
+    # Of other code nothing is kept.
+    with pytest.raises(KeyboardInterrupt):
+        of_swiglu(raising(ended, 100), gate=Progress(path, "other code"))
+
+
+def test_a_case_that_does_not_fit_is_left_out_with_its_reason(of_swiglu, monkeypatch):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    forward = raising(error, 100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 16 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 14 * 2**30)
+    rows = of_swiglu(forward, gate=Progress())
+    assert {row["status"] for row in rows} == {"ok", "unsupported"}
+    (left_out,) = [row for row in rows if row["status"] != "ok"]
+    assert left_out["check"] == f"left out, {_cases()[0]}"
+    assert left_out["reason"].startswith("it does not fit this GPU of 16 GB: CUDA out of memory")
+    assert blocked(rows, {"swiglu": "triton"}) is None
+    assert all(row["passed"] for row in rows if row["status"] == "ok")
+    # Others hold the memory: nothing is said of the case, and the gate is not finished.
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30)
+    rows = of_swiglu(forward, gate=Progress())
+    assert rows[-1]["status"] == "killed" and "other processes hold 14" in rows[-1]["reason"]
 
 
 def test_a_wrong_gradient_is_red(of_swiglu):

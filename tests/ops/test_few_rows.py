@@ -22,7 +22,8 @@ from contextlib import redirect_stdout
 from tnp import targets
 from tnp.cache_entry import entry
 from tnp.catalog import catalog
-from tnp.gates.compile import Launch, collect, launches
+from tnp.gates.compile import collect
+from tnp.gates.launches import Launch, launches
 
 PROBLEMS = {
     "linear": dict(rows=2, n_in=512, n_out=512),

@@ -98,7 +98,7 @@ def test_a_step_says_what_it_uses_and_what_it_waits_for():
     only = steps["ablation--small--only_mlp--graph"]
     operators = json.loads(only["operators"])
     assert operators["mlp"] == "fused" and operators["rms_norm"] == "torch"
-    assert only["gates"] == "baseline|op--mlp--fused|kernels|cuda_graphs"
+    assert only["gates"] == "baseline|op--mlp--fused|cuda_graphs"
     assert steps["matrix--mid--sdpa_flash"]["gates"] == "baseline"
     # Only the large step has rows enough to be recomputed.
     assert "checkpointing" not in steps["ablation--mid--fused--graph"]["gates"].split("|")

@@ -1,5 +1,6 @@
 """What the last lines of a run say."""
 
+from tnp.store import write_table
 from workflow import summary
 
 
@@ -12,3 +13,23 @@ def test_success_names_what_there_is(tmp_path, monkeypatch):
     said = summary.success(drawn=True)
     assert said == f"Figures: figures/speedup.html\nAsk the results: {summary.QUERY}"
     assert summary.success(drawn=False).endswith("snakemake --cores 1 figures")
+
+
+def test_what_was_ended_is_named_with_the_command_that_goes_on(tmp_path):
+    ok, killed = {"status": "ok"}, {"status": "killed", "reason": "of memory"}
+    waiting = {"status": "timeout", "reason": "gate a is not finished: it hung"}
+    rows = {"steps/a--r1": ok, "steps/b--r1--a2": killed, "steps/c--r1": waiting}
+    for name, row in rows.items():
+        write_table(tmp_path / f"{name}.parquet", name.split("/")[0], [row])
+    files = [tmp_path / f"{name}.parquet" for name in (*rows, "steps/never", "samples/a--r1")]
+    assert summary.not_finished(files[:1]) == []
+    goes_on = "Nothing is wrong with it. It goes on with: snakemake --cores 1 all"
+    waits = "Jobs that wait for gates which are not finished: 1."
+    assert summary.not_finished(files) == [
+        "Not finished: b--r1: of memory.",
+        waits,
+        goes_on,
+    ]
+    write_table(tmp_path / "steps/d--r2--a3.parquet", "steps", [killed])
+    last = summary.not_finished([tmp_path / "steps/d--r2--a3.parquet"])[-1]
+    assert last == "After 3 attempts: snakemake again --config again=d"

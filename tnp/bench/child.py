@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from tnp import targets
 from tnp.bench.outcome import JOINT, classify
 from tnp.bench.process import DeviceMissing, die_with_parent
+from tnp.gpu_memory import apply_limit
 from tnp.targets import Target
 
 
@@ -84,7 +85,10 @@ def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., No
 
 
 def require_device(slug: str) -> None:
-    """Raises DeviceMissing unless PyTorch can use the device `slug`, "cpu" or a GPU's, here."""
+    """Raises DeviceMissing unless PyTorch can use the device `slug`, "cpu" or a GPU's, here.
+
+    From then on this process takes no more of a GPU's memory than TNP_GPU_GB allows.
+    """
     require_visible(slug)
     import torch
 
@@ -93,6 +97,8 @@ def require_device(slug: str) -> None:
             f"device {slug!r} is here, but PyTorch {torch.__version__} cannot use it: install a "
             "PyTorch built for CUDA, and the driver that it needs"
         )
+    if slug != "cpu":
+        apply_limit()
 
 
 def require_gpu() -> Target:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from tnp.bench.provenance import gpu_uuid
 
 ROOT = Path(__file__).parents[2]
 SHOWN_LINES = 30
+LISTENING_S = 1.0  # between two looks at what a child has noted
 _PR_SET_PDEATHSIG = 1
 
 
@@ -34,6 +36,7 @@ def run_child(
     parameters: dict,
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
+    heard: Callable[[dict], None] = lambda known: None,
 ) -> dict:
     """What `python -m COMMAND… PARENT REPORT` reported until it ended, however that was.
 
@@ -45,8 +48,10 @@ def run_child(
 
     Args:
         command: the module, and arguments of its own.
-        timeout_s: seconds until it is killed.
+        timeout_s: seconds without a note until it is killed. A slow machine may take its time, a
+            process that hangs may not.
         environment: variables beside those of this process.
+        heard: called about once a second with what the child has noted so far.
 
     Returns:
         What the child noted. "failure", a status and a one-line reason, says why it ended where it
@@ -72,22 +77,19 @@ def run_child(
             env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
             start_new_session=True,  # so that its compile workers can be killed with it
         )
+        notes = _Notes(report)
         try:
-            code = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = _watched(child, notes, timeout_s, heard)
         finally:
             _kill_group(child)
         lines = _lines(log)
         print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
-        known: dict = {}
-        for line in _lines(report):
-            with suppress(json.JSONDecodeError):  # it was killed while it wrote the last one
-                known |= json.loads(line)
+        notes.read()
+        known = notes.known
     if "missing" in known:
         raise DeviceMissing(known["missing"])
     if code is None:
-        known["failure"] = "timeout", f"not finished after {timeout_s:g} s"
+        known["failure"] = "timeout", f"no progress in {timeout_s:g} s"
     elif code == -signal.SIGKILL:
         known["failure"] = (
             "killed",
@@ -101,6 +103,40 @@ def run_child(
     else:
         known.setdefault("failure", ("error", "its process ended without a result"))
     return known
+
+
+class _Notes:
+    """What a child has noted in its report, which both read and write at places of their own."""
+
+    def __init__(self, report: BinaryIO) -> None:
+        self.known: dict = {}
+        self._report, self._at = report.fileno(), 0
+
+    def read(self) -> bool:
+        """Takes the whole lines that came since; whether there was one."""
+        new = b""
+        while more := os.pread(self._report, 1 << 20, self._at + len(new)):
+            new += more
+        *lines, _ = new.split(b"\n")  # the last was not written whole, or is empty
+        for line in lines:
+            self.known |= json.loads(line)
+            self._at += len(line) + 1
+        return bool(lines)
+
+
+def _watched(
+    child: subprocess.Popen, notes: _Notes, timeout_s: float, heard: Callable[[dict], None]
+) -> int | None:
+    """The child's exit code; None where it noted nothing for `timeout_s` seconds."""
+    last = time.monotonic()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(min(LISTENING_S, timeout_s))
+        if notes.read():
+            last = time.monotonic()
+        elif time.monotonic() - last >= timeout_s:
+            return None
+        heard(notes.known)
 
 
 def _kill_group(child: subprocess.Popen) -> None:

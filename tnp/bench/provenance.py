@@ -71,6 +71,13 @@ def gpu_uuid() -> str | None:
         return found.decode() if isinstance(found, bytes) else found
 
 
+def free_gb() -> float | None:
+    """Free memory of the first visible NVIDIA GPU in GB of 2**30 bytes; None without one."""
+    with _first_visible_gpu() as gpu:
+        found = None if gpu is None else _read(pynvml.nvmlDeviceGetMemoryInfo, gpu)
+        return None if found is None else found.free / 2**30
+
+
 @dataclass(frozen=True)
 class Reading:
     """What NVML said at one moment of `time.perf_counter`; None of what it does not tell."""

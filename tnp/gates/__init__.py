@@ -7,12 +7,18 @@ A gate runs on the device it is asked for. On the CPU, Triton kernels run in Tri
 (the process must start with TRITON_INTERPRET=1) and each row's `mode` says so.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from tnp.catalog import catalog
 from tnp.contract import OWN
+
+if TYPE_CHECKING:
+    from tnp.gates.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class Gate:
 
 GENERIC = "op"  # a generic gate is op--operator--implementation
 OPERATORS_PHASE = 2  # in which operators are gated, one by one
-COMPILED = "kernels"  # the gate that compiles every kernel of ours
+COMPILED = "kernels"  # the gate that compiles every kernel of ours, for which nothing waits
+NOT_FINISHED = ("killed", "timeout")  # of a gate: it goes on in the next run, and is not wrong
 
 # Of the model, and of all kernels.
 GATES = {
@@ -75,13 +82,8 @@ def gate(name: str) -> Gate:
 
 def gates_of(op: str, name: str) -> list[str]:
     """Gates that prove the implementation `name` of `op`, or all of ours that "auto" may choose."""
-    own = [
-        listed
-        for listed in (catalog().listed(op, one) for one in catalog().candidates(op, name))
-        if listed.provider == OWN
-    ]
-    gates = [generic_gate(op, listed.name) for listed in own]
-    return gates + [COMPILED] * any(listed.own and listed.own.forward for listed in own)
+    listed = (catalog().listed(op, one) for one in catalog().candidates(op, name))
+    return [generic_gate(op, one.name) for one in listed if one.provider == OWN]
 
 
 def gates_of_training(op: str, name: str) -> list[str]:
@@ -118,11 +120,18 @@ def gates_for(
     return list(dict.fromkeys(gates))
 
 
-def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) -> str | None:
-    """Why `rows` of table `gates` stop what uses `implementations`; None where they do not.
+class Blocked(NamedTuple):
+    """Why gates stop something: the status of its rows, and the reason."""
+
+    status: str  # "gate_failed", or "killed" or "timeout" where a gate is not finished
+    reason: str
+
+
+def blocked(rows: Iterable[dict], implementations: Mapping[str, str]) -> Blocked | None:
+    """Returns why `rows` of table `gates` stop what uses `implementations`, or None.
 
     `implementations` are by operator or by family. A check that names an implementation stops only
-    what uses it, or lets "auto" choose it.
+    what uses it, or lets "auto" choose it. A red check counts before a gate that is not finished.
     """
     used = {
         operator.name: catalog().candidates(operator.name, name)
@@ -130,64 +139,109 @@ def blocking_reason(rows: Iterable[dict], implementations: Mapping[str, str]) ->
         for operator in catalog().operators.values()
         if key in (operator.name, operator.family)
     }
+    unfinished = None
     for row in rows:
         concerned = ("", *used.get(row.get("op") or gate(row["gate"]).op, ()))
         if row["implementation"] not in concerned or row["status"] == "unsupported":
             continue
-        if row["status"] != "ok":  # it raised, was killed or took too long
-            return f"gate {row['gate']} did not finish: {row['reason']}"
-        if not row["passed"]:
-            return (
+        if row["status"] in NOT_FINISHED:
+            reason = f"gate {row['gate']} is not finished: {row['reason']}"
+            unfinished = unfinished or Blocked(row["status"], reason)
+        elif row["status"] != "ok":  # it raised
+            return Blocked("gate_failed", f"gate {row['gate']} did not finish: {row['reason']}")
+        elif not row["passed"]:
+            return Blocked(
+                "gate_failed",
                 f"gate {row['gate']} is red: {row['check']}: "
-                f"{row['metric']} {row['value']:.3g}, bound {row['bound']:.3g}"
+                f"{row['metric']} {row['value']:.3g}, bound {row['bound']:.3g}",
             )
-    return None
+    return unfinished
 
 
-def run_gate(name: str, device_type: str) -> dict[str, list[dict]]:
+def ended(name: str, status: str, reason: str) -> dict:
+    """Returns the row of table `gates` that says why gate `name` ended before its last check."""
+    about = gate(name)
+    return {
+        "gate": name,
+        "phase": about.phase,
+        "op": about.op,
+        # A generic gate's rows name its implementation, the one that says why it stopped as well.
+        "implementation": "" if name in GATES else name.split("--")[2],
+        "check": status,
+        "metric": "",
+        "value": None,
+        "bound": None,
+        "problem": "",
+        "kernel": "",
+        "passed": None,
+        "status": status,
+        "reason": " ".join(reason.split())[:500],
+    }
+
+
+def run_gate(
+    name: str, device_type: str, progress: Progress | None = None
+) -> dict[str, list[dict]]:
     """Rows of tables `gates` and `kernels` (without provenance) of gate `name` on "cuda" or "cpu".
 
-    `kernels` is empty for a gate that compiles nothing. A gate the device cannot run gives
-    one row with status "unsupported"; a gate that raises keeps the checks made so far and ends in
-    a row with status "error": both with the reason.
+    `kernels` is empty for a gate that compiles nothing. Three kinds of rows are no checks, and have
+    the reason: a gate or a case that the device cannot run has status "unsupported"; a gate that
+    raises keeps the checks made so far and ends in status "error"; one that runs out of memory
+    which other processes hold ends in "killed".
+
+    Args:
+        progress: takes each row as it is made, and says which parts an earlier run has finished.
     """
     about = gate(name)
     import torch
     import triton
 
-    from tnp.gates.checks import Unsupported
+    from tnp.bench.outcome import classify
+    from tnp.gates.checks import Finished, LeftOut, Unsupported
+    from tnp.gates.progress import Progress
+    from tnp.gpu_memory import Busy, why_it_does_not_fit
 
+    progress = progress or Progress()
     interpreted = "interpreter" if triton.knobs.runtime.interpret else "cpu"
-    common = {
-        "gate": name,
-        "phase": about.phase,
-        "op": about.op,
-        "mode": "gpu" if device_type == "cuda" else interpreted,
-    }
-    # A generic gate's rows name its implementation, the one that says why it stopped as well.
+    mode = {"mode": "gpu" if device_type == "cuda" else interpreted}
     whose = "" if name in GATES else name.split("--")[2]
-    rows: list[dict] = []
-    tables = {"gates": rows, "kernels": []}
-
-    def ended(status: str, reason: str) -> dict:
-        reason = " ".join(reason.split())[:500]
-        blank = {"implementation": "", "check": status, "metric": "", "value": None, "bound": None}
-        blank |= {"implementation": whose, "problem": "", "kernel": ""}
-        return common | blank | {"passed": None, "status": status, "reason": reason}
-
     device = torch.device(device_type)
+    tables = {"gates": progress.rows, "kernels": []}
+
+    def take(made: Iterable[object]) -> None:
+        for one in made:
+            if isinstance(one, Finished):
+                progress.finish(one.part, one.of, one.found)
+            elif isinstance(one, LeftOut):
+                row = ended(name, "unsupported", one.reason) | mode
+                progress.row(row | {"check": f"left out, {one.case}", "problem": one.problem})
+            else:
+                fields = asdict(one)
+                del fields["larger_is_better"]
+                fields |= {"op": one.op or about.op, "passed": one.passed, "status": "ok"}
+                common = {"gate": name, "phase": about.phase, "reason": ""}
+                progress.row(common | mode | fields)
+
     try:
         module = importlib.import_module(f"tnp.gates.{'operators' if whose else name}")
-        made = module.checks(about.op, whose, device) if whose else module.checks(device)
-        for check in made:
-            fields = asdict(check)
-            del fields["larger_is_better"]
-            fields["op"] = check.op or about.op
-            rows.append(common | fields | {"passed": check.passed, "status": "ok", "reason": ""})
+        if whose:
+            take(module.checks(about.op, whose, device, progress.finished))
+        else:
+            take(module.checks(device))
         if hasattr(module, "kernel_rows"):
             tables["kernels"] = module.kernel_rows()
     except Unsupported as error:
-        rows.append(ended("unsupported", str(error)))
+        progress.row(ended(name, "unsupported", str(error)) | mode)
     except Exception as error:  # whatever it is, it is this gate's result
-        rows.append(ended("error", f"{type(error).__name__}: {error}"))
+        status, reason = "error", f"{type(error).__name__}: {error}"
+        try:
+            left_out = why_it_does_not_fit(error)
+        except Busy as busy:
+            error = busy
+            left_out = None
+        if left_out:
+            status, reason = "unsupported", left_out
+        elif isinstance(error, Busy) or classify(error)[0] in NOT_FINISHED:
+            status, reason = "killed", str(error)
+        progress.row(ended(name, status, reason) | mode)
     return tables

@@ -34,6 +34,27 @@ class Check:
         return self.value >= self.bound if self.larger_is_better else self.value <= self.bound
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Says that all checks of a part are made, such as a case of an operator: one of `of` parts.
+
+    `found` names what else the part has shown, for the run that goes on after it.
+    """
+
+    part: str
+    of: int
+    found: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Says that a case, whose problem's JSON is `problem`, is not checked here, and why."""
+
+    case: str
+    problem: str
+    reason: str
+
+
 class Unsupported(Exception):
     """Raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
 

@@ -19,24 +19,29 @@ class CudaJob:
     dtype: str
     users: set[tuple[str, str]] = field(default_factory=set)
 
-    def compiled(self) -> dict:
-        """A row of table `kernels`, and `users`."""
-        found = cuda.build(self.source, self.architecture)
+    def known(self) -> dict:
+        """Returns the columns of a row of table `kernels` that need no compiler, and `users`."""
         constants = dict(self.source.constants)
         del constants["TYPE"]  # the row's dtype
-        warnings = [line for line in found.log.splitlines() if "warning" in line.lower()]
         return {
             "kernel": self.source.name,
             "target": self.architecture,
             "dtype": self.dtype,
             "launch_config": json.dumps(constants),
-            **cuda.resources(found.log),
             "shared_limit_bytes": cuda.SHARED_LIMIT,
-            "num_warps": self.threads // cuda.WARP,
             "num_stages": None,  # the source's own
+            "users": sorted(self.users),
+        }
+
+    def compiled(self) -> dict:
+        """Compiles it, and returns the other columns."""
+        found = cuda.build(self.source, self.architecture)
+        warnings = [line for line in found.log.splitlines() if "warning" in line.lower()]
+        return {
+            **cuda.resources(found.log),
+            "num_warps": self.threads // cuda.WARP,
             "compile_s": found.seconds,
             "warnings": "\n".join(dict.fromkeys(warnings)),
-            "users": sorted(self.users),
         }
 
 

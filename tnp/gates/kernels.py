@@ -2,34 +2,33 @@
 
 Nothing spills, shared memory suffices, and ptxas warns of nothing: a wgmma that waits for the one
 before it costs more than any tuning gains. Needs no GPU. What the compiler reports goes into table
-`kernels`.
+`kernels`. No benchmark waits for this gate: a slow kernel is not a wrong one.
 """
 
-import json
 from collections.abc import Iterator
 
 import torch
 
 from tnp.gates.checks import Check
-from tnp.gates.compile import compile_all
+from tnp.gates.compile import compile_all, described, faults
+
+_NOT_IN_THE_TABLE = ("users", "code")
+_compiled: list[dict] = []  # in this process
 
 
 def kernel_rows() -> list[dict]:
-    """Rows of table `kernels`, without provenance."""
+    """Returns rows of table `kernels`, without provenance, of what `checks` compiled."""
     return [
-        {name: value for name, value in row.items() if name != "users"} for row in compile_all()
+        {name: value for name, value in row.items() if name not in _NOT_IN_THE_TABLE}
+        for row in _compiled
     ]
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """One of each kind for every implementation that launches the kernel: those it stops."""
+    """Yields one of each kind for every implementation that launches the kernel: those it stops."""
+    _compiled.clear()
     for row in compile_all():
-        config = " ".join(f"{name}={x}" for name, x in json.loads(row["launch_config"]).items())
-        what = f"{row['kernel']} {row['dtype']} {config} for {row['target']}"
+        _compiled.append(row)
         for op, implementation in row["users"]:
-            for metric, value, bound in (
-                ("spilled bytes", row["spill_bytes"], 0),
-                ("shared memory bytes", row["shared_bytes"], row["shared_limit_bytes"]),
-                ("ptxas warnings", len(row["warnings"].splitlines()), 0),
-            ):
-                yield Check(what, metric, value, bound, implementation, op=op)
+            for metric, value, bound in faults(row):
+                yield Check(described(row), metric, value, bound, implementation, op=op)

@@ -10,23 +10,27 @@ operator's broken references, each of which these bounds must find.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from tnp import plans, selection, targets
 from tnp.catalog import catalog
-from tnp.contract import OWN, Call, Kernel
+from tnp.contract import OWN, Call, Case, Implementation, Kernel, Operator
 from tnp.gates import layout, routes
-from tnp.gates.checks import Check, Unsupported, max_abs_error
+from tnp.gates.checks import Check, Finished, LeftOut, Unsupported, max_abs_error
 from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
+from tnp.gpu_memory import why_it_does_not_fit
+from tnp.targets import Target
 
 # A result that moves between runs is a race.
 REPEATS = {"cuda": 50, "cpu": 1}
+FIRST_RUN: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class Form(NamedTuple):
@@ -65,12 +69,19 @@ class Pair:
         return {name for form in self.forms for name in form.kernel.moving}
 
 
-def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
-    """Of implementation `name` of operator `op`.
+def checks(
+    op: str, name: str, device: torch.device, finished: Mapping[str, Sequence[str]] = FIRST_RUN
+) -> Iterator[Check | Finished | LeftOut]:
+    """Yields the checks of implementation `name` of operator `op`, case by case.
+
+    Each case ends in `Finished`. A case that does not fit the GPU's memory is left out. `finished`
+    are parts that an earlier run of the same code made, and what each found: they are not made
+    again.
 
     Raises:
         ValueError: there is no such operator or implementation.
         Unsupported: it serves no case of the operator here.
+        Busy: other processes hold the memory that a case needs.
     """
     operator = catalog().operator(op)
     listed = catalog().listed(op, name)
@@ -88,29 +99,69 @@ def checks(op: str, name: str, device: torch.device) -> Iterator[Check]:
     of_routes = by_size[len(by_size) // 2]
     controls = operator.controls_for(found)
     missed = dict(controls)
-    known: set[tuple] = set()  # pairs by name that have served a case with the same options
-    replayed: set[tuple] = set()  # kinds of lengths, of which one case is captured
-    for case in served:
-        setting = Setting.of(operator, found, case, device)
-        for pair in _pairs(setting):
-            kind = pair.name, case.problem.options
-            thorough = device.type == "cuda" or kind not in known
-            known.add(kind)
-            yield from _of_pair(Forced(setting, pair, setting.wanted), thorough)
-        missed = {what: broken for what, broken in missed.items() if not _is_red(setting, broken)}
-        if case is of_routes:
-            yield from routes.checks(setting)
-        has_lengths = bool(operator.other_lengths(setting.inputs))
-        kind = case.problem.dtype, case.problem.options
-        if has_lengths and found.provider == OWN and device.type == "cuda" and kind not in replayed:
-            replayed.add(kind)
-            yield from routes.with_other_lengths(setting)
-        del setting  # its results are the largest thing in memory
+    for number, (case, known) in enumerate(_with_known(served, found, operator, target), 1):
+        part = f"{number} {case}"
+        reason = None
+        if part in finished:
+            exposed = finished[part]
+        else:
+            exposed = []
+            try:
+                setting = Setting.of(operator, found, case, device)
+                yield from _of_case(setting, known, case is of_routes)
+                exposed = [what for what, broken in missed.items() if _is_red(setting, broken)]
+            except Exception as error:
+                reason = why_it_does_not_fit(error)
+                if reason is None:
+                    raise
+            setting = None  # its results are the largest thing in memory
+        if reason is not None:
+            torch.cuda.empty_cache()
+            yield LeftOut(str(case), case.problem.json, reason)
+        missed = {what: broken for what, broken in missed.items() if what not in exposed}
+        yield Finished(part, len(served), tuple(exposed))
     for what in controls:
         yield Check(
             f"control must fail: {what}", "passed every case", float(what in missed), 0.0, name,
             op=op,
         )  # fmt: skip
+
+
+class Known(NamedTuple):
+    """What cases before one have shown already."""
+
+    pairs: frozenset[str]  # names of pairs that served a case with the same options
+    lengths: bool  # one of the same dtype and options came before
+
+
+def _with_known(
+    cases: Sequence[Case], found: Implementation, operator: Operator, target: Target
+) -> Iterator[tuple[Case, Known]]:
+    """Each case with what those before it have shown; computes nothing on the device."""
+    pairs: dict[object, set[str]] = {}
+    kinds: set[object] = set()
+    for case in cases:
+        problem = case.problem
+        kind = problem.dtype, problem.options
+        before = pairs.setdefault(problem.options, set())
+        yield case, Known(frozenset(before), kind in kinds)
+        kinds.add(kind)
+        what = Call(problem, target, wanted_of(operator, found, case))
+        before.update(pair.name for pair in _pairs(found, what))
+
+
+def _of_case(setting: Setting, known: Known, with_routes: bool) -> Iterator[Check]:
+    """Yields the checks of one case but for the controls."""
+    on_gpu = setting.device.type == "cuda"
+    what = Call(setting.case.problem, setting.target, setting.wanted)
+    for pair in _pairs(setting.found, what):
+        thorough = on_gpu or pair.name not in known.pairs
+        yield from _of_pair(Forced(setting, pair, setting.wanted), thorough)
+    if with_routes:
+        yield from routes.checks(setting)
+    has_lengths = bool(setting.operator.other_lengths(setting.inputs))
+    if has_lengths and setting.found.provider == OWN and on_gpu and not known.lengths:
+        yield from routes.with_other_lengths(setting)
 
 
 def _is_red(setting: Setting, broken: Any) -> bool:
@@ -120,14 +171,12 @@ def _is_red(setting: Setting, broken: Any) -> bool:
     return any(not ratio <= bound for _, ratio, bound in setting.judged(given))
 
 
-def _pairs(setting: Setting) -> list[Pair]:
-    """Kernels that can serve the case, in each of their forms, of both passes, with what the one
+def _pairs(found: Implementation, what: Call) -> list[Pair]:
+    """Kernels that can serve a call, in each of their forms, of both passes, with what the one
     saves the other reads.
     """
-    found = setting.found
     if found.forward is None:
         return [Pair()]
-    what = Call(setting.case.problem, setting.target, setting.wanted)
 
     def able(operation: Any, saves: str | None = None) -> list[Form]:
         kernels = selection.kernels_of(operation, saves).values()
@@ -135,7 +184,7 @@ def _pairs(setting: Setting) -> list[Pair]:
         return [Form(kernel, one) for kernel in served for one in selection.forms(kernel, what)]
 
     forward = able(found.forward)
-    if not setting.wanted:
+    if not what.wanted:
         return [Pair(one) for one in forward]
     return [Pair(one, other) for one in forward for other in able(found.backward, one.kernel.saves)]
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import re
 from contextlib import suppress
 from functools import cache
@@ -11,10 +12,11 @@ from snakemake.logging import logger
 from tnp.bench.child import require_visible
 from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
-from tnp.bench.provenance import device_slug
+from tnp.bench.provenance import device_slug, free_gb
 from tnp.catalog import catalog
 from tnp.definitions import digest
-from tnp.gates import GATES, gates_of, generic_gates
+from tnp.gates import COMPILED, GATES, gates_of, generic_gates
+from tnp.gpu_memory import gates_at_once, limit_gb
 from tnp.schemas import CEILINGS
 from tnp.story import STORY
 from workflow import operator_plan, plan, sources, start, summary
@@ -32,6 +34,7 @@ again = config.pop("again", None)
 
 try:
     validate(config, WRITTEN)
+    GPU_LIMIT_GB = limit_gb()
     SLUG = plan.device(config["device"], device_slug())
 except ValueError as error:
     sys.exit(str(error))
@@ -84,8 +87,9 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
-# Gates share the device: they time nothing, and much of each is Python and float64.
-GATES_AT_ONCE = 4
+# Gates share the device as far as its memory reaches: they time nothing, and much of each is Python
+# and float64.
+GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT_GB)
 
 # Timings claim all cores, so nothing runs beside them; on a cluster they claim a GPU.
 GPUS = 1 if DEVICE == "cuda" else 0
@@ -149,6 +153,17 @@ def awaited_gates(kind, config_id):
     }
 
 
+def gates_waited_for():
+    """Gates that jobs of this device wait for, in the order of config.yaml."""
+    jobs = {"step": STEPS, "op": OPS, "prediction": PREDICTIONS, "train": TRAINING}
+    found = set()
+    for kind, ids in jobs.items():
+        for config_id in ids:
+            gates = awaited_gates(kind, config_id)
+            found.update(*gates.values() if kind == "op" else [gates])
+    return [gate for gate in PLANNED_GATES if gate in found]
+
+
 @cache
 def code(kind, config_id):
     """Fingerprint of all that a job runs."""
@@ -198,8 +213,8 @@ def priority_of(wildcards):
 
 
 def planned_tables():
-    """Parquet files that the jobs of this device write."""
-    jobs = [("gate", gate) for gate in PLANNED_GATES]
+    """Parquet files that the jobs of this device write, and the gates that they wait for."""
+    jobs = [("gate", gate) for gate in gates_waited_for()]
     jobs += [("train", run) for run in TRAINING]
     jobs += [(benchmark(config_id), f"{config_id}--r{r}") for config_id, r in ORDER]
     jobs += further_replicates()
@@ -318,14 +333,18 @@ onstart:
 
 
 onsuccess:
+    jobs = list(workflow.dag.jobs)
+    written = [
+        Path(file)
+        for job in jobs
+        for file in job.output
+        if file.endswith(".parquet")
+    ]
+    gates = [file for file in written if file.parent.name == "gates"]
     # What measures writes files that are its outputs, and what draws writes none.
-    print(
-        summary.success(
-            drawn=any(job.is_script for job in workflow.dag.jobs if not job.output)
-        )
-    )
-    drawn_only = not any(job.output for job in workflow.dag.jobs)
-    gates = [] if drawn_only else gate_files(PLANNED_GATES)
-    red = summary.red_gates(filter(Path.exists, map(Path, gates)))
+    drawn_too = any(job.is_script for job in jobs if not job.output)
+    said = [summary.success(drawn_too), *summary.not_finished(written)]
+    print("\n".join(said).strip())
+    red = summary.red_gates(filter(Path.exists, gates))
     if red:
         sys.exit("\n".join(red))

@@ -9,7 +9,7 @@ rule gate:
     wildcard_constraints:
         gate=one_of([*GATES, *generic_gates()]),
     priority: GATE_PRIORITY
-    threads: max(1, workflow.cores // GATES_AT_ONCE)
+    threads: math.ceil(workflow.cores / GATES_AT_ONCE)
     resources:
         gpu=GPUS,
     params:
@@ -19,5 +19,7 @@ rule gate:
         device=DEVICE,
         slug=SLUG,
         timeout_s=config["timing"]["timeout_s"],
+        # Not an output: Snakemake deletes the outputs of a job that it starts again.
+        unfinished=f"{RUNS}/unfinished/{{gate}}.jsonl",
     script:
         "../scripts/gate.py"

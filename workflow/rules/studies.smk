@@ -1,12 +1,19 @@
-"""A target for each study of config.yaml, by its name, and `gates` for all gates.
+"""A target for each study of config.yaml, by its name, and targets of gates alone.
 
-`snakemake --cores 1 headline` measures study `headline` and what it waits for, nothing else.
+`snakemake --cores 1 headline` measures study `headline` and what it waits for, nothing else. `gates`
+runs every gate of config.yaml, also those that nothing of this device waits for. `compiled` checks
+what the compiler says of every kernel for every target.
 """
 
 
 rule gates:
     input:
         gate_files(PLANNED_GATES),
+
+
+rule compiled:
+    input:
+        planned("gate", COMPILED)["gates"],
 
 
 for study, jobs in plan.studies(OF_BENCHMARKS).items():

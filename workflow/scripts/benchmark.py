@@ -1,4 +1,4 @@
-"""Measures one configuration in a process of its own, but for what a red gate forbids."""
+"""Measures one configuration in a process of its own, but for what its gates stop."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,11 @@ from pathlib import Path
 from tnp.bench.isolate import run_isolated, with_provenance
 from tnp.bench.outcome import Rows, failure_rows, implementation_of, only, together
 from tnp.bench.process import device_lock
+from tnp.gates import Blocked
 from tnp.store import write_table
 from workflow import sources
 from workflow.attempts import Attempts, note_state
-from workflow.gate_process import red
+from workflow.gate_process import stopped
 from workflow.jobs import job
 
 kind = snakemake.params.kind
@@ -19,33 +20,29 @@ attempts = Attempts(Path(snakemake.output[0]).parents[1], planning=False)
 name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 
-def measure() -> Rows:
+def measure() -> tuple[Rows, bool]:
+    """The rows, and whether gates stopped some of them."""
     if kind != "op":
-        return measured(parameters, red(results(gates), json.loads(parameters["operators"])))
-    reasons = {
-        contender: red(results(names), {parameters["op"]: implementation_of(contender)})
+        stop = stopped(results(gates), json.loads(parameters["operators"]))
+        return measured(parameters, stop), stop is not None
+    stops = {
+        contender: stopped(results(names), {parameters["op"]: implementation_of(contender)})
         for contender, names in gates.items()
     }
-    allowed = [name for name, reason in reasons.items() if reason is None]
+    allowed = [name for name, stop in stops.items() if stop is None]
     parts = [measured(only(parameters, allowed), None)] if allowed else []
-    for forbidden, reason in reasons.items():
-        if reason is not None:
-            parts.append(measured(only(parameters, [forbidden]), reason))
-    return together(parts)
+    parts += [measured(only(parameters, [name]), stop) for name, stop in stops.items() if stop]
+    return together(parts), len(allowed) < len(stops)
 
 
 def results(names: list[str]) -> list[Path]:
     return [attempts.last("gates", name) for name in names]
 
 
-def refused(rows: list[dict]) -> bool:
-    return any(row["status"] == "gate_failed" for row in rows)
-
-
-def measured(part: dict, forbidden: str | None) -> Rows:
-    if forbidden is None:
+def measured(part: dict, stop: Blocked | None) -> Rows:
+    if stop is None:
         return run_isolated(kind, part, parameters["timing"]["timeout_s"])
-    rows = failure_rows(kind, part, "gate_failed", forbidden)
+    rows = failure_rows(kind, part, stop.status, stop.reason)
     return with_provenance(rows, parameters["device_slug"], None)
 
 
@@ -59,9 +56,9 @@ def outcome(row: dict) -> str:
 
 with job(name, snakemake.log[0]) as say:
     with device_lock(parameters["device_slug"], say=say):
-        tables = measure()
+        tables, refused = measure()
     own, rows = Path(snakemake.output[f"{kind}s"]), tables[f"{kind}s"]
-    note_state(own, snakemake.params.state, refused(rows))
+    note_state(own, snakemake.params.state, refused)
     for table, file in snakemake.output.items():
         write_table(Path(file), table, tables.get(table, []))
     say(", ".join(map(outcome, rows)))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
+from tnp.gates import NOT_FINISHED
 from tnp.store import write_table
 from workflow import sources
 from workflow.gate_process import run
@@ -14,7 +15,8 @@ gate = snakemake.wildcards.gate
 
 
 def verdict(rows: list[dict]) -> str:
-    unfinished = [row for row in rows if row["status"] != "ok"]
+    left_out = [row for row in rows if row["status"] == "unsupported"]
+    ended = [row for row in rows if row["status"] not in ("ok", "unsupported")]
     red = [row for row in rows if row["status"] == "ok" and not row["passed"]]
     if red:
         worst = red[0]
@@ -22,15 +24,22 @@ def verdict(rows: list[dict]) -> str:
             f"RED, {len(red)} of {len(rows)} checks: {worst['check']}: {worst['metric']} "
             f"{worst['value']:.3g}, bound {worst['bound']:.3g}"
         )
-    if unfinished:
-        return f"{unfinished[0]['status']}: {unfinished[0]['reason']}"
-    return f"green, {len(rows)} checks"
+    if ended:
+        kind = "not finished" if ended[0]["status"] in NOT_FINISHED else ended[0]["status"]
+        return f"{kind}: {ended[0]['reason']}"
+    if len(left_out) == len(rows):
+        return f"not for this device: {left_out[0]['reason']}"
+    said = f"green, {len(rows) - len(left_out)} checks"
+    if left_out:
+        said += f", {len(left_out)} cases left out: {left_out[0]['reason']}"
+    return said
 
 
 with job(f"gate {gate}", snakemake.log[0]) as say:
     with device_lock(params.slug, shared=True, say=say):
         definitions = sources.code(sources.of_gate(gate))
-        tables = run(gate, params.device, params.slug, definitions, params.timeout_s)
+        of = gate, params.device, params.slug, definitions, params.timeout_s
+        tables = run(*of, Path(params.unfinished), say)
     identity = next((row["environment_id"] for row in tables["environments"]), None)
     for table, rows in with_provenance(tables, params.slug, identity).items():
         write_table(Path(snakemake.output[table]), table, rows)

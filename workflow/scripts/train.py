@@ -11,7 +11,7 @@ from tnp.bench.process import device_lock
 from tnp.bench.provenance import environment
 from tnp.store import write_table
 from workflow.attempts import Attempts, note_state
-from workflow.gate_process import red
+from workflow.gate_process import stopped
 from workflow.jobs import job
 
 parameters = snakemake.params.parameters
@@ -33,16 +33,16 @@ def run(say: Callable[[str], None]) -> list[dict]:
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
     attempts = Attempts(Path(snakemake.output[0]).parents[1], planning=False)
     gates = [attempts.last("gates", name) for name in snakemake.params.gates]
-    reason = red(gates, json.loads(parameters["operators"]))
-    rows = [] if reason else run(say)
+    stop = stopped(gates, json.loads(parameters["operators"]))
+    rows = [] if stop else run(say)
     state = environment(device)
     tables = {"training": rows, "environments": [state]}
-    note_state(Path(snakemake.output["training"]), snakemake.params.state, reason is not None)
+    note_state(Path(snakemake.output["training"]), snakemake.params.state, stop is not None)
     for table, content in with_provenance(tables, slug, state["environment_id"]).items():
         write_table(Path(snakemake.output[table]), table, content)
     Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    if reason:
-        say(f"not trained: {reason}")
+    if stop:
+        say(f"not trained: {stop.reason}")
     else:
         last = rows[-1]
         say(f"{last['step']} steps, held-out {last['heldout_log_likelihood']:.3f} nats a target")

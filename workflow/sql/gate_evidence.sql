@@ -127,10 +127,12 @@ checks as (
             else coalesce(family, op, 'attention') || '/' || implementation
         end as about,
         bool_or(status = 'ok' and passed) as has_passed,
-        bool_or(status != 'unsupported' and not coalesce(passed, false)) as is_red,
+        bool_or(
+            status not in ('unsupported', 'killed', 'timeout') and not coalesce(passed, false)
+        ) as is_red,
         any_value(
             case
-                when status not in ('ok', 'unsupported') then concat('did not finish: ', reason)
+                when status = 'error' then concat('did not finish: ', reason)
                 when not passed
                     then
                         format('is red: {}: {} {:.3g}, bound {:.3g}', "check", metric, value, bound)

@@ -1,9 +1,11 @@
--- Grain: device × gate. `passed` is null where the device could run none of its checks.
+-- Grain: device × gate. `passed` is null where the device could run none of its checks, and where no
+-- check is red and the gate is not finished.
 create or replace view gate_status as
 with checks as (
     select
         *,
-        status != 'unsupported' and not coalesce(passed, false) as failed,
+        status in ('killed', 'timeout') as is_unfinished,
+        status != 'unsupported' and not is_unfinished and not coalesce(passed, false) as failed,
         -- A check on the passing side of its bound with a larger value wants larger ones: turn it.
         case
             when bound = 0 and value = 0 then 0
@@ -37,7 +39,10 @@ select
     count(*) as n_checks,
     count(*) filter (where failed) as n_failed,
     count(*) filter (where status = 'unsupported') as n_skipped,
-    case when n_skipped < n_checks then n_failed = 0 end as passed,
+    case
+        when n_failed > 0 then false
+        when n_skipped < n_checks and not bool_or(is_unfinished) then true
+    end as passed,
     arg_max("check", row(value_over_bound, "check"))
     filter (where value_over_bound is not null)
         as worst_check,

@@ -1,0 +1,92 @@
+"""Keeps what the compiler said of each kernel, so that a run compiles only what changed.
+
+`compiled.csv`, which is committed, has one line for each compiled form of a kernel. A line is found
+by a code: a hash of all that decides the result. That is the kernel's definitions without comments
+(`tnp.definitions`), the types and properties of its arguments, its constants, the compiler's
+options, the target, and the versions of Triton and ptxas, or of NVRTC. Where one of them changes,
+no line is found, and the kernel is compiled. `python -m tnp.gates.compile --keep` writes the file.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tnp import cuda
+from tnp.bench.kernel_code import kernel_hash
+from tnp.definitions import digest
+from tnp.files import replacing
+from tnp.gates.compile_cuda import CudaJob
+
+if TYPE_CHECKING:
+    from tnp.gates.compile import Job
+
+FILE = Path(__file__).with_name("compiled.csv")
+_NAMES = ("kernel", "target", "dtype")  # for a reader; the code alone decides
+_NUMBERS = ("registers", "spill_bytes", "shared_bytes", "num_warps")
+_COLUMNS = (*_NAMES, *_NUMBERS, "warnings", "code")
+
+
+@cache
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    """{code: the columns of table `kernels` that the compiler decides} of a file; {} without it."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        return {
+            line["code"]: {name: int(line[name]) for name in _NUMBERS}
+            | {"warnings": line["warnings"]}
+            for line in csv.DictReader(file)
+        }
+
+
+def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write the file anew, of rows of table `kernels` that have a `code`."""
+    lines = sorted({row["code"]: [str(row[name]) for name in _COLUMNS] for row in rows}.values())
+    with replacing(path) as new, new.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([_COLUMNS, *lines])
+
+
+def code(job: Job | CudaJob) -> str:
+    """Returns 16 hexadecimal digits of all that decides what compiling a job gives."""
+    if isinstance(job, CudaJob):
+        return digest(["CUDA C++", *cuda.identity(job.source, job.architecture)])
+    import triton
+    from triton.compiler.compiler import make_backend
+
+    source = job.source
+    backend = make_backend(job.target)
+    properties = [str(source.signature), str(source.attrs)]
+    properties += [f"{at} {_said(value)}" for at, value in sorted(source.constants.items())]
+    kernel = _function(source.fn), _globals(source.fn)
+    options = backend.parse_options(dict(job.options)).hash()
+    return digest([kernel, properties, options, backend.hash(), triton.__version__, _environment()])
+
+
+def _said(value: Any) -> str:
+    """A constant as text: of a function of Triton's, which a kernel may be given, its hash."""
+    return _function(value) if hasattr(value, "cache_key") else repr(value)
+
+
+def _function(function: Any) -> str:
+    return kernel_hash(function.fn.__module__, function.fn.__qualname__)
+
+
+def _globals(function: Any) -> list[str]:
+    """Values of globals that a kernel reads, itself or in functions that it calls."""
+    assert function.cache_key  # it finds them
+    return sorted(
+        f"{name} {value!r}" for (name, _), (value, _) in function.used_global_vals.items()
+    )
+
+
+@cache
+def _environment() -> str:
+    """Variables of the environment that change what Triton makes of a kernel."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    return str(sorted(get_cache_invalidating_env_vars().items()))

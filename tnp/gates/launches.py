@@ -1,0 +1,204 @@
+"""Every launch that the compile gate compiles kernels of, on tensors of the meta device.
+
+Compiled is what a launch may choose at the problems that an operator names (`Operator.compiled`):
+each kernel that can serve one, with the default configuration of each of its forms; and what the
+committed tuned tables choose. Plans are made for a GPU that is not here, with each kernel forced.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from random import Random
+from typing import Any
+
+from tnp import choice, cuda, targets
+from tnp.catalog import catalog
+from tnp.contract import FLOATS, ITEMSIZE, Call, Case, Implementation, Kernel, Operator, Problem
+from tnp.targets import Target
+
+# Sizes among which one is looked for that a configuration serves of which the costs are known.
+N_DRAWN = 100
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`call` launches kernels on meta tensors; `users` are the implementations that do so."""
+
+    capability: int
+    dtype: str
+    users: tuple[tuple[str, str], ...]  # operator and name
+    call: Callable[[], object]
+
+
+def committed_launches() -> Iterator[Launch]:
+    """Every launch that could be chosen on GPUs of `cuda.ARCHITECTURES`, but for CUDA C++ whose
+    compiler is missing here.
+    """
+    for operator in catalog().operators.values():
+        for capability in cuda.ARCHITECTURES:
+            target = targets.of_capability(capability)
+            problems = operator.compiled or partial(_of_cases, operator)
+            for problem in problems(target):
+                yield from launches(operator, problem, target)
+        yield from _of_tables(operator)
+
+
+def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
+    """Of the gate's cases, for each dtype and options that of the largest sizes.
+
+    In bfloat16, and in float32 for one GPU: a thread has as many registers on all of them.
+    float16 needs what bfloat16 needs.
+    """
+    dtypes = ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",)
+    largest: dict[tuple, Problem] = {}
+    for case in operator.cases(target):
+        if case.problem.dtype not in dtypes:
+            continue
+        key = case.problem.dtype, case.problem.options
+        if key not in largest or _extent(case.problem) > _extent(largest[key]):
+            largest[key] = case.problem
+    return largest.values()
+
+
+def _extent(problem: Problem) -> int:
+    return math.prod(size for _, size in problem.sizes)
+
+
+def _of_tables(operator: Operator) -> Iterator[Launch]:
+    """What the committed tables choose of the operator's operations, with the first tensor that may
+    be None: so a kernel needs most registers. Configurations that are no candidates then, such as
+    persistent programs where samples have lengths, are compiled without.
+
+    Raises ValueError for an entry whose configuration is none of its kernel's.
+    """
+    by_name = {
+        operation.name: (own, operation)
+        for own in _ours(operator)
+        for operation in (own.forward, own.backward)
+        if operation is not None
+    }
+    for path in sorted(choice.COMMITTED.glob("*.json")):
+        target = targets.named(path.stem)
+        for entry in choice.table(path):
+            if entry["of"] not in by_name:
+                continue
+            own, operation = by_name[entry["of"]]
+            forced = operation.name, entry["choice"], entry.get("config")
+            for problem in _with_optional_first(operator, _problems(operator, entry)):
+                if found := list(launches(operator, problem, target, own, forced)):
+                    break
+            else:
+                raise ValueError(f"no candidate of its kernel: {entry} in {path}")
+            yield from found
+
+
+def _with_optional_first(operator: Operator, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Every problem with the first tensor that may be None, where it has none of these, and then
+    each as it is. Others may exclude the first.
+    """
+    plain = list(problems)
+    for problem in plain:
+        if operator.optional and not any(problem[name] for name in operator.optional):
+            given = dict(problem.options) | {operator.optional[0]: True}
+            yield operator.problem(problem.dtype, **dict(problem.sizes), **given)
+    yield from plain
+
+
+def _problems(operator: Operator, entry: choice.Entry) -> Iterator[Problem]:
+    """An entry's own; of one that says costs, drawn sizes, some of which its kernel takes."""
+    if "us" not in entry:
+        yield operator.from_json(json.dumps(entry["problem"]))
+        return
+    chance, itemsize = Random(0), entry["problem"]["itemsize"]
+    dtype = next(one for one in FLOATS if ITEMSIZE[one] == itemsize)
+    yield from (operator.drawn(chance, dtype) for _ in range(N_DRAWN))
+
+
+def _ours(operator: Operator) -> list[Implementation]:
+    return [own for own in operator.implementations if own.forward is not None]
+
+
+def launches(
+    operator: Operator,
+    problem: Problem,
+    target: Target,
+    implementation: Implementation | None = None,
+    forced: tuple[str, str, object] | None = None,
+) -> Iterator[Launch]:
+    """Of a problem: each implementation of ours, or this one, with each pair of its kernels.
+
+    Args:
+        operator: of the problem.
+        problem: what is computed.
+        target: on which GPU.
+        implementation: the only one.
+        forced: an operation's kernel and the JSON of its configuration, in place of all of them
+            with the defaults of their forms; calls that do not run the operation are left out.
+    """
+    from tnp.gates.results import wanted_of
+
+    for own in [implementation] if implementation else _ours(operator):
+        for wanted in dict.fromkeys(((), wanted_of(operator, own, Case(problem)))):
+            what = Call(problem, target, wanted)
+            if own.refuses(what) is not None:
+                continue
+            operations = [own.forward] + ([own.backward] if wanted else [])
+            if forced and forced[0] not in {operation.name for operation in operations}:
+                continue
+            for kernels in product(*(_candidates(one, what, forced) for one in operations)):
+                if len({kernel.saves for kernel, _ in kernels}) > 1:
+                    continue
+                chosen = {
+                    operation.name: (kernel.name, config)
+                    for operation, (kernel, config) in zip(operations, kernels, strict=True)
+                }
+                call = partial(_launch, operator, own, problem, target, wanted, chosen)
+                users = ((operator.name, own.name),)
+                yield Launch(target.capability, problem.dtype, users, call)
+
+
+def _candidates(
+    operation: Any, what: Call, forced: tuple[str, str, object] | None
+) -> list[tuple[Kernel, object]]:
+    """Kernels that serve a call, with the configuration to compile them with."""
+    from tnp import selection
+
+    found = []
+    for kernel in selection.kernels_of(operation).values():
+        if kernel.refuses(what) or what.target.capability not in kernel.compiled_for:
+            continue
+        if forced is None or operation.name != forced[0]:
+            found += [(kernel, one) for one in selection.forms(kernel, what)]
+        elif kernel.name == forced[1]:
+            configs = kernel.configs(what)
+            found += [(kernel, one) for one in configs if choice.as_json(one) == forced[2]]
+    return found
+
+
+def _launch(
+    operator: Operator,
+    own: Implementation,
+    problem: Problem,
+    target: Target,
+    wanted: tuple[str, ...],
+    forced: dict[str, tuple[str, object]],
+) -> None:
+    """Forward, and backward where a gradient is wanted, on the meta device."""
+    import torch
+
+    from tnp import plans
+    from tnp.values import Random
+
+    case = Case(problem)
+    drawn = operator.draw(case, Random(case, torch.device("meta")))
+    inputs = tuple(drawn.get(name) for name in operator.tensors)
+    options = operator.call_options(problem)
+    plan = plans.build(operator, own.name, inputs, options, wanted, target, forced)
+    outputs, saved = plan.forward(inputs, operator.numbers)
+    if wanted:
+        gradients = tuple(torch.empty_like(x) for x in outputs)
+        kept = tuple(plan.kept(inputs, outputs))
+        plan.backward(gradients, kept, saved, operator.numbers)

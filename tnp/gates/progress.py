@@ -1,0 +1,103 @@
+"""Keeps how far a gate is, so that one that was ended goes on where it stopped.
+
+The file has one JSON object a line: first of which code it is, then each check as it is made, and
+after the checks of a part that it is finished. It stays where the gate's process was ended, also by
+an interrupt of the workflow. The next process of the same code makes no finished part again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class Progress:
+    """How far a gate of some code is: its rows, its finished parts, the kernels that it launched.
+
+    Args:
+        path: the file; None keeps nothing.
+        identity: what the rows depend on. A file of another identity is written anew.
+        heard: called with this after each check and each part.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        identity: str = "",
+        heard: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self.rows: list[dict] = []
+        self.finished: dict[str, list[str]] = {}  # part → what its checks found besides
+        self.kernels: dict[str, str] = {}  # by name, their hashes
+        self.launched: dict[str, str] = {}  # those that this process launches, as they are noted
+        self._of, self._heard = 0, heard
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        about, *kept = _lines(path) or [{}]
+        if about == {"identity": identity}:
+            last = max((at for at, line in enumerate(kept, 1) if "part" in line), default=0)
+            self._take(kept[:last])
+            kept = kept[:last]
+        else:
+            kept = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", buffering=1)  # a line at a time
+        for line in ({"identity": identity}, *kept):
+            self._write(line)
+
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        """What the file says now, unfinished parts too; to be read only."""
+        found = cls()
+        found._take(_lines(path))
+        return found
+
+    def __str__(self) -> str:
+        n = len(self.rows)
+        return f"{len(self.finished)} of {self._of} cases" if self._of else f"{n} checks so far"
+
+    def row(self, row: dict) -> None:
+        """Takes one row of table `gates`."""
+        self.rows.append(row)
+        self._write({"row": row})
+        self._heard(self)
+
+    def finish(self, part: str, of: int, found: Sequence[str]) -> None:
+        """Notes that all checks of a part, one of `of`, are made."""
+        new = {name: of for name, of in self.launched.items() if name not in self.kernels}
+        line = {"part": part, "of": of, "found": list(found), "kernels": new}
+        self._note(line)
+        self._write(line)
+        self._heard(self)
+
+    def _take(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            if "row" in line:
+                self.rows.append(line["row"])
+            elif "part" in line:
+                self._note(line)
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self.finished[line["part"]] = line["found"]
+        self._of = line["of"]
+        self.kernels |= line["kernels"]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file:
+            print(json.dumps(line), file=self._file)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The file's whole lines; a kill may have met the last."""
+
+    def whole() -> Iterator[dict[str, Any]]:
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+    return list(whole()) if path.is_file() else []
