@@ -127,7 +127,7 @@ def changed(path: str, value: object) -> dict:
         ("steps.cpu.replicates", LARGE, "steps.cpu.replicates: 2147483648 must be at most 1000"),
         ("variants.separate.attention", "seperate", "unknown implementation 'seperate'"),
         ("variants.separate.d_ff_storage", 40, "d_ff_storage: 40 is smaller than"),
-        ("variants.separate.d_ff_storage", 4096, "d_ff_storage: 4096 is wider than the model needs"),
+        ("variants.separate.d_ff_storage", 4096, "d_ff_storage: 4096 is wider than the mod"),
         ("variants.separate.mlp", "compiled",
          "variants.separate.mlp: a variant cannot use 'compiled': it is for benchmarks"),
         ("ops.ropes", STUDY | {"implementations": ["a"]}, "ops: unknown operator 'ropes'"),
