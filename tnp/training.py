@@ -350,7 +350,7 @@ class _Run:
         other = [
             f"{name} {value} there and {mine[name]} here"
             for name, value in theirs.items()
-            if name in mine and mine[name] != value
+            if name in mine and not _is_same(mine[name], value)
         ]
         if other:
             log.warning(
@@ -369,6 +369,13 @@ class _Run:
                     f"{mine!r} here: delete the file to start again from step 0, or set the value "
                     "back"
                 )
+
+
+def _is_same(mine: object, theirs: object) -> bool:
+    """Whether two settings are equal; a rate on a GPU is rounded to float32."""
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return math.isclose(mine, theirs, rel_tol=1e-6)
+    return mine == theirs
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict:
