@@ -128,9 +128,7 @@ def _chart(
             "Whiskers: 95% interval, of ours against PyTorch's best."
             + (" Without: not timed beside plain PyTorch." if apart else "")
             + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
-            *(
-                f"Not drawn: {row['shape']}, since {row['why_no_speedup']}." for row in left_out
-            ),
+            *(f"Not drawn: {row['shape']}, since {row['why_no_speedup']}." for row in left_out),
         ],
     )
     chart = alt.layer(
