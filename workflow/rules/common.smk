@@ -265,6 +265,10 @@ def made_by_rules():
     )
 
 
+def is_in_folder(target):
+    return len(Path(target).parts) > 1
+
+
 def unknown_target(wildcards):
     target = wildcards.target
     targets = sorted(rule.name for rule in workflow.rules if not rule.has_wildcards())
@@ -275,8 +279,8 @@ def unknown_target(wildcards):
         sys.exit(f"{target!r} is drawn from the recorded rows alone: run `make report`")
     if meant in targets:
         sys.exit(f"unknown target {target!r}: did you mean {meant!r}?")
-    in_folder = [name for name in targets if ("/" in name) == ("/" in target)]
-    sys.exit(unknown("target", target, in_folder))
+    alike = [name for name in targets if is_in_folder(name) == is_in_folder(target)]
+    sys.exit(unknown("target", target, alike))
 
 
 def to_measure_again(wildcards):

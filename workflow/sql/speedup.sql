@@ -8,9 +8,9 @@
 --
 -- `why_no_speedup`: why a timed step has no `speedup`, in one sentence.
 --
--- `fastest`: no step at these sizes is faster by more than 1 %, so that several may be. Steps that
--- stand best (macro `standing`) are compared by their ratios to PyTorch's fastest, or by their times
--- where no step has such a ratio. The highest ratio counts 1 % less where it has no interval
+-- `fastest`: no step at these sizes is faster by more than 1 %, so that several may be. Those that
+-- stand best (macro `standing`) are compared by their ratios to PyTorch's fastest, or by their
+-- times where no step has such a ratio. The highest ratio counts 1 % less where it has no interval
 -- (`sure`): its two medians may be of two GPUs, and those of one model differ by as much.
 --
 -- `leads`: of ours at these sizes the one that is surest to be fast. By the same rule it is among
