@@ -1,5 +1,5 @@
--- Grain: device × gate. `passed` is null where the device could run none of its checks, and where no
--- check is red and the gate is not finished.
+-- Grain: device × gate. `passed` is null where the device could run none of its checks, and where
+-- the gate is not finished and no check is red.
 create or replace view gate_status as
 with checks as (
     select
