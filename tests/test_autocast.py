@@ -43,7 +43,8 @@ OURS = dict.fromkeys(("attention", "projection", "mlp", "rms_norm", "mixture_hea
 @pytest.mark.parametrize("spec", [{}, OURS])
 @pytest.mark.parametrize("autocast_dtype", AUTOCAST)
 def test_autocast_around_a_model_changes_nothing(spec, autocast_dtype):
-    model, task = build(**spec).to(DEVICE), make_task().to(DEVICE)
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    model, task = build(dtype=dtype, **spec).to(DEVICE), make_task().to(DEVICE)
 
     def results(enabled: bool) -> list[torch.Tensor]:
         with torch.autocast(DEVICE.type, autocast_dtype, enabled=enabled):

@@ -64,12 +64,13 @@ def call(
     given = tuple([n for n, x in named if n in operator.optional and x is not None])
     shown = tuple([(name, index(values[name])) for name in operator.shown if name in values])
     known = (operator.name, implementation, dtype, first.device, wanted, options, shown, given)
-    text = _decided(*known, None)
+    tracing = torch.compiler.is_compiling()
+    text = _decided(*known, None, tracing)
     if text is None:  # it depends on the sizes, which become constants of the graph
-        text = _decided(*known, tuple([index(size) for size in sizes]))
+        text = _decided(*known, tuple([index(size) for size in sizes]), tracing)
     if text.startswith(_RUN):
         return getattr(_plain, text)(*inputs, *scalars, **dict(options))
-    if not torch.compiler.is_compiling():
+    if not tracing:
         _count_flops()
         _require_derivatives(operator, text, inputs)
     outputs, _saved = getattr(torch.ops.tnp, operator.name).default(*inputs, *scalars, text)
@@ -108,6 +109,7 @@ def _decided(
     shown: tuple,
     given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
+    tracing: bool = False,
 ) -> str | None:
     """What the custom operator runs by, or the name of a plain form in `_plain`.
 
@@ -141,10 +143,11 @@ def _decided(
             return _plain_form(operator, found, options)
         implementation = chosen.name
         saves = choose_kernel(found.forward, operator, what)[0].saves
-    if derivatives.is_transforming():  # while torch.compile traces, which calls this as it is
-        raise derivatives.refusal(operator, implementation, derivatives.TRANSFORMED)
-    if forward_ad._current_level >= 0 and torch.compiler.is_compiling():
-        raise derivatives.refusal(operator, implementation, derivatives.FORWARD_MODE)
+    if tracing:  # torch.compile calls this as it is: transforms and levels are those of the trace
+        if derivatives.is_transforming():
+            raise derivatives.refusal(operator, implementation, derivatives.TRANSFORMED)
+        if forward_ad._current_level >= 0:
+            raise derivatives.refusal(operator, implementation, derivatives.FORWARD_MODE)
     content = {"implementation": implementation, "saves": saves, "wanted": wanted}
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
