@@ -27,7 +27,7 @@ from tnp.prediction import Encoding, Prediction
 from tnp.recomputing import recomputing
 from tnp.tasks import Context, Task
 from tnp.tasks.task import without_padding
-from tnp.units import Units, require_points
+from tnp.units import Units, in_units, require_points
 from tnp.variants import Variant
 
 
@@ -183,7 +183,7 @@ class TransformerNP(nn.Module):
 
     def in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
         """x or y in the model's units and in float32, in float64 where the model computes in it."""
-        return self.units(of, values)
+        return in_units(self.normalization, self.compute_dtype, of, values)
 
     @property
     def units(self) -> Units:

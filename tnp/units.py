@@ -24,9 +24,7 @@ class Units:
 
     def __call__(self, of: str, values: torch.Tensor) -> torch.Tensor:
         """Returns "x" or "y" in the model's units, float32, or float64 for a float64 model."""
-        if self.normalization is not None:
-            values = getattr(self.normalization, of)(values)
-        return values if self.compute_dtype == torch.float64 else values.float()
+        return in_units(self.normalization, self.compute_dtype, of, values)
 
     def on_host(self) -> Units:
         """Returns the same for values on the CPU, wherever the model is."""
@@ -50,6 +48,15 @@ class Units:
         if known is not None and values.shape[-1] != len(getattr(known, f"{of}_mean")):
             return torch.zeros(values.shape[:-1], dtype=torch.bool, device=values.device)
         return (self(of, values).abs() > self.largest).any(-1)
+
+
+def in_units(
+    normalization: Normalization | None, compute_dtype: torch.dtype, of: str, values: torch.Tensor
+) -> torch.Tensor:
+    """As `Units` does. A function of its own, because torch 2.11 compiles no frozen dataclass."""
+    if normalization is not None:
+        values = getattr(normalization, of)(values)
+    return values if compute_dtype == torch.float64 else values.float()
 
 
 def require_points(
