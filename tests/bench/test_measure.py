@@ -59,7 +59,7 @@ def test_a_row_for_each_contender_and_pass_has_every_column():
         assert (row["provider"], row["rank"], row["role"]) == {
             "torch": ("torch", 0, "baseline"), "triton": ("own", 2, "own")
         }[name]  # fmt: skip
-        assert row["gates"] == ("" if name == "torch" else "op--swiglu--triton|kernels")
+        assert row["gates"] == ("" if name == "torch" else "op--swiglu--triton")
         assert row["bytes"] == (3 if pass_ == "forward" else 5) * 6 * 40 * 4
         assert row["flops"] is None and 0 <= row["max_abs_error"] < 1e-5
         assert row["with_forward"] is False and row["forced"] is None

@@ -273,4 +273,4 @@ def test_a_row_says_what_it_ran_on():
               for row in tables["ops"]}  # fmt: skip
     assert all(all(own) for own in hashes.values())
     assert not set(hashes["torch"]) & set(hashes["fused"])
-    assert {row["gates"] for row in tables["ops"]} == {"", "op--mlp--fused|kernels"}
+    assert {row["gates"] for row in tables["ops"]} == {"", "op--mlp--fused"}

@@ -43,7 +43,7 @@ def digests(recorded: Path, known: Digests | None = None) -> Digests:
         }
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "results.duckdb"
-        store._fill(database, tables, sorted(report.VIEWS.glob("*.sql")))
+        store._fill(database, tables, sorted(report.VIEWS.glob("*.sql")), inputs="")
         with duckdb.connect(str(database), read_only=True) as connection:
             names = connection.sql(
                 "select view_name from duckdb_views() where not internal "

@@ -70,7 +70,7 @@ def test_a_study_is_a_target_where_its_device_is(checkout):
     ("arguments", "sentence"),
     [
         (["cqu"], "unknown target 'cqu': did you mean 'cpu'?"),
-        (["everything"], "unknown target 'everything': choose from again, all, attention, cpu, "),
+        (["everything"], "unknown target 'everything': choose from again, all, attention, com"),
         (["figures/speedupp.html"], "unknown target 'figures/speedupp.html': did you mean 'figu"),
         (["speedup"], "unknown target 'speedup': did you mean 'figures/speedup.html'?"),
         (["./figures/speedup.html"], "write 'figures/speedup.html' as it stands here"),
