@@ -128,7 +128,7 @@ def checks(
 
 
 class Known(NamedTuple):
-    """What cases before one have shown already."""
+    """Facts that a gate's earlier cases have shown."""
 
     pairs: frozenset[str]  # names of pairs that served a case with the same options
     lengths: bool  # one of the same dtype and options came before
