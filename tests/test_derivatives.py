@@ -33,7 +33,7 @@ def test_a_second_derivative_is_refused(operator, found, case):
     with refused(found, "second derivative"):
         first = torch.autograd.grad(squares(outputs, *leaves), leaves, create_graph=True)
         torch.autograd.grad(sum(x.float().square().sum() for x in first), leaves)
-    # What hands it to `torch.autograd.functional`, which allows for inputs that are not used.
+    # `torch.autograd.functional` takes another way, and allows for unused inputs.
     with refused(found, "second derivative"):
         vectors = tuple(map(torch.ones_like, some))
         of_function.hvp(partial(squares, outputs), tuple(x.detach() for x in some), vectors)

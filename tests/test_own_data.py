@@ -109,7 +109,7 @@ class NA:
 
 
 class Column:
-    """What libraries hand out in place of an array: a series, a variable of netCDF."""
+    """A column of a library that is no array, such as a series or a netCDF variable."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
