@@ -43,7 +43,7 @@ def has_tangent(tensors: Iterable[torch.Tensor | None]) -> bool:
 def is_batched(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Returns whether a tensor stands for a batch of tensors, as under `vmap`."""
     kinds = _functorch.is_batchedtensor, _functorch.is_legacy_batchedtensor
-    return any(is_one(x) for x in tensors if x is not None for is_one in kinds)
+    return any(is_kind(x) for x in tensors if x is not None for is_kind in kinds)
 
 
 def is_transforming() -> bool:
@@ -72,10 +72,10 @@ def once(
         raise error
     first, second = len(gradients), len(gradients) + len(kept)
 
-    def of_all(*tensors: torch.Tensor | None) -> tuple:
+    def run_flat(*tensors: torch.Tensor | None) -> tuple:
         return tuple(run(tensors[:first], tensors[first:second], tensors[second:]))
 
-    return _Once.apply(error, of_all, *gradients, *kept, *saved)
+    return _Once.apply(error, run_flat, *gradients, *kept, *saved)
 
 
 class _Once(torch.autograd.Function):

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tnp import choice, derivatives, targets
 from tnp.catalog import AUTO, catalog
 from tnp.contract import Call, Case, Implementation, Kernel, Operator, Problem
-from tnp.plans import KernelPlan, build, plans, prepared
+from tnp.plans import KernelPlan, PlainPlan, build, plans, prepared
 from tnp.selection import (
     aligned,
     choose_implementation,
@@ -231,7 +231,7 @@ class _Spec:
             self._routes[absent] = _routed(results, gradients)[1]
         return self._routes[absent]
 
-    def plan(self, inputs: tuple) -> KernelPlan:
+    def plan(self, inputs: tuple) -> PlainPlan | KernelPlan:
         """Returns the plan of an eager call with these inputs, which have no graph in here."""
         known = plans(self.operator)
         key = (

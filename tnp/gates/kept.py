@@ -73,7 +73,7 @@ def code(job: Job | CudaJob) -> str:
 
 
 def _said(value: Any) -> str:
-    """Returns a constant as text. For a Triton function, which may be one too, that is its hash."""
+    """Returns a constant as text. If it is a Triton function, that is its hash."""
     return _function(value) if hasattr(value, "cache_key") else repr(value)
 
 
