@@ -1,8 +1,9 @@
-"""Every launch that the compile gate compiles kernels of, on tensors of the meta device.
+"""Lists the launches whose kernels the compile gate compiles, on tensors of the meta device.
 
-Compiled is what a launch may choose at the problems that an operator names (`Operator.compiled`):
-each kernel that can serve one, with the default configuration of each of its forms; and what the
-committed tuned tables choose. Plans are made for a GPU that is not here, with each kernel forced.
+An operator names the problems to compile for (`Operator.compiled`). Each kernel that can serve a
+problem is compiled, with the default configuration of each of its forms. The configurations in the
+committed tuned tables are compiled too. Plans are made for a GPU that is not here, with each kernel
+forced.
 """
 
 import json
@@ -19,13 +20,13 @@ from tnp.catalog import catalog
 from tnp.contract import FLOATS, ITEMSIZE, Call, Case, Implementation, Kernel, Operator, Problem
 from tnp.targets import Target
 
-# Sizes among which one is looked for that a configuration serves of which the costs are known.
+# Problems that are drawn for an entry of costs, to find one that its kernel serves.
 N_DRAWN = 100
 
 
 @dataclass(frozen=True)
 class Launch:
-    """`call` launches kernels on meta tensors; `users` are the implementations that do so."""
+    """A launch: `call` launches kernels on meta tensors, for the implementations in `users`."""
 
     capability: int
     dtype: str
@@ -169,7 +170,7 @@ def launches(
 def _candidates(
     operation: Any, what: Call, forced: tuple[str, str, object] | None
 ) -> list[tuple[Kernel, object]]:
-    """Kernels that serve a call, with the configuration to compile them with."""
+    """Returns the kernels that serve a call, each with a configuration to compile."""
     from tnp import selection
 
     found = []
@@ -192,7 +193,7 @@ def _launch(
     wanted: tuple[str, ...],
     forced: dict[str, tuple[str, object]],
 ) -> None:
-    """Forward, and backward where a gradient is wanted, on the meta device."""
+    """Runs forward, and backward where a gradient is wanted, on the meta device."""
     import torch
 
     from tnp import plans
