@@ -84,6 +84,7 @@ class TransformerNP(nn.Module):
         self.embed = Embedding(config, variant)
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
         self.heads = MixtureHeads(config, variant)
+        self.register_load_state_dict_post_hook(_move_units)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -371,3 +372,10 @@ class TransformerNP(nn.Module):
             buffer: as for `sample_jointly`.
         """
         return joint.log_density(self, task, buffer)
+
+
+def _move_units(model: TransformerNP, _keys: object) -> None:
+    """Moves the units to the weights, which `load_state_dict(…, assign=True)` may put elsewhere."""
+    units, device = model.normalization, model.embed.input.device
+    if units is not None and units.x_mean.device != device:
+        units.to_empty(device=device)
