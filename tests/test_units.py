@@ -66,6 +66,8 @@ def test_a_normalization_is_that_of_its_points():
     with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
         plain = build()
         TransformerNP(plain.config, plain.variant, normalization=units)
+    with pytest.raises(TypeError, match="normalization is a dict: it must be a Normalization"):
+        TransformerNP(plain.config, plain.variant, normalization=units.numbers())
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ class TransformerNP(nn.Module):
         self.checkpoint = checkpoint
         self.normalization = normalization
         if normalization is not None:
+            if not isinstance(normalization, Normalization):
+                kind = type(normalization).__name__
+                raise TypeError(f"normalization is a {kind}: it must be a Normalization")
             found = len(normalization.x_mean), len(normalization.y_mean)
             if found != (config.d_x, config.d_y):
                 raise ValueError(
