@@ -146,13 +146,16 @@ def _read_objects(what: str, data: np.ndarray, is_missing: np.ndarray) -> np.nda
     for index, value in np.ndenumerate(data.astype(object)):
         if is_missing[index] or _is_missing(value):
             continue
+        where = f", row {index[0]}," if index else ""
+        if getattr(value, "shape", ()) != ():  # of one number numpy would take it for that
+            kind, shape = type(value).__name__, tuple(value.shape)
+            raise ValueError(f"{what}{where} holds a {kind} of shape {shape}, not a number")
         if isinstance(value, _TEMPORAL):
             is_date = not isinstance(value, datetime.timedelta | np.timedelta64)
             raise ValueError(_refuse_dates(what, type(value).__name__, is_date))
         try:
             floats[index] = float(value)
-        except (TypeError, ValueError) as error:
-            where = f", row {index[0]}," if index else ""
+        except (OverflowError, TypeError, ValueError) as error:
             hint = ""
             if isinstance(value, str | bytes):
                 hint = "; of categories make one column of 0 and 1 for each value"

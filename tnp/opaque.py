@@ -340,6 +340,13 @@ def _define(operator: Operator) -> Any:
         nothing = (None,) * (m + 1)
         if gradients is None or all(gradient is None for gradient in gradients):
             return (None,) * n + nothing
+        asked = None
+        if derivatives.is_batched(gradients):
+            asked = derivatives.BATCHED
+        elif forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
+            asked = derivatives.FORWARD_MODE
+        if asked is not None:
+            raise derivatives.refusal(operator, spec(ctx.text).implementation, asked)
         tensors = ctx.saved_tensors
         kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
         routes = spec(ctx.text).routes(gradients, kept, saved)

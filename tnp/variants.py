@@ -74,7 +74,7 @@ class Variant:
             object.__setattr__(self, family, real)
         for name in ("d_ff_storage", "recompute_above"):
             value = getattr(self, name)
-            if value is not None and (name, value) != ("d_ff_storage", True):
+            if value is not None and not (name == "d_ff_storage" and value is True):
                 count = require_count(f"{name} of variant {self.name!r}", value, at_least=1)
                 object.__setattr__(self, name, count)
         if self.centred_keys and not self.skip_unread:
