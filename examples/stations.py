@@ -84,10 +84,10 @@ for day, (x, y, stations) in zip(np.unique(table["day"][is_late]), late, strict=
     found += [(day, name, *row, mean) for name, row in zip(names, numbers.tolist(), strict=True)]
 
 header = ["day", "station", "kelvin", "low", "mean", "high", "mean_of_others"]
-with open("stations.csv", "w", newline="") as file:
+with open("station_predictions.csv", "w", newline="") as file:
     csv.writer(file).writerows([header, *found])
 truth, low, mean, high, others = np.array([row[2:] for row in found]).T
-print(f"{len(found)} temperatures at unseen stations are in stations.csv")
+print(f"{len(found)} temperatures at unseen stations are in station_predictions.csv")
 for name, guess in (("this model", mean), ("mean of the other stations", others)):
     print(f"{name}: off by {np.sqrt(((guess - truth) ** 2).mean()):.2f} K")
 print(f"{((low <= truth) & (truth <= high)).mean():.1%} of them lie in the 90 % interval")

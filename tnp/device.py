@@ -123,7 +123,8 @@ def _by_default(target: Target) -> str:
     if target.capability in choice.OURS_ON:
         return 'nothing was measured on such a GPU: "auto" takes ours where they run'
     return (
-        'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators. Ours run where '
+        'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators, where one says '
+        "yes; attention below 8.0 runs as 'reference' alone, which must be named. Ours run where "
         "the table says yes and they are named; python -m tnp.tune times them on the GPU, and "
         '"auto" then takes the fastest'
     )
