@@ -95,7 +95,16 @@ def test_gradients_of_gradients_are_right():
         return (q @ k.mT @ v).transpose(1, 2).flatten(2)
 
     leaves = [x.clone().requires_grad_() for x in (q, k[:, :, :5], v[:, :, :5])]
-    assert torch.autograd.gradgradcheck(lambda *qkv: rows.around(heads, *qkv), leaves)
+
+    def around(*qkv):
+        return rows.around(heads, *qkv)
+
+    assert torch.autograd.gradgradcheck(around, leaves)
+    # PyTorch's attention has these derivatives, and so have the rows around it.
+    assert torch.autograd.gradcheck(around, leaves, check_forward_ad=True, check_batched_grad=True)
+    found = torch.func.grad(lambda *qkv: around(*qkv).square().sum(), (0, 1, 2))(*leaves)
+    expected = torch.autograd.grad(around(*leaves).square().sum(), leaves)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("lengths", [None, [4, 9]])

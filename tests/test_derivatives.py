@@ -1,5 +1,6 @@
 """Derivatives that operators of ours do not have: one sentence of each, on every route."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_second_derivative_is_refused(operator, found, case):
     with refused(found, "second derivative"):
         first = torch.autograd.grad(squares(outputs, *leaves), leaves, create_graph=True)
         torch.autograd.grad(sum(x.float().square().sum() for x in first), leaves)
-    # What hands it to `torch.autograd.functional`, which allows for inputs that are not used.
+    # `torch.autograd.functional` takes another way, and allows for unused inputs.
     with refused(found, "second derivative"):
         vectors = tuple(map(torch.ones_like, some))
         of_function.hvp(partial(squares, outputs), tuple(x.detach() for x in some), vectors)
@@ -76,6 +77,26 @@ def test_batched_gradients_are_refused(operator, found, case):
     several = [torch.ones(2, *x.shape, device=x.device) for x in made]
     with refused(found, "batched gradient"):
         torch.autograd.grad(made, leaves, several, is_grads_batched=True)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("route", ["plain", "subclass", "mode"])
+def test_arriving_gradients_are_plain_ones_on_every_route(route):
+    x, weight = torch.randn(3, 16, **ON), torch.randn(16, **ON)
+    function = partial(rms_norm, weight=weight, implementation="fused")
+    if route == "subclass":
+        x = x.as_subclass(Subclass)
+    x.requires_grad_()
+    with FlopCounterMode(display=False) if route == "mode" else nullcontext():
+        y, z = function(x), function(x)
+    with pytest.raises(RuntimeError, match="'fused' gives no batched gradient.*'torch'"):
+        torch.autograd.grad(y, x, torch.ones(2, 3, 16, **ON), is_grads_batched=True)
+    one = torch.ones(3, 16, **ON)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="'fused' gives no derivative"):
+        torch.autograd.grad(z, x, forward_ad.make_dual(one, one))
 
 
 def test_a_gradient_with_a_graph_is_right():

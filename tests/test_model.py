@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -225,6 +226,8 @@ def test_bad_sizes_raise_naming_the_value():
             TNPConfig(sigma_min=sigma_min)
     with pytest.raises(ValueError, match="d_ff_storage of variant 'v' is 64.0: it must be a whole"):
         Variant("v", d_ff_storage=64.0)
+    with pytest.raises(ValueError, match="d_ff_storage of variant 'v' is np.True_: it must be a w"):
+        Variant("v", d_ff_storage=np.True_)
     with pytest.raises(ValueError, match="variant 'v' asks for mlp 'compiled': it is for benchm"):
         Variant("v", mlp="compiled")
     with pytest.raises(ValueError, match="d_model 32 is not a multiple of n_heads 3"):

@@ -79,6 +79,11 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
         ({"h": 5.0}, r"column 'h' has shape \(\): it must have one value a row"),
         ({"h": [[5.0], [6.0, 7.0]]}, "column 'h' of type list is no array: "),
         ({"h": np.zeros(2, [("a", float)])}, r"column 'h' holds records of \('a',\): it must hold"),
+        (
+            {"h": np.array([np.ones(1), None], object)},
+            r"column 'h', row 0, holds a ndarray of shape \(1,\), not a number",
+        ),
+        ({"h": [10**400, 1]}, "column 'h', row 0, holds 10+, not a number: int too large"),
         ({"h": [5.0, np.inf]}, "column 'h', row 1, is inf: it must be finite"),
         ({"h": torch.ones(2) * 1j}, "column 'h' holds torch.complex64, not real numbers"),
         ({"h": [1j, 2.0]}, "column 'h' holds complex128, not real numbers"),
@@ -109,7 +114,7 @@ class NA:
 
 
 class Column:
-    """What libraries hand out in place of an array: a series, a variable of netCDF."""
+    """A column of a library that is no array, such as a series or a netCDF variable."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values

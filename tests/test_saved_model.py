@@ -92,9 +92,16 @@ def test_what_cannot_be_loaded_is_refused_and_the_file_before_stays(tmp_path):
     assert archive.load(file, "cpu", {"about"}, "state", "") == {"about": 1}
 
 
+def assigned(model: TransformerNP) -> TransformerNP:
+    weights = copy.deepcopy(model.state_dict())
+    model.to("meta").load_state_dict(weights, assign=True)
+    return model
+
+
 @pytest.mark.parametrize(
     "cast",
     [
+        assigned,
         lambda model: model.float(),
         lambda model: model.half().float(),
         lambda model: model.to(torch.bfloat16).to("cpu", torch.float32),

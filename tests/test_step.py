@@ -190,7 +190,7 @@ def test_a_model_that_a_step_does_not_train_is_one_sentence(wrap, message):
     "optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon, torch.optim.Adafactor]
 )
 def test_padding_changes_no_result_whatever_the_optimizer(optimizer):
-    """Those whose updates depend on a layer's shape are refused, where it is padded."""
+    """A padded model refuses optimizers whose updates depend on its shape."""
     losses = []
     for storage in (None, 32):
         model = build(d_ff_storage=storage)

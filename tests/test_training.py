@@ -184,10 +184,11 @@ def test_numbers_of_numpy_and_paths_are_saved_as_plain_ones_and_others_are_named
         (np.ones(3), "ndarray"),
         (len, "builtin_function"),
         (lambda: 0, "function"),
+        (torch.ones(2), "Tensor"),
     ):
         with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must be of numbers, texts"):
             train(2, seen.append, folder=tmp_path / "b", about={"a": value})
-    assert not seen and not list((tmp_path / "b").iterdir())
+    assert not seen and not (tmp_path / "b").exists()
 
 
 def test_a_source_that_changes_its_dimensions_is_refused_and_the_run_before_stays(tmp_path):
@@ -252,6 +253,18 @@ def test_a_state_of_another_model_is_refused_and_changes_no_weight(tmp_path, opt
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
         train(3, folder=tmp_path, **{"model": model} | options)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_state_of_other_groups_of_parameters_is_refused_and_changes_no_weight(tmp_path):
+    train(2, folder=tmp_path)
+    model = build()
+    before = [p.detach().clone() for p in model.parameters()]
+    first, *others = model.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    step = TrainingStep(model, optimizer=torch.optim.AdamW(groups))
+    with pytest.raises(ValueError, match=rf"groups of \[1, {len(others)}\] parameters here and"):
+        fit(step, task_of, 4, folder=tmp_path)
     assert all(map(torch.equal, before, model.parameters()))
 
 

@@ -60,9 +60,14 @@ def test_a_normalization_is_that_of_its_points():
             ValueError, match=r"x is \(.*\): it must be \[points, d_x\], of at least"
         ):
             Normalization.of(points, x)
+    for number in (1.0, np.array(1.0), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="x_deviation is .*: it must be a list of numbers"):
+            Normalization([0.0], number, [0.0], [1.0])
     with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
         plain = build()
         TransformerNP(plain.config, plain.variant, normalization=units)
+    with pytest.raises(TypeError, match="normalization is a dict: it must be a Normalization"):
+        TransformerNP(plain.config, plain.variant, normalization=units.numbers())
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,26 @@ def plain(value: object) -> object:
     return str(value) if isinstance(value, PurePath) else value
 
 
+def plain_values(name: str, value: object) -> object:
+    """Returns `plain` of a value that can be compared: of numbers, texts, lists and dicts.
+
+    Raises TypeError naming what it holds of another type, such as a tensor.
+    """
+    value = plain(value)
+    for at, each in _leaves(value, name):
+        if type(each) not in _HELD:
+            kind = type(each).__name__
+            raise TypeError(f"{at} is a {kind}: it must be of numbers, texts, lists and dicts")
+    return value
+
+
 def _cannot_save(path: Path, state: dict, error: Exception) -> TypeError:
-    found = next(_foreign(state), None)
+    foreign = (
+        (name, each)
+        for name, each in _leaves(state)
+        if type(each) not in _HELD and not isinstance(each, torch.Tensor)
+    )
+    found = next(foreign, None)
     what = "the state" if found is None else f"{found[0]} is a {type(found[1]).__name__}"
     reason = f" ({first_line(error)})" if found is None else ""
     return TypeError(
@@ -84,15 +102,15 @@ def _cannot_save(path: Path, state: dict, error: Exception) -> TypeError:
     )
 
 
-def _foreign(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yields what is of no type that a file may hold, with its name."""
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yields what dicts, lists and tuples hold, with its name."""
     if isinstance(value, dict):
         for key, each in value.items():
-            yield from _foreign(each, f"{name}.{key}".lstrip("."))
+            yield from _leaves(each, f"{name}.{key}".lstrip("."))
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _foreign(each, f"{name}[{index}]")
-    elif type(value) not in _HELD and not isinstance(value, torch.Tensor):
+            yield from _leaves(each, f"{name}[{index}]")
+    else:
         yield name, value
 
 

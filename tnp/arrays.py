@@ -1,7 +1,7 @@
-"""Reads values that people hand over: columns and arrays of any table library, tensors, lists.
+"""Reads a user's values: columns and arrays of any table library, tensors, lists.
 
-A missing value is a masked element, None, NaN, NaT, or a null of the library. It becomes NaN here,
-and never a number. Dates and durations are refused, because their unit is the library's choice.
+A missing value is a masked element, None, NaN, NaT, or a null of the library. It becomes NaN, never
+a number. Dates and durations are refused, because each library chooses its own unit for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def as_floats(what: str, values: Any) -> torch.Tensor:
 
     Args:
         what: names the values in errors, such as "column 'height'".
-        values: an array, a column, a list, or a tensor, whose device and gradient are left behind.
+        values: an array, a column, a list or a tensor. The result is on the CPU, without a graph.
 
     Raises:
         ValueError: a value is a date, a duration, text that is no number, complex, or an array.
@@ -45,10 +45,10 @@ def as_floats(what: str, values: Any) -> torch.Tensor:
 
 
 def as_tensor(what: str, values: Any) -> torch.Tensor:
-    """Returns a tensor as it is, and an array of floats as one of float32 or float64.
+    """Returns a tensor unchanged, and other floats as a tensor of float32 or float64.
 
     Raises:
-        ValueError: as `as_floats`, or the values are no floats.
+        ValueError: the values are integers or bools, or `as_floats` refuses them.
     """
     if isinstance(values, torch.Tensor):
         _require_plain(what, values)
@@ -61,7 +61,7 @@ def as_tensor(what: str, values: Any) -> torch.Tensor:
 
 
 def as_integers(what: str, values: Any) -> torch.Tensor:
-    """Returns whole numbers of an array or a list as an int64 tensor.
+    """Returns the whole numbers of an array or a list as an int64 tensor.
 
     Raises:
         ValueError: a value is missing, or the values are no whole numbers.
@@ -79,7 +79,7 @@ def as_labels(what: str, values: Any, of: str) -> list:
     Args:
         what: names the values in errors, such as "column 'station'".
         values: an array, a column, a list, or a tensor, of one dimension.
-        of: what a label tells rows apart by, such as "group".
+        of: the word for a label in errors, such as "group".
 
     Raises:
         ValueError: a row has no label, a label cannot be hashed, or the values are no column.
@@ -88,7 +88,7 @@ def as_labels(what: str, values: Any, of: str) -> list:
         _require_plain(what, values)
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
-    if isinstance(values, list | tuple):  # as an array 3 and "3" would be one label
+    if isinstance(values, list | tuple):  # no array: in one, 3 and "3" would be the same label
         data, is_missing = list(values), np.zeros(len(values), bool)
     else:
         array, is_missing = _unmasked(what, values)
@@ -103,16 +103,13 @@ def as_labels(what: str, values: Any, of: str) -> list:
 
 
 def require_column(what: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where the values of a column have not exactly one dimension."""
+    """Raises ValueError unless the values of a column have exactly one dimension."""
     if len(shape) != 1:
-        raise ValueError(
-            f"{what} has shape {tuple(shape)}: it must have one value a row, under a name of its "
-            "own"
-        )
+        raise ValueError(f"{what} has shape {tuple(shape)}: it must have one value a row")
 
 
 def _require_plain(what: str, values: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that hides which values it has."""
+    """Raises ValueError unless the tensor is dense and has no mask."""
     if isinstance(values, torch.masked.MaskedTensor):
         raise ValueError(f"{what} is a MaskedTensor: give its to_tensor(float('nan'))")
     if values.layout != torch.strided or values.is_nested:
@@ -120,12 +117,12 @@ def _require_plain(what: str, values: torch.Tensor) -> None:
 
 
 def _unmasked(what: str, values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the array without its mask, and where that said that a value is missing."""
+    """Returns the array without its mask, and a bool array that is True where a value is masked."""
     try:
-        # Of a list `np.ma` alone keeps the masks of its elements.
+        # Only `np.ma` keeps the masks of a list's elements.
         read = np.ma.asarray if isinstance(values, list | tuple) else np.asanyarray
         array = read(values)
-    except Exception as error:  # whatever a library raises in __array__
+    except Exception as error:  # a library may raise anything in __array__
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{what} of type {type(values).__name__} is no array: {reason}") from None
     if array.dtype.names:
@@ -139,7 +136,7 @@ def _read_others(what: str, data: np.ndarray) -> np.ndarray:
     if data.dtype.kind == "c":
         raise ValueError(f"{what} holds {data.dtype}, not real numbers")
     try:
-        return data.astype(np.float64)  # a float that numpy does not have, such as bfloat16
+        return data.astype(np.float64)  # works for floats of other packages, such as bfloat16
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} holds {data.dtype}, not numbers: {error}") from None
 
@@ -149,13 +146,16 @@ def _read_objects(what: str, data: np.ndarray, is_missing: np.ndarray) -> np.nda
     for index, value in np.ndenumerate(data.astype(object)):
         if is_missing[index] or _is_missing(value):
             continue
+        where = f", row {index[0]}," if index else ""
+        if getattr(value, "shape", ()) != ():  # of one number numpy would take it for that
+            kind, shape = type(value).__name__, tuple(value.shape)
+            raise ValueError(f"{what}{where} holds a {kind} of shape {shape}, not a number")
         if isinstance(value, _TEMPORAL):
             is_date = not isinstance(value, datetime.timedelta | np.timedelta64)
             raise ValueError(_refuse_dates(what, type(value).__name__, is_date))
         try:
             floats[index] = float(value)
-        except (TypeError, ValueError) as error:
-            where = f", row {index[0]}," if index else ""
+        except (OverflowError, TypeError, ValueError) as error:
             hint = ""
             if isinstance(value, str | bytes):
                 hint = "; of categories make one column of 0 and 1 for each value"
@@ -172,7 +172,7 @@ def _refuse_dates(what: str, kind: object, is_date: bool) -> str:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether this is None, NaN, NaT, a masked scalar, or a null of a library."""
+    """Returns whether this is None, NaN, NaT, a masked scalar, or a null of a library."""
     if value is None or value is np.ma.masked or getattr(value, "is_valid", True) is False:
         return True
     try:

@@ -1,4 +1,4 @@
-"""A model's precision is its own: `torch.autocast` around a model changes nothing."""
+"""Turns `torch.autocast` off inside a model, which computes in its own `compute_dtype`."""
 
 import logging
 from collections.abc import Callable
@@ -11,10 +11,10 @@ log = logging.getLogger("tnp.model")
 
 
 def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the model's method, run with autocast off where the caller has it on.
+    """Wraps a model's method so that it runs with autocast off, whatever its caller chose.
 
-    Autocast would give some tensors another dtype than `compute_dtype`, and operators of ours do
-    not mix dtypes. The first call under it is logged.
+    Autocast would give some tensors another dtype than `compute_dtype`, and our operators do not
+    mix dtypes. The first call under autocast logs a warning.
     """
 
     @wraps(method)

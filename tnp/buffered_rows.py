@@ -12,11 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from tnp import selection, targets
 from tnp.catalog import catalog
 from tnp.contract import Call
+from tnp.derivatives import is_batched
 from tnp.ops.buffered_attention import OPERATOR, buffered_attention
 
 
@@ -42,9 +44,21 @@ def in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
         steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
         return x.stride(-1) == 1 and not any(n % wide for n in steps)
 
-    if torch.compiler.is_compiling() or not all(map(fits, xs)):
+    if torch.compiler.is_compiling() or _is_transformed(*xs) or not all(map(fits, xs)):
         return list(xs)
     return [x.view(torch.complex128) for x in xs]
+
+
+def _is_transformed(*xs: torch.Tensor) -> bool:
+    """Returns whether forward mode or a transform of `torch.func` is open, or xs are batched:
+    these know PyTorch's differentiable operations alone.
+    """
+    is_open = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_open or forward_ad._current_level >= 0 or is_batched(xs)
+
+
+def _in_elements_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else x.view(dtype)  # a view has no gradient
 
 
 def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
@@ -55,15 +69,19 @@ def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tenso
     """
     first, beside, others = in_wide_elements(*x.split(sizes, 1))
     alone = torch.cat([first, others], 1) if sizes[0] else others
-    grouped = beside.unflatten(1, (-1, n)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    return alone.view(x.dtype), grouped.view(x.dtype)
+    batch, rows, *head = beside.shape  # `view` and `reshape` take batched gradients
+    groups = beside.view(batch, rows // n, n, *head).permute(0, 2, 3, 1, 4)
+    grouped = groups.reshape(batch, n, head[0] * (rows // n), head[1])
+    return _in_elements_of(alone, x.dtype), _in_elements_of(grouped, x.dtype)
 
 
 def _join(sizes: tuple[int, ...], alone: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
     """What was split."""
-    groups = grouped.unflatten(2, (alone.shape[2], -1)).unbind(3)
+    batch, n, heads, width = grouped.shape
+    groups = grouped.view(batch, n, alone.shape[2], heads // alone.shape[2], width).unbind(3)
     first, others = alone.split([sizes[0], sizes[2]], 1)
-    return torch.cat(in_wide_elements(first, *groups, others), 1).view(alone.dtype)
+    joined = torch.cat(in_wide_elements(first, *groups, others), 1)
+    return _in_elements_of(joined, alone.dtype)
 
 
 class _Split(torch.autograd.Function):
@@ -109,7 +127,8 @@ class _Keys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dk_first, dv_first, dk, dv):
-        if torch.is_grad_enabled():  # with create_graph: what has a graph is not written to
+        # With create_graph: what has a graph is not written to.
+        if torch.is_grad_enabled() or _is_transformed(dk, dv):
             behind = (0, 0, 0, dk.shape[2] - ctx.m)
             return dk + pad(dk_first, behind), dv + pad(dv_first, behind), None
         if dk.data_ptr() == dv.data_ptr() or 0 in (*dk.stride(), *dv.stride()):
@@ -189,7 +208,9 @@ class BufferedRows:
         n_first, n_groups = (m, 1 + self.n_groups) if of_all else (0, self.n_groups)
         sizes = n_first, n_groups * n, q.shape[2] - n_first - n_groups * n
         of_context = k[:, :, :m], v[:, :, :m]
-        if not torch.compiler.is_compiling():  # which adds nothing in place
+        plain = not torch.compiler.is_compiling() and _is_transformed()
+        split, join = (_split, _join) if plain else (_Split.apply, _Join.apply)
+        if not torch.compiler.is_compiling() and not plain:  # these add nothing in place
             *of_context, k, v = _Keys.apply(k, v, m)
         n_keys = None if self.lengths is None else self.lengths + n
         of_all_keys = self._following(k), self._following(v), n_keys, True
@@ -198,9 +219,9 @@ class BufferedRows:
             return heads(rows.transpose(1, 2), *keys).view(rows.shape) if rows.shape[1] else rows
 
         # [B, rows, H, D] is how attention of ours writes o and dq, and how they are projected.
-        alone, beside = _Split.apply(q.transpose(1, 2), sizes, n)
+        alone, beside = split(q.transpose(1, 2), sizes, n)
         o = seen(alone, *of_context, self.lengths), seen(beside, *of_all_keys)
-        return _Join.apply(sizes, n, *o).flatten(2)
+        return (join(sizes, *o) if plain else join(sizes, n, *o)).flatten(2)
 
     def _following(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values where each sample's buffer follows its own context."""

@@ -1,7 +1,7 @@
-"""Derivatives that operators of ours do not have: each is one sentence, never 0 or None.
+"""Refuses derivatives that our operators do not give, with one sentence, never with 0 or None.
 
-An operator of ours gives first derivatives backward, one vector at a time. Second derivatives,
-forward mode, batched gradients and the transforms of `torch.func` are PyTorch's form to give.
+Our operators give first derivatives backward, one vector at a time. Only PyTorch's implementations
+give second derivatives, forward mode, batched gradients and the transforms of `torch.func`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _functorch = torch._C._functorch
 
 
 def refusal(operator: Operator, implementation: str, what: str) -> RuntimeError:
-    """The error that says which operator does not give `what`, and which implementation may."""
+    """Returns the error: it names the operator, what it does not give, and another choice."""
     remedy = "choose implementation='torch'"
     if any(one.name == "reference" for one in operator.implementations):
-        # There 'torch' is PyTorch's fused attention, which is differentiated once, backward.
-        remedy = "choose implementation='reference', or 'torch' where PyTorch's own gives it"
+        # Here 'torch' is PyTorch's fused attention, which gives first derivatives backward alone.
+        remedy = "choose implementation='reference', or 'torch' if PyTorch's kernel gives it"
     return RuntimeError(
         f"{operator.name} implementation {implementation!r} gives no {what}: {remedy}"
     )
 
 
 def has_tangent(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Returns whether a tensor is a dual number of the open level of forward mode.
+    """Returns whether a tensor carries a tangent of forward mode.
 
-    Ask first whether `forward_ad._current_level` is 0 or more, which costs 0.02 µs.
+    Check first that `forward_ad._current_level` is at least 0: that check costs 0.02 µs.
     """
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_batched(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Returns whether a tensor stands for several, as `vmap` hands them over."""
+    """Returns whether a tensor stands for a batch of tensors, as under `vmap`."""
     kinds = _functorch.is_batchedtensor, _functorch.is_legacy_batchedtensor
-    return any(is_one(x) for x in tensors if x is not None for is_one in kinds)
+    return any(is_kind(x) for x in tensors if x is not None for is_kind in kinds)
 
 
 def is_transforming() -> bool:
@@ -55,27 +55,27 @@ def is_transforming() -> bool:
 def once(
     error: RuntimeError, run: Callable[..., tuple], gradients: tuple, kept: tuple, saved: tuple
 ) -> tuple:
-    """Returns run(gradients, kept, saved); whoever differentiates that again meets `error`.
+    """Returns run(gradients, kept, saved). Differentiating the result again raises `error`.
 
     Args:
-        error: what a second derivative raises.
-        run: computes the gradients of the inputs without a graph of its own; some may be None.
-        gradients: arriving ones, None where there is none.
+        error: the error that a second derivative raises.
+        run: computes the gradients of the inputs, and builds no graph. Some may be None.
+        gradients: gradients of the outputs, None where an output has none.
         kept: inputs and outputs of the forward pass, as PyTorch hands them back.
-        saved: what else the forward pass has left, which has no graph.
+        saved: other tensors that the forward pass has saved. They have no graph.
 
     Raises:
-        RuntimeError: nothing that is kept says what `saved` depends on, where gradients are made
-            along with the result.
+        RuntimeError: `saved` is not empty, and no tensor in `kept` requires a gradient. PyTorch
+            could not know that the result depends on inputs, so `error` is raised at once.
     """
     if saved and not any(x is not None and x.requires_grad for x in kept):
         raise error
     first, second = len(gradients), len(gradients) + len(kept)
 
-    def of_all(*tensors: torch.Tensor | None) -> tuple:
+    def run_flat(*tensors: torch.Tensor | None) -> tuple:
         return tuple(run(tensors[:first], tensors[first:second], tensors[second:]))
 
-    return _Once.apply(error, of_all, *gradients, *kept, *saved)
+    return _Once.apply(error, run_flat, *gradients, *kept, *saved)
 
 
 class _Once(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""How much of a GPU's memory processes may take, and how many gates fit into it side by side.
+"""Limits the GPU memory of processes, and says how many gates fit side by side.
 
-The environment variable TNP_GPU_GB limits the memory of tensors of each process of the workflow, in
-GB of 2**30 bytes: `TNP_GPU_GB=16 snakemake --cores 1 all` runs on a large GPU what fits one of
-16 GB. Gates, benchmarks and training obey it alike.
+The environment variable TNP_GPU_GB limits the tensor memory of each process of the workflow, in GB
+of 2**30 bytes. `TNP_GPU_GB=16 snakemake --cores 1 all` runs only what would fit a GPU of 16 GB.
+Gates, benchmarks and training obey the limit.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import os
 
 VARIABLE = "TNP_GPU_GB"
 GB = 2**30
-# What a gate may need of a GPU's memory, and how many gates at once are of use.
-GATE_GB = 20.0
-MOST_GATES = 4
-# Other processes' memory that does not matter: the contexts of CUDA of idle ones.
+GATE_GB = 20.0  # memory that a gate may need
+MOST_GATES = 4  # more gates at once are of no use
+# Idle processes hold this much for their CUDA contexts: it does not count as memory in use.
 _UNIMPORTANT_GB = 2.0
 
 
 class Busy(RuntimeError):
-    """Other processes hold the memory of the GPU that something needs; the message says so."""
+    """Other processes hold GPU memory that this process needs; the message says how much."""
 
 
 def limit_gb() -> float | None:
-    """Returns what TNP_GPU_GB allows a process, or None; ValueError where it is no such number."""
+    """Returns the GB that TNP_GPU_GB allows a process, or None where it is not set.
+
+    Raises:
+        ValueError: TNP_GPU_GB is no positive number.
+    """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -53,7 +56,7 @@ def gates_at_once(free_gb: float | None, limit: float | None = None) -> int:
 
     Args:
         free_gb: free memory of the GPU, in GB; None without a GPU, where memory does not matter.
-        limit: GB that each process may take, or None.
+        limit: GB that each process may take, or None for all.
     """
     if free_gb is None:
         return MOST_GATES
@@ -62,12 +65,12 @@ def gates_at_once(free_gb: float | None, limit: float | None = None) -> int:
 
 
 def why_it_does_not_fit(error: Exception) -> str | None:
-    """Returns in one sentence that a problem is too large for this GPU, or for TNP_GPU_GB.
+    """Returns a sentence: the problem is too large for this GPU, or for TNP_GPU_GB.
 
-    None where `error` is another error than that the GPU's memory ran out.
+    Returns None where `error` is not about GPU memory.
 
     Raises:
-        Busy: other processes hold so much of the memory that nothing can be said.
+        Busy: other processes hold memory, so the problem might fit without them.
     """
     from tnp.bench.outcome import classify
 
@@ -83,9 +86,14 @@ def why_it_does_not_fit(error: Exception) -> str | None:
 def judged(
     free_gb: float, ours_gb: float, total_gb: float, limit: float | None, reason: str
 ) -> str:
-    """As `why_it_does_not_fit`, of what is free, what this process has reserved, and what there is.
+    """Returns the sentence of `why_it_does_not_fit`, or raises its `Busy`.
 
-    `reason` is what PyTorch said.
+    Args:
+        free_gb: free memory of the GPU.
+        ours_gb: memory that this process has reserved.
+        total_gb: memory of the GPU.
+        limit: GB that TNP_GPU_GB allows, or None.
+        reason: PyTorch's message.
     """
     reachable = free_gb + ours_gb
     if limit is not None and limit <= reachable:

@@ -75,6 +75,9 @@ class TransformerNP(nn.Module):
         self.checkpoint = checkpoint
         self.normalization = normalization
         if normalization is not None:
+            if not isinstance(normalization, Normalization):
+                kind = type(normalization).__name__
+                raise TypeError(f"normalization is a {kind}: it must be a Normalization")
             found = len(normalization.x_mean), len(normalization.y_mean)
             if found != (config.d_x, config.d_y):
                 raise ValueError(
@@ -84,6 +87,7 @@ class TransformerNP(nn.Module):
         self.embed = Embedding(config, variant)
         self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.n_layers))
         self.heads = MixtureHeads(config, variant)
+        self.register_load_state_dict_post_hook(_move_units)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -371,3 +375,10 @@ class TransformerNP(nn.Module):
             buffer: as for `sample_jointly`.
         """
         return joint.log_density(self, task, buffer)
+
+
+def _move_units(model: TransformerNP, _keys: object) -> None:
+    """Moves the units to the weights, which `load_state_dict(…, assign=True)` may put elsewhere."""
+    units, device = model.normalization, model.embed.input.device
+    if units is not None and units.x_mean.device != device:
+        units.to_empty(device=device)

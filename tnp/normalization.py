@@ -43,6 +43,9 @@ class Normalization(nn.Module):
             "x_mean": x_mean, "x_deviation": x_deviation,
             "y_mean": y_mean, "y_deviation": y_deviation,
         }  # fmt: skip
+        for name, values in given.items():
+            if not hasattr(values, "__iter__") or getattr(values, "shape", None) == ():
+                raise ValueError(f"{name} is {values!r}: it must be a list of numbers")
         named = {
             name: [require_real(name, value) for value in values] for name, values in given.items()
         }

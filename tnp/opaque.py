@@ -1,16 +1,16 @@
-"""Operators of ours as custom operators, where PyTorch compiles, traces or watches.
+"""Runs our operators as custom operators where PyTorch compiles, traces or watches calls.
 
-`torch.compile`, fake tensors, selective checkpoints and function transforms see calls of PyTorch's
-operators, and nothing of a kernel that is launched behind their backs. There an operator is
+`torch.compile`, fake tensors, selective checkpoints and function transforms see only calls of
+PyTorch's operators. They do not see a kernel that Python launches itself. There we call
 
     tnp::rms_norm(Tensor x, Tensor weight, float eps, str call) -> (Tensor[], Tensor[])
 
-defined from the operator's own names the first time it is asked for. It gives the outputs and what
-is saved for the backward pass, which is a second such operator. `call` is JSON of what decides the
-launch. Insides run plans as eager calls do, but results share no memory (`Call.apart`); a compiler
-sees `Kernel.empty` alone.
+which is defined from the operator's own names at its first use. It returns the outputs and the
+tensors saved for the backward pass. The backward pass is a second custom operator. `call` is JSON
+of all that decides the launch. The custom operator runs a plan, as an eager call does, but its
+results share no memory (`Call.apart`). A compiler sees only the empty tensors of `Kernel.empty`.
 
-PyTorch's own forms are called as they are.
+PyTorch's own implementations are called directly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tnp import choice, derivatives, targets
 from tnp.catalog import AUTO, catalog
 from tnp.contract import Call, Case, Implementation, Kernel, Operator, Problem
-from tnp.plans import KernelPlan, build, plans, prepared
+from tnp.plans import KernelPlan, PlainPlan, build, plans, prepared
 from tnp.selection import (
     aligned,
     choose_implementation,
@@ -40,13 +40,13 @@ from tnp.selection import (
     wanted_of,
 )
 
-# By operator of PyTorch, what its FlopCounterMode asks: operations of a call.
+# Custom operator → function that counts a call's operations, for PyTorch's FlopCounterMode.
 _formulas: dict[Any, Callable[..., int]] = {}
 _library = torch.library.Library("tnp", "FRAGMENT")
 _defined: dict[str, Any] = {}
-# What torch.compile traces through, as "run__operator__implementation": a function that it is to
-# look into must lie where it can find it again. A module, since a dictionary that grows while it
-# traces is to it what it was when it first looked.
+# Functions that torch.compile traces through, named "run__operator__implementation". It must find
+# each function again by name. A dictionary would not do: torch.compile does not see entries that
+# are added while it traces.
 _plain = ModuleType(f"{__name__}.plain")
 _RUN = "run__"
 
@@ -54,7 +54,7 @@ _RUN = "run__"
 def call(
     operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple
 ) -> Any:
-    """As `tnp.dispatch.call`, by operators that PyTorch sees."""
+    """Does the same as `tnp.dispatch.call`, through operators that PyTorch sees."""
     wanted = wanted_of(operator, inputs)
     first = next(x for x in inputs if x is not None)
     values = operator.describe(*inputs, **dict(options))
@@ -66,7 +66,7 @@ def call(
     known = (operator.name, implementation, dtype, first.device, wanted, options, shown, given)
     tracing = torch.compiler.is_compiling()
     text = _decided(*known, None, tracing)
-    if text is None:  # it depends on the sizes, which become constants of the graph
+    if text is None:  # the sizes decide: they become constants of the graph
         text = _decided(*known, tuple([index(size) for size in sizes]), tracing)
     if text.startswith(_RUN):
         return getattr(_plain, text)(*inputs, *scalars, **dict(options))
@@ -78,9 +78,9 @@ def call(
 
 
 def _count_flops() -> None:
-    """Tells PyTorch's counters, also those that are counting, what calls of ours take."""
+    """Tells PyTorch's counters, also those that count now, how many operations our calls take."""
     counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None:  # slow to import, and then nobody counts
+    if counter is None:  # nobody imported it, so nobody counts; importing it is slow
         return
     modes = _get_current_dispatch_mode_stack()
     counting = [mode.counter.flop_registry for mode in modes if hasattr(mode, "counter")]
@@ -89,7 +89,7 @@ def _count_flops() -> None:
 
 
 def _require_derivatives(operator: Operator, text: str, inputs: tuple) -> None:
-    """Raises RuntimeError where more is asked for than first derivatives backward."""
+    """Raises RuntimeError where the caller asks for more than first derivatives backward."""
     asked = None
     if derivatives.is_transforming():
         asked = derivatives.TRANSFORMED
@@ -111,9 +111,9 @@ def _decided(
     sizes: tuple[int, ...] | None,
     tracing: bool = False,
 ) -> str | None:
-    """What the custom operator runs by, or the name of a plain form in `_plain`.
+    """Returns the custom operator's argument `call`, or the name of a function in `_plain`.
 
-    None without `sizes` where these decide.
+    Returns None where `sizes` is None and the choice depends on the sizes.
     """
     operator = catalog().operator(op)
     custom_op(operator)
@@ -143,7 +143,7 @@ def _decided(
             return _plain_form(operator, found, options)
         implementation = chosen.name
         saves = choose_kernel(found.forward, operator, what)[0].saves
-    if tracing:  # torch.compile calls this as it is: transforms and levels are those of the trace
+    if tracing:  # torch.compile runs this while it traces, under the caller's transforms
         if derivatives.is_transforming():
             raise derivatives.refusal(operator, implementation, derivatives.TRANSFORMED)
         if forward_ad._current_level >= 0:
@@ -152,19 +152,19 @@ def _decided(
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
 
-# What torch.compiler.assume_constant_result does. It would import Dynamo, for half of the time that
-# importing tnp took.
+# torch.compiler.assume_constant_result sets this too, but it imports Dynamo, which would double the
+# time that `import tnp` takes.
 _decided._dynamo_marked_constant = True
 
 
 def _sizeless(operator: Operator, dtype: str, given: tuple[str, ...], options: tuple):
-    """A problem of which only dtype and options are known."""
+    """Returns a problem whose dtype and options are known, and whose sizes are all 1."""
     sizes = dict.fromkeys(operator.sizes, 1)
     return operator.problem(dtype, **dict.fromkeys(given, True) | dict(options) | sizes)
 
 
 def _require(operator: Operator, found: Implementation, what: Call) -> None:
-    """Raises RuntimeError where a plain form does not take what is asked, whatever the sizes."""
+    """Raises RuntimeError where PyTorch's form does not take this call at any sizes."""
     limits = Implementation(
         found.name, run=found.run, dtypes=found.dtypes, options=found.options,
         gradients=found.gradients,
@@ -182,7 +182,7 @@ def _plain_form(operator: Operator, found: Implementation, options: tuple) -> st
 
 
 def custom_op(operator: Operator) -> Any:
-    """`torch.ops.tnp.<name>.default`, defined the first time it is asked for."""
+    """Returns `torch.ops.tnp.<name>.default`, and defines it at its first use."""
     if operator.name not in _defined:
         with plans(operator).lock:
             if operator.name not in _defined:
@@ -191,7 +191,7 @@ def custom_op(operator: Operator) -> Any:
 
 
 class _Spec:
-    """What `call` says, read once a text."""
+    """The parsed argument `call` of a custom operator."""
 
     def __init__(self, operator: Operator, text: str) -> None:
         content = json.loads(text)
@@ -204,23 +204,26 @@ class _Spec:
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}
 
     def problem(self, names: Iterable[str], tensors: Iterable, sizes: Iterable) -> Problem:
-        """What is computed, of sizes in the operator's order; tensors say which are given."""
+        """Returns the problem of these sizes, which are in the operator's order.
+
+        The tensors say which optional inputs are given.
+        """
         pairs = zip(names, tensors, strict=True)
         given = {n: True for n, x in pairs if n in self.operator.optional and x is not None}
         named = dict(zip(self.operator.sizes, map(int, sizes), strict=True))
         return self.operator.problem(self.dtype, **given | dict(self.options + self.shown) | named)
 
     def flops(self, problem: Problem, pass_: str) -> int:
-        """Operations of a pass of the problem, by the implementation's own count of work."""
+        """Returns the number of operations of a pass, as the implementation counts them."""
         work = (self.found.work or self.operator.work)(Case(problem), pass_)
         return int(sum(work.flops.values()))
 
     def kernel(self, operation: Any) -> Kernel:
-        """Any that saves in that form: what it leaves has the same sizes."""
+        """Returns any kernel that saves in this form: all of them return tensors of equal sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
 
     def routes(self, gradients: tuple, kept: list, saved: list) -> list[int | None]:
-        """Where each gradient is found among incoming gradients and what the operator returns."""
+        """Returns each gradient's place in the incoming gradients followed by the results."""
         absent = tuple(gradient is None for gradient in gradients)
         if absent not in self._routes:
             kernel = self.kernel(self.found.backward)
@@ -228,8 +231,8 @@ class _Spec:
             self._routes[absent] = _routed(results, gradients)[1]
         return self._routes[absent]
 
-    def plan(self, inputs: tuple) -> KernelPlan:
-        """The plan of an eager call with these inputs, which have no gradients in here."""
+    def plan(self, inputs: tuple) -> PlainPlan | KernelPlan:
+        """Returns the plan of an eager call with these inputs, which have no graph in here."""
         known = plans(self.operator)
         key = (
             "opaque", self.implementation, self.saves, self.wanted, self.options, self.dtype,
@@ -253,10 +256,11 @@ class _Spec:
 
 
 def _routed(results: tuple, gradients: tuple) -> tuple[list, list[int | None]]:
-    """Gradients that are tensors of their own, and of each where it is, None where there is none.
+    """Returns the gradients that are new tensors, and the place of every gradient, or None.
 
-    A kernel may hand an incoming gradient on, or give one tensor for two inputs, as a sum does.
-    What a custom operator returns must not share memory, so places are found after it.
+    A kernel may return an incoming gradient, or one tensor for two inputs, as for a sum. But the
+    results of a custom operator must not share memory. So it returns only new tensors, and a place
+    counts through the incoming gradients first, then through the new tensors.
     """
     found = list(gradients)
     places: list[int | None] = []
@@ -336,6 +340,13 @@ def _define(operator: Operator) -> Any:
         nothing = (None,) * (m + 1)
         if gradients is None or all(gradient is None for gradient in gradients):
             return (None,) * n + nothing
+        asked = None
+        if derivatives.is_batched(gradients):
+            asked = derivatives.BATCHED
+        elif forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
+            asked = derivatives.FORWARD_MODE
+        if asked is not None:
+            raise derivatives.refusal(operator, spec(ctx.text).implementation, asked)
         tensors = ctx.saved_tensors
         kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
         routes = spec(ctx.text).routes(gradients, kept, saved)
@@ -344,7 +355,7 @@ def _define(operator: Operator) -> Any:
         def run(*parts: tuple) -> list[torch.Tensor]:
             return op(*map(list, parts), ctx.sizes, *ctx.scalars, ctx.text)
 
-        if torch.is_grad_enabled():  # with create_graph alone
+        if torch.is_grad_enabled():  # only under create_graph=True
             error = derivatives.refusal(operator, spec(ctx.text).implementation, derivatives.SECOND)
             run = partial(derivatives.once, error, run)
         results = run(tuple(gradients), tuple(kept), tuple(saved))

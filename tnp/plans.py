@@ -1,7 +1,8 @@
-"""Plans: what runs for a problem, decided once.
+"""Builds plans. A plan is the decision, made once, which function or kernels serve a problem.
 
-A plan owns no tensor and no stream: both come with every call. `tnp.selection` says what serves a
-call, and `tnp.dispatch` finds plans again by a key of all that they depend on.
+A plan owns no tensor and no stream: both come with every call. `tnp.selection` chooses the
+implementation and the kernels. `tnp.dispatch` finds a plan again by a key that holds all it depends
+on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tnp.selection import (
 )
 from tnp.targets import Target
 
-MAX_PLANS = 4096  # of an operator; past them the older half goes
+MAX_PLANS = 4096  # for each operator; when they are full, the older half is dropped
 
 
 class Plans:
@@ -42,7 +43,10 @@ class Plans:
         self.lock = threading.RLock()
 
     def keep(self, key: tuple, plan: Any) -> Any:
-        """Forgets the older half where there are too many. The caller holds the lock."""
+        """Stores and returns the plan, and drops the older half where there are too many.
+
+        The caller holds the lock.
+        """
         if len(self.by_key) >= MAX_PLANS:
             for old in list(self.by_key)[: MAX_PLANS // 2]:
                 del self.by_key[old]
@@ -54,12 +58,12 @@ of_operator: dict[str, Plans] = {}
 
 
 def plans(operator: Operator) -> Plans:
-    """Of an operator, in this process."""
+    """Returns this process's plan cache for `operator`."""
     return of_operator.get(operator.name) or of_operator.setdefault(operator.name, Plans())
 
 
 def launch_configs() -> list[dict[str, Any]]:
-    """What this process's plans launch, by problem and mode: kernels and their configurations."""
+    """Returns the kernels and configurations of this process's plans, with problem and mode."""
     described = {
         json.dumps({"problem": plan.what.problem.json, "mode": plan.what.mode} | plan.choices)
         for known in of_operator.values()
@@ -80,15 +84,15 @@ def build(
     saves: str | None = None,
     apart: bool = False,
 ) -> PlainPlan | KernelPlan:
-    """The plan of a call.
+    """Returns the plan of a call.
 
     Args:
-        operator, implementation, inputs, options: as for `call`.
-        wanted: inputs whose gradients are asked for.
-        target: what it is for; the inputs' device where None.
-        forced: kernel and configuration by operation, for gates and tuning.
-        saves: the form of what is saved that the forward kernel must have.
-        apart: whether results must share no memory.
+        operator, implementation, inputs, options: the arguments of `tnp.dispatch.call`.
+        wanted: names of the inputs whose gradients are wanted.
+        target: the device to plan for; None stands for the inputs' device.
+        forced: operation → kernel and configuration, for gates and tuning.
+        saves: the form in which the forward kernel must save its tensors, or None for any.
+        apart: True where results must share no memory.
     """
     what = replace(describe(operator, inputs, options, wanted, target), apart=apart)
     if 0 in dict(what.problem.sizes).values():  # nothing to compute
@@ -100,7 +104,7 @@ def build(
 
 
 def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tuple) -> PlainPlan:
-    """The reference, in the dtypes that the implementation gives."""
+    """Returns a plan that runs the reference, and casts to the implementation's dtypes."""
     run = operator.reference
     if implementation.partition(":")[0] != AUTO:
         found = catalog().load(operator.name, implementation)
@@ -121,7 +125,7 @@ def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tup
 
 
 class PlainPlan:
-    """Of a function that PyTorch differentiates."""
+    """The plan of a function that PyTorch differentiates."""
 
     def __init__(self, what: Call, found: Implementation, chosen: Choice) -> None:
         self.what, self.found, self.chosen = what, found, chosen
@@ -132,22 +136,22 @@ class PlainPlan:
             self.function = compiled(found)
 
     def run(self, inputs: tuple, scalars: tuple) -> Any:
-        """The operator's outputs."""
+        """Returns the operator's outputs."""
         return self.function(*inputs, *scalars, **self.options)
 
 
 def compiled(found: Implementation) -> Any:
-    """`run` through torch.compile, a graph for every shape."""
+    """Returns `found.run` through torch.compile, with a graph for every shape."""
     from torch._functorch import config
 
-    # A backward pass is timed many times after one forward, whose buffers it must leave alone.
+    # Benchmarks time many backward passes after one forward pass, so its buffers must stay.
     config.donated_buffer = False
     mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}[found.compile]
     return torch.compile(found.run, fullgraph=True, dynamic=False, mode=mode)
 
 
 class KernelPlan:
-    """Of operations of ours: a launch forward, and launches backward by the gradients' layout."""
+    """The plan of our kernels: one forward launch, and a backward launch per gradient layout."""
 
     def __init__(
         self,
@@ -173,18 +177,19 @@ class KernelPlan:
         everything = (*names, *operator.outputs)
         self.keep = [everything.index(name) for name in operator.kept]
         self.n_kept = len(self.keep)
-        # Of (*gradients, None): None for the plan and the scalars, and what each input gets.
+        # Picks from (*gradients, None): None for the plan, None for the scalars, then each input's
+        # gradient.
         order = operator.differentiated
         places = [order.index(name) if name in order else -1 for name in names]
         self.route = itemgetter(-1, -1, *places)
         self.run = self._differentiated if what.wanted else self._plain
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
-        """Outputs and what is saved."""
+        """Returns the outputs, and the tensors saved for the backward pass."""
         return self._launched(self.launch, inputs, scalars)
 
     def _launched(self, launch: Callable[..., Any], inputs: tuple, scalars: tuple) -> Any:
-        if torch._C._is_any_autocast_enabled():  # would cast what a launch leaves to PyTorch
+        if torch._C._is_any_autocast_enabled():  # it would cast in PyTorch's part of a launch
             with torch._C._DisableAutocast():
                 return self._launched(launch, inputs, scalars)
         if self.device is None or self.device == torch._C._cuda_getDevice():
@@ -200,15 +205,15 @@ class KernelPlan:
         return _apply(self, scalars, *inputs)
 
     def kept(self, inputs: tuple, outputs: tuple) -> list:
-        """What the backward pass gets, of inputs and outputs."""
+        """Returns the inputs and outputs that the backward pass reads."""
         everything = (*inputs, *outputs)
         return [everything[at] for at in self.keep]
 
     def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
-        """Gradients in the order of `differentiated`, None where not wanted."""
+        """Returns gradients in the order of `differentiated`, None where not wanted."""
         if forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
             raise self.refusal(derivatives.FORWARD_MODE)
-        # Gradients come with any strides, and hooks may hand back other copies of what was kept.
+        # Gradients may have any strides, and hooks may replace the kept tensors by copies.
         try:
             key = tuple(
                 [
@@ -216,7 +221,7 @@ class KernelPlan:
                     for x in (*gradients, *kept, *saved)
                 ]
             )
-        except RuntimeError:  # it has no memory of its own
+        except RuntimeError:  # a tensor has no memory
             if derivatives.is_batched(gradients):
                 raise self.refusal(derivatives.BATCHED) from None
             raise
@@ -227,11 +232,11 @@ class KernelPlan:
         return self._launched(launch, (gradients, kept, saved), scalars)
 
     def refusal(self, what: str) -> RuntimeError:
-        """The error that says that this implementation does not give `what`."""
+        """Returns the error that says that this implementation does not give `what`."""
         return derivatives.refusal(self.operator, self.found.name, what)
 
     def backward_once(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
-        """As `backward`, with a graph that refuses to be differentiated."""
+        """Does the same as `backward`. Differentiating its results raises an error."""
         run = partial(self.backward, scalars=scalars)
         return derivatives.once(self.refusal(derivatives.SECOND), run, gradients, kept, saved)
 
@@ -255,7 +260,11 @@ class KernelPlan:
 
 
 def prepared(kernel: Kernel, what: Call, config: object, inputs: tuple) -> Any:
-    """What launches a kernel, which reads every vector without a stride: lengths, a weight."""
+    """Returns the function that launches a kernel, called with inputs and scalars.
+
+    Kernels read vectors, such as lengths or a weight, without a stride. The function copies vectors
+    that are not contiguous.
+    """
     groups = inputs if isinstance(inputs[0], tuple | list) else (inputs,)
     if not any(_is_strided(x) for group in groups for x in group):
         return kernel.prepare(what, config, inputs)
@@ -268,7 +277,7 @@ def _is_strided(x: torch.Tensor | None) -> bool:
 
 
 def _dense(x: Any) -> Any:
-    """Tensors with copies in place of vectors that are not contiguous."""
+    """Returns the tensors, with copies in place of vectors that are not contiguous."""
     if isinstance(x, tuple | list):
         return tuple(map(_dense, x))
     return x.contiguous() if _is_strided(x) else x
@@ -284,7 +293,7 @@ class _Function(torch.autograd.Function):
         outputs, saved = plan.forward(inputs, scalars)
         ctx.plan, ctx.scalars = plan, scalars
         ctx.save_for_backward(*plan.kept(inputs, outputs), *saved)
-        ctx.set_materialize_grads(False)  # a gradient that nobody asks for is not made
+        ctx.set_materialize_grads(False)  # an output that nobody uses gets None, not zeros
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
@@ -294,10 +303,10 @@ class _Function(torch.autograd.Function):
             return (None,) * (2 + len(plan.operator.tensors))
         tensors = ctx.saved_tensors
         kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
-        # Autograd turns gradients off but for create_graph.
+        # Autograd turns gradients off here, except under create_graph=True.
         backward = plan.backward_once if torch.is_grad_enabled() else plan.backward
         return plan.route((*backward(gradients, kept, saved, ctx.scalars), None))
 
 
-# Without what `Function.apply` does for functorch, whose calls take another way (`tnp.opaque`).
+# This skips the part of `Function.apply` for functorch: those calls go through `tnp.opaque`.
 _apply = super(torch.autograd.Function, _Function).apply

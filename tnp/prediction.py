@@ -1,4 +1,4 @@
-"""Predictions: a Gaussian mixture at every target, from a context that is encoded once."""
+"""Predicts a Gaussian mixture at every target, from a context that is encoded once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 class Prediction(Distribution):
     """Gaussian mixture over y [B, N, d_y], in the user's units.
 
-    `mean`, `variance`, `stddev`, `log_prob`, `marginal_cdf`, `quantile` and `sample` compute in
-    float64 and in the model's units, so that a mean may be far larger than a deviation. Their
-    results are float64. NaN among the parameters, or in y, gives NaN at its targets alone.
+    All results are float64. They are computed in the model's units, so that a mean may be far
+    larger than a deviation. A NaN in the parameters or in y gives NaN at its own target only.
 
     `log_prob(y)` is joint over the d_y output dimensions and has shape [B, N]. `sample` draws every
-    target by itself, whatever the others came to: for functions that hang together there is
-    `TransformerNP.sample_jointly`.
+    target independently of the others. `TransformerNP.sample_jointly` draws coherent functions.
     """
 
     arg_constraints: dict = {}
@@ -53,13 +51,13 @@ class Prediction(Distribution):
     ) -> None:
         """Takes parameters [B, N, K, 1 + 2·d_y] in the model's units, as its heads give them."""
         self._given = parameters, sigma_min
-        # The tensors themselves: the model may be moved before they are read.
+        # Keeps the tensors themselves: the model may be moved before they are read.
         self._units = normalization and (
             normalization.y_mean, normalization.y_deviation, normalization.log_volume
         )  # fmt: skip
         *batch, _, width = parameters.shape
         shapes = torch.Size(batch), torch.Size([(width - 1) // 2])
-        super().__init__(*shapes, validate_args=False)  # NaN in, NaN out
+        super().__init__(*shapes, validate_args=False)  # a NaN must give NaN, not an error
 
     @cached_property
     def standardized(self) -> MixtureSameFamily:
@@ -87,7 +85,7 @@ class Prediction(Distribution):
         return deviation if self._units is None else deviation * self._units[1]
 
     def log_prob(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """log p(y) in nats of y [..., B, N, d_y], shape [..., B, N].
+        """Returns log p(y) in nats, [..., B, N], for y [..., B, N, d_y].
 
         Raises:
             ValueError: y has another shape.
@@ -96,7 +94,7 @@ class Prediction(Distribution):
         return log_prob if self._units is None else log_prob - self._units[2]
 
     def marginal_cdf(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """P(Y ≤ y) of every output dimension by itself, for y and in the shape [..., B, N, d_y].
+        """Returns P(Y ≤ y) of each output dimension by itself, [..., B, N, d_y], for such a y.
 
         Raises:
             ValueError: y has another shape.
@@ -104,11 +102,15 @@ class Prediction(Distribution):
         return self._cdf(self._of_model(y))
 
     def quantile(self, probability: float) -> torch.Tensor:
-        """The y [B, N, d_y] with marginal P(Y ≤ y) = `probability`, by bisection of the CDF."""
+        """Returns the y [B, N, d_y] with marginal P(Y ≤ y) = `probability`, by bisection.
+
+        Raises:
+            ValueError: `probability` is not between 0 and 1.
+        """
         p = require_real("probability", probability)
         if not 0.0 < p < 1.0:
             raise ValueError(f"probability is {probability!r}: it must be a number between 0 and 1")
-        # A mixture's quantile lies between the smallest and the largest of its components'.
+        # A mixture's quantile lies between the smallest and the largest quantile of its components.
         normal = self._normal
         ends = normal.loc + normal.scale * torch.special.ndtri(torch.full_like(normal.loc, p))
         low, high = ends.amin(-2), ends.amax(-2)
@@ -119,7 +121,7 @@ class Prediction(Distribution):
         return self._of_user(0.5 * (low + high))
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> torch.Tensor:  # noqa: B008
-        """Draws of every target by itself, [*sample_shape, B, N, d_y]."""
+        """Returns independent draws at every target, [*sample_shape, B, N, d_y]."""
         return self._of_user(self.standardized.sample(sample_shape)).detach()
 
     @property
@@ -139,7 +141,12 @@ class Prediction(Distribution):
         return torch.addcmul(mean, y, deviation)
 
     def _of_model(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """y in the model's units, float64; raises ValueError or TypeError where it is no y."""
+        """Returns y in the model's units, float64.
+
+        Raises:
+            TypeError: y is no tensor or array of real numbers.
+            ValueError: y has another shape, or is on another device.
+        """
         parameters, _ = self._given
         if isinstance(y, np.ndarray) and y.dtype.kind in "fiu":
             values = np.ma.filled(y.astype(np.float64), np.nan)
@@ -164,15 +171,15 @@ def draw(
     sigma_min: float = 0.0,
     normalization: Normalization | None = None,
 ) -> torch.Tensor:
-    """A sample [B, N, d_y] of the `Prediction` of these parameters, made of noise.
+    """Returns a sample [B, N, d_y] of the `Prediction` of these parameters, from given noise.
 
-    The component is the one whose logit and number are the largest together. It is taken first, so
-    that the rest is done for one in place of K: each line here is a launch of every draw.
+    It chooses the component whose logit plus Gumbel number is the largest. It chooses first, so
+    that the other lines compute one component in place of K: each line is a launch for every draw.
 
     Args:
-        parameters, sigma_min, normalization: as of `Prediction`.
+        parameters, sigma_min, normalization: the arguments of `Prediction`.
         gumbel: [B, N, K], standard Gumbel numbers.
-        normal: [B, N, d_y], standard normal ones, that the deviation is multiplied by.
+        normal: [B, N, d_y], standard normal numbers, which are multiplied by the deviation.
     """
     chosen = (parameters[..., 0] + gumbel).argmax(-1, keepdim=True)[..., None]
     parameters = parameters.take_along_dim(chosen, -2).squeeze(-2)
@@ -183,16 +190,16 @@ def draw(
 
 @dataclass(frozen=True)
 class Encoding:
-    """What targets read of a context: keys and values of every block, [B, n_heads, M, D] each.
+    """An encoded context: keys and values of every block, [B, n_heads, M, D] each.
 
-    Beside them lie the weights that make queries, as `Attention.projection_weight` gives them. All
-    of it is of the model's weights as they were: where these have changed, encode anew.
+    It also holds the weights that make queries, from `Attention.projection_weight`. It belongs to
+    the model's weights at the time of encoding: encode again after they change.
     """
 
     blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     queries: tuple[torch.Tensor, ...]
-    lengths: torch.Tensor | None  # of the context's samples
-    graphs: DecodeGraphs | None = None  # where predictions are to be replayed
+    lengths: torch.Tensor | None  # context points of each sample
+    graphs: DecodeGraphs | None = None  # CUDA graphs that replay predictions, if asked for
 
     @property
     def batch(self) -> int:
@@ -201,17 +208,17 @@ class Encoding:
     def to_pages(self, cache: PagedCache) -> list[Handle]:
         """Copies keys and values to pages, where `decode_attention` reads them and they may grow.
 
-        It waits for the device where samples have lengths of their own.
+        If the encoding has `lengths`, the call waits for the device.
 
         Args:
-            cache: of as many layers as there are blocks, and of these heads, width and dtype.
+            cache: has a layer for each block, and the model's heads, head width and dtype.
 
         Returns:
-            A sequence of the cache for each sample.
+            A handle for each sample's sequence in the cache.
 
         Raises:
-            ValueError: the cache is of other sizes.
-            CacheFull: there are not as many pages; nothing was changed.
+            ValueError: the cache has other sizes.
+            CacheFull: the cache has too few free pages. Nothing was changed.
         """
         if cache.n_layers != len(self.blocks):
             raise ValueError(
@@ -234,18 +241,22 @@ class Encoding:
         return handles
 
     def decode(self, model: TransformerNP, x_target: torch.Tensor) -> torch.Tensor:
-        """Mixture parameters [B, N, K, 1 + 2·d_y] at x_target [B, N, d_x] in the model's units."""
+        """Returns mixture parameters [B, N, K, 1 + 2·d_y] in the model's units.
+
+        `x_target` [B, N, d_x] is in the model's units too.
+        """
         if self.graphs is None:
             return decode(model, self, x_target)
         return self.graphs(lambda x: decode(model, self, x), x_target)
 
 
 def as_context(model: TransformerNP, context: Context) -> Context:
-    """Returns the context as tensors, arrays moved to the model's device.
+    """Returns the context as tensors, and moves arrays to the model's device.
 
     Raises:
-        TypeError: it is no `Context`, or holds what is no array.
-        ValueError: its values are no floats, or on the CPU one is infinite, missing or too large.
+        TypeError: it is no `Context`, or one of its fields is no array or tensor.
+        ValueError: its values are no floats, or a value on the CPU is infinite, missing or too
+            large.
     """
     if isinstance(context, Task):
         raise TypeError("context is a Task: give its context, task.context")
@@ -256,7 +267,7 @@ def as_context(model: TransformerNP, context: Context) -> Context:
         )
     x, y = (as_points(f"{of}_context", getattr(context, of)) for of in "xy")
     lengths = context.lengths
-    if x.dim() == 3:  # else `check_context` says what it must be
+    if x.dim() == 3:  # `check_context` refuses other shapes
         lengths = as_lengths("context_lengths", lengths, *x.shape[:2])
     model.check_context(x, y, lengths)
     for name, values in (("x_context", x), ("y_context", y)):
@@ -268,7 +279,7 @@ def as_context(model: TransformerNP, context: Context) -> Context:
 
 
 def on_device(model: TransformerNP, name: str, values: Any) -> torch.Tensor:
-    """Returns a tensor as it is, and an array as a tensor where the model is."""
+    """Returns a tensor unchanged, and an array as a tensor on the model's device."""
     if isinstance(values, torch.Tensor):
         return values
     return as_points(name, values).to(next(model.parameters()).device)
@@ -279,7 +290,7 @@ def require_on_host(
 ) -> None:
     """Raises ValueError where points on the CPU are not finite or too large for the model.
 
-    Points on a GPU pass, because a look at them would wait for it.
+    Points on a GPU pass, because reading them would wait for the GPU.
     """
     if values.device.type != "cpu":
         return
@@ -289,7 +300,11 @@ def require_on_host(
 
 
 def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> Encoding:
-    """The context's way through the blocks, in which no target has a part."""
+    """Runs the context through the blocks, without targets, and returns its `Encoding`.
+
+    Raises:
+        RuntimeError: `cuda_graph` is True, and the context is not on a CUDA device.
+    """
     context = as_context(model, context)
     x, y = model.prepared_context(*context)
     if cuda_graph and x.device.type != "cuda":
@@ -301,14 +316,17 @@ def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> 
         q, k, v = block.attention.project(x, n_keys=context.lengths)
         blocks.append((k, v))
         queries.append(block.attention.projection_weight(dtype, 1))
-        if block is not model.blocks[-1]:  # of the last, targets read keys and values alone
+        if block is not model.blocks[-1]:  # targets read only keys and values of the last block
             h, update = block.mlp(h, block.attention.attend(q, k, v, context.lengths))
     graphs = DecodeGraphs(model.parameters(), Captures(x.device)) if cuda_graph else None
     return Encoding(tuple(blocks), tuple(queries), context.lengths, graphs)
 
 
 def decode(model: TransformerNP, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
-    """The targets' way through the blocks; no key or value is made of them."""
+    """Runs targets through the blocks and returns mixture parameters, as `Encoding.decode` does.
+
+    Targets give queries, and no keys or values.
+    """
     h, update = model.embed(None, None, x_target, model.compute_dtype), None
     of_blocks = zip(model.blocks, encoding.blocks, encoding.queries, strict=True)
     for block, (k, v), weight in of_blocks:
@@ -319,9 +337,9 @@ def decode(model: TransformerNP, encoding: Encoding, x_target: torch.Tensor) -> 
 
 
 def bytes_per_target(model: TransformerNP) -> int:
-    """Roughly what one target takes while it is predicted.
+    """Returns roughly how many bytes of memory the prediction of one target takes.
 
-    A block's stream, norm, queries, attention and hidden layer, and those of all heads.
+    It counts a block's stream, norm, queries, attention and hidden layer, and the mixture heads.
     """
     config = model.config
     n = 6 * config.d_model + (2 + config.n_components) * model.heads.width

@@ -1,4 +1,4 @@
-"""How a block is run whose activations are not all kept for the backward pass."""
+"""Runs a block so that the backward pass computes some of its activations again."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,12 +17,14 @@ from tnp.variants import Variant
 
 
 def recomputing(whole: bool, variant: Variant, n_rows: int) -> Callable | None:
-    """Returns what runs a block and computes it again in the backward pass; None where all is kept.
+    """Returns a function that runs a block and recomputes it in the backward pass.
+
+    Returns None where all activations are kept.
 
     Args:
-        whole: keeps the block's input alone.
-        variant: above its `recompute_above` rows the results of attention are kept too.
-        n_rows: of the block's input.
+        whole: keep only the block's input.
+        variant: above its `recompute_above` rows, keep only the input and attention's results.
+        n_rows: rows of the block's input.
     """
     if whole:
         return partial(checkpoint, use_reentrant=False)
@@ -35,7 +37,7 @@ def recomputing(whole: bool, variant: Variant, n_rows: int) -> Callable | None:
 
 @cache
 def _attention_operators() -> frozenset[torch._ops.OpOverload]:
-    """Returns forward passes of attention as PyTorch sees them: ours, and those of its forms."""
+    """Returns the operators of attention's forward passes: our custom ones and PyTorch's."""
     names = [
         name.partition("::")[2]
         for implementation in attention_operator.implementations
@@ -47,6 +49,6 @@ def _attention_operators() -> frozenset[torch._ops.OpOverload]:
 
 
 def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-    """Keeps attention alone, which is too expensive to compute again."""
+    """Keeps only attention's results, which are too expensive to compute again."""
     kept = operator in _attention_operators()
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -214,8 +214,16 @@ class TrainingStep:
     def load_optimizer(self, state: dict) -> None:
         """The optimizer's state as `self.optimizer.state_dict()` gave it, here or elsewhere.
 
-        How the optimizer runs, captured for example, stays what it is here.
+        How the optimizer runs, captured for example, stays what it is here. ValueError where it has
+        other groups of parameters.
         """
+        groups = self.optimizer.param_groups, state["param_groups"]
+        here, there = ([len(group["params"]) for group in of] for of in groups)
+        if here != there:
+            raise ValueError(
+                f"the optimizer has groups of {here} parameters here and {there} in its state: "
+                "make it as it was made there"
+            )
         how = [
             {name: group[name] for name in ("capturable", "fused", "foreach") if name in group}
             for group in self.optimizer.param_groups

@@ -197,7 +197,7 @@ class _Run:
         self.step, self.schedule = step, schedule
         self.evaluate, self.patience = evaluate, patience
         self.file = None if folder is None else Path(folder) / LATEST
-        self.on_report, self.about = on_report, archive.plain(about)
+        self.on_report, self.about = on_report, archive.plain_values("about", about)
         self.done, self.reports, self.elapsed_s = 0, [], 0.0
         self.average = None
         if average is not None:
@@ -318,9 +318,9 @@ class _Run:
                 f"checkpoint {self.file} has weights of other names or shapes, as a variant of "
                 "another d_ff_storage has: delete it to start the run again from step 0"
             )
-        self.step.model.load_state_dict(state["model"])
         mine = _settings(self.step.optimizer)
         self.step.load_optimizer(state["optimizer"])
+        self.step.model.load_state_dict(state["model"])
         self._say_resumed(state, n_steps, mine)
         if self.average is not None:
             self.average.load_state_dict(state["average"])

@@ -1,4 +1,4 @@
-"""Values as a model takes them, and as it computes with them: in its units and its dtype."""
+"""Takes values from the user's units and dtype to those that a model computes in."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ class Units:
     compute_dtype: torch.dtype
 
     def __call__(self, of: str, values: torch.Tensor) -> torch.Tensor:
-        """Returns "x" or "y" in the model's units, float32, or float64 for a float64 model."""
+        """Returns values of x or y in the model's units.
+
+        Args:
+            of: "x" or "y".
+            values: [..., d], of any float dtype.
+
+        Returns:
+            float64 for a float64 model, else float32.
+        """
         return in_units(self.normalization, self.compute_dtype, of, values)
 
     def on_host(self) -> Units:
-        """Returns the same for values on the CPU, wherever the model is."""
+        """Returns the same units for values on the CPU, whatever device the model is on."""
         units = self.normalization and copy.deepcopy(self.normalization).to("cpu")
         return Units(units, self.compute_dtype)
 
     @property
     def largest(self) -> float:
-        """The largest value to compute with: a sixteenth of what `compute_dtype` holds.
+        """The largest value that a model takes: a sixteenth of the maximum of `compute_dtype`.
 
-        The first layer ends in that dtype, and its weights multiply the value.
+        The first layer multiplies values by its weights, and returns that dtype.
         """
         return torch.finfo(self.compute_dtype).max / 16
 
     def too_large(self, of: str, values: torch.Tensor) -> torch.Tensor:
-        """Returns whether each point [B, n] has a value past `largest`; NaN is none.
+        """Returns bool [B, n]: whether a point has a value beyond `largest`. NaN does not count.
 
-        Points of other dimensions than the units pass: the model refuses them in a sentence.
+        Points of another dimension than the units pass here: the model refuses them later.
         """
         known = self.normalization
         if known is not None and values.shape[-1] != len(getattr(known, f"{of}_mean")):
@@ -53,7 +61,7 @@ class Units:
 def in_units(
     normalization: Normalization | None, compute_dtype: torch.dtype, of: str, values: torch.Tensor
 ) -> torch.Tensor:
-    """As `Units` does. A function of its own, because torch 2.11 compiles no frozen dataclass."""
+    """Does the work of `Units`, as a function: torch 2.11 compiles no frozen dataclass."""
     if normalization is not None:
         values = getattr(normalization, of)(values)
     return values if compute_dtype == torch.float64 else values.float()
@@ -62,13 +70,17 @@ def in_units(
 def require_points(
     name: str, x: torch.Tensor, width: int, lengths: torch.Tensor | None = None
 ) -> None:
-    """Raises an error where x is no float tensor [B, rows, width] of at least one sample and row.
+    """Raises an error unless x is a float tensor [B, rows, width] with at least one sample and row.
 
     Args:
-        name: of the argument, such as "x_context".
-        x: what was given.
-        width: dimensions that the model takes.
+        name: name of the argument, such as "x_context".
+        x: the value to check.
+        width: number of dimensions that the model takes.
         lengths: int32 [B], or None.
+
+    Raises:
+        TypeError: x is no tensor.
+        ValueError: x is no float tensor, has another shape, or the lengths do not fit it.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(

@@ -1,6 +1,6 @@
-"""A named variant: which implementation each operator uses, and how the step is run.
+"""Defines variants: a variant says which implementation each operator uses, and how a step runs.
 
-Checkpointing and CUDA graphs are not variants but switches on every one of them.
+Checkpointing and CUDA graphs are no part of a variant: they are switches for every variant.
 """
 
 import tomllib
@@ -15,14 +15,14 @@ from tnp.inputs import require_count
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 
-# What a variant's `compile` may be, and the mode of `torch.compile` that it stands for. The
-# compiler must not capture graphs of its own: `TrainingStep` captures the whole step.
+# A variant's `compile` → mode of `torch.compile`. The compiler must not capture CUDA graphs itself,
+# because `TrainingStep` captures the whole step.
 COMPILE_MODES = {True: None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 NAMED = Path(__file__).with_name("variants.toml")
-STORAGE_MULTIPLE = 128  # of hidden widths: the MLP's kernels for Hopper take no others
-# A width is padded by at most this part of itself. All widths from 1,017 on are. Padding of a
-# narrower layer may cost more than those kernels save: 64 would be stored as 128.
+STORAGE_MULTIPLE = 128  # the MLP's kernels for Hopper take only hidden widths of this multiple
+# A width is padded by at most this part of itself, so every width from 1,017 on is padded. For a
+# narrower layer, padding may cost more than those kernels save: 64 would be stored as 128.
 MOST_PADDING = 1 / 8
 
 
@@ -30,22 +30,26 @@ MOST_PADDING = 1 / 8
 class Variant:
     """One way to run the same model.
 
-    The fields of `FAMILIES` name the implementation of a family of operators: of `rms_norm`, the
-    norm alone and the one behind the residual addition. Each takes "torch" and "own" as well, for
-    PyTorch's form and the best of ours; the field then holds the real name.
+    The fields named in `FAMILIES` choose the implementation of a family of operators. The family
+    `rms_norm`, for example, is the norm alone and the norm after a residual addition. Each field
+    also takes "torch" for PyTorch's form and "own" for the best of ours. It then holds the real
+    name.
 
-    `skip_unread` leaves out what no result depends on: keys and values of target rows, and all of
-    the last block for context rows but their keys and values. `d_ff_storage` says how wide hidden
-    layers are stored and multiplied, zero-padded from the model's `d_ff`: True stands for
-    `storage_width`, a number for itself, None for no padding. `compile` runs loss and gradient
-    through `torch.compile`; as "max-autotune" the compiler also times several kernels for every
-    matmul and takes the fastest. `recompute_above`:
-    a model given more rows than this keeps of each block only its input and the results of
-    attention, and computes the rest again in the backward pass (None: never). `centred_keys` takes
-    off the keys of a sample what they share (see `project_qkv`): gradients of queries are then
-    accurate in 16 bits, where they are not otherwise. It needs `skip_unread`, without which rows
-    that are no keys are projected with them. `pack`: in a training step only attention pads samples
-    (`tnp.packing`), for batches whose samples differ in size.
+    Args:
+        skip_unread: leave out all that no result depends on. That is keys and values of target
+            rows, and, in the last block, all of a context row except its key and value.
+        centred_keys: subtract from a sample's keys the part that they share (see `project_qkv`).
+            Without it, gradients of queries are inaccurate in 16 bits. It needs `skip_unread`,
+            because otherwise rows that are no keys are projected with the keys.
+        pack: only attention pads samples in a training step (`tnp.packing`). This is for batches
+            whose samples differ in size.
+        d_ff_storage: width at which hidden layers are stored and multiplied, zero-padded from the
+            model's `d_ff`. True stands for `storage_width(d_ff)`, and None for no padding.
+        compile: run loss and gradient through `torch.compile`. With "max-autotune" the compiler
+            times several kernels for each matmul and takes the fastest.
+        recompute_above: a model given more rows than this computes most of each block again in the
+            backward pass. It keeps only the block's input and the results of attention. None:
+            never.
     """
 
     name: str
@@ -64,13 +68,13 @@ class Variant:
     recompute_above: int | None = None
 
     def __post_init__(self) -> None:
-        for family in FAMILIES:  # rows name what runs, whatever it was called
+        for family in FAMILIES:  # recorded rows need the real name, not "own" or "torch"
             first, *_ = catalog().family(family)
             real = catalog().real(first.name, getattr(self, family))
             object.__setattr__(self, family, real)
         for name in ("d_ff_storage", "recompute_above"):
             value = getattr(self, name)
-            if value is not None and (name, value) != ("d_ff_storage", True):
+            if value is not None and not (name == "d_ff_storage" and value is True):
                 count = require_count(f"{name} of variant {self.name!r}", value, at_least=1)
                 object.__setattr__(self, name, count)
         if self.centred_keys and not self.skip_unread:
@@ -91,10 +95,10 @@ class Variant:
             )
 
     def storage(self, d_ff: int) -> int:
-        """The width at which this variant stores hidden layers of `d_ff` units.
+        """Returns the width at which this variant stores hidden layers of `d_ff` units.
 
         Raises:
-            ValueError: `d_ff_storage` is smaller, or larger than the next multiple of 128.
+            ValueError: `d_ff_storage` is below `d_ff`, or above its next multiple of 128.
         """
         if self.d_ff_storage is None:
             return d_ff
@@ -110,10 +114,10 @@ class Variant:
 
     @property
     def base2(self) -> bool:
-        """Whether queries carry what attention multiplies scores by.
+        """True where the projection of queries includes the factor of attention's scores.
 
-        Not in variants that ask for PyTorch's projection, which are to be what a user of PyTorch
-        would write, and not where the implementation of attention does not take it.
+        It is False for PyTorch's projection: that variant is code that a user of PyTorch would
+        write. It is also False where the implementation of attention does not take it.
         """
         if self.projection == "torch" or is_automatic(self.attention):
             return self.projection != "torch"
@@ -122,16 +126,17 @@ class Variant:
 
     @property
     def decode_attention(self) -> str:
-        """The implementation of `decode_attention` that goes with that of attention."""
+        """The implementation of `decode_attention` that goes with `attention`."""
         if is_automatic(self.attention):
             return AUTO
         return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
     @property
     def buffered_attention(self) -> str | None:
-        """The implementation of `buffered_attention` that takes the place of attention's calls
-        around a buffer; None where attention is another's, in 8 bits, or for comparison alone, and
-        where tables choose it, which know nothing of calls that one takes the place of.
+        """The implementation of `buffered_attention`, which replaces attention's calls at a buffer.
+
+        It is None where attention is not ours, is in 8 bits, or is only for comparison. It is also
+        None where tables choose attention, because they do not know the replaced calls.
         """
         if is_automatic(self.attention):
             return None
@@ -141,8 +146,10 @@ class Variant:
 
     @property
     def rms_norm_linear(self) -> str | None:
-        """The implementation of `rms_norm_linear` that takes the place of the norm, the projection
-        and the MLP's first half; None where one of these is another's, or in 8 bits.
+        """The implementation of `rms_norm_linear`.
+
+        That operator replaces the norm, the projection and the MLP's first half. It is None where
+        one of these is not ours, or is in 8 bits.
         """
         replaced = {"rms_norm": self.rms_norm, "linear": self.projection, "mlp": self.mlp}
         for op, name in replaced.items():
@@ -154,7 +161,7 @@ class Variant:
 
     @property
     def refuses_buffer(self) -> str | None:
-        """Why it cannot run a model with a buffer; None where it can."""
+        """Why the variant cannot run a model with a buffer, or None where it can."""
         if self.centred_keys:
             return (
                 "has centred_keys: a mean of a sample's keys would change with every point of the "
@@ -164,7 +171,11 @@ class Variant:
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":
-        """The variant `name` from what a file says of it; raises ValueError on unknown keys."""
+        """Returns the variant `name` from its fields in a file.
+
+        Raises:
+            ValueError: `spec` has an unknown key, or a field has a bad value.
+        """
         known = [field.name for field in fields(cls) if field.name != "name"]
         for key in spec:
             if key not in known:
@@ -175,11 +186,11 @@ class Variant:
 
     @classmethod
     def named(cls, name: str, d_ff: int | None = None) -> "Variant":
-        """The variant of `variants.toml`, for models of any sizes.
+        """Returns a variant of `variants.toml`, for models of any size.
 
         Args:
-            name: as there.
-            d_ff: not needed any more. A model pads its hidden layers by its own `d_ff`.
+            name: its name in that file.
+            d_ff: deprecated. A model pads its hidden layers by its own `d_ff`.
 
         Raises:
             ValueError: there is no variant of that name.
@@ -198,13 +209,13 @@ class Variant:
         return cls.from_spec(name, named_specs()[name])
 
     def implementations(self) -> dict[str, str]:
-        """Family of operators → implementation."""
+        """Returns family of operators → implementation."""
         return {family: getattr(self, family) for family in FAMILIES}
 
     def role(self, checkpoint: bool = False, cuda_graph: bool = False) -> str:
-        """A step's place in comparisons, one of `tnp.schemas.ROLES`.
+        """Returns a step's role in comparisons, one of `tnp.schemas.ROLES`.
 
-        "own" where any operator is ours, "baseline" for the specification's step, else "peer".
+        It is "own" if any operator is ours, "baseline" for the specification's step, else "peer".
         """
         for family, name in self.implementations().items():
             if any(catalog().role(op.name, name) == OWN for op in catalog().family(family)):
@@ -215,7 +226,7 @@ class Variant:
 
 @cache
 def named_specs() -> dict[str, dict]:
-    """{name: what it says} of all variants that come with the package."""
+    """Returns name → fields of all variants that come with the package."""
     found: dict[str, dict] = {}
     for name, spec in tomllib.loads(NAMED.read_text()).items():
         like = spec.pop("like", None)
@@ -224,17 +235,18 @@ def named_specs() -> dict[str, dict]:
 
 
 def storage_width(d_ff: int) -> int:
-    """The width that hidden layers of `d_ff` are best stored at: the next multiple of 128, or
-    `d_ff` itself where that would pad it by more than `MOST_PADDING`.
+    """Returns the best width to store hidden layers of `d_ff`.
+
+    It is the next multiple of 128, or `d_ff` itself if that would pad more than `MOST_PADDING`.
     """
     padded = most_storage(d_ff)
     return padded if padded - d_ff <= MOST_PADDING * d_ff else d_ff
 
 
 def with_storage(spec: dict, d_ff: int) -> dict:
-    """What a variant says, its `d_ff_storage` a number, as results record it.
+    """Returns a variant's fields as results record them, with True in `d_ff_storage` resolved.
 
-    A number that is given stays, be it right or wrong.
+    A number stays as it is, valid or not.
     """
     if spec.get("d_ff_storage") is not True:
         return spec
@@ -242,7 +254,7 @@ def with_storage(spec: dict, d_ff: int) -> dict:
 
 
 def most_storage(d_ff: int) -> int:
-    """The widest that hidden layers of `d_ff` may be stored: wider ones only cost time."""
+    """Returns the largest width to store hidden layers of `d_ff`: a wider one only costs time."""
     return -(-d_ff // STORAGE_MULTIPLE) * STORAGE_MULTIPLE
 
 
@@ -251,9 +263,10 @@ FAMILIES = tuple(field.name for field in fields(Variant) if field.type is str)[1
 
 
 def not_in_models(family: str, name: str) -> str | None:
-    """Why no model can use the implementation, on whatever device; None where one can.
+    """Returns why no model can use the implementation on any device, or None where one can.
 
-    Raises ValueError where an operator of the family has none of that name.
+    Raises:
+        ValueError: an operator of the family has no implementation of that name.
     """
     for operator in catalog().family(family):
         if not is_automatic(name):

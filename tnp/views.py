@@ -1,8 +1,8 @@
-"""The store's views: runs each file of SQL after those that it reads, and says what each is for.
+"""Creates the store's views from SQL files, and comments on the views and their columns.
 
-A file begins with a comment, whose first paragraph becomes the comment of all that it creates. So
-`select view_name, comment from duckdb_views()` explains the views, and `duckdb_columns()` those of
-their columns that `COLUMNS` knows.
+A file runs after the files that it reads. The first paragraph of its first comment becomes the
+comment of each view that it creates: see `select view_name, comment from duckdb_views()`. The
+comments of columns come from `COLUMNS`: see `duckdb_columns()`.
 """
 
 import re
@@ -14,14 +14,15 @@ import duckdb
 
 from tnp.files import StoreError, first_line
 
-# What a file of SQL reads or calls, as far as words tell: relations, and macros.
+# Finds the relations that a SQL file reads and the macros that it calls. It finds some other words
+# too.
 READ = re.compile(r"\b(?:from|join)\s+(\w+)|\b(\w+)\(", re.IGNORECASE)
 CREATED = re.compile(r"^create (?:or replace )?(view|table|macro) (\w+)", re.MULTILINE)
 
-# Columns that no reader can guess, in whatever table or view they stand.
+# Comments of columns that no reader can guess, in any table or view.
 COLUMNS = {
     "question": "names what was timed: device, sizes, dtype, variant or implementation, switches; "
-    "rows of one question answer the same",
+    "rows with one question measured the same thing",
     "generation": "a question's rows that ran the same code under the same timing policy",
     "role": "baseline: plain PyTorch; peer: PyTorch's other ways and other packages; own: anything "
     "with an operator of ours",
@@ -31,25 +32,26 @@ COLUMNS = {
     "why_not; null: recorded before evidence was kept",
     "why_not": "why the row does not count",
     "varies": "a stream of tasks whose sizes vary",
-    "leads": "of ours at these sizes the step that is surest to be fast",
+    "leads": "the step of ours at these sizes that is surest to be fast",
     "fastest": "no step at these sizes is faster by more than 1 %: several may be",
     "speedup": "how many times as fast as the plain form, with its 95 % interval in _low and _high",
     "speedup_best": "how many times as fast as the fastest of PyTorch and other packages",
     "why_no_speedup": "why a timed step has no speedup",
     "verdict": "on speedup: faster, slower or same (within 1 %), or ambiguous; null: no evidence",
     "verdict_best": "as verdict, on speedup_best",
-    "q": "of verdict: the probability of so large a ratio by chance, corrected for all comparisons "
-    "that the figure shows on the device",
-    "q_best": "as q, of verdict_best",
+    "q": "for verdict: the probability of so large a ratio by chance, corrected for all "
+    "comparisons that the figure shows on the device",
+    "q_best": "as q, for verdict_best",
     "origin": "recorded: in this repository; runs: measured on this machine",
     "sitting": "runs on one GPU without a gap of more than 30 minutes",
 }
 
 
 def create_views(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-    """Runs every one of `files` after those that it reads, and comments on what they create.
+    """Runs each file after the files that it reads, and comments on the views that they create.
 
-    Raises StoreError for a file that cannot be run.
+    Raises:
+        StoreError: a file cannot be run.
     """
     pending = in_order(files)
     while pending:
@@ -71,10 +73,10 @@ def create_views(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> No
 
 
 def in_order(files: Sequence[Path]) -> list[Path]:
-    """Sorts files so that each stands behind those that it reads, as far as words tell.
+    """Returns the files sorted so that each comes after the files that it reads.
 
-    DuckDB binds much of what a file reads before it misses a view, so the order is worth it. A file
-    that comes too early nevertheless waits for the others.
+    The order saves time only: `create_views` runs a file again if it came too early. DuckDB does
+    much work on a file before it misses a view.
     """
     words = {path.stem: set(chain(*READ.findall(path.read_text()))) for path in files}
     reads = {name: found & words.keys() for name, found in words.items()}
@@ -82,7 +84,7 @@ def in_order(files: Sequence[Path]) -> list[Path]:
 
 
 def _reached(name: str, reads: Mapping[str, set[str]]) -> set[str]:
-    """What it reads, and what these read."""
+    """Returns all names that `name` reads, directly or through others."""
     found: set[str] = set()
     pending = [name]
     while pending:
@@ -93,7 +95,7 @@ def _reached(name: str, reads: Mapping[str, set[str]]) -> set[str]:
 
 
 def _comment(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Gives all that `sql` creates the first paragraph of the comment that it begins with."""
+    """Sets the first paragraph of the file's first comment on everything that `sql` creates."""
     paragraph = takewhile(lambda line: line.startswith("-- "), sql.splitlines())
     text = " ".join(line.removeprefix("-- ") for line in paragraph)
     for kind, name in CREATED.findall(sql) if text else ():

@@ -1,4 +1,4 @@
-"""Gates, each in a process of its own: `python -m workflow.gate_process PARENT REPORT`."""
+"""Runs each gate in a process of its own: `python -m workflow.gate_process PARENT REPORT`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tnp.definitions import digest
 from tnp.gates import NOT_FINISHED, Blocked, blocked, ended
 from tnp.gates.progress import Progress
 
-SAID_EVERY_S = 30.0  # how far a long gate is
+SAID_EVERY_S = 30.0  # a long gate reports its progress this often
 
 
 def run(
@@ -26,25 +26,27 @@ def run(
     unfinished: Path,
     say: Callable[[str], None],
 ) -> dict[str, list[dict]]:
-    """Table → rows of `gate` on `device`, provenance not yet added.
+    """Runs `gate` on `device` and returns table → rows, without provenance.
 
-    A gate whose process crashes, is killed or makes no check for `timeout_s` seconds keeps its
-    checks, and has a row that says so. Raises DeviceMissing where the device `slug` is not here.
-    The caller holds its lock.
+    A gate's process may crash, be killed, or make no check for `timeout_s` seconds. Then its checks
+    are kept, and one more row says so. The caller holds the device's lock.
 
     Args:
-        gate: its name.
+        gate: name of the gate.
         device: "cuda" or "cpu".
         slug: name of the device.
-        definitions: hashes of what the gate tests, by name, for table `code`.
-        timeout_s: seconds without a check.
-        unfinished: the file in which the gate notes how far it is. It is there already where an
-            earlier run was ended, and stays where this one is.
-        say: called with how far the gate is, now and then.
+        definitions: name → hash of the code that the gate tests, for table `code`.
+        timeout_s: seconds without a check after which the gate is ended.
+        unfinished: the gate's progress file. It exists already if an earlier run was ended, and it
+            stays if this run is ended.
+        say: called with the gate's progress every half a minute.
+
+    Raises:
+        DeviceMissing: the device `slug` is not here.
     """
     parameters = {"gate": gate, "device": device, "device_slug": slug}
     parameters |= {"definitions": definitions, "unfinished": str(unfinished.absolute())}
-    # Triton reads the switch when it is imported: on the CPU, kernels run in its interpreter.
+    # On the CPU, kernels run in Triton's interpreter. Triton reads the switch when it is imported.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     report = run_child([__name__], parameters, timeout_s, interpret, _now_and_then(say))
     tables = report.get("tables")
@@ -60,7 +62,7 @@ def run(
 
 
 def _now_and_then(say: Callable[[str], None]) -> Callable[[dict], None]:
-    """What hears a gate's notes, and says every half a minute how far the gate is."""
+    """Returns a function that takes a gate's notes, and reports progress every half a minute."""
     last = time.monotonic()
 
     def heard(known: dict) -> None:
@@ -73,7 +75,7 @@ def _now_and_then(say: Callable[[str], None]) -> Callable[[dict], None]:
 
 
 def stopped(files: Sequence[Path], implementations: Mapping[str, str]) -> Blocked | None:
-    """Why the gates recorded in `files` stop these implementations (operator → name), or None."""
+    """Returns why the gates in `files` stop these implementations (operator → name), or None."""
     from tnp.store import read_table
 
     missing = [file for file in files if not file.is_file()]

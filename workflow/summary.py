@@ -1,4 +1,4 @@
-"""What a finished run says last."""
+"""Writes the last lines of a finished run."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ QUERY = (
 
 
 def red_gates(files: Iterable[Path]) -> list[str]:
-    """One sentence per gate in `files` that has a failed check, or raised an error."""
+    """Returns a sentence for each gate in `files` that has a failed check or raised an error."""
     from tnp.store import read_table
 
     sentences = []
@@ -35,11 +35,11 @@ def red_gates(files: Iterable[Path]) -> list[str]:
 
 
 def not_finished(files: Iterable[Path], targets: Iterable[str]) -> list[str]:
-    """Sentences that say what of `files` was ended before it was done, and how it goes on.
+    """Returns sentences that name the jobs that were ended early, and say how to go on.
 
     Args:
-        files: `<table>/<stem>.parquet` of jobs; those without a status say nothing.
-        targets: what the workflow was asked for; target `all` has what `again` has begun.
+        files: results of jobs, `<table>/<stem>.parquet`. Tables without a `status` are skipped.
+        targets: what the workflow was asked for. `all` goes on with what `again` has begun.
     """
     from tnp.store import read_table
 
@@ -72,7 +72,7 @@ def not_finished(files: Iterable[Path], targets: Iterable[str]) -> list[str]:
 
 
 def success(drawn: bool) -> str:
-    """Where to look, and one query to try; what to do next where nothing was `drawn`."""
+    """Returns where the figures are and a query to try, or how to draw if nothing was `drawn`."""
     if not drawn:
         return "To draw what was measured: snakemake --cores 1 figures"
     figures = "  ".join(map(str, sorted(Path("figures").glob("*.html"))))

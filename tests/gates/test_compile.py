@@ -118,7 +118,7 @@ def in_cuda_that_compiles() -> set[str]:
 
 @pytest.mark.first
 def test_every_kernel_compiles_for_every_target_as_it_should():
-    """What is kept is not compiled again: all that changed since is."""
+    """Kept results are not compiled again. Every kernel that changed since is compiled."""
     rows = list(compilation.compile_all())
     in_cuda = in_cuda_that_compiles()
     of_triton = [row for row in rows if row["kernel"] not in in_cuda]
@@ -284,7 +284,7 @@ def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monke
 
 
 def test_what_is_kept_is_what_the_compiler_says():
-    """Of the kernels that compile fastest, a few anew."""
+    """Compiles a few of the fastest kernels anew, and compares with the kept results."""
     script = """
 import json
 from tnp.gates import compile, kept, launches

@@ -180,7 +180,7 @@ def test_a_gate_that_was_ended_goes_on_where_it_stopped(of_swiglu, tmp_path):
     progress = Progress(path, "code", lambda one: said.append(str(one)))
     assert of_swiglu(raising(ended, 100), gate=progress) == whole
     assert said[0] == "1 of 2 cases" and said[-1] == "2 of 2 cases"
-    # Of other code nothing is kept.
+    # Progress of other code is not used.
     with pytest.raises(KeyboardInterrupt):
         of_swiglu(raising(ended, 100), gate=Progress(path, "other code"))
 

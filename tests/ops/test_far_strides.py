@@ -184,7 +184,7 @@ def layouts(tensors: dict[str, torch.Tensor | None]) -> dict[tuple[int, ...], li
 
 
 def runs(forced: selection.Forced, name: str, operator: Operator) -> list[tuple]:
-    """What reads a tensor: operations, kernels, and what their configurations switch on."""
+    """Returns the operations that read a tensor, with kernels and the switches of their configs."""
     found = [(op, kernel, selection.switches(config)) for op, (kernel, config) in forced.items()]
     return found if name in operator.tensors else found[1:]
 
@@ -199,7 +199,7 @@ def near_enough(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("route", ["eager", "compiled"])
 def test_lengths_may_be_a_column(route):
-    """Of a table [B, 2]; kernels read vectors without a stride."""
+    """The column is one of a table [B, 2], so it has a stride, which kernels do not take."""
     function = partial(attention, implementation="own")
     if route == "compiled":
         function = torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -44,7 +44,7 @@ def test_replicates_run_in_rounds_after_the_gates(checkout):
     status, output = checkout.run("all")
     assert status == 0, output
     calls = checkout.calls()
-    # Of the gates of config.yaml those that something waits for, and nothing before them.
+    # The gates that a job waits for come first, and no other gate runs.
     gates = {"gate baseline", "gate op--attention--separate"}
     assert set(calls[:2]) == gates and not any(call.startswith("gate") for call in calls[2:])
     # By priority of their study, and within one in rounds.

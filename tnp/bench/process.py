@@ -106,14 +106,14 @@ def run_child(
 
 
 class _Notes:
-    """What a child has noted in its report, which both read and write at places of their own."""
+    """Reads a child's notes from its report. Reader and writer keep places of their own."""
 
     def __init__(self, report: BinaryIO) -> None:
         self.known: dict = {}
         self._report, self._at = report.fileno(), 0
 
     def read(self) -> bool:
-        """Takes the whole lines that came since; whether there was one."""
+        """Takes the new whole lines, and returns whether there was one."""
         new = b""
         while more := os.pread(self._report, 1 << 20, self._at + len(new)):
             new += more

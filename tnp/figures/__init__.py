@@ -33,7 +33,7 @@ def about(name: str) -> str:
 
 
 def finding(name: str, database: Path) -> str:
-    """What figure `name` finds in `database`, its title, without drawing it to the end."""
+    """Returns the title of figure `name` for `database`, without rendering the figure."""
     return " ".join(draw(name, database).title.text)
 
 

@@ -1,10 +1,15 @@
-"""Keeps what the compiler said of each kernel, so that a run compiles only what changed.
+"""Keeps the compiler's results for each kernel, so that a run compiles only changed kernels.
 
-`compiled.csv`, which is committed, has one line for each compiled form of a kernel. A line is found
-by a code: a hash of all that decides the result. That is the kernel's definitions without comments
-(`tnp.definitions`), the types and properties of its arguments, its constants, the compiler's
-options, the target, and the versions of Triton and ptxas, or of NVRTC. Where one of them changes,
-no line is found, and the kernel is compiled. `python -m tnp.gates.compile --keep` writes the file.
+The committed file `compiled.csv` has one line for each compiled form of a kernel. Its column `code`
+is a hash of all that decides the result:
+
+- the kernel's definitions without comments (`tnp.definitions`), and its constants,
+- the types and properties of its arguments,
+- the compiler's options and the target,
+- the versions of Triton and ptxas, or of NVRTC.
+
+A kernel without a line of its code is compiled. `python -m tnp.gates.compile --keep` writes the
+file.
 """
 
 from __future__ import annotations
@@ -25,14 +30,14 @@ if TYPE_CHECKING:
     from tnp.gates.compile import Job
 
 FILE = Path(__file__).with_name("compiled.csv")
-_NAMES = ("kernel", "target", "dtype")  # for a reader; the code alone decides
+_NAMES = ("kernel", "target", "dtype")  # for a reader: lines are found by their code alone
 _NUMBERS = ("registers", "spill_bytes", "shared_bytes", "num_warps")
 _COLUMNS = (*_NAMES, *_NUMBERS, "warnings", "code")
 
 
 @cache
 def results(path: Path) -> dict[str, dict[str, Any]]:
-    """{code: the columns of table `kernels` that the compiler decides} of a file; {} without it."""
+    """Returns the file's results by code, as columns of table `kernels`; {} without a file."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
@@ -44,7 +49,7 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write the file anew, of rows of table `kernels` that have a `code`."""
+    """Writes the file anew from rows of table `kernels` that have a `code`."""
     lines = sorted({row["code"]: [str(row[name]) for name in _COLUMNS] for row in rows}.values())
     with replacing(path) as new, new.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -52,7 +57,7 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def code(job: Job | CudaJob) -> str:
-    """Returns 16 hexadecimal digits of all that decides what compiling a job gives."""
+    """Returns a hash, 16 hexadecimal digits, of all that decides the result of compiling a job."""
     if isinstance(job, CudaJob):
         return digest(["CUDA C++", *cuda.identity(job.source, job.architecture)])
     import triton
@@ -68,7 +73,7 @@ def code(job: Job | CudaJob) -> str:
 
 
 def _said(value: Any) -> str:
-    """A constant as text: of a function of Triton's, which a kernel may be given, its hash."""
+    """Returns a constant as text. If it is a Triton function, that is its hash."""
     return _function(value) if hasattr(value, "cache_key") else repr(value)
 
 
@@ -77,8 +82,8 @@ def _function(function: Any) -> str:
 
 
 def _globals(function: Any) -> list[str]:
-    """Values of globals that a kernel reads, itself or in functions that it calls."""
-    assert function.cache_key  # it finds them
+    """Returns the globals that a kernel reads, itself or in functions it calls, as "name value"."""
+    assert function.cache_key  # computing the key fills used_global_vals
     return sorted(
         f"{name} {value!r}" for (name, _), (value, _) in function.used_global_vals.items()
     )
@@ -86,7 +91,7 @@ def _globals(function: Any) -> list[str]:
 
 @cache
 def _environment() -> str:
-    """Variables of the environment that change what Triton makes of a kernel."""
+    """Returns the environment variables that change how Triton compiles a kernel."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     return str(sorted(get_cache_invalidating_env_vars().items()))

@@ -1,8 +1,9 @@
-"""Every launch that the compile gate compiles kernels of, on tensors of the meta device.
+"""Lists the launches whose kernels the compile gate compiles, on tensors of the meta device.
 
-Compiled is what a launch may choose at the problems that an operator names (`Operator.compiled`):
-each kernel that can serve one, with the default configuration of each of its forms; and what the
-committed tuned tables choose. Plans are made for a GPU that is not here, with each kernel forced.
+An operator names the problems to compile for (`Operator.compiled`). Each kernel that can serve a
+problem is compiled, with the default configuration of each of its forms. The configurations in the
+committed tuned tables are compiled too. Plans are made for a GPU that is not here, with each kernel
+forced.
 """
 
 import json
@@ -19,13 +20,13 @@ from tnp.catalog import catalog
 from tnp.contract import FLOATS, ITEMSIZE, Call, Case, Implementation, Kernel, Operator, Problem
 from tnp.targets import Target
 
-# Sizes among which one is looked for that a configuration serves of which the costs are known.
+# Problems that are drawn for an entry of costs, to find one that its kernel serves.
 N_DRAWN = 100
 
 
 @dataclass(frozen=True)
 class Launch:
-    """`call` launches kernels on meta tensors; `users` are the implementations that do so."""
+    """A launch: `call` launches kernels on meta tensors, for the implementations in `users`."""
 
     capability: int
     dtype: str
@@ -34,8 +35,9 @@ class Launch:
 
 
 def committed_launches() -> Iterator[Launch]:
-    """Every launch that could be chosen on GPUs of `cuda.ARCHITECTURES`, but for CUDA C++ whose
-    compiler is missing here.
+    """Yields every launch that could be chosen on GPUs of `cuda.ARCHITECTURES`.
+
+    It leaves out CUDA C++ where its compiler is missing.
     """
     for operator in catalog().operators.values():
         for capability in cuda.ARCHITECTURES:
@@ -47,10 +49,10 @@ def committed_launches() -> Iterator[Launch]:
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
-    """Of the gate's cases, for each dtype and options that of the largest sizes.
+    """Returns the gate's largest problem for each dtype and options.
 
-    In bfloat16, and in float32 for one GPU: a thread has as many registers on all of them.
-    float16 needs what bfloat16 needs.
+    bfloat16 stands for float16 too, which needs as many registers. float32 is compiled for one GPU
+    only, because a thread has equally many registers on all GPUs.
     """
     dtypes = ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",)
     largest: dict[tuple, Problem] = {}
@@ -68,11 +70,14 @@ def _extent(problem: Problem) -> int:
 
 
 def _of_tables(operator: Operator) -> Iterator[Launch]:
-    """What the committed tables choose of the operator's operations, with the first tensor that may
-    be None: so a kernel needs most registers. Configurations that are no candidates then, such as
-    persistent programs where samples have lengths, are compiled without.
+    """Yields the launches that the committed tables choose for the operator.
 
-    Raises ValueError for an entry whose configuration is none of its kernel's.
+    The first optional tensor is given, because a kernel then needs the most registers. Some
+    configurations are no candidates then, such as persistent programs where samples have lengths.
+    They are compiled without that tensor.
+
+    Raises:
+        ValueError: an entry's configuration is no candidate of its kernel.
     """
     by_name = {
         operation.name: (own, operation)
@@ -96,8 +101,9 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
 
 
 def _with_optional_first(operator: Operator, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Every problem with the first tensor that may be None, where it has none of these, and then
-    each as it is. Others may exclude the first.
+    """Yields each problem that gives no optional tensor with the first one, then all unchanged.
+
+    Other options may exclude that tensor.
     """
     plain = list(problems)
     for problem in plain:
@@ -108,7 +114,7 @@ def _with_optional_first(operator: Operator, problems: Iterable[Problem]) -> Ite
 
 
 def _problems(operator: Operator, entry: choice.Entry) -> Iterator[Problem]:
-    """An entry's own; of one that says costs, drawn sizes, some of which its kernel takes."""
+    """Yields the entry's problem. An entry of costs names none: it yields drawn problems."""
     if "us" not in entry:
         yield operator.from_json(json.dumps(entry["problem"]))
         return
@@ -128,15 +134,16 @@ def launches(
     implementation: Implementation | None = None,
     forced: tuple[str, str, object] | None = None,
 ) -> Iterator[Launch]:
-    """Of a problem: each implementation of ours, or this one, with each pair of its kernels.
+    """Yields a problem's launches for each pair of kernels of our implementations.
 
     Args:
-        operator: of the problem.
-        problem: what is computed.
-        target: on which GPU.
-        implementation: the only one.
-        forced: an operation's kernel and the JSON of its configuration, in place of all of them
-            with the defaults of their forms; calls that do not run the operation are left out.
+        operator: the problem's operator.
+        problem: the problem to launch.
+        target: the GPU to compile for.
+        implementation: the only implementation to launch; None stands for all of ours.
+        forced: operation, kernel and JSON of its configuration: no other kernel of the operation
+            is launched. Calls that do not run the operation are left out. None launches all
+            kernels with the default configurations of their forms.
     """
     from tnp.gates.results import wanted_of
 
@@ -163,7 +170,7 @@ def launches(
 def _candidates(
     operation: Any, what: Call, forced: tuple[str, str, object] | None
 ) -> list[tuple[Kernel, object]]:
-    """Kernels that serve a call, with the configuration to compile them with."""
+    """Returns the kernels that serve a call, each with a configuration to compile."""
     from tnp import selection
 
     found = []
@@ -186,7 +193,7 @@ def _launch(
     wanted: tuple[str, ...],
     forced: dict[str, tuple[str, object]],
 ) -> None:
-    """Forward, and backward where a gradient is wanted, on the meta device."""
+    """Runs forward, and backward where a gradient is wanted, on the meta device."""
     import torch
 
     from tnp import plans

@@ -1,11 +1,15 @@
 """The gate of one implementation of an operator, generic: `op--swiglu--triton`.
 
-For each case of the operator that the implementation serves, and each pair of its kernels of the
-forward and the backward pass: every result against float64; results again, bit by bit; results
-with poisoned memory; some gradients alone; gradients of other layouts; what a launch leaves against
-`Kernel.empty`. Then one case by every route that a call can take (`tnp.gates.routes`), on a GPU
-the first of each kind that has lengths as a captured launch whose lengths change, and the
-operator's broken references, each of which these bounds must find.
+The gate runs each case that the implementation serves, with each pair of its kernels for the
+forward and the backward pass. It checks:
+
+- every result against float64, repeated results bit by bit, and results with poisoned memory,
+- some gradients alone, and gradients of other layouts,
+- the tensors that a launch returns against `Kernel.empty`.
+
+One case runs by every route that a call can take (`tnp.gates.routes`). On a GPU, the first case of
+each kind with lengths also runs as a captured launch whose lengths change. Last, the bounds must
+find each of the operator's broken references.
 """
 
 from __future__ import annotations
@@ -41,14 +45,16 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """With what is true in its configuration."""
+        """The kernel's name, followed by the switches that are on in its configuration."""
         return " ".join((self.kernel.name, *selection.switches(self.config)))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Kernels of the two passes, forced; neither where PyTorch differentiates the implementation's
-    function, no backward one where no gradient is wanted.
+    """The forced kernels of the two passes.
+
+    Both are None where PyTorch differentiates the implementation's function. `backward` is None
+    where no gradient is wanted.
     """
 
     forward: Form | None = None
@@ -128,7 +134,7 @@ def checks(
 
 
 class Known(NamedTuple):
-    """What cases before one have shown already."""
+    """Facts that a gate's earlier cases have shown."""
 
     pairs: frozenset[str]  # names of pairs that served a case with the same options
     lengths: bool  # one of the same dtype and options came before
@@ -137,7 +143,7 @@ class Known(NamedTuple):
 def _with_known(
     cases: Sequence[Case], found: Implementation, operator: Operator, target: Target
 ) -> Iterator[tuple[Case, Known]]:
-    """Each case with what those before it have shown; computes nothing on the device."""
+    """Yields each case with the facts that earlier cases have shown, without any computation."""
     pairs: dict[object, set[str]] = {}
     kinds: set[object] = set()
     for case in cases:
@@ -151,7 +157,7 @@ def _with_known(
 
 
 def _of_case(setting: Setting, known: Known, with_routes: bool) -> Iterator[Check]:
-    """Yields the checks of one case but for the controls."""
+    """Yields the checks of one case, without those of the controls."""
     on_gpu = setting.device.type == "cuda"
     what = Call(setting.case.problem, setting.target, setting.wanted)
     for pair in _pairs(setting.found, what):
@@ -172,8 +178,9 @@ def _is_red(setting: Setting, broken: Any) -> bool:
 
 
 def _pairs(found: Implementation, what: Call) -> list[Pair]:
-    """Kernels that can serve a call, in each of their forms, of both passes, with what the one
-    saves the other reads.
+    """Returns the pairs of forward and backward kernels that can serve a call, in all their forms.
+
+    The backward kernel of a pair reads the tensors that its forward kernel saves.
     """
     if found.forward is None:
         return [Pair()]

@@ -1,8 +1,8 @@
-"""Keeps how far a gate is, so that one that was ended goes on where it stopped.
+"""Keeps a gate's progress in a file, so that a gate that was ended goes on where it stopped.
 
-The file has one JSON object a line: first of which code it is, then each check as it is made, and
-after the checks of a part that it is finished. It stays where the gate's process was ended, also by
-an interrupt of the workflow. The next process of the same code makes no finished part again.
+The file has one JSON object a line. The first line names the code. Then each check adds a line, and
+each finished part adds one after its checks. The file stays when the gate's process is killed or
+interrupted. The next process with the same code skips the finished parts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, TextIO
 
 
 class Progress:
-    """How far a gate of some code is: its rows, its finished parts, the kernels that it launched.
+    """A gate's progress: its rows, its finished parts, and the kernels that it launched.
 
     Args:
         path: the file; None keeps nothing.
-        identity: what the rows depend on. A file of another identity is written anew.
-        heard: called with this after each check and each part.
+        identity: text for all that the rows depend on. A file of another identity is dropped.
+        heard: called with this object after each check and each part.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class Progress:
         heard: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self.rows: list[dict] = []
-        self.finished: dict[str, list[str]] = {}  # part → what its checks found besides
-        self.kernels: dict[str, str] = {}  # by name, their hashes
-        self.launched: dict[str, str] = {}  # those that this process launches, as they are noted
+        self.finished: dict[str, list[str]] = {}  # part → other findings of its checks
+        self.kernels: dict[str, str] = {}  # name → hash
+        self.launched: dict[str, str] = {}  # as `kernels`, filled by this process
         self._of, self._heard = 0, heard
         self._file: TextIO | None = None
         if path is None:
@@ -50,7 +50,7 @@ class Progress:
 
     @classmethod
     def read(cls, path: Path) -> Progress:
-        """What the file says now, unfinished parts too; to be read only."""
+        """Returns the progress that the file holds now, unfinished parts too. It writes nothing."""
         found = cls()
         found._take(_lines(path))
         return found
@@ -66,8 +66,14 @@ class Progress:
         self._heard(self)
 
     def finish(self, part: str, of: int, found: Sequence[str]) -> None:
-        """Notes that all checks of a part, one of `of`, are made."""
-        new = {name: of for name, of in self.launched.items() if name not in self.kernels}
+        """Notes that all checks of a part are made.
+
+        Args:
+            part: its name.
+            of: number of parts of the gate.
+            found: other findings of its checks, which a resumed gate reads in `finished`.
+        """
+        new = {name: code for name, code in self.launched.items() if name not in self.kernels}
         line = {"part": part, "of": of, "found": list(found), "kernels": new}
         self._note(line)
         self._write(line)
@@ -91,7 +97,7 @@ class Progress:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The file's whole lines; a kill may have met the last."""
+    """Returns the file's lines up to the first broken one: a kill may cut the last line."""
 
     def whole() -> Iterator[dict[str, Any]]:
         for line in path.read_text().splitlines():

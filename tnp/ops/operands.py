@@ -83,13 +83,14 @@ def rows_of(x: torch.Tensor, tma: bool = False, contiguous: bool = False) -> Row
 
 
 def near(tensors: Many, dims: tuple[tuple[int, ...], ...]) -> Callable[[Many], Many]:
-    """What hands tensors, some of which may be None, to a kernel that counts some offsets in 32
-    bits: themselves, or contiguous copies of those in which these dimensions reach further.
+    """Returns a function that prepares tensors for a kernel that counts some offsets in 32 bits.
 
-    Offsets of 64 bits there would cost registers at every call, and such a tensor is rare.
+    The function returns a contiguous copy of a tensor whose offsets along `dims` need more bits. It
+    returns other tensors unchanged. Offsets of 64 bits would cost registers at every call, and
+    such a tensor is rare.
 
     Args:
-        tensors: any of the plan's layout.
+        tensors: tensors of the plan's layout; some may be None.
         dims: for each of them, the dimensions whose offsets have 32 bits.
     """
     pairs = zip(tensors, dims, strict=True)

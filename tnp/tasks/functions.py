@@ -1,4 +1,4 @@
-"""Tasks from one's own data: some points of a function are the context, others the targets."""
+"""Draws tasks from a user's own data: some points of a function are context, others targets."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from tnp.tasks.task import Task
 
 
 class FunctionTasks:
-    """Draws tasks from known points of functions: call it with a step's number.
+    """Draws tasks from known points of functions. Call it with a step's number.
 
-    A batch's sizes are drawn anew at each step, for all its samples together. A function that has
-    fewer points gives those it has. No point is both context and target.
+    Each step draws new sizes, which all samples of its batch share. A function with fewer points
+    gives all its points. No point is both context and target.
 
-    With `hold_out`, targets are points of groups that are held out: the context has no point of
-    them. A model that must predict at stations without any measurement is trained and tested so.
+    With `hold_out`, targets are points of held-out groups, and the context has no point of these
+    groups. So a model learns to predict at stations without any measurement, and is tested on that.
 
     Args:
-        functions: points (x [n, d_x], y [n, d_y]) of each, n ≥ 2: arrays, columns or tensors, or
-            (x, y, groups) with the group of each point. Where all data is one function, the list
-            has one element. `functions_of_table` makes such a list.
-        batch: samples of a task, each from a function drawn anew.
+        functions: a list of pairs (x [n, d_x], y [n, d_y]), n ≥ 2, of arrays, columns or tensors.
+            An element may also be (x, y, groups), with the group of each point. If all data is one
+            function, the list has one element. `functions_of_table` makes this list.
+        batch: number of samples of a task. Each sample draws its function anew.
         n_context, n_target: the smallest and the largest number of points.
-        seed: what tasks are a function of, with the step.
-        hold_out: None splits points at random. A share, such as 0.2: each sample holds out so many
-            of its function's groups, drawn anew, at least one and not all. A list of groups: the
-            samples hold out these. Functions with no such point, or no other, give no tasks.
+        seed: tasks depend only on the seed and the step.
+        hold_out: None splits points at random. A share, such as 0.2, holds out this share of each
+            sample's groups, drawn anew: at least one group, and never all. A list names the groups
+            to hold out. A function gives no tasks if all its points, or none, would be held out.
 
     Raises:
         TypeError: functions is no list.
-        ValueError: functions differ in dimensions, have too few points, or values that are missing
-            or not finite; groups are missing, or no function has groups to hold out.
+        ValueError: functions differ in dimensions or have too few points.
+        ValueError: a value is missing or not finite.
+        ValueError: groups are missing, or no function has groups to hold out.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class FunctionTasks:
             raise ValueError(f"functions of {found} train no model together")
         ((self.d_x, self.d_y),) = dimensions
         self._share: float | None = None
-        self._rows: list[list[list[int]]] | None = None  # of each function, those of its groups
+        self._rows: list[list[list[int]]] | None = None  # rows by function and group
         self._drawn = list(range(len(functions)))
         if hold_out is not None:
             self._hold_out(functions, hold_out)
 
     def __call__(self, step: int) -> Task:
-        """The task of a step, on the CPU, float64."""
+        """Returns the task of a step, on the CPU, float64."""
         step = require_count("step", step, at_least=0)
         n_context, n_target = draw_sizes(self.seed, step, self.n_context, self.n_target)
         chance = np.random.default_rng((self.seed, step, 1))
@@ -101,9 +102,9 @@ class FunctionTasks:
         return Normalization.of(x, y)
 
     def _hold_out(self, functions: Sequence[tuple], hold_out: float | Collection) -> None:
-        """Finds the rows of each function's groups, and the functions that have some to hold out.
+        """Finds the rows of each function's groups, and the functions with a group to hold out.
 
-        Where groups are named, the first of two is theirs and the second that of all others.
+        Where `hold_out` names groups, each function has two: first the named ones, then the rest.
         """
         labels = [_groups(i, function) for i, function in enumerate(functions)]
         is_text, shape = isinstance(hold_out, str | bytes), getattr(hold_out, "shape", None)
@@ -126,12 +127,12 @@ class FunctionTasks:
         self._drawn = [i for i, rows in enumerate(self._rows) if len(rows) > 1]
         if not self._drawn:
             raise ValueError(
-                "no function has points both of a group to hold out and of another: nothing can be "
-                "predicted from it"
+                "no function has points both of a group to hold out and of another: at least "
+                "one must have both"
             )
 
     def _held_out(self, i: int, chance: np.random.Generator) -> np.ndarray:
-        """Whether a sample holds out each point of function i."""
+        """Returns bool [n]: True for each point of function i that a sample holds out."""
         rows, held = self._rows[i], [0]
         if self._share is not None:
             n_held = min(len(rows) - 1, max(1, round(self._share * len(rows))))

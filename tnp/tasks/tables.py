@@ -1,4 +1,4 @@
-"""Functions from the columns of a table."""
+"""Reads functions from the columns of a table."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ def functions_of_table(
     """Returns the functions that a table holds, for `FunctionTasks`.
 
     Args:
-        table: columns of equal length by name: a frame of pandas, polars or pyarrow, a relation of
-            DuckDB, a dictionary of arrays, or what `numpy.genfromtxt(path, delimiter=",",
-            names=True)` gives. A Dataset of xarray is read as its `to_dataframe()`.
-        x, y: names of the columns that are inputs and outputs. True counts as 1, False as 0.
-        by: name of the column whose values tell functions apart, such as a day or a subject. None:
+        table: columns of equal length, with names. It may be a frame of pandas, polars or pyarrow,
+            a relation of DuckDB, or a dictionary of arrays. The array that
+            `numpy.genfromtxt(path, delimiter=",", names=True)` returns is a table too. A Dataset
+            of xarray is read through its `to_dataframe()`.
+        x, y: names of the input columns and of the output columns. True counts as 1, False as 0.
+        by: name of the column that names each row's function, such as a day or a subject. None:
             the table is one function.
-        group: name of the column whose values tell groups of points apart, such as a station, for
+        group: name of the column that names each row's group, such as a station. It is for
             `FunctionTasks(…, hold_out=…)`.
 
     Returns:
-        Points (x [n, d_x], y [n, d_y]) of each function, float64, in order of `by` and of rows.
-        With a `group` (x, y, groups): `groups` lists each row's value of that column.
+        A pair (x [n, d_x], y [n, d_y]) for each function, float64. Functions are in order of `by`,
+        and their points in order of rows. With a `group`, each function is (x, y, groups), where
+        `groups` lists the group of each point.
 
     Raises:
-        TypeError: the table has no columns by name.
-        ValueError: there is no such column, or columns have different lengths or no row. A value is
-            missing or infinite; it is a date, a duration, or no number at all.
+        TypeError: the table has no named columns.
+        ValueError: a named column does not exist, or columns have different lengths or no rows.
+        ValueError: a value is missing, infinite, a date, a duration, or no number.
     """
     table = _table(table)
     for name, of in (("x", x), ("y", y)):
@@ -78,7 +80,7 @@ def functions_of_table(
 
 
 def rows_by_label(labels: Sequence) -> list[list[int]]:
-    """Returns the rows of each label: in order of value, or of appearance where none sorts."""
+    """Returns the rows of each label: sorted by label, or by first row if labels do not sort."""
     rows: dict[Any, list[int]] = {}
     for row, label in enumerate(labels):
         rows.setdefault(label, []).append(row)
@@ -89,7 +91,7 @@ def rows_by_label(labels: Sequence) -> list[list[int]]:
 
 
 def _table(table: Any) -> Any:
-    """Returns columns by name, in place of what gives them."""
+    """Returns the table in a form that gives a column as `table[name]`."""
     if hasattr(table, "fetchnumpy"):  # a relation of DuckDB
         return table.fetchnumpy()
     if hasattr(table, "to_dataframe"):  # a grid of xarray
@@ -108,7 +110,7 @@ def _table(table: Any) -> Any:
 def _names(table: Any) -> list:
     if isinstance(table, np.ndarray):
         return list(table.dtype.names or ())
-    if hasattr(type(table), "column_names"):  # of pyarrow, whose `columns` are the values
+    if hasattr(type(table), "column_names"):  # pyarrow, whose `columns` holds values, not names
         return list(table.column_names)
     return list(getattr(table, "columns", table))
 
@@ -116,7 +118,7 @@ def _names(table: Any) -> list:
 def _column(table: Any, name: Any) -> Any:
     try:
         return table[name]
-    except Exception as error:  # whatever a library raises, such as one of lazy columns
+    except Exception as error:  # a library may raise anything, as one with lazy columns does
         reason, kind = str(error).partition("\n")[0], type(table).__name__
         raise ValueError(f"{_called(name)} of a {kind} cannot be read: {reason}") from None
 

@@ -345,7 +345,7 @@ onsuccess:
         if file.endswith(".parquet")
     ]
     gates = [file for file in written if file.parent.name == "gates"]
-    # What measures writes files that are its outputs, and what draws writes none.
+    # Jobs that measure have output files, and jobs that draw have none.
     drawn_too = any(job.is_script for job in jobs if not job.output)
     targets = {
         rule.name for rule in workflow.dag.targetrules

@@ -66,7 +66,7 @@ with candidates as (
         and (is_paired or own.flops is not distinct from base.flops)
 ),
 
--- Of what is known not to count what would be the fastest, were it to.
+-- hides_fastest: the base does not count, and would be the fastest if it did.
 weighed as (
     select
         *,

@@ -198,7 +198,7 @@ def _numbers(call: Call, points: tuple) -> tuple[list[int], dict[str, int]]:
     return numbers, {"D_X": d_x, "D_Y": call.problem["width"] - d_x - 1}
 
 
-# Of each of the points the dimension whose offsets have 32 bits.
+# For each tensor of points: the dimensions whose offsets have 32 bits.
 FEATURES = ((2,), (2,), (2,))
 
 
