@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,11 +253,11 @@ def _cached(source: Source, architecture: str) -> bytes:
 
 @cache
 def _compiler(of_cutlass: bool) -> str:
-    """Which, and its version."""
+    """Which, and its version; of NVRTC, whose headers are Triton's, also Triton's."""
     if _nvrtc_is_here() and not of_cutlass:
         from cuda.bindings import nvrtc
 
-        return f"nvrtc {nvrtc.nvrtcVersion()[1:]}"
+        return f"nvrtc {nvrtc.nvrtcVersion()[1:]}, headers of triton {metadata.version('triton')}"
     return subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
 
 

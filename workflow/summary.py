@@ -34,11 +34,12 @@ def red_gates(files: Iterable[Path]) -> list[str]:
     return sentences
 
 
-def not_finished(files: Iterable[Path]) -> list[str]:
+def not_finished(files: Iterable[Path], targets: Iterable[str]) -> list[str]:
     """Returns sentences that name the jobs that were ended early, and say how to go on.
 
     Args:
         files: results of jobs, `<table>/<stem>.parquet`. Tables without a `status` are skipped.
+        targets: what the workflow was asked for. `all` goes on with what `again` has begun.
     """
     from tnp.store import read_table
 
@@ -61,7 +62,9 @@ def not_finished(files: Iterable[Path]) -> list[str]:
     if n_waiting:
         said.append(f"Jobs that wait for gates which are not finished: {n_waiting}.")
     if said:
-        said.append("Nothing is wrong with it. It goes on with: snakemake --cores 1 all")
+        names = sorted({"all" if target == "again" else target for target in targets})
+        goes_on = f"snakemake --cores 1 {' '.join(names)}"
+        said.append(f"Nothing is wrong with it. It goes on with: {goes_on}")
     if last:
         names = ",".join(dict.fromkeys(last))
         said.append(f"After {ATTEMPTS} attempts: snakemake again --config again={names}")

@@ -22,13 +22,15 @@ def wait_until(condition, timeout_s: float = PATIENCE_S) -> None:
         time.sleep(0.05)
 
 
-def past_its_limit(run: Callable[[float], Any], started: Path) -> tuple[Any, float]:
+def past_its_limit(
+    run: Callable[[float], Any], started: Path, first_s: float = 4
+) -> tuple[Any, float]:
     """Returns what `run` made of a child that does not end, and the time limit that it had.
 
-    `run` takes the limit in seconds. The child writes `started`; where a busy machine has not
-    started it within the limit, it runs once more with a longer one.
+    `run` takes the limit in seconds, `first_s` at first. The child writes `started`; where a busy
+    machine has not brought it so far within the limit, it runs once more with a longer one.
     """
-    for limit_s in (8, 40, 200):
+    for limit_s in (first_s, 10 * first_s, 50 * first_s):
         found = run(limit_s)
         if started.exists():
             return found, limit_s

@@ -41,11 +41,11 @@ def child(tmp_path, monkeypatch):
     """Runs these lines as a child; its report."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def run(*lines: str, timeout_s: float = PATIENCE_S, heard: list = [], **parameters) -> dict:  # noqa: B006
+    def run(*lines: str, timeout_s: float = PATIENCE_S, **parameters) -> dict:
         body = "\n".join(f"    {line}" for line in lines)
         (tmp_path / "lines_of_a_child.py").write_text(CHILD.format(body=body))
         common = {"device": "cpu", "device_slug": "cpu"}
-        return run_child(["lines_of_a_child"], common | parameters, timeout_s, heard=heard.append)
+        return run_child(["lines_of_a_child"], common | parameters, timeout_s)
 
     return run
 
@@ -56,13 +56,35 @@ def test_a_report_is_what_was_noted(child):
     assert report["environment"]["environment_id"]
 
 
-def test_a_slow_child_is_heard_and_one_that_says_nothing_is_ended(child):
+def test_a_slow_child_is_heard_and_one_that_says_nothing_is_ended(tmp_path, monkeypatch):
+    """The child imports nothing of ours, so that short limits do."""
+    monkeypatch.setattr(process, "LISTENING_S", 0.1)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    noted = tmp_path / "noted"
+    (tmp_path / "slow_child.py").write_text(
+        "import json, os, sys, time\n"
+        "pause = json.load(sys.stdin)['limit_s'] / 3\n"
+        "for i in range(5):\n"
+        "    time.sleep(pause)\n"
+        "    os.write(int(sys.argv[2]), b'{\"i\": %d}\\n' % i)\n"
+        f"open({str(noted)!r}, 'w').close()\n"
+        "time.sleep(600)\n"
+    )
     heard: list[dict] = []
-    slowly = ("for i in range(4):", "    time.sleep(3)", "    note(i=i)")
-    report = child(*slowly, "time.sleep(600)", timeout_s=8, heard=heard)
-    assert report["i"] == 3  # after 12 seconds
-    assert report["failure"] == ("timeout", "no progress in 8 s")
-    assert len(heard) > 4 and heard[-1]["i"] == 3
+
+    def run(limit_s: float) -> dict:
+        heard.clear()
+        return run_child(
+            ["slow_child"],
+            {"limit_s": limit_s},
+            limit_s,
+            heard=lambda known: heard.append({**known}),
+        )
+
+    report, limit_s = past_its_limit(run, noted, first_s=1)
+    assert report["i"] == 4  # after more than the limit in all
+    assert report["failure"] == ("timeout", f"no progress in {limit_s} s")
+    assert heard[-1]["i"] == 4 and any(known.get("i", 4) < 4 for known in heard)
 
 
 def test_what_was_noted_outlives_a_kill_in_the_middle_of_a_line(child):
@@ -144,8 +166,14 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         "sys.modules['tnp.gates'] = gates\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (row,) = gate_process.run("baseline", "cpu", "cpu", {}, 10, tmp_path / "a", print)["gates"]
-    assert (row["status"], row["reason"]) == ("timeout", "no progress in 10 s")
+    tables, limit_s = past_its_limit(
+        lambda limit_s: gate_process.run(
+            "baseline", "cpu", "cpu", {}, limit_s, tmp_path / "a", print
+        ),
+        pid_file,
+    )
+    (row,) = tables["gates"]
+    assert (row["status"], row["reason"]) == ("timeout", f"no progress in {limit_s} s")
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
 

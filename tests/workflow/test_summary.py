@@ -22,14 +22,17 @@ def test_what_was_ended_is_named_with_the_command_that_goes_on(tmp_path):
     for name, row in rows.items():
         write_table(tmp_path / f"{name}.parquet", name.split("/")[0], [row])
     files = [tmp_path / f"{name}.parquet" for name in (*rows, "steps/never", "samples/a--r1")]
-    assert summary.not_finished(files[:1]) == []
+    assert summary.not_finished(files[:1], ["all"]) == []
     goes_on = "Nothing is wrong with it. It goes on with: snakemake --cores 1 all"
     waits = "Jobs that wait for gates which are not finished: 1."
-    assert summary.not_finished(files) == [
+    assert summary.not_finished(files, ["again"]) == [
         "Not finished: b--r1: of memory.",
         waits,
         goes_on,
     ]
     write_table(tmp_path / "steps/d--r2--a3.parquet", "steps", [killed])
-    last = summary.not_finished([tmp_path / "steps/d--r2--a3.parquet"])[-1]
+    *said, last = summary.not_finished(
+        [tmp_path / "steps/d--r2--a3.parquet"], ["headline", "gates"]
+    )[-2:]
+    assert said[0].endswith("It goes on with: snakemake --cores 1 gates headline")
     assert last == "After 3 attempts: snakemake again --config again=d"

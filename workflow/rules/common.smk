@@ -347,7 +347,10 @@ onsuccess:
     gates = [file for file in written if file.parent.name == "gates"]
     # Jobs that measure have output files, and jobs that draw have none.
     drawn_too = any(job.is_script for job in jobs if not job.output)
-    said = [summary.success(drawn_too), *summary.not_finished(written)]
+    targets = {
+        rule.name for rule in workflow.dag.targetrules
+    } | workflow.dag.targetfiles
+    said = [summary.success(drawn_too), *summary.not_finished(written, targets)]
     print("\n".join(said).strip())
     red = summary.red_gates(filter(Path.exists, gates))
     if red:
