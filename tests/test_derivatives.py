@@ -123,6 +123,22 @@ def test_a_compiler_says_the_sentence(transform):
         torch.compile(function, backend="aot_eager")(x)
 
 
+def test_a_compiled_backward_pass_says_the_sentence():
+    x, weight = torch.randn(3, 16, **ON, requires_grad=True), torch.randn(16, **ON)
+    compiled = torch.compile(partial(rms_norm, implementation="fused"), backend="aot_eager")
+    y = compiled(x, weight)
+    gradient = torch.ones_like(y)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="'fused' gives no derivative"):
+        dual = forward_ad.make_dual(gradient, gradient.clone())
+        torch.autograd.grad(y, x, dual, retain_graph=True)
+    with pytest.raises(RuntimeError, match="'fused' gives no batched gradient"):
+        several = gradient.expand(2, *gradient.shape)
+        torch.autograd.grad(y, x, several, is_grads_batched=True, retain_graph=True)
+    (dx,) = torch.autograd.grad(y, x, gradient)
+    (expected,) = torch.autograd.grad(rms_norm(x, weight), x, gradient)
+    torch.testing.assert_close(dx, expected)
+
+
 def test_functionalization_changes_nothing():
     x, weight = torch.randn(3, 16, **ON), torch.randn(16, **ON)
     function = partial(rms_norm, weight=weight, implementation="fused")
