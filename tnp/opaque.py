@@ -336,27 +336,25 @@ def _define(operator: Operator) -> Any:
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
 
-    def require_plain(gradients: Iterable[torch.Tensor | None], text: str) -> None:
-        name = spec(text).implementation
-        if derivatives.is_batched(gradients):
-            raise derivatives.refusal(operator, name, derivatives.BATCHED)
-        if forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
-            raise derivatives.refusal(operator, name, derivatives.FORWARD_MODE)
+    def refuses(text: str, what: str) -> RuntimeError:
+        return derivatives.refusal(operator, spec(text).implementation, what)
 
-    def compiled_backward(keyset, gradients, *rest):
-        """Runs inside a compiled backward pass, where no other code sees a tangent."""
-        require_plain(gradients, rest[-1])
+    def watched_backward(keyset, gradients, *rest):
+        """Runs ahead of every backward pass, compiled ones too, and refuses a tangent."""
+        if forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
+            raise refuses(rest[-1], derivatives.FORWARD_MODE)
         op = getattr(torch.ops.tnp, f"{name}_backward").default
         return op.redispatch(keyset & torch._C._after_autograd_keyset, gradients, *rest)
 
     def batched_backward(*arguments):
-        raise derivatives.refusal(operator, spec(arguments[-1]).implementation, derivatives.BATCHED)
+        raise refuses(arguments[-1], derivatives.BATCHED)
 
     def differentiate(ctx, gradients, _saved):
         nothing = (None,) * (m + 1)
         if gradients is None or all(gradient is None for gradient in gradients):
             return (None,) * n + nothing
-        require_plain(gradients, ctx.text)
+        if derivatives.is_batched(gradients):
+            raise refuses(ctx.text, derivatives.BATCHED)
         tensors = ctx.saved_tensors
         kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
         routes = spec(ctx.text).routes(gradients, kept, saved)
@@ -366,8 +364,7 @@ def _define(operator: Operator) -> Any:
             return op(*map(list, parts), ctx.sizes, *ctx.scalars, ctx.text)
 
         if torch.is_grad_enabled():  # only under create_graph=True
-            error = derivatives.refusal(operator, spec(ctx.text).implementation, derivatives.SECOND)
-            run = partial(derivatives.once, error, run)
+            run = partial(derivatives.once, refuses(ctx.text, derivatives.SECOND), run)
         results = run(tuple(gradients), tuple(kept), tuple(saved))
         found = (*gradients, *results)
         by_name = {
@@ -393,7 +390,7 @@ def _define(operator: Operator) -> Any:
             _library.impl(name + suffix, real, key)
         torch.library.register_fake(f"tnp::{name}{suffix}", fake, lib=_library)
     torch.library.register_autograd(f"tnp::{name}", differentiate, setup_context=save, lib=_library)
-    _library.impl(f"{name}_backward", compiled_backward, "Autograd", with_keyset=True)
+    _library.impl(f"{name}_backward", watched_backward, "Autograd", with_keyset=True)
     for key in ("FuncTorchBatched", "Batched"):  # of torch.func, and of is_grads_batched
         _library.impl(f"{name}_backward", batched_backward, key)
     return getattr(torch.ops.tnp, name).default
