@@ -148,7 +148,7 @@ def _decided(
             raise derivatives.refusal(operator, implementation, derivatives.TRANSFORMED)
         if forward_ad._current_level >= 0:
             raise derivatives.refusal(operator, implementation, derivatives.FORWARD_MODE)
-    content = {"implementation": implementation, "saves": saves, "wanted": wanted}
+    content = {"implementation": implementation, "saves": saves, "wanted": wanted, "given": given}
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
 
@@ -200,18 +200,15 @@ class _Spec:
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
         self.shown = tuple((name, value) for name, value in content["shown"])
+        self.given = dict.fromkeys(content["given"], True)  # optional inputs
         self.found = catalog().load(operator.name, self.implementation)
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}
 
-    def problem(self, names: Iterable[str], tensors: Iterable, sizes: Iterable) -> Problem:
-        """Returns the problem of these sizes, which are in the operator's order.
-
-        The tensors say which optional inputs are given.
-        """
-        pairs = zip(names, tensors, strict=True)
-        given = {n: True for n, x in pairs if n in self.operator.optional and x is not None}
+    def problem(self, sizes: Iterable) -> Problem:
+        """Returns the problem of these sizes, which are in the operator's order."""
         named = dict(zip(self.operator.sizes, map(int, sizes), strict=True))
-        return self.operator.problem(self.dtype, **given | dict(self.options + self.shown) | named)
+        options = self.given | dict(self.options + self.shown)
+        return self.operator.problem(self.dtype, **options | named)
 
     def flops(self, problem: Problem, pass_: str) -> int:
         """Returns the number of operations of a pass, as the implementation counts them."""
@@ -307,7 +304,7 @@ def _define(operator: Operator) -> Any:
         known, numbers = spec(rest[-1]), rest[:-1]
         tensors = tuple(gradients), tuple(kept), tuple(saved)
         first = next(x for x in (*kept, *saved) if x is not None)
-        problem = known.problem(operator.kept, kept, sizes)
+        problem = known.problem(sizes)
         rows_aligned = aligned(kept, gradients)
         what = Call(
             problem, targets.of_device(first.device), known.wanted, rows_aligned, apart=True
@@ -377,11 +374,11 @@ def _define(operator: Operator) -> Any:
         known, inputs = spec(arguments[-1]), arguments[:n]
         values = operator.describe(*inputs, **dict(known.options))
         sizes = [values[size] for size in operator.sizes]
-        return known.flops(known.problem(operator.tensors, inputs, sizes), "forward")
+        return known.flops(known.problem(sizes), "forward")
 
     def backward_flops(gradients, kept, saved, sizes, *rest, out_val=None, **_):
         known = spec(rest[-1])
-        return known.flops(known.problem(operator.kept, kept, sizes), "backward")
+        return known.flops(known.problem(sizes), "backward")
 
     packets = [getattr(torch.ops.tnp, name + suffix) for suffix in ("", "_backward")]
     _formulas.update(zip(packets, (forward_flops, backward_flops), strict=True))

@@ -12,6 +12,7 @@ from pathlib import Path
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.inputs import require_count
+from tnp.ops.transformer_block import LAYERS
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 
@@ -158,6 +159,21 @@ class Variant:
                 if not of_ours or catalog().listed(op, name).own.precision:
                     return None
         return AUTO if self.rms_norm == AUTO else "triton"
+
+    @property
+    def block(self) -> tuple[tuple[str, str], ...] | None:
+        """The layers of `transformer_block`, which replaces the calls of a block's operators.
+
+        It is None where one of them is not ours, and where rows that nothing reads are computed.
+        """
+        if not self.skip_unread:
+            return None
+        of_block = {name: getattr(self, name) for name in LAYERS}
+        for family, name in of_block.items():
+            for op in catalog().family(family):
+                if not is_automatic(name) and catalog().role(op.name, name) != OWN:
+                    return None
+        return tuple(of_block.items())
 
     @property
     def refuses_buffer(self) -> str | None:
