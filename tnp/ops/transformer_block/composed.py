@@ -157,33 +157,37 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
     )
     has_update, first, n_q = of.has_update, of.first, of.n_q
-    (rows, strides), (heads, of_heads), scale = of.rows, of.heads, of.scale
+    (rows, strides), (heads, steps), scale = of.rows, of.heads, of.scale
     reaches = [bool(layer.wanted) for layer in (of.norm_2, of.output, of.project, of.norm_1)]
     to_norm_2, to_output, to_project, to_norm_1 = reaches
     h_wanted, update_wanted = ("h" in call.wanted, "update" in call.wanted)
 
     def launch(inputs: tuple, scalars: tuple) -> tuple:
-        (dsum, dy), (h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_), saved = (
-            inputs
-        )
-        if has_update:
-            total, *saved = saved
-        x_1, q, k, v, o, x_2, lse, *of_mlp = saved
+        (dsum, dy), kept, saved = inputs
+        h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
+        total = saved[0] if has_update else None
+        x_1, q, k, v, o, x_2, lse, *of_mlp = saved[1:] if has_update else saved
+        if isinstance(saved, list):  # each layer's are freed behind it
+            saved.clear()
         dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = None
         if dy is None:
-            dy = torch.zeros_like(x_2)
+            dy = torch.zeros_like(sum_)
         dx, dup, ddown = mlp((dy,), (x_2, up, down), tuple(of_mlp))
+        del x_2, of_mlp
         if to_norm_2:
             dqueries, du, dnorm_2 = norm_2((dsum, dx), (sum_, norm_mlp), (), scalars)
         if to_output:
             do, doutput = output((du,), (o.as_strided(rows, strides), w_output))
         if to_project:
-            kept = q, k, v, n_keys, None, None, o
-            dq, dk, dv = attend((do.as_strided(heads, of_heads),), kept, (lse,), scale)
-            dx, dqkv = project((dq, dk, dv), (x_1, qkv))
+            of_heads = q, k, v, n_keys, None, None, o
+            del q, k, v, o
+            dheads = attend((do.as_strided(heads, steps),), of_heads, (lse,), scale)
+            del do, of_heads
+            dx, dqkv = project(dheads, (x_1, qkv))
+            del dheads, x_1
         if to_norm_1:
             if first and (h_wanted or update_wanted):
-                dtotal = x_1.new_zeros(x_1.shape)
+                dtotal = h.new_zeros(h.shape)
                 dtotal.narrow(1, first, n_q).copy_(dqueries)
             else:
                 dtotal = dqueries
