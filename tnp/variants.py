@@ -12,7 +12,7 @@ from pathlib import Path
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.inputs import require_count
-from tnp.ops.transformer_block import LAYERS
+from tnp.ops.transformer_block import LAYERS, composed
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 
@@ -166,14 +166,9 @@ class Variant:
 
         It is None where one of them is not ours, and where rows that nothing reads are computed.
         """
-        if not self.skip_unread:
+        if not (self.skip_unread and composed(self.implementations())):
             return None
-        of_block = {name: getattr(self, name) for name in LAYERS}
-        for family, name in of_block.items():
-            for op in catalog().family(family):
-                if not is_automatic(name) and catalog().role(op.name, name) != OWN:
-                    return None
-        return tuple(of_block.items())
+        return tuple((family, getattr(self, family)) for family in LAYERS)
 
     @property
     def refuses_buffer(self) -> str | None:
