@@ -101,7 +101,7 @@ def draw(case, random) -> dict:
 
 
 def layers(problem: Problem) -> Iterator[tuple[Operator, str, Problem]]:
-    """Yields the operators that the block runs in turn, each with its implementation and problem."""
+    """Yields the operators of the block in turn, each with its implementation and problem."""
 
     def layer(operator: Operator, family: str, **sizes) -> tuple[Operator, str, Problem]:
         return operator, str(problem[family] or "own"), operator.problem(problem.dtype, **sizes)

@@ -29,7 +29,9 @@ class Layer:
         wanted: inputs of the layer whose gradients the block needs.
     """
 
-    def __init__(self, operator: Operator, name: str, problem: Problem, call: Call, wanted: tuple) -> None:
+    def __init__(
+        self, operator: Operator, name: str, problem: Problem, call: Call, wanted: tuple[str, ...]
+    ) -> None:
         self.operator, self.wanted = operator, wanted
         self.call = Call(problem, call.target, wanted, apart=call.apart)
         self.chosen, self.found = choose_implementation(operator, name, self.call)
@@ -153,14 +155,14 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
     """Returns the launch of a backward pass."""
     of = Layers(call)
     norm_1, project, attend, output, norm_2, mlp = (
-        layer.backward
-        for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
+        layer.backward for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
     )
     has_update, first, n_q = of.has_update, of.first, of.n_q
     (rows, strides), (heads, steps), scale = of.rows, of.heads, of.scale
     reaches = [bool(layer.wanted) for layer in (of.norm_2, of.output, of.project, of.norm_1)]
     to_norm_2, to_output, to_project, to_norm_1 = reaches
-    h_wanted, update_wanted = ("h" in call.wanted, "update" in call.wanted)
+    h_wanted = "h" in call.wanted
+    streams = h_wanted or "update" in call.wanted
 
     def launch(inputs: tuple, scalars: tuple) -> tuple:
         (dsum, dy), kept, saved = inputs
@@ -169,7 +171,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         x_1, q, k, v, o, x_2, lse, *of_mlp = saved[1:] if has_update else saved
         if isinstance(saved, list):  # each layer's are freed behind it
             saved.clear()
-        dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = None
+        dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
         if dy is None:
             dy = torch.zeros_like(sum_)
         dx, dup, ddown = mlp((dy,), (x_2, up, down), tuple(of_mlp))
@@ -183,14 +185,15 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
             del q, k, v, o
             dheads = attend((do.as_strided(heads, steps),), of_heads, (lse,), scale)
             del do, of_heads
+        if first and streams:
+            dtotal = h.new_zeros(h.shape)
+            dtotal.narrow(1, first, n_q).copy_(dqueries)
+        else:
+            dtotal = dqueries
+        if to_project:
             dx, dqkv = project(dheads, (x_1, qkv))
             del dheads, x_1
         if to_norm_1:
-            if first and (h_wanted or update_wanted):
-                dtotal = h.new_zeros(h.shape)
-                dtotal.narrow(1, first, n_q).copy_(dqueries)
-            else:
-                dtotal = dqueries
             if has_update:
                 dh, dupdate, dnorm_1 = norm_1((dtotal, dx), (total, norm_attention), (), scalars)
             else:
