@@ -49,9 +49,9 @@ LAYERS = ("rms_norm", "projection", "attention", "mlp")
 
 def reference(
     h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys, eps,
-    n_heads, n_q=None, n_k=None, centred=False,
+    n_heads, n_q=None, n_k=None, centred=False, **layers,
 ):  # fmt: skip
-    """The layers' plain forms one after another, in any float dtype."""
+    """The layers' plain forms one after another, in any float dtype, whatever `layers` name."""
     total = h if update is None else h + update
     x = norms.reference(total, norm_attention, eps)
     of_means = n_keys if centred else None
@@ -245,7 +245,10 @@ OPERATOR = Operator(
         Implementation(
             "fused",
             forward=Operation("transformer_block.forward", (f"{__name__}.composed:FORWARD",)),
-            backward=Operation("transformer_block.backward", (f"{__name__}.composed:BACKWARD",)),
+            backward=Operation(
+                "transformer_block.backward",
+                tuple(f"{__name__}.composed:{name}" for name in ("STEADY", "MOVING")),
+            ),
             supported=supported,
             options=("update", "n_keys", "centred", *LAYERS),
         ),

@@ -13,7 +13,8 @@ from operator import index
 import torch
 
 from tnp import plans, targets
-from tnp.contract import Call, Kernel, Operator, Problem
+from tnp.choice import Choice
+from tnp.contract import Call, Kernel, Operator, Problem, Reason
 from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers
 from tnp.selection import aligned, choose_implementation, choose_kernel
 
@@ -52,10 +53,13 @@ class Layer:
         inputs = gradients, kept, saved
         if self.run is None:
             what = replace(self.call, aligned=aligned(kept, gradients))
-            operation = self.found.backward
-            kernel, picked = choose_kernel(operation, self.operator, what, self.kernel.saves)
+            kernel, picked = self.backward_kernel(what)
             self.run = plans.prepared(kernel, what, picked.config, inputs)
         return self.run(inputs, scalars)
+
+    def backward_kernel(self, what: Call) -> tuple[Kernel, Choice]:
+        """Returns the kernel that reads what the forward kernel saves, and its configuration."""
+        return choose_kernel(self.found.backward, self.operator, what, self.kernel.saves)
 
     def empty(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
         """Returns what `forward` does, uninitialized."""
@@ -204,5 +208,17 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
     return launch
 
 
+def steady(call: Call) -> Reason:
+    """Support where no layer's gradients differ between runs."""
+    layer = Layers(call).attend
+    if layer.wanted and layer.backward_kernel(layer.call)[0].moving:
+        return "attention adds up the gradient of queries in any order"
+    return None
+
+
 FORWARD = Kernel("composed", empty, prepare, options=OPTIONS)
-BACKWARD = Kernel("composed", empty_backward, prepare_backward, options=OPTIONS)
+STEADY = Kernel("composed", empty_backward, prepare_backward, steady, options=OPTIONS)
+MOVING = Kernel(
+    "composed_moving", empty_backward, prepare_backward, options=OPTIONS,
+    moving=("dh", "dupdate", "dnorm_attention", "dqkv"),
+)  # fmt: skip
