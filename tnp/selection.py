@@ -21,6 +21,7 @@ from tnp.inputs import is_expanded, switched_on
 from tnp.targets import Target
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
+CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device numbers that are out of range
 
 Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration
 
