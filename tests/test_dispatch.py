@@ -211,10 +211,14 @@ def test_refusals_are_one_sentence():
         ours(gate.double(), up.double())
 
 
+@pytest.mark.parametrize("route", ["eager", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_empty_tensors(name):
+def test_empty_tensors(name, route):
     gate, up = draw(0, 5)
-    y = swiglu(gate, up, implementation=name)
+    function = partial(swiglu, implementation=name)
+    if route == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+    y = function(gate, up)
     y.sum().backward()
     assert y.shape == gate.grad.shape == up.grad.shape == (0, 5)
 

@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from tnp import choice, dispatch, plans, selection, targets
+from tnp import choice, dispatch, opaque, plans, selection, targets
 from tnp.ops import attention as attention_package
 from tnp.ops import swiglu as swiglu_package
 
@@ -70,21 +75,47 @@ def decisions(monkeypatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_second_call_decides_nothing(name, decisions):
-    operator, implementation, draw, scalars = CALLS[name]
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
-    def step():
+
+def checkpointed(function):
+    """Keeps the results of our operators, and computes all else again."""
+    ours = {opaque.custom_op(operator) for operator, *_ in CALLS.values()}
+
+    def policy(ctx, op, *arguments, **named):
+        return CheckpointPolicy.MUST_SAVE if op in ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpoint, function, use_reentrant=False, context_fn=contexts)
+
+
+ROUTES = {"eager": lambda function: function, "compiled": compiled, "checkpoint": checkpointed}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_call_decides_nothing(name, route, decisions, monkeypatch):
+    operator, implementation, draw, scalars = CALLS[name]
+    function = ROUTES[route](lambda *x: dispatch.call(operator, implementation, x, scalars))
+
+    def step() -> list[str]:
+        decisions.clear()
         inputs = tuple(x if x is None else x.requires_grad_() for x in draw())
         wanted = [x for x in inputs if x is not None]
-        output = dispatch.call(operator, implementation, inputs, scalars)
+        output = function(*inputs)
         torch.autograd.grad(output, wanted, torch.ones_like(output))
+        return list(decisions)
 
-    step()
-    assert decisions == ["describe", "choose", "prepare", "choose", "prepare"]
-    decisions.clear()
-    step()
-    assert decisions == []
+    both = ["describe", "choose", "prepare", "choose", "prepare"]
+    assert step() == both and step() == []
+    for variable, value in ((selection.CHECK_VARIABLE, "1"), (choice.VARIABLE, str(ROOT))):
+        monkeypatch.setenv(variable, value)  # reaches graphs that are compiled already
+        assert step() == both and step() == []
+    dispatch.forget()
+    assert step() == both and step() == []
+    assert len(plans.launch_configs()) == (1 if route == "eager" else 2)
 
 
 def n_plans(operator) -> int:

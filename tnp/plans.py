@@ -139,8 +139,8 @@ def build(
         apart: True where results must share no memory.
     """
     what = replace(describe(operator, inputs, options, wanted, target), apart=apart)
-    if 0 in dict(what.problem.sizes).values():  # nothing to compute
-        return _empty_plan(operator, implementation, what, inputs)
+    if _is_empty(what):
+        return _empty_plan(operator, implementation, what, inputs, saves)
     chosen, found = choose_implementation(operator, implementation, what)
     if found.run is not None:
         return PlainPlan(what, found, chosen)
@@ -150,15 +150,22 @@ def build(
     return plan
 
 
-def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tuple) -> PlainPlan:
+def _is_empty(what: Call) -> bool:
+    return 0 in dict(what.problem.sizes).values()
+
+
+def _empty_plan(
+    operator: Operator, implementation: str, what: Call, inputs: tuple, saves: str | None
+) -> PlainPlan:
     """Returns a plan that runs the reference, and casts to the implementation's dtypes."""
-    run = operator.reference
+    run, saved = operator.reference, None
     if implementation.partition(":")[0] != AUTO:
         found = catalog().load(operator.name, implementation)
         if found.forward is not None:
-            kernel = next(iter(kernels_of(found.forward).values()))
+            kernel = next(iter(kernels_of(found.forward, saves).values()))
             named = operator.of_results(dict(operator.call_options(what.problem)))
-            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs, **named)[0]]
+            saved = partial(kernel.empty, what.wanted, **named)
+            dtypes = [x.dtype for x in saved(inputs)[0]]
 
             def run(*arguments: Any, **options: Any) -> Any:
                 outputs = operator.reference(*arguments, **options)
@@ -166,16 +173,21 @@ def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tup
                     return outputs.to(dtypes[0])
                 return tuple(x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True))
 
-    return PlainPlan(
-        what, Implementation(operator.implementations[0].name, run=run), Choice("empty")
-    )
+    found = Implementation(operator.implementations[0].name, run=run)
+    return PlainPlan(what, found, Choice("empty"), saved)
 
 
 class PlainPlan:
     """The plan of a function that PyTorch differentiates."""
 
-    def __init__(self, what: Call, found: Implementation, chosen: Choice) -> None:
-        self.what, self.found, self.chosen = what, found, chosen
+    def __init__(
+        self,
+        what: Call,
+        found: Implementation,
+        chosen: Choice,
+        empty: Callable[[tuple], tuple[tuple, tuple]] | None = None,
+    ) -> None:
+        self.what, self.found, self.chosen, self.empty = what, found, chosen, empty
         self.choices: dict[str, dict] = {}  # it has no kernels
         operator = catalog().operators[what.problem.op]
         self.function, self.options = found.run, dict(operator.call_options(what.problem))
@@ -187,9 +199,9 @@ class PlainPlan:
         return self.function(*inputs, *scalars, **self.options)
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
-        """Returns the outputs, and that nothing is saved for a backward pass."""
-        outputs = self.run(inputs, scalars)
-        return outputs if isinstance(outputs, tuple) else (outputs,), ()
+        """Returns the outputs, and tensors like those that a kernel would save."""
+        outputs, (_, saved) = self.run(inputs, scalars), self.empty(inputs)
+        return outputs if isinstance(outputs, tuple) else (outputs,), saved
 
 
 def compiled(found: Implementation) -> Any:
@@ -305,8 +317,17 @@ class KernelPlan:
         """Returns the kernel that serves an operation, and the function that launches it."""
         kernel, picked = choose_kernel(operation, self.operator, what, self.saves, self.forced)
         self.choices[operation.name] = picked.describe()
+        if operation is self.found.backward and _is_empty(what):
+            return kernel, partial(_zeros, kernel, what.wanted)
         with torch.cuda.device(-1 if self.device is None else self.device):
             return kernel, prepared(kernel, what, picked.config, inputs)
+
+
+def _zeros(kernel: Kernel, wanted: tuple[str, ...], tensors: tuple, _scalars: tuple) -> tuple:
+    """Returns the gradients where there is nothing to add up, as a backward launch does."""
+    arriving = set(map(id, tensors[0]))
+    results = kernel.empty(wanted, tensors)
+    return tuple(x if x is None or id(x) in arriving else torch.zeros_like(x) for x in results)
 
 
 def kept_places(operator: Operator) -> list[int]:
