@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from tests.ops.problems import DEVICE
 from tnp import dispatch, opaque, plans, selection
+from tnp.bounded import Bounded
 from tnp.launch import asserts
 from tnp.ops.swiglu import OPERATOR, swiglu
 
@@ -106,9 +107,8 @@ def test_a_switch_that_says_nothing_we_know_is_one_sentence(variable, on, value,
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "MAX_PLANS", 10)
     known = plans.plans(OPERATOR)
-    monkeypatch.setattr(known, "by_key", {})
+    monkeypatch.setattr(known, "by_key", Bounded(10))
     for width in range(1, 40):
         swiglu(torch.zeros(1, width), torch.zeros(1, width))
     assert 0 < len(known.by_key) <= 10
@@ -118,7 +118,7 @@ def test_threads_share_a_plan(monkeypatch):
     gate, up = draw(3, 33)
     built, wrong = [], []
     monkeypatch.setattr(dispatch, "build", lambda *a, **k: built.append(a) or plans.build(*a, **k))
-    monkeypatch.setattr(plans.plans(OPERATOR), "by_key", {})
+    monkeypatch.setattr(plans.plans(OPERATOR), "by_key", Bounded())
     want = formula(gate, up)
 
     def work():  # in PyTorch's form: Triton's interpreter is not thread-safe
@@ -147,7 +147,7 @@ def test_compiled(name, dynamic):
 
 def test_opcheck():
     gate, up = draw()
-    op = opaque.custom_op(OPERATOR)
+    op = opaque.custom_operator(OPERATOR).differentiable
     decided = ("swiglu", "triton", "float32", gate.device, ("gate", "up"), (), (), (), None)
     found = torch.library.opcheck(op, (gate, up, opaque._decided(*decided)))
     assert set(found.values()) == {"SUCCESS"}
@@ -211,10 +211,14 @@ def test_refusals_are_one_sentence():
         ours(gate.double(), up.double())
 
 
+@pytest.mark.parametrize("route", ["eager", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_empty_tensors(name):
+def test_empty_tensors(name, route):
     gate, up = draw(0, 5)
-    y = swiglu(gate, up, implementation=name)
+    function = partial(swiglu, implementation=name)
+    if route == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+    y = function(gate, up)
     y.sum().backward()
     assert y.shape == gate.grad.shape == up.grad.shape == (0, 5)
 

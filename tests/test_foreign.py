@@ -125,6 +125,26 @@ print("tnp_example.swiglu" in sys.modules)
     assert said.splitlines()[-1] == str(imports)
 
 
+def test_auto_says_why_theirs_cannot_be_loaded(run, tmp_path):
+    problem = {"op": "swiglu", "dtype": "float32", "sizes": {"rows": 3, "width": 4}}
+    entry = {"of": "swiglu", "mode": "inference", "problem": problem, "choice": "raises"}
+    table = {"version": 2, "capability": 90, "entries": [entry]}
+    (tmp_path / "h200.json").write_text(json.dumps(table))
+    said = run("""
+import torch
+from tnp import selection, targets
+targets._seen[torch.device("cpu")] = targets.named("H200")
+from tnp.ops.swiglu import swiglu
+swiglu(torch.randn(3, 4), torch.randn(3, 4), implementation="auto")
+(chosen,) = selection.choices()
+print(chosen["source"], chosen["refused"], sep=": ")
+""", TNP_TABLES=str(tmp_path))  # fmt: skip
+    assert said.splitlines()[-1] == (
+        "default: raises cannot run here: it cannot be loaded: "
+        "OSError: libfast.so: cannot open shared object file"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "red"), [("theirs", False), ("forward_only", False), ("wrong", True)]
 )

@@ -6,12 +6,18 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from tnp import choice, dispatch, plans, selection, targets
+from tnp import choice, dispatch, opaque, plans, selection, targets
 from tnp.ops import attention as attention_package
 from tnp.ops import swiglu as swiglu_package
 
@@ -69,21 +75,47 @@ def decisions(monkeypatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_second_call_decides_nothing(name, decisions):
-    operator, implementation, draw, scalars = CALLS[name]
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
-    def step():
+
+def checkpointed(function):
+    """Keeps the results of our operators, and computes all else again."""
+    ours = {opaque.custom_op(operator) for operator, *_ in CALLS.values()}
+
+    def policy(ctx, op, *arguments, **named):
+        return CheckpointPolicy.MUST_SAVE if op in ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpoint, function, use_reentrant=False, context_fn=contexts)
+
+
+ROUTES = {"eager": lambda function: function, "compiled": compiled, "checkpoint": checkpointed}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_call_decides_nothing(name, route, decisions, monkeypatch):
+    operator, implementation, draw, scalars = CALLS[name]
+    function = ROUTES[route](lambda *x: dispatch.call(operator, implementation, x, scalars))
+
+    def step() -> list[str]:
+        decisions.clear()
         inputs = tuple(x if x is None else x.requires_grad_() for x in draw())
         wanted = [x for x in inputs if x is not None]
-        output = dispatch.call(operator, implementation, inputs, scalars)
+        output = function(*inputs)
         torch.autograd.grad(output, wanted, torch.ones_like(output))
+        return list(decisions)
 
-    step()
-    assert decisions == ["describe", "choose", "prepare", "choose", "prepare"]
-    decisions.clear()
-    step()
-    assert decisions == []
+    both = ["describe", "choose", "prepare", "choose", "prepare"]
+    assert step() == both and step() == []
+    for variable, value in ((selection.CHECK_VARIABLE, "1"), (choice.VARIABLE, str(ROOT))):
+        monkeypatch.setenv(variable, value)  # reaches graphs that are compiled already
+        assert step() == both and step() == []
+    dispatch.forget()
+    assert step() == both and step() == []
+    assert len(plans.launch_configs()) == (1 if route == "eager" else 2)
 
 
 def n_plans(operator) -> int:
@@ -121,14 +153,16 @@ def test_another_problem_has_another_plan():
 def test_a_switch_has_another_plan(monkeypatch, tmp_path):
     inputs = gate_and_up()
     switches = (
-        lambda: None,
-        lambda: monkeypatch.setenv(selection.AUTO_VARIABLE, "torch"),
-        lambda: monkeypatch.setenv(choice.VARIABLE, str(tmp_path)),
-        lambda: choice.write(targets.named("H200"), []),  # into that folder
-        lambda: torch.use_deterministic_algorithms(True),
+        (lambda: None, 1),
+        (lambda: monkeypatch.setenv(selection.AUTO_VARIABLE, "torch"), 2),
+        (lambda: monkeypatch.setenv(selection.CHECK_VARIABLE, "1"), 3),
+        (lambda: monkeypatch.setenv(choice.VARIABLE, str(tmp_path)), 4),
+        (lambda: torch.use_deterministic_algorithms(True), 5),
+        # Into that folder. Plans by the tables as they were before are dropped.
+        (lambda: choice.write(targets.named("H200"), []), 1),
     )
     try:
-        for number, switch in enumerate(switches, 1):
+        for switch, number in switches:
             switch()
             for _ in range(2):
                 swiglu(*inputs, implementation="auto")
@@ -174,7 +208,7 @@ def test_gradients_of_other_strides_have_another_launch():
 def test_plans_are_at_most_4096_and_the_newest_stay():
     known = plans.Plans()
     for number in range(10_000):
-        known.keep((number,), number)
+        known.find((number,), partial(int, number))
         assert len(known.by_key) <= 4096
     assert list(known.by_key.values()) == list(range(10_000 - len(known.by_key), 10_000))
     assert len(known.by_key) > 2000

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tnp.private import in_autocast
+
 log = logging.getLogger("tnp.model")
 
 
@@ -19,7 +21,7 @@ def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run(model: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
+        if not in_autocast():
             return method(model, *arguments, **named)
         if not torch.compiler.is_compiling():
             _say_once(model.compute_dtype)

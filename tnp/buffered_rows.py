@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from tnp import selection, targets
@@ -20,6 +19,7 @@ from tnp.catalog import catalog
 from tnp.contract import Call
 from tnp.derivatives import is_batched
 from tnp.ops.buffered_attention import OPERATOR, buffered_attention
+from tnp.private import functorch_level, in_forward_mode
 
 
 def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
@@ -53,8 +53,7 @@ def _is_transformed(*xs: torch.Tensor) -> bool:
     """Returns whether forward mode or a transform of `torch.func` is open, or xs are batched:
     these know PyTorch's differentiable operations alone.
     """
-    is_open = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_open or forward_ad._current_level >= 0 or is_batched(xs)
+    return functorch_level() is not None or in_forward_mode() or is_batched(xs)
 
 
 def _in_elements_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,13 +18,15 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import cache
+from functools import lru_cache
 from operator import mul
 from pathlib import Path
 from typing import Any
 
+from tnp.bounded import MOST, Bounded
 from tnp.contract import Call, Operator, Problem, Reason
 from tnp.files import replacing, user_cache
 from tnp.targets import Target
@@ -129,9 +131,12 @@ def _warn_if_gone(entry: Entry, offers: Sequence[Offer], known: Collection[str])
 
 def _warn_once(what: str, entry: Entry) -> None:
     text = json.dumps({name: entry.get(name) for name in ("of", "problem", "choice", "config")})
-    if text not in _gone:
-        _gone.add(text)
-        log.warning("%s and is passed over: %s", what, text)
+    _warn_of(what, text)
+
+
+@lru_cache(MOST)
+def _warn_of(what: str, entry: str) -> None:
+    log.warning("%s and is passed over: %s", what, entry)
 
 
 Sourced = list[tuple[Entry, str]]  # entries, each with the source of a choice by it
@@ -204,12 +209,15 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
     unless the option is `Operator.fixed`.
     """
     key = operator.name, json.dumps(content)
-    if key not in _problems:
+    try:
+        theirs = _problems[key]
+    except KeyError:
         try:
-            _problems[key] = operator.from_json(key[1])
+            theirs = operator.from_json(key[1])
         except ValueError:  # the operator has changed since
-            _problems[key] = None
-    theirs = _problems[key]
+            theirs = None
+        with _lock:
+            _problems[key] = theirs
     if theirs is None:
         return None
     same = theirs.dtype == problem.dtype and set(theirs.options) <= set(problem.options)
@@ -219,18 +227,19 @@ def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem 
 
 # ------------------------------------------------------------------------------------- the tables
 
-_problems: dict[tuple[str, str], Problem | None] = {}  # of entries, parsed once
-_gone: set[str] = set()  # entries of which something was said
+_problems = Bounded()  # (operator, entry's JSON) → its Problem, or None; parsed once
 epoch = 0  # of the tables in this process; part of every plan's key
+_lock = threading.Lock()
 
 
 def refresh() -> None:
-    """Forget what was read: the next choice reads the tables again."""
+    """Forgets the tables. The next choice reads them again."""
     global epoch
-    table.cache_clear()
-    _of_model.cache_clear()
-    _problems.clear()
-    epoch += 1
+    with _lock:
+        table.cache_clear()
+        _of_model.cache_clear()
+        _problems.clear()
+        epoch += 1
 
 
 def folders() -> list[Path]:
@@ -243,7 +252,7 @@ def folders() -> list[Path]:
     return [user_cache() / "tuned", COMMITTED]
 
 
-@cache
+@lru_cache(MOST)
 def _warn_of_no_folder(folder: Path) -> None:
     log.warning("%s is %s, which is no folder: no tuned table is read", VARIABLE, folder)
 
@@ -255,7 +264,7 @@ def of_target(target: Target) -> Sequence[Entry]:
     return _of_model(target.model, target.capability, *folders())
 
 
-@cache
+@lru_cache(MOST)
 def _of_model(model: str, capability: int, *folders: Path) -> tuple[Entry, ...]:
     own = [entry for folder in folders for entry in table(folder / f"{model}.json")]
     named = {entry["of"] for entry in own}
@@ -273,7 +282,7 @@ def _of_relative(model: str, capability: int, folders: Iterable[Path]) -> Sequen
     return ()
 
 
-@cache
+@lru_cache(MOST)
 def table(path: Path) -> tuple[Entry, ...]:
     """Entries of a file, each with its GPU and that one's capability; none, with a warning, where
     it is cut short or of another version.

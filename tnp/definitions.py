@@ -25,7 +25,7 @@ HOUSE = frozenset(
     f"tnp.{module}"
     for module in (
         *("contract", "catalog", "targets", "choice", "definitions", "fingerprints"),
-        *("dispatch", "selection", "plans", "opaque", "launch"),
+        *("dispatch", "selection", "plans", "opaque", "launch", "private"),
     )
 )
 DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances

@@ -1,42 +1,31 @@
-"""From a call to a launch: what is decided for a problem is decided once, and kept as a plan.
+"""Leads a call to a launch. A problem is decided once, and the decision is kept as a plan.
 
-1. `call` makes a key of all that a plan depends on: the implementation asked for, options, switches
-   of PyTorch and of the environment, and of each tensor its shape, strides, dtype, device,
-   alignment, and whether it wants a gradient. A known key is a dictionary look-up.
-2. Of an unknown key the operator's `describe` checks the arguments, an implementation and its
+1. `call` makes a key of everything that a plan depends on (`tnp.plans.key_of`). A known key is a
+   dictionary look-up.
+2. For an unknown key the operator's `describe` checks the arguments, an implementation and its
    kernels are chosen, and `prepare` gives the launch. This happens under a lock.
 3. The plan runs: PyTorch's forms as they are; operations of ours behind one `autograd.Function`.
 
-Where PyTorch compiles, traces or watches what is called, operations of ours are custom operators
-instead, whose insides run the same plans (`tnp.opaque`).
+Where PyTorch compiles, traces or watches calls, operations of ours are custom operators instead.
+These run plans too, which the same key finds (`tnp.opaque`).
 """
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from tnp import choice, opaque
+from tnp import opaque
 from tnp.contract import Operator
 from tnp.inputs import require_tensors
-from tnp.plans import build, of_operator, plans
-from tnp.selection import AUTO_VARIABLE, wanted_of
+from tnp.plans import build, key_of, of_operator, plans
+from tnp.private import functorch_level, in_forward_mode, in_function_mode, n_dispatch_modes
+from tnp.selection import wanted_of
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-# What makes a key, looked up once: attributes of modules cost as much as the calls.
-_grad_enabled = torch.is_grad_enabled
-_deterministic = torch._C._get_deterministic_algorithms
-_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._is_torch_function_mode_enabled
-_functorch = torch._C._functorch.peek_interpreter_stack
-# Reading os.environ costs 0.6 µs, what it wraps 0.02.
-_environment = os.environ._data.get
-_AUTO, _TABLES = (os.environ.encodekey(name) for name in (AUTO_VARIABLE, choice.VARIABLE))
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_compiling = torch.compiler.is_dynamo_compiling  # looked up once, as it costs as much as the call
 
 
 def call(
@@ -59,34 +48,25 @@ def call(
         ValueError: the inputs do not go together, or there is no such name.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    if _compiling() or _dispatch_modes() or _function_modes() or _functorch() is not None:
+    if (
+        _compiling() or n_dispatch_modes() or in_function_mode() or functorch_level() is not None
+        or in_forward_mode()
+    ):  # fmt: skip
         return opaque.call(operator, implementation, inputs, scalars, options)
-    if forward_ad._current_level >= 0:
+    if not _PLAIN.issuperset(map(type, inputs)):  # a subclass may stand for anything
+        _require(operator, implementation, inputs)
         return opaque.call(operator, implementation, inputs, scalars, options)
     known = of_operator.get(operator.name) or plans(operator)
-    key: tuple = (
-        implementation, options, _grad_enabled(), _deterministic(), choice.epoch,
-        _environment(_AUTO), _environment(_TABLES),
-    )  # fmt: skip
-    for x in inputs:
-        if x is None:
-            key += (None,)
-        elif x.__class__ in _PLAIN:
-            key += (
-                (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad),
-            )  # fmt: skip
-        else:  # a subclass may stand for anything
-            _require(operator, implementation, inputs)
-            return opaque.call(operator, implementation, inputs, scalars, options)
+    key = key_of(inputs, implementation, options)
     plan = known.by_key.get(key)
     if plan is None:
-        with known.lock:
-            plan = known.by_key.get(key)
-            if plan is None:
-                wanted = wanted_of(operator, inputs)
-                _require(operator, implementation, inputs)
-                plan = known.keep(key, build(operator, implementation, inputs, options, wanted))
+        plan = known.find(key, partial(_built, operator, implementation, inputs, options))
     return plan.run(inputs, scalars)
+
+
+def _built(operator: Operator, implementation: str, inputs: tuple, options: tuple) -> Any:
+    _require(operator, implementation, inputs)
+    return build(operator, implementation, inputs, options, wanted_of(operator, inputs))
 
 
 def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
@@ -100,7 +80,6 @@ def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
 
 
 def forget() -> None:
-    """Every plan of this process: the next call of each problem decides anew."""
-    for known in of_operator.values():
-        with known.lock:
-            known.by_key.clear()
+    """Drops every plan of this process, also those of compiled calls and of backward passes."""
+    for known in list(of_operator.values()):
+        known.forget()

@@ -22,24 +22,21 @@ from torch import Tensor
 from triton import knobs
 
 from tnp.inputs import switched_on
+from tnp.private import KNOWN_LAUNCHERS, TO_HOST, launcher_in_c, tensor_map_encoder
+from tnp.selection import CHECK_VARIABLE
 
-# Triton's versions whose launchers take their arguments in an order that is known here.
-KNOWN = ((3, 6), (3, 7))
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Tensor maps of one argument that are kept, by address.
 MAPS_KEPT = 256
-# Element types that the driver numbers differently from device code (triton's driver.py).
-TO_HOST = {8: 10, 9: 8, 10: 9}
-
-CHECK_VARIABLE = "TNP_CHECK"
 
 _watchers = 0
 
 
 def asserts() -> bool:
-    """Whether plans made now assert on the device what else is clamped or gives NaN: TNP_CHECK=1.
+    """Returns whether plans made now assert numbers on the device, as TNP_CHECK=1 asks for.
 
-    Such an assertion takes as long as a small launch.
+    The variable is part of every plan's key, so a change takes effect at the next call. An
+    assertion takes as long as a small launch.
     """
     return switched_on(CHECK_VARIABLE, "1", off=("", "0"))
 
@@ -95,7 +92,8 @@ class Bound:
         compiled = self.kernel[self.grid](
             *descriptors, *rest, *self.integers, *floats, **self.constexprs
         )
-        if direct is None and compiled is not None and VERSION in KNOWN and not _observed():
+        is_known = compiled is not None and VERSION in KNOWN_LAUNCHERS
+        if direct is None and is_known and not _observed():
             self.direct = _direct(self, compiled, descriptors, n_tensors)
 
 
@@ -110,7 +108,7 @@ def _direct(
     bound: Bound, compiled: Any, descriptors: list[Any], n_tensors: int
 ) -> Callable[[tuple], None] | None:
     """What launches `compiled` from now on, or None where only Triton knows how."""
-    from triton.backends.nvidia.driver import CudaLauncher
+    from tnp.private import CudaLauncher
 
     run = compiled.run
     metas = getattr(compiled.metadata, "tensordesc_meta", None) or []
@@ -124,7 +122,7 @@ def _direct(
         return None
     launch = run.launch
     if n_maps:  # a wrapper that makes tensor maps: take what is inside
-        launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
+        launch = launcher_in_c(launch)
     driver = triton.runtime.driver.active
     current_stream, device = driver.get_current_stream, driver.get_current_device()
     grid = (*bound.grid, 1, 1)[:3]
@@ -163,8 +161,7 @@ def _rounded(descriptor: Any) -> bool:
 
 def _tensor_maps(descriptor: Any, meta: dict[str, Any]) -> tuple[Callable[[int], Any], tuple]:
     """The tensor map of a tensor like the descriptor's by its address, and what follows a map."""
-    utils = triton.runtime.driver.active.utils
-    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+    encode = tensor_map_encoder()
     shape, strides = list(descriptor.shape), list(descriptor.strides)
     kind = TO_HOST.get(meta["elem_type"], meta["elem_type"])
     about = meta["swizzle"], meta["elem_size"], kind, meta["block_size"]

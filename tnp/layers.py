@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from tnp.buffered_rows import BufferedRows
 from tnp.catalog import is_automatic
@@ -25,8 +24,10 @@ from tnp.ops.projection import linear, project_qkv
 from tnp.ops.projection.qkv import query_factor
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
 from tnp.ops.rms_norm_linear import rms_norm_linear
-from tnp.ops.transformer_block import serves, transformer_block
+from tnp.ops.transformer_block import transformer_block
+from tnp.ops.transformer_block.composed import serves
 from tnp.packing import Packing
+from tnp.private import has_global_hooks, has_hooks
 from tnp.variants import Variant
 
 if TYPE_CHECKING:
@@ -385,14 +386,7 @@ class Block(nn.Module):
         if attention.__class__ is not Attention or mlp.__class__ is not MLP:
             return False
         norms = attention._modules["norm"], mlp._modules["norm"]
-        if any(norm.__class__ is not RMSNorm for norm in norms) or _has_any_global_hook():
+        if any(norm.__class__ is not RMSNorm for norm in norms) or has_global_hooks():
             return False
-        return not any(map(_is_watched, (attention, mlp, *norms)))
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a `forward` of its own."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        or module._backward_pre_hooks or "forward" in module.__dict__
-    )  # fmt: skip
+        layers = attention, mlp, *norms
+        return not any(has_hooks(layer) or "forward" in layer.__dict__ for layer in layers)

@@ -3,12 +3,13 @@
 `torch.compile`, fake tensors, selective checkpoints and function transforms see only calls of
 PyTorch's operators. They do not see a kernel that Python launches itself. There we call
 
-    tnp::rms_norm(Tensor x, Tensor weight, float eps, str call) -> (Tensor[], Tensor[])
+    tnp::rms_norm_differentiable(Tensor x, Tensor weight, float eps, str call) -> Tensor[]
 
-which is defined from the operator's own names at its first use. It returns the outputs and the
-tensors saved for the backward pass. The backward pass is a second custom operator. `call` is JSON
-of all that decides the launch. The custom operator runs a plan, as an eager call does, but its
-results share no memory (`Call.apart`). A compiler sees only the empty tensors of `Kernel.empty`.
+which is defined from the operator's own names at its first use. Autograd makes two operators of it,
+`tnp::rms_norm` and `tnp::rms_norm_backward`: compiled graphs hold these, and modes see them. `call`
+is JSON of all that decides the launch. Both run plans, as an eager call does (`tnp.plans`), but
+their results share no memory (`Call.apart`). A compiler sees only the empty tensors of
+`Kernel.empty`.
 
 PyTorch's own implementations are called directly.
 """
@@ -18,21 +19,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from operator import index
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tnp import choice, derivatives, targets
+from tnp import derivatives, targets
+from tnp.bounded import MOST
 from tnp.catalog import AUTO, catalog
-from tnp.contract import Call, Case, Implementation, Kernel, Operator, Problem
-from tnp.plans import KernelPlan, PlainPlan, build, plans, prepared
+from tnp.choice import Choice
+from tnp.contract import Call, Case, Implementation, Kernel, Operation, Operator, Problem
+from tnp.plans import KernelPlan, PlainPlan, build, kept_places, key_of, plans
+from tnp.private import apply_of, constant_in_graphs, dispatch_modes, in_forward_mode
 from tnp.selection import (
-    aligned,
     choose_implementation,
     choose_kernel,
     kernels_of,
@@ -43,12 +44,13 @@ from tnp.selection import (
 # Custom operator → function that counts a call's operations, for PyTorch's FlopCounterMode.
 _formulas: dict[Any, Callable[..., int]] = {}
 _library = torch.library.Library("tnp", "FRAGMENT")
-_defined: dict[str, Any] = {}
+_defined: dict[str, CustomOperator] = {}
 # Functions that torch.compile traces through, named "run__operator__implementation". It must find
 # each function again by name. A dictionary would not do: torch.compile does not see entries that
 # are added while it traces.
 _plain = ModuleType(f"{__name__}.plain")
 _RUN = "run__"
+_grad_enabled = torch.is_grad_enabled
 
 
 def call(
@@ -73,7 +75,8 @@ def call(
     if not tracing:
         _count_flops()
         _require_derivatives(operator, text, inputs)
-    outputs, _saved = getattr(torch.ops.tnp, operator.name).default(*inputs, *scalars, text)
+    op = getattr(torch.ops.tnp, f"{operator.name}_differentiable").default
+    outputs = op(*inputs, *scalars, text)
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -82,8 +85,7 @@ def _count_flops() -> None:
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:  # nobody imported it, so nobody counts; importing it is slow
         return
-    modes = _get_current_dispatch_mode_stack()
-    counting = [mode.counter.flop_registry for mode in modes if hasattr(mode, "counter")]
+    counting = [mode.counter.flop_registry for mode in dispatch_modes() if hasattr(mode, "counter")]
     for registry in (counter.flop_registry, *counting):
         registry.update(_formulas)
 
@@ -93,12 +95,13 @@ def _require_derivatives(operator: Operator, text: str, inputs: tuple) -> None:
     asked = None
     if derivatives.is_transforming():
         asked = derivatives.TRANSFORMED
-    elif forward_ad._current_level >= 0 and derivatives.has_tangent(inputs):
+    elif in_forward_mode() and derivatives.has_tangent(inputs):
         asked = derivatives.FORWARD_MODE
     if asked is not None:
-        raise derivatives.refusal(operator, json.loads(text)["implementation"], asked)
+        raise custom_operator(operator).refusal(text, asked)
 
 
+@constant_in_graphs
 def _decided(
     op: str,
     implementation: str,
@@ -113,54 +116,58 @@ def _decided(
 ) -> str | None:
     """Returns the custom operator's argument `call`, or the name of a function in `_plain`.
 
-    Returns None where `sizes` is None and the choice depends on the sizes.
+    Returns None where `sizes` is None and the choice depends on the sizes. A compiled graph holds
+    the result as a constant: later changes of TNP_AUTO and TNP_TABLES do not reach its choice of an
+    implementation.
     """
     operator = catalog().operator(op)
-    custom_op(operator)
+    custom = custom_operator(operator)
+    about = implementation, dtype, device, wanted, options, shown, given, sizes
+    key = key_of((), "decided", *about)
+    text = plans(operator).find(key, partial(_decide, operator, *about))
+    if text is None:
+        return None
+    if text.startswith(_RUN):
+        if not hasattr(_plain, text):
+            found = catalog().load(op, text.removeprefix(f"{_RUN}{op}__"))
+            run = found.run if found.traceable else torch.compiler.disable(found.run)
+            setattr(_plain, text, run)
+        return text
+    if tracing:  # torch.compile runs this while it traces, under the caller's transforms
+        if derivatives.is_transforming():
+            raise custom.refusal(text, derivatives.TRANSFORMED)
+        if in_forward_mode():
+            raise custom.refusal(text, derivatives.FORWARD_MODE)
+    return text
+
+
+def _decide(
+    operator: Operator, implementation: str, dtype: str, device: torch.device,
+    wanted: tuple[str, ...], options: tuple, shown: tuple, given: tuple[str, ...],
+    sizes: tuple[int, ...] | None,
+) -> str | None:  # fmt: skip
+    """Returns the same as `_decided`, which keeps it."""
+    of_sizes = dict(zip(operator.sizes, sizes or (1,) * len(operator.sizes), strict=True))
+    on = dict.fromkeys(given, True) | dict(options + shown)
+    what = Call(operator.problem(dtype, **on | of_sizes), targets.of_device(device), wanted)
     if sizes is None:
         if implementation.partition(":")[0] == AUTO:
             return None
-        found = catalog().load(op, implementation)
-        implementation = found.name
+        found = catalog().load(operator.name, implementation)
         if found.run is not None:
-            what = Call(
-                _sizeless(operator, dtype, given, options + shown),
-                targets.of_device(device),
-                wanted,
-            )
             _require(operator, found, what)
-            return _plain_form(operator, found, options)
+            return f"{_RUN}{operator.name}__{found.name}"
         forms = {kernel.saves for kernel in kernels_of(found.forward).values()}
         if len(forms) > 1:
             return None
         (saves,) = forms
     else:
-        named = dict(zip(operator.sizes, sizes, strict=True))
-        on = dict.fromkeys(given, True) | dict(options + shown)
-        what = Call(operator.problem(dtype, **on | named), targets.of_device(device), wanted)
-        chosen, found = choose_implementation(operator, implementation, what)
+        _, found = choose_implementation(operator, implementation, what)
         if found.run is not None:
-            return _plain_form(operator, found, options)
-        implementation = chosen.name
+            return f"{_RUN}{operator.name}__{found.name}"
         saves = choose_kernel(found.forward, operator, what)[0].saves
-    if tracing:  # torch.compile runs this while it traces, under the caller's transforms
-        if derivatives.is_transforming():
-            raise derivatives.refusal(operator, implementation, derivatives.TRANSFORMED)
-        if forward_ad._current_level >= 0:
-            raise derivatives.refusal(operator, implementation, derivatives.FORWARD_MODE)
-    content = {"implementation": implementation, "saves": saves, "wanted": wanted, "given": given}
+    content = {"implementation": found.name, "saves": saves, "wanted": wanted, "given": given}
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
-
-
-# torch.compiler.assume_constant_result sets this too, but it imports Dynamo, which would double the
-# time that `import tnp` takes.
-_decided._dynamo_marked_constant = True
-
-
-def _sizeless(operator: Operator, dtype: str, given: tuple[str, ...], options: tuple):
-    """Returns a problem whose dtype and options are known, and whose sizes are all 1."""
-    sizes = dict.fromkeys(operator.sizes, 1)
-    return operator.problem(dtype, **dict.fromkeys(given, True) | dict(options) | sizes)
 
 
 def _require(operator: Operator, found: Implementation, what: Call) -> None:
@@ -174,23 +181,21 @@ def _require(operator: Operator, found: Implementation, what: Call) -> None:
         raise RuntimeError(refusal(operator, found, reason))
 
 
-def _plain_form(operator: Operator, found: Implementation, options: tuple) -> str:
-    text = f"{_RUN}{operator.name}__{found.name}"
-    run = found.run if found.traceable else torch.compiler.disable(found.run)
-    setattr(_plain, text, run)
-    return text
-
-
-def custom_op(operator: Operator) -> Any:
-    """Returns `torch.ops.tnp.<name>.default`, and defines it at its first use."""
+def custom_operator(operator: Operator) -> CustomOperator:
+    """Returns the operators of PyTorch for `operator`, and defines them at their first use."""
     if operator.name not in _defined:
         with plans(operator).lock:
             if operator.name not in _defined:
-                _defined[operator.name] = _define(operator)
+                _defined[operator.name] = CustomOperator(operator)
     return _defined[operator.name]
 
 
-class _Spec:
+def custom_op(operator: Operator) -> Any:
+    """Returns `torch.ops.tnp.<name>.default`, the forward pass that modes and policies see."""
+    return custom_operator(operator).forward
+
+
+class _Asked:
     """The parsed argument `call` of a custom operator."""
 
     def __init__(self, operator: Operator, text: str) -> None:
@@ -202,7 +207,7 @@ class _Spec:
         self.shown = tuple((name, value) for name, value in content["shown"])
         self.given = dict.fromkeys(content["given"], True)  # optional inputs
         self.found = catalog().load(operator.name, self.implementation)
-        self._routes: dict[tuple[bool, ...], list[int | None]] = {}
+        self.routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
 
     def problem(self, sizes: Iterable) -> Problem:
         """Returns the problem of these sizes, which are in the operator's order."""
@@ -215,179 +220,212 @@ class _Spec:
         work = (self.found.work or self.operator.work)(Case(problem), pass_)
         return int(sum(work.flops.values()))
 
-    def kernel(self, operation: Any) -> Kernel:
+    def kernel(self, operation: Operation) -> Kernel:
         """Returns any kernel that saves in this form: all of them return tensors of equal sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
 
-    def routes(self, gradients: tuple, kept: list, saved: list) -> list[int | None]:
-        """Returns each gradient's place in the incoming gradients followed by the results."""
-        absent = tuple(gradient is None for gradient in gradients)
-        if absent not in self._routes:
-            kernel = self.kernel(self.found.backward)
-            results = kernel.empty(self.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
-            self._routes[absent] = _routed(results, gradients)[1]
-        return self._routes[absent]
 
-    def plan(self, inputs: tuple) -> PlainPlan | KernelPlan:
-        """Returns the plan of an eager call with these inputs, which have no graph in here."""
-        known = plans(self.operator)
-        key = (
-            "opaque", self.implementation, self.saves, self.wanted, self.options, self.dtype,
-            choice.epoch, torch.are_deterministic_algorithms_enabled(),
-            *[
-                None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
-                for x in inputs
-            ],
-        )  # fmt: skip
+class CustomOperator:
+    """The operators of PyTorch that stand for one operator of ours.
+
+    `tnp::<name>` launches the forward pass and `tnp::<name>_backward` the backward pass. Compiled
+    graphs hold these two, and modes see them. They pass PyTorch's dispatcher by once, since they
+    have no autograd. `tnp::<name>_differentiable` has, and is made of the two.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        name, n = operator.name, len(operator.tensors)
+        self.operator, self.n_tensors, self.keep = operator, n, kept_places(operator)
+        self.asked = lru_cache(MOST)(partial(_Asked, operator))
+        tensors = ", ".join(
+            f"Tensor{'?' if one in operator.optional else ''} {one}" for one in operator.tensors
+        )
+        scalars = "".join(f", float {one}" for one in operator.scalars)
+        forms = {
+            name: f"({tensors}{scalars}, str call) -> (Tensor[], Tensor[])",
+            f"{name}_differentiable": f"({tensors}{scalars}, str call) -> Tensor[]",
+            f"{name}_backward": "(Tensor?[] gradients, Tensor?[] kept, Tensor[] saved, "
+            f"SymInt[] sizes{scalars}, str call) -> Tensor[]",
+        }
+        for one, form in forms.items():
+            _library.define(one + form)
+        for one, real, fake in (
+            (name, self._forward, self._fake_forward),
+            (f"{name}_backward", self._backward, self._fake_backward),
+        ):
+            for key in ("CPU", "CUDA"):
+                _library.impl(one, real, key)
+            _library.impl(one, torch.library.fallthrough_kernel, "Autograd")
+            torch.library.register_fake(f"tnp::{one}", fake, lib=_library)
+        for key in ("FuncTorchBatched", "Batched"):  # of torch.func, and of is_grads_batched
+            _library.impl(f"{name}_backward", self._batched_backward, key)
+        _library.impl(f"{name}_differentiable", self._differentiable, "CompositeImplicitAutograd")
+        self.forward, self.differentiable, self.backward = (
+            getattr(torch.ops.tnp, one).default for one in forms
+        )
+        _formulas[self.forward.overloadpacket] = self._forward_flops
+        _formulas[self.backward.overloadpacket] = self._backward_flops
+
+    def refusal(self, text: str, what: str) -> RuntimeError:
+        """Returns the error that says that the called implementation does not give `what`."""
+        return derivatives.refusal(self.operator, self.asked(text).implementation, what)
+
+    # ------------------------------------------------------------------------------------ forward
+
+    def _forward(self, *arguments: Any) -> tuple:
+        if _grad_enabled():  # autograd is not to look into a launch
+            with torch.no_grad():
+                return self._forward(*arguments)
+        inputs, text = arguments[: self.n_tensors], arguments[-1]
+        key, known = key_of(inputs, text), plans(self.operator)
         plan = known.by_key.get(key)
         if plan is None:
-            with known.lock:
-                plan = known.keep(
-                    key,
-                    build(
-                        self.operator, self.implementation, inputs, self.options, self.wanted,
-                        saves=self.saves, apart=True,
-                    ),
-                )  # fmt: skip
-        return plan
+            plan = known.find(key, partial(self._forward_plan, inputs, text))
+        return plan.forward(inputs, arguments[self.n_tensors : -1])
 
+    def _forward_plan(self, inputs: tuple, text: str) -> PlainPlan | KernelPlan:
+        asked = self.asked(text)
+        return build(
+            self.operator, asked.implementation, inputs, asked.options, asked.wanted,
+            saves=asked.saves, apart=True,
+        )  # fmt: skip
 
-def _routed(results: tuple, gradients: tuple) -> tuple[list, list[int | None]]:
-    """Returns the gradients that are new tensors, and the place of every gradient, or None.
-
-    A kernel may return an incoming gradient, or one tensor for two inputs, as for a sum. But the
-    results of a custom operator must not share memory. So it returns only new tensors, and a place
-    counts through the incoming gradients first, then through the new tensors.
-    """
-    found = list(gradients)
-    places: list[int | None] = []
-    for result in results:
-        at = next((at for at, one in enumerate(found) if one is result), len(found))
-        if result is not None and at == len(found):
-            found.append(result)
-        places.append(None if result is None else at)
-    return found[len(gradients) :], places
-
-
-def _define(operator: Operator) -> Any:
-    name, n, m = operator.name, len(operator.tensors), len(operator.scalars)
-    optional = ["?" if one in operator.optional else "" for one in operator.tensors]
-    tensors = [f"Tensor{o} {one}" for o, one in zip(optional, operator.tensors, strict=True)]
-    scalars = "".join(f", float {one}" for one in operator.scalars)
-    _library.define(f"{name}({', '.join(tensors)}{scalars}, str call) -> (Tensor[], Tensor[])")
-    _library.define(
-        f"{name}_backward(Tensor?[] gradients, Tensor?[] kept, Tensor[] saved, SymInt[] sizes"
-        f"{scalars}, str call) -> Tensor[]"
-    )
-    specs: dict[str, _Spec] = {}
-
-    def spec(text: str) -> _Spec:
-        return specs.get(text) or specs.setdefault(text, _Spec(operator, text))
-
-    def forward(*arguments):
-        inputs, numbers = arguments[:n], arguments[n : n + m]
-        plan = spec(arguments[-1]).plan(inputs)
-        if not isinstance(plan, KernelPlan):  # nothing to compute
-            outputs = plan.run(inputs, numbers)
-            return list(outputs if isinstance(outputs, tuple) else (outputs,)), []
-        outputs, saved = plan.forward(inputs, numbers)
+    def _fake_forward(self, *arguments: Any) -> tuple:
+        asked = self.asked(arguments[-1])
+        kernel = asked.kernel(asked.found.forward)
+        named = self.operator.of_results(dict(asked.options))
+        outputs, saved = kernel.empty(asked.wanted, arguments[: self.n_tensors], **named)
         return list(outputs), list(saved)
 
-    def fake_forward(*arguments):
-        known = spec(arguments[-1])
-        named = operator.of_results(dict(known.options))
-        kernel = known.kernel(known.found.forward)
-        outputs, saved = kernel.empty(known.wanted, arguments[:n], **named)
-        return list(outputs), list(saved)
+    def _forward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
+        asked, inputs = self.asked(arguments[-1]), arguments[: self.n_tensors]
+        problem = asked.problem(self._sizes(inputs, asked))
+        return asked.flops(problem, "forward")
 
-    def backward(gradients, kept, saved, sizes, *rest):
-        known, numbers = spec(rest[-1]), rest[:-1]
-        tensors = tuple(gradients), tuple(kept), tuple(saved)
-        first = next(x for x in (*kept, *saved) if x is not None)
-        problem = known.problem(sizes)
-        rows_aligned = aligned(kept, gradients)
-        what = Call(
-            problem, targets.of_device(first.device), known.wanted, rows_aligned, apart=True
-        )
-        kernel, picked = choose_kernel(known.found.backward, operator, what, known.saves)
-        with torch.cuda.device_of(first):  # where Triton launches
-            results = prepared(kernel, what, picked.config, tensors)(tensors, numbers)
-        return _routed(results, gradients)[0]
+    def _sizes(self, inputs: tuple, asked: _Asked) -> list:
+        values = self.operator.describe(*inputs, **dict(asked.options))
+        return [values[size] for size in self.operator.sizes]
 
-    def fake_backward(gradients, kept, saved, sizes, *rest):
-        known = spec(rest[-1])
-        kernel = known.kernel(known.found.backward)
-        results = kernel.empty(known.wanted, (tuple(gradients), tuple(kept), tuple(saved)))
-        return _routed(results, gradients)[0]
+    # ----------------------------------------------------------------------------------- backward
 
-    def save(ctx, inputs, output):
-        outputs, saved = output
-        by_name = dict(zip(operator.tensors, inputs[:n], strict=True))
-        by_name |= dict(zip(operator.outputs, outputs, strict=False))
-        ctx.scalars, ctx.text = inputs[n : n + m], inputs[-1]
-        known = spec(ctx.text)
-        values = operator.describe(*inputs[:n], **dict(known.options))
-        ctx.sizes = [values[size] for size in operator.sizes]
-        ctx.n_kept = len(operator.kept)
-        ctx.save_for_backward(*(by_name[one] for one in operator.kept), *saved)
-        ctx.mark_non_differentiable(*saved)
-        ctx.set_materialize_grads(False)
+    def _backward(self, gradients: list, kept: list, saved: list, sizes: list, *rest: Any) -> list:
+        if _grad_enabled():
+            with torch.no_grad():
+                return self._backward(gradients, kept, saved, sizes, *rest)
+        for first in (*kept, *saved):
+            if first is not None:
+                break
+        key, known = key_of((), rest[-1], first.device, *sizes), plans(self.operator)
+        plan = known.by_key.get(key)
+        if plan is None:
+            made = partial(self._backward_plan, kept, first.device, sizes, rest[-1])
+            plan = known.find(key, made)
+        results = plan.backward(tuple(gradients), tuple(kept), tuple(saved), rest[:-1])
+        return _apart(results, gradients)
 
-    def refuses(text: str, what: str) -> RuntimeError:
-        return derivatives.refusal(operator, spec(text).implementation, what)
+    def _backward_plan(
+        self, kept: list, device: torch.device, sizes: list, text: str
+    ) -> KernelPlan:
+        asked = self.asked(text)
+        problem = asked.problem(sizes)
+        what = Call(problem, targets.of_device(device), asked.wanted, apart=True)
+        chosen = Choice(asked.found.name, source="named")
+        return KernelPlan(self.operator, what, asked.found, chosen, device, asked.saves)
 
-    def watched_backward(keyset, gradients, *rest):
-        """Runs ahead of every backward pass, compiled ones too, and refuses a tangent."""
-        if forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
-            raise refuses(rest[-1], derivatives.FORWARD_MODE)
-        op = getattr(torch.ops.tnp, f"{name}_backward").default
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, gradients, *rest)
+    def _fake_backward(
+        self, gradients: list, kept: list, saved: list, sizes: list, *rest: Any
+    ) -> list:
+        return _apart(self._empty_gradients(rest[-1], gradients, kept, saved), gradients)
 
-    def batched_backward(*arguments):
-        raise refuses(arguments[-1], derivatives.BATCHED)
+    def _empty_gradients(self, text: str, *tensors: Iterable) -> tuple:
+        asked = self.asked(text)
+        return asked.kernel(asked.found.backward).empty(asked.wanted, tuple(map(tuple, tensors)))
 
-    def differentiate(ctx, gradients, _saved):
-        nothing = (None,) * (m + 1)
-        if gradients is None or all(gradient is None for gradient in gradients):
-            return (None,) * n + nothing
+    def _batched_backward(self, *arguments: Any) -> None:
+        raise self.refusal(arguments[-1], derivatives.BATCHED)
+
+    def _backward_flops(
+        self, gradients: list, kept: list, saved: list, sizes: list, *rest: Any,
+        out_val: Any = None, **_: Any,
+    ) -> int:  # fmt: skip
+        asked = self.asked(rest[-1])
+        return asked.flops(asked.problem(sizes), "backward")
+
+    # ----------------------------------------------------------------------------------- autograd
+
+    def _differentiable(self, *arguments: Any) -> list[torch.Tensor]:
+        n = self.n_tensors
+        if torch.is_grad_enabled() and self.asked(arguments[-1]).wanted:
+            return list(_apply(self, arguments[n:], *arguments[:n]))
+        return self.forward(*arguments)[0]
+
+    def recorded(self, ctx: Any, rest: tuple, inputs: tuple) -> tuple[torch.Tensor, ...]:
+        """Returns the outputs, and notes in `ctx` what their gradients need."""
+        outputs, saved = self.forward(*inputs, *rest)
+        everything = (*inputs, *outputs)
+        ctx.save_for_backward(*(everything[at] for at in self.keep), *saved)
+        ctx.set_materialize_grads(False)  # an output that nobody uses gets None, not zeros
+        ctx.custom, ctx.rest = self, rest
+        ctx.sizes = self._sizes(inputs, self.asked(rest[-1]))
+        return tuple(outputs)
+
+    def differentiated(self, ctx: Any, gradients: tuple) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradients of the inputs."""
+        text = ctx.rest[-1]
         if derivatives.is_batched(gradients):
-            raise refuses(ctx.text, derivatives.BATCHED)
+            raise self.refusal(text, derivatives.BATCHED)
         tensors = ctx.saved_tensors
-        kept, saved = list(tensors[: ctx.n_kept]), list(tensors[ctx.n_kept :])
-        routes = spec(ctx.text).routes(gradients, kept, saved)
-        op = getattr(torch.ops.tnp, f"{name}_backward").default
+        kept, saved = tensors[: len(self.keep)], tensors[len(self.keep) :]
+        routes, absent = self.asked(text).routes, tuple(x is None for x in gradients)
+        if absent not in routes:
+            results = self._empty_gradients(text, gradients, kept, saved)
+            routes[absent] = _places(results, gradients)
 
         def run(*parts: tuple) -> list[torch.Tensor]:
-            return op(*map(list, parts), ctx.sizes, *ctx.scalars, ctx.text)
+            return self.backward(*map(list, parts), ctx.sizes, *ctx.rest)
 
         if torch.is_grad_enabled():  # only under create_graph=True
-            run = partial(derivatives.once, refuses(ctx.text, derivatives.SECOND), run)
-        results = run(tuple(gradients), tuple(kept), tuple(saved))
-        found = (*gradients, *results)
+            run = partial(derivatives.once, self.refusal(text, derivatives.SECOND), run)
+        found = (*gradients, *run(gradients, kept, saved))
         by_name = {
             one: None if at is None else found[at]
-            for one, at in zip(operator.differentiated, routes, strict=True)
+            for one, at in zip(self.operator.differentiated, routes[absent], strict=True)
         }
-        return (*(by_name.get(one) for one in operator.tensors), *nothing)
+        return tuple(by_name.get(one) for one in self.operator.tensors)
 
-    def forward_flops(*arguments, out_val=None, **_):
-        known, inputs = spec(arguments[-1]), arguments[:n]
-        values = operator.describe(*inputs, **dict(known.options))
-        sizes = [values[size] for size in operator.sizes]
-        return known.flops(known.problem(sizes), "forward")
 
-    def backward_flops(gradients, kept, saved, sizes, *rest, out_val=None, **_):
-        known = spec(rest[-1])
-        return known.flops(known.problem(sizes), "backward")
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, custom, rest, *inputs):
+        return custom.recorded(ctx, rest, inputs)
 
-    packets = [getattr(torch.ops.tnp, name + suffix) for suffix in ("", "_backward")]
-    _formulas.update(zip(packets, (forward_flops, backward_flops), strict=True))
-    for suffix, real, fake in (("", forward, fake_forward), ("_backward", backward, fake_backward)):
-        for key in ("CPU", "CUDA"):
-            _library.impl(name + suffix, real, key)
-        torch.library.register_fake(f"tnp::{name}{suffix}", fake, lib=_library)
-    torch.library.register_autograd(f"tnp::{name}", differentiate, setup_context=save, lib=_library)
-    _library.impl(f"{name}_backward", watched_backward, "Autograd", with_keyset=True)
-    for key in ("FuncTorchBatched", "Batched"):  # of torch.func, and of is_grads_batched
-        _library.impl(f"{name}_backward", batched_backward, key)
-    return getattr(torch.ops.tnp, name).default
+    @staticmethod
+    def backward(ctx, *gradients):
+        if all(gradient is None for gradient in gradients):
+            return (None,) * (2 + ctx.custom.n_tensors)
+        return None, None, *ctx.custom.differentiated(ctx, gradients)
+
+
+_apply = apply_of(_Function)
+
+
+def _apart(results: Iterable, gradients: Iterable) -> list[torch.Tensor]:
+    """Returns the results that are new tensors, each of them once.
+
+    A kernel may return an incoming gradient, or one tensor for two inputs, as for a sum. But the
+    results of a custom operator must not share memory.
+    """
+    seen, new = {id(None), *map(id, gradients)}, []
+    for x in results:
+        if id(x) not in seen:
+            seen.add(id(x))
+            new.append(x)
+    return new
+
+
+def _places(results: tuple, gradients: tuple) -> list[int | None]:
+    """Returns each result's place in the incoming gradients followed by `_apart`, or None."""
+    everything = (*gradients, *_apart(results, gradients))
+    places: dict[int, int | None] = {id(x): at for at, x in enumerate(everything)}
+    places[id(None)] = None
+    return [places[id(x)] for x in results]

@@ -1,28 +1,41 @@
 """Builds plans. A plan is the decision, made once, which function or kernels serve a problem.
 
 A plan owns no tensor and no stream: both come with every call. `tnp.selection` chooses the
-implementation and the kernels. `tnp.dispatch` finds a plan again by a key that holds all it depends
-on.
+implementation and the kernels. Eager calls (`tnp.dispatch`) and custom operators (`tnp.opaque`)
+find a plan again in `plans`, by the key that `key_of` makes.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from os import environ
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from tnp import derivatives
+from tnp import choice, derivatives
+from tnp.bounded import Bounded
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice
-from tnp.contract import Call, Implementation, Kernel, Operator
+from tnp.contract import Call, Implementation, Kernel, Operation, Operator
+from tnp.private import (
+    DisableAutocast,
+    apply_of,
+    current_device,
+    environment,
+    in_autocast,
+    in_forward_mode,
+    is_deterministic,
+    keep_buffers,
+)
 from tnp.selection import (
+    AUTO_VARIABLE,
+    CHECK_VARIABLE,
     Forced,
     aligned,
     choose_implementation,
@@ -32,26 +45,57 @@ from tnp.selection import (
 )
 from tnp.targets import Target
 
-MAX_PLANS = 4096  # for each operator; when they are full, the older half is dropped
+_grad_enabled = torch.is_grad_enabled  # looked up once: a module's attribute costs as much as calls
+_AUTO, _TABLES, _CHECK = map(environ.encodekey, (AUTO_VARIABLE, choice.VARIABLE, CHECK_VARIABLE))
+
+
+def key_of(tensors: Iterable[torch.Tensor | None], *about: Any) -> tuple:
+    """Returns the key of a plan: everything that a decision depends on.
+
+    It holds `about`, the switches of PyTorch and of the environment, the epoch of the tuned tables,
+    and of each tensor its shape, strides, dtype, device, alignment, and whether it wants a gradient
+    here.
+    """
+    differentiated = _grad_enabled()
+    key = (
+        *about, is_deterministic(), choice.epoch,
+        environment(_AUTO), environment(_TABLES), environment(_CHECK),
+    )  # fmt: skip
+    for x in tensors:
+        if x is None:
+            key += (None,)
+        else:
+            wants = differentiated and x.requires_grad
+            key += ((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, wants),)
+    return key
 
 
 class Plans:
-    """An operator's plans by key."""
+    """Holds an operator's plans by key: a bounded number, all of one epoch of the tuned tables."""
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple, Any] = {}
+        self.by_key = Bounded()
         self.lock = threading.RLock()
+        self.epoch = choice.epoch
 
-    def keep(self, key: tuple, plan: Any) -> Any:
-        """Stores and returns the plan, and drops the older half where there are too many.
+    def find(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Returns what stands under the key, which one thread makes where nothing does."""
+        found = self.by_key.get(key)
+        if found is None:
+            with self.lock:
+                found = self.by_key.get(key)
+                if found is None:
+                    found = make()
+                    if self.epoch != choice.epoch:  # no call asks for older plans again
+                        self.forget()
+                        self.epoch = choice.epoch
+                    self.by_key[key] = found
+        return found
 
-        The caller holds the lock.
-        """
-        if len(self.by_key) >= MAX_PLANS:
-            for old in list(self.by_key)[: MAX_PLANS // 2]:
-                del self.by_key[old]
-        self.by_key[key] = plan
-        return plan
+    def forget(self) -> None:
+        """Drops every plan: the next call of each problem decides anew."""
+        with self.lock:
+            self.by_key.clear()
 
 
 of_operator: dict[str, Plans] = {}
@@ -67,8 +111,8 @@ def launch_configs() -> list[dict[str, Any]]:
     described = {
         json.dumps({"problem": plan.what.problem.json, "mode": plan.what.mode} | plan.choices)
         for known in of_operator.values()
-        for plan in known.by_key.values()
-        if plan.choices
+        for plan in list(known.by_key.values())
+        if isinstance(plan, KernelPlan)
     }
     return [json.loads(one) for one in sorted(described)]
 
@@ -95,23 +139,33 @@ def build(
         apart: True where results must share no memory.
     """
     what = replace(describe(operator, inputs, options, wanted, target), apart=apart)
-    if 0 in dict(what.problem.sizes).values():  # nothing to compute
-        return _empty_plan(operator, implementation, what, inputs)
+    if _is_empty(what):
+        return _empty_plan(operator, implementation, what, inputs, saves)
     chosen, found = choose_implementation(operator, implementation, what)
     if found.run is not None:
         return PlainPlan(what, found, chosen)
-    return KernelPlan(operator, what, found, chosen, inputs, forced or {}, saves)
+    first = next(x for x in inputs if x is not None)
+    plan = KernelPlan(operator, what, found, chosen, first.device, saves, forced)
+    plan.bind(inputs)
+    return plan
 
 
-def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tuple) -> PlainPlan:
+def _is_empty(what: Call) -> bool:
+    return 0 in dict(what.problem.sizes).values()
+
+
+def _empty_plan(
+    operator: Operator, implementation: str, what: Call, inputs: tuple, saves: str | None
+) -> PlainPlan:
     """Returns a plan that runs the reference, and casts to the implementation's dtypes."""
-    run = operator.reference
+    run, saved = operator.reference, None
     if implementation.partition(":")[0] != AUTO:
         found = catalog().load(operator.name, implementation)
         if found.forward is not None:
-            kernel = next(iter(kernels_of(found.forward).values()))
+            kernel = next(iter(kernels_of(found.forward, saves).values()))
             named = operator.of_results(dict(operator.call_options(what.problem)))
-            dtypes = [x.dtype for x in kernel.empty(what.wanted, inputs, **named)[0]]
+            saved = partial(kernel.empty, what.wanted, **named)
+            dtypes = [x.dtype for x in saved(inputs)[0]]
 
             def run(*arguments: Any, **options: Any) -> Any:
                 outputs = operator.reference(*arguments, **options)
@@ -119,17 +173,22 @@ def _empty_plan(operator: Operator, implementation: str, what: Call, inputs: tup
                     return outputs.to(dtypes[0])
                 return tuple(x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True))
 
-    return PlainPlan(
-        what, Implementation(operator.implementations[0].name, run=run), Choice("empty")
-    )
+    found = Implementation(operator.implementations[0].name, run=run)
+    return PlainPlan(what, found, Choice("empty"), saved)
 
 
 class PlainPlan:
     """The plan of a function that PyTorch differentiates."""
 
-    def __init__(self, what: Call, found: Implementation, chosen: Choice) -> None:
-        self.what, self.found, self.chosen = what, found, chosen
-        self.choices: dict[str, dict] = {}
+    def __init__(
+        self,
+        what: Call,
+        found: Implementation,
+        chosen: Choice,
+        empty: Callable[[tuple], tuple[tuple, tuple]] | None = None,
+    ) -> None:
+        self.what, self.found, self.chosen, self.empty = what, found, chosen, empty
+        self.choices: dict[str, dict] = {}  # it has no kernels
         operator = catalog().operators[what.problem.op]
         self.function, self.options = found.run, dict(operator.call_options(what.problem))
         if found.compile:
@@ -139,19 +198,24 @@ class PlainPlan:
         """Returns the operator's outputs."""
         return self.function(*inputs, *scalars, **self.options)
 
+    def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
+        """Returns the outputs, and tensors like those that a kernel would save."""
+        outputs, (_, saved) = self.run(inputs, scalars), self.empty(inputs)
+        return outputs if isinstance(outputs, tuple) else (outputs,), saved
+
 
 def compiled(found: Implementation) -> Any:
     """Returns `found.run` through torch.compile, with a graph for every shape."""
-    from torch._functorch import config
-
-    # Benchmarks time many backward passes after one forward pass, so its buffers must stay.
-    config.donated_buffer = False
+    keep_buffers()  # benchmarks time many backward passes after one forward pass
     mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}[found.compile]
     return torch.compile(found.run, fullgraph=True, dynamic=False, mode=mode)
 
 
 class KernelPlan:
-    """The plan of our kernels: one forward launch, and a backward launch per gradient layout."""
+    """The plan of our kernels: one forward launch, and a backward launch per gradient layout.
+
+    The plan of a custom operator's backward pass has no forward launch, and the given `saves`.
+    """
 
     def __init__(
         self,
@@ -159,40 +223,38 @@ class KernelPlan:
         what: Call,
         found: Implementation,
         chosen: Choice,
-        inputs: tuple,
-        forced: Forced,
-        saves: str | None,
+        device: torch.device,
+        saves: str | None = None,
+        forced: Forced | None = None,
     ) -> None:
         self.operator, self.what, self.found, self.chosen = operator, what, found, chosen
-        self.forced = forced
-        kernel, picked = choose_kernel(found.forward, operator, what, saves, forced)
-        self.kernel = kernel
-        self.choices = {found.forward.name: picked.describe()}
-        first = next(x for x in inputs if x is not None)
-        self.device = first.device.index if first.is_cuda else None
-        with _current(self.device):
-            self.launch = prepared(kernel, what, picked.config, inputs)
-        self.backwards: dict[tuple, Any] = {}
-        names = operator.tensors
-        everything = (*names, *operator.outputs)
-        self.keep = [everything.index(name) for name in operator.kept]
+        self.saves, self.forced = saves, forced
+        self.choices: dict[str, dict] = {}
+        self.device = device.index if device.type == "cuda" else None
+        self.backwards = Bounded()
+        self.keep = kept_places(operator)
         self.n_kept = len(self.keep)
         # Picks from (*gradients, None): None for the plan, None for the scalars, then each input's
         # gradient.
         order = operator.differentiated
-        places = [order.index(name) if name in order else -1 for name in names]
+        places = [order.index(name) if name in order else -1 for name in operator.tensors]
         self.route = itemgetter(-1, -1, *places)
         self.run = self._differentiated if what.wanted else self._plain
+
+    def bind(self, inputs: tuple) -> None:
+        """Chooses and prepares the forward kernel."""
+        self.kernel, self.launch = self._prepared(self.found.forward, self.what, inputs)
+        self.saves = self.kernel.saves
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
         """Returns the outputs, and the tensors saved for the backward pass."""
         return self._launched(self.launch, inputs, scalars)
 
     def _launched(self, launch: Callable[..., Any], inputs: tuple, scalars: tuple) -> Any:
-        if torch._C._is_any_autocast_enabled():  # it would cast in PyTorch's part of a launch
-            with torch._C._DisableAutocast():
+        if in_autocast():  # it would cast in PyTorch's part of a launch
+            with DisableAutocast():
                 return self._launched(launch, inputs, scalars)
-        if self.device is None or self.device == torch._C._cuda_getDevice():
+        if self.device is None or self.device == current_device():
             return launch(inputs, scalars)
         with torch.cuda.device(self.device):  # where Triton launches
             return launch(inputs, scalars)
@@ -211,7 +273,7 @@ class KernelPlan:
 
     def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
         """Returns gradients in the order of `differentiated`, None where not wanted."""
-        if forward_ad._current_level >= 0 and derivatives.has_tangent(gradients):
+        if in_forward_mode() and derivatives.has_tangent(gradients):
             raise self.refusal(derivatives.FORWARD_MODE)
         # Gradients may have any strides, and hooks may replace the kept tensors by copies.
         try:
@@ -244,19 +306,34 @@ class KernelPlan:
     def _lock(self) -> threading.RLock:
         return plans(self.operator).lock
 
-    def _prepare(self, key: tuple, inputs: tuple[tuple, tuple, tuple]) -> Any:
-        gradients, kept, _ = inputs
+    def _prepare(self, key: tuple, tensors: tuple[tuple, tuple, tuple]) -> Any:
+        gradients, kept, _ = tensors
         what = replace(self.what, aligned=aligned(kept, gradients))
-        kernel, picked = choose_kernel(
-            self.found.backward, self.operator, what, self.kernel.saves, self.forced
-        )
-        self.choices[self.found.backward.name] = picked.describe()
-        with _current(self.device):
-            launch = prepared(kernel, what, picked.config, inputs)
-        if len(self.backwards) >= MAX_PLANS:
-            self.backwards.clear()
+        _, launch = self._prepared(self.found.backward, what, tensors)
         self.backwards[key] = launch
         return launch
+
+    def _prepared(self, operation: Operation, what: Call, inputs: tuple) -> tuple[Kernel, Any]:
+        """Returns the kernel that serves an operation, and the function that launches it."""
+        kernel, picked = choose_kernel(operation, self.operator, what, self.saves, self.forced)
+        self.choices[operation.name] = picked.describe()
+        if operation is self.found.backward and _is_empty(what):
+            return kernel, partial(_zeros, kernel, what.wanted)
+        with torch.cuda.device(-1 if self.device is None else self.device):
+            return kernel, prepared(kernel, what, picked.config, inputs)
+
+
+def _zeros(kernel: Kernel, wanted: tuple[str, ...], tensors: tuple, _scalars: tuple) -> tuple:
+    """Returns the gradients where there is nothing to add up, as a backward launch does."""
+    arriving = set(map(id, tensors[0]))
+    results = kernel.empty(wanted, tensors)
+    return tuple(x if x is None or id(x) in arriving else torch.zeros_like(x) for x in results)
+
+
+def kept_places(operator: Operator) -> list[int]:
+    """Returns the places, among inputs and outputs, of the tensors that a backward pass reads."""
+    everything = (*operator.tensors, *operator.outputs)
+    return [everything.index(name) for name in operator.kept]
 
 
 def prepared(kernel: Kernel, what: Call, config: object, inputs: tuple) -> Any:
@@ -283,10 +360,6 @@ def _dense(x: Any) -> Any:
     return x.contiguous() if _is_strided(x) else x
 
 
-def _current(device: int | None) -> Any:
-    return torch.cuda.device(-1 if device is None else device)
-
-
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, scalars, *inputs):
@@ -311,5 +384,4 @@ class _Function(torch.autograd.Function):
         return plan.route((*backward(gradients, kept, saved, ctx.scalars), None))
 
 
-# This skips the part of `Function.apply` for functorch: those calls go through `tnp.opaque`.
-_apply = super(torch.autograd.Function, _Function).apply
+_apply = apply_of(_Function)  # calls under a transform go through `tnp.opaque`

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tnp import choice, targets
+from tnp.bounded import Bounded
 from tnp.catalog import AUTO, TORCH, catalog
 from tnp.choice import Choice, Offer, choose
 from tnp.contract import OWN, Call, Implementation, Kernel, Operation, Operator, Reason
@@ -21,6 +23,7 @@ from tnp.inputs import is_expanded, switched_on
 from tnp.targets import Target
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
+CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device numbers that are out of range
 
 Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration
 
@@ -126,24 +129,23 @@ def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, 
     if switched_on(AUTO_VARIABLE, TORCH):
         plain = next(iter(usable))
         return Choice(plain, source=f"{AUTO_VARIABLE}=torch"), usable[plain]
+    broken: list[Offer] = []
     # Somebody else's is imported only where a table names it.
     for entry in choice.of_target(what.target):
-        if entry["of"] == operator.name and entry["choice"] not in usable:
-            theirs = _loaded(operator.name, entry["choice"])
-            if theirs and theirs.selectable and theirs.precision in ("", precision):
+        name = entry["choice"]
+        if entry["of"] == operator.name and name not in usable:
+            try:
+                theirs = catalog().load(operator.name, name)
+            except Exception as error:  # whatever it is, the next is taken
+                broken.append((name, None, f"it cannot be loaded: {type(error).__name__}: {error}"))
+                continue
+            if theirs.selectable and theirs.precision in ("", precision):
                 usable[theirs.name] = theirs
     offers: list[Offer] = [(n, None, refuses(usable[n], what)) for n in _by_default(usable, what)]
+    offers += broken
     chosen = choose(operator.name, operator, what, offers, catalog().names(operator.name))
     _tell(what, chosen)
     return chosen, usable[chosen.name]
-
-
-def _loaded(op: str, name: str) -> Implementation | None:
-    try:
-        return catalog().load(op, name)
-    except Exception as error:  # it is theirs, and the next is taken
-        choice.log.warning("%s.%s cannot be loaded and is passed over: %s", op, name, error)
-        return None
 
 
 def _by_default(usable: dict[str, Implementation], what: Call) -> list[str]:
@@ -153,14 +155,16 @@ def _by_default(usable: dict[str, Implementation], what: Call) -> list[str]:
     return list(dict.fromkeys([*(ours if made_for else []), *usable]))
 
 
-_told: dict[tuple[str, str], Choice] = {}
+_told = Bounded()  # (problem, mode) → Choice
+_lock = threading.Lock()
 
 
 def _tell(what: Call, chosen: Choice) -> None:
     """Logs a decision the first time that it is made."""
     key = what.problem.json, what.mode
     if _told.get(key) != chosen:
-        _told[key] = chosen
+        with _lock:
+            _told[key] = chosen
         refused = f"; {chosen.refused}" if chosen.refused else ""
         choice.log.info(
             "%s, %s: %s, %s%s", what.problem, what.mode, chosen.name, chosen.source, refused
@@ -170,7 +174,7 @@ def _tell(what: Call, chosen: Choice) -> None:
 def choices() -> list[dict[str, Any]]:
     """What "auto" decided in this process, by problem and mode; `op` is the family's name."""
     found = []
-    for (problem, mode), chosen in _told.items():
+    for (problem, mode), chosen in list(_told.items()):
         operator = catalog().operator(json.loads(problem)["op"])
         about = {"op": operator.family or operator.name, "implementation": chosen.name}
         about |= {"source": chosen.source, "refused": chosen.refused}

@@ -20,6 +20,7 @@ from tnp.layers import HiddenLayer
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
 from tnp.packing import Capacity, capacity_for
+from tnp.private import allow_graphs, shorten_inductor_messages
 from tnp.saved_model import require_no_weight_in_padding
 from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
@@ -28,23 +29,6 @@ from tnp.tasks.task import require_tasks
 from tnp.variants import COMPILE_MODES
 
 log = logging.getLogger("tnp.step")
-
-
-def shorten_inductor_messages() -> None:
-    """Let Inductor name operators alone in its messages, before torch 2.13, which does not need it.
-
-    For a log line Inductor writes out the arguments of each custom operator that it meets first,
-    nested as deeply as the graph, whether or not anybody logs: compiling `fused` takes 45 s with 3
-    blocks and had not ended after 200 s with 12; without the arguments 24 s (torch 2.11, CPU).
-    """
-    if torch.__version__ < "2.13":
-        from torch._inductor.exc import OperatorIssue  # slow to import, and not all compile
-
-        OperatorIssue.operator_str = staticmethod(_operator_name)
-
-
-def _operator_name(target: object, args: object, kwargs: object) -> str:
-    return f"  target: {target}"
 
 
 def _not_negative(name: str, value: SupportsFloat) -> float:
@@ -255,10 +239,13 @@ def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch
     """The loss through `torch.compile`; `dynamic` is None where all tasks are of one size."""
     shorten_inductor_messages()
     mode = COMPILE_MODES[model.variant.compile]
-    options = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    options = {}
+    if mode:
+        from tnp.private import list_mode_options  # Inductor is slow to import
+
+        options |= list_mode_options(mode)
     if dynamic is not None:
-        limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-        torch._dynamo.config.recompile_limit = limit
+        allow_graphs(MOST_GRAPHS)
     if dynamic:
         # An analysis that does not serve symbolic sizes, by its own notes, and ends in an assertion
         # there (torch 2.11 on an H200; pytorch/pytorch issue 197077).

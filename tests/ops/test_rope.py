@@ -171,7 +171,7 @@ def test_opcheck(given):
     positions = torch.randint(5, (2, 5)) if given else None
     known = ("positions",) if given else ()
     decided = ("rope", "triton", "float32", q.device, ("q", "k"), (), (), known, None)
-    op = opaque.custom_op(ROPE)
+    op = opaque.custom_operator(ROPE).differentiable
     found = torch.library.opcheck(op, (q, k, *tables(5, 16), positions, opaque._decided(*decided)))
     assert set(found.values()) == {"SUCCESS"}
 

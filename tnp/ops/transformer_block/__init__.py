@@ -13,10 +13,8 @@ behind one autograd function (`composed`): the host makes one call in place of s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from math import inf
 from operator import index
-from os import environ
 from typing import TYPE_CHECKING
 
 from tnp.contract import (
@@ -39,7 +37,6 @@ from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV
 from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 WEIGHTS = ("norm_attention", "qkv", "output", "norm_mlp", "up", "down")
@@ -322,55 +319,3 @@ def transformer_block(
         options += (("centred", True),)
     inputs = (h, update, *weights, n_keys)
     return dispatch.call(OPERATOR, implementation, inputs, (eps,), options + layers)
-
-
-def serves(
-    h: Tensor,
-    update: Tensor | None,
-    weights: tuple[Tensor, ...],
-    n_heads: int,
-    *,
-    n_k: int,
-    first: int,
-    n_keys: Tensor | None,
-    centred: bool,
-    layers: tuple[tuple[str, str], ...],
-) -> bool:
-    """Whether `fused` takes this call, where tables choose a layer.
-
-    Args are those of `transformer_block`. Its weights are float, and its shapes go together.
-    """
-    from tnp import choice
-    from tnp.selection import AUTO_VARIABLE
-
-    batch, rows, d_model = map(index, h.shape)
-    sizes = batch, rows, d_model, index(weights[-1].shape[1]), n_heads, rows - first, index(n_k)
-    given = {"update": update is not None, "n_keys": n_keys is not None, "centred": centred}
-    wants = _wants((h, update, *weights))
-    environment = environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch
-    return _serves(
-        str(h.dtype).removeprefix("torch."), sizes, tuple(given.items()) + layers, h.device, wants,
-        environment,
-    )  # fmt: skip
-
-
-def _wants(inputs: tuple) -> bool:
-    import torch
-
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
-@lru_cache(maxsize=1024)
-def _serves(
-    dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool, _others: tuple
-) -> bool:
-    from tnp import targets
-
-    named = dict(zip(OPERATOR.sizes, sizes, strict=True))
-    problem = OPERATOR.problem(dtype, **named, **dict(options))
-    wanted = OPERATOR.differentiated if wants else ()
-    return supported(Call(problem, targets.of_device(device), wanted)) is None
-
-
-# As torch.compiler.assume_constant_result does, without importing Dynamo.
-_serves._dynamo_marked_constant = True

@@ -8,15 +8,19 @@ leads to a gradient that is wanted.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from operator import index
+from os import environ
 
 import torch
 
-from tnp import plans, targets
+from tnp import choice, plans, targets
+from tnp.bounded import MOST
 from tnp.choice import Choice
 from tnp.contract import Call, Kernel, Operator, Problem, Reason
-from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers
-from tnp.selection import aligned, choose_implementation, choose_kernel
+from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers, supported
+from tnp.private import constant_in_graphs
+from tnp.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
 
 OPTIONS = ("update", "n_keys", "centred", *LAYERS)
 
@@ -226,3 +230,45 @@ MOVING = Kernel(
     "composed_moving", empty_backward, prepare_backward, _unsteady, options=OPTIONS,
     moving=("dh", "dupdate", "dnorm_attention", "dqkv"),
 )  # fmt: skip
+
+
+def serves(
+    h: torch.Tensor,
+    update: torch.Tensor | None,
+    weights: tuple[torch.Tensor, ...],
+    n_heads: int,
+    *,
+    n_k: int,
+    first: int,
+    n_keys: torch.Tensor | None,
+    centred: bool,
+    layers: tuple[tuple[str, str], ...],
+) -> bool:
+    """Whether `fused` takes this call, where tables choose a layer.
+
+    Args are those of `transformer_block`. Its weights are float, and its shapes go together.
+    """
+    batch, rows, d_model = map(index, h.shape)
+    sizes = batch, rows, d_model, index(weights[-1].shape[1]), n_heads, rows - first, index(n_k)
+    given = {"update": update is not None, "n_keys": n_keys is not None, "centred": centred}
+    wants = _wants((h, update, *weights))
+    environment = environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch
+    return _serves(
+        str(h.dtype).removeprefix("torch."), sizes, tuple(given.items()) + layers, h.device, wants,
+        environment,
+    )  # fmt: skip
+
+
+def _wants(inputs: tuple) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+@constant_in_graphs
+@lru_cache(MOST)
+def _serves(
+    dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool, _others: tuple
+) -> bool:
+    named = dict(zip(OPERATOR.sizes, sizes, strict=True))
+    problem = OPERATOR.problem(dtype, **named, **dict(options))
+    wanted = OPERATOR.differentiated if wants else ()
+    return supported(Call(problem, targets.of_device(device), wanted)) is None
