@@ -12,7 +12,7 @@ from pathlib import Path
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.inputs import require_count
-from tnp.ops.transformer_block import LAYERS, composed
+from tnp.ops.transformer_block import LAYERS, block_of
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 
@@ -166,7 +166,7 @@ class Variant:
 
         It is None where one of them is not ours, and where rows that nothing reads are computed.
         """
-        if not (self.skip_unread and composed(self.implementations())):
+        if not (self.skip_unread and block_of(self.implementations())):
             return None
         return tuple((family, getattr(self, family)) for family in LAYERS)
 

@@ -22,7 +22,7 @@ from tnp.fingerprints import (
     operator_definitions,
 )
 from tnp.gates import COMPILED, GATES
-from tnp.ops.transformer_block import composed
+from tnp.ops.transformer_block import block_of
 from tnp.schemas import CEILINGS
 from tnp.variants import FAMILIES, Variant
 
@@ -55,7 +55,7 @@ def _operators_of(gate: str) -> list[Operator]:
     """That a gate runs: all, or the model's."""
     if gate == COMPILED:
         return list(catalog().operators.values())
-    families = *FAMILIES, *composed(dict.fromkeys(FAMILIES, OWN))
+    families = *FAMILIES, *block_of(dict.fromkeys(FAMILIES, OWN))
     return [operator for family in families for operator in catalog().family(family)]
 
 
@@ -163,7 +163,7 @@ def views() -> list[str]:
 def _of_variant(parameters: dict) -> set[Pair]:
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     implementations = variant.implementations()
-    whole = composed(implementations) if variant.block else {}
+    whole = block_of(implementations) if variant.block else {}
     return set((implementations | whole).items())
 
 

@@ -133,7 +133,7 @@ def work(case, pass_) -> Work:
     return Work({p.dtype: flops}, arriving + leaving + weights, arriving + weights)
 
 
-def composed(implementations: Mapping[str, str]) -> dict[str, str]:
+def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
     """Returns {"transformer_block": "fused"} if all layers are ours, else {}.
 
     Args:

@@ -251,22 +251,25 @@ def serves(
     batch, rows, d_model = map(index, h.shape)
     sizes = batch, rows, d_model, index(weights[-1].shape[1]), n_heads, rows - first, index(n_k)
     given = {"update": update is not None, "n_keys": n_keys is not None, "centred": centred}
-    wants = _wants((h, update, *weights))
-    environment = environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch
-    return _serves(
-        str(h.dtype).removeprefix("torch."), sizes, tuple(given.items()) + layers, h.device, wants,
-        environment,
-    )  # fmt: skip
-
-
-def _wants(inputs: tuple) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    wants = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (h, update, *weights)
+    )
+    dtype = str(h.dtype).removeprefix("torch.")
+    return _serves(dtype, sizes, tuple(given.items()) + layers, h.device, wants)
 
 
 @constant_in_graphs
+def _serves(dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool) -> bool:
+    decides = (
+        environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return _served(dtype, sizes, options, device, wants, decides)
+
+
 @lru_cache(MOST)
-def _serves(
-    dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool, _others: tuple
+def _served(
+    dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool, _decides: tuple
 ) -> bool:
     named = dict(zip(OPERATOR.sizes, sizes, strict=True))
     problem = OPERATOR.problem(dtype, **named, **dict(options))
