@@ -124,7 +124,7 @@ def _decided(
     custom = custom_operator(operator)
     about = implementation, dtype, device, wanted, options, shown, given, sizes
     key = key_of((), "decided", *about)
-    text = plans(operator).find(key, partial(_decide, operator, *about))
+    text = custom.plans.find(key, partial(_decide, operator, *about))
     if text is None:
         return None
     if text.startswith(_RUN):
@@ -239,6 +239,7 @@ class CustomOperator:
     def __init__(self, operator: Operator) -> None:
         name, n = operator.name, len(operator.tensors)
         self.operator, self.n_tensors, self.keep = operator, n, kept_places(operator)
+        self.plans = plans(operator)
         self.asked = lru_cache(MOST)(partial(_Asked, operator))
         tensors = ", ".join(
             f"Tensor{'?' if one in operator.optional else ''} {one}" for one in operator.tensors
@@ -280,10 +281,10 @@ class CustomOperator:
             with torch.no_grad():
                 return self._forward(*arguments)
         inputs, text = arguments[: self.n_tensors], arguments[-1]
-        key, known = key_of(inputs, text), plans(self.operator)
-        plan = known.by_key.get(key)
+        key = key_of(inputs, text)
+        plan = self.plans.by_key.get(key)
         if plan is None:
-            plan = known.find(key, partial(self._forward_plan, inputs, text))
+            plan = self.plans.find(key, partial(self._forward_plan, inputs, text))
         return plan.forward(inputs, arguments[self.n_tensors : -1])
 
     def _forward_plan(self, inputs: tuple, text: str) -> PlainPlan | KernelPlan:
@@ -319,11 +320,11 @@ class CustomOperator:
             if first is not None:
                 break
         given = [x is None for x in kept]
-        key, known = key_of((), rest[-1], first.device, *sizes, *given), plans(self.operator)
-        plan = known.by_key.get(key)
+        key = key_of((), rest[-1], first.device, *sizes, *given)
+        plan = self.plans.by_key.get(key)
         if plan is None:
             made = partial(self._backward_plan, kept, first.device, sizes, rest[-1])
-            plan = known.find(key, made)
+            plan = self.plans.find(key, made)
         results = plan.backward(tuple(gradients), tuple(kept), tuple(saved), rest[:-1])
         return _apart(results, gradients)
 
