@@ -29,10 +29,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch):
     """Nothing is known at the start, and nothing is left behind."""
-    known: dict[str, plans.Plans] = {}
-    for module in (dispatch, plans):
-        monkeypatch.setattr(module, "of_operator", known)
+    dispatch.forget()
     monkeypatch.delenv(selection.AUTO_VARIABLE, raising=False)
+    yield
+    dispatch.forget()
 
 
 def qkv(n_q: int = 5, n_k: int = 3, dtype=torch.float32) -> list[torch.Tensor]:

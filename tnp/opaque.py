@@ -124,7 +124,7 @@ def _decided(
     custom = custom_operator(operator)
     about = implementation, dtype, device, wanted, options, shown, given, sizes
     key = key_of((), "decided", *about)
-    text = plans(operator).find(key, partial(_decide, operator, *about))
+    text = custom.plans.find(key, partial(_decide, operator, *about))
     if text is None:
         return None
     if text.startswith(_RUN):
@@ -236,6 +236,7 @@ class CustomOperator:
     def __init__(self, operator: Operator) -> None:
         name, n = operator.name, len(operator.tensors)
         self.operator, self.n_tensors, self.keep = operator, n, kept_places(operator)
+        self.plans = plans(operator)
         self.asked = lru_cache(MOST)(partial(_Asked, operator))
         tensors = ", ".join(
             f"Tensor{'?' if one in operator.optional else ''} {one}" for one in operator.tensors
@@ -277,10 +278,10 @@ class CustomOperator:
             with torch.no_grad():
                 return self._forward(*arguments)
         inputs, text = arguments[: self.n_tensors], arguments[-1]
-        key, known = key_of(inputs, text), plans(self.operator)
-        plan = known.by_key.get(key)
+        key = key_of(inputs, text)
+        plan = self.plans.by_key.get(key)
         if plan is None:
-            plan = known.find(key, partial(self._forward_plan, inputs, text))
+            plan = self.plans.find(key, partial(self._forward_plan, inputs, text))
         return plan.forward(inputs, arguments[self.n_tensors : -1])
 
     def _forward_plan(self, inputs: tuple, text: str) -> PlainPlan | KernelPlan:
@@ -299,8 +300,7 @@ class CustomOperator:
 
     def _forward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
         asked, inputs = self.asked(arguments[-1]), arguments[: self.n_tensors]
-        problem = asked.problem(self._sizes(inputs, asked))
-        return asked.flops(problem, "forward")
+        return asked.flops(asked.problem(self._sizes(inputs, asked)), "forward")
 
     def _sizes(self, inputs: tuple, asked: _Asked) -> list:
         values = self.operator.describe(*inputs, **dict(asked.options))
@@ -315,17 +315,15 @@ class CustomOperator:
         for first in (*kept, *saved):
             if first is not None:
                 break
-        key, known = key_of((), rest[-1], first.device, *sizes), plans(self.operator)
-        plan = known.by_key.get(key)
+        key = key_of((), rest[-1], first.device, *sizes)
+        plan = self.plans.by_key.get(key)
         if plan is None:
-            made = partial(self._backward_plan, kept, first.device, sizes, rest[-1])
-            plan = known.find(key, made)
+            made = partial(self._backward_plan, first.device, sizes, rest[-1])
+            plan = self.plans.find(key, made)
         results = plan.backward(tuple(gradients), tuple(kept), tuple(saved), rest[:-1])
         return _apart(results, gradients)
 
-    def _backward_plan(
-        self, kept: list, device: torch.device, sizes: list, text: str
-    ) -> KernelPlan:
+    def _backward_plan(self, device: torch.device, sizes: list, text: str) -> KernelPlan:
         asked = self.asked(text)
         problem = asked.problem(sizes)
         what = Call(problem, targets.of_device(device), asked.wanted, apart=True)
