@@ -105,6 +105,11 @@ def _factor(call: Call) -> float:
     return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
 
 
+def are_halves(call: Call) -> bool:
+    """Whether a call returns k and v as halves of the same rows [B, n_k, 2 · d_model]."""
+    return not (call.apart or call.problem["centred"])
+
+
 def launch_of(
     call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Tensor] | None = None
 ) -> Callable:
@@ -138,7 +143,7 @@ def launch_of(
         k = project_keys(keys, w_k, n_keys) if project_keys else times_v(keys, w_k)
         return k.as_strided(*of_one), times_v(keys, w_v).as_strided(*of_one)
 
-    project = as_two if project_keys or call.apart else as_one
+    project = as_two if project_keys or call.apart else as_one  # see `are_halves`
 
     def launch(inputs, scalars):
         x, weight, n_keys = inputs

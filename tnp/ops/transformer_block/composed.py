@@ -6,7 +6,7 @@ between two layers. The backward pass runs the layers in reverse and stops at th
 leads to a gradient that is wanted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import index
@@ -18,6 +18,7 @@ from tnp import choice, plans, targets
 from tnp.bounded import MOST
 from tnp.choice import Choice
 from tnp.contract import Call, Kernel, Operator, Problem, Reason
+from tnp.ops.projection.products import are_halves
 from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers, supported
 from tnp.private import constant_in_graphs
 from tnp.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
@@ -38,7 +39,8 @@ class Layer:
         self, operator: Operator, name: str, problem: Problem, call: Call, wanted: tuple[str, ...]
     ) -> None:
         self.operator, self.wanted = operator, wanted
-        self.call = Call(problem, call.target, wanted, apart=call.apart)
+        # Only what leaves the block must share no memory.
+        self.call = Call(problem, call.target, wanted)
         self.chosen, self.found = choose_implementation(operator, name, self.call)
         self.kernel, picked = choose_kernel(self.found.forward, operator, self.call)
         self.config = picked.config
@@ -69,6 +71,42 @@ class Layer:
         """Returns what `forward` does, uninitialized."""
         named = self.operator.of_results(dict(self.operator.call_options(self.call.problem)))
         return self.kernel.empty(self.wanted, inputs, **named)
+
+
+class Keys:
+    """Keys and values as the block saves them: one tensor where they are halves of the same rows.
+
+    Tensors that leave a custom operator must share no memory.
+
+    Args:
+        call: the projection's.
+    """
+
+    def __init__(self, call: Call) -> None:
+        p = call.problem
+        batch, d_model, n_heads, n_k = (p[name] for name in ("batch", "d_model", "n_heads", "n_k"))
+        head_dim, self.d_model = d_model // n_heads, d_model
+        self.together = are_halves(call)
+        self.both = (batch, n_k, 2 * d_model), (n_k * 2 * d_model, 2 * d_model, 1)
+        self.half = (
+            (batch, n_heads, n_k, head_dim), (n_k * 2 * d_model, head_dim, 2 * d_model, 1)
+        )  # fmt: skip
+
+    def forward(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns what to save for k and v."""
+        return (k.as_strided(*self.both),) if self.together else (k, v)
+
+    def empty(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns what `forward` does, uninitialized: `Kernel.empty` lays k and v out apart."""
+        return (k.new_empty(self.both[0]),) if self.together else (k, v)
+
+    def apart(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns saved tensors with k and v behind x_1 and q, in place of what `forward` made."""
+        if not self.together:
+            return saved
+        x_1, q, both, *others = saved
+        k, v = both.as_strided(*self.half), both.as_strided(*self.half, self.d_model)
+        return x_1, q, k, v, *others
 
 
 class Layers:
@@ -102,6 +140,7 @@ class Layers:
         self.rows = (batch, n_q, d_model), (n_q * d_model, d_model, 1)
         self.heads = (batch, n_heads, n_q, head_dim), (n_q * d_model, head_dim, d_model, 1)
         self.scale = (head_dim**-0.5,)
+        self.keys = Keys(self.project.call)
         self.saves = bool(wanted)
 
 
@@ -113,6 +152,7 @@ def _launch(of: Layers, way: str) -> Callable:
     )
     has_update, centred, first, n_q = of.has_update, of.centred, of.first, of.n_q
     (rows, strides), scale, saves = of.rows, of.scale, of.saves
+    joined = getattr(of.keys, way)
 
     def launch(inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
         h, update, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys = inputs
@@ -129,7 +169,7 @@ def _launch(of: Layers, way: str) -> Callable:
         if not saves:
             return (sum_, y), ()
         streams = (total, x_1) if has_update else (x_1,)
-        return (sum_, y), (*streams, q, k, v, o, x_2, *of_attention, *of_mlp)
+        return (sum_, y), (*streams, q, *joined(k, v), o, x_2, *of_attention, *of_mlp)
 
     return launch
 
@@ -166,7 +206,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         layer.backward for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
     )
     has_update, first, n_q = of.has_update, of.first, of.n_q
-    (rows, strides), (heads, steps), scale = of.rows, of.heads, of.scale
+    (rows, strides), (heads, steps), scale, keys = of.rows, of.heads, of.scale, of.keys
     reaches = [bool(layer.wanted) for layer in (of.norm_2, of.output, of.project, of.norm_1)]
     to_norm_2, to_output, to_project, to_norm_1 = reaches
     h_wanted = "h" in call.wanted
@@ -176,7 +216,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         (dsum, dy), kept, saved = inputs
         h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
         total = saved[0] if has_update else None
-        x_1, q, k, v, o, x_2, lse, *of_mlp = saved[1:] if has_update else saved
+        x_1, q, k, v, o, x_2, lse, *of_mlp = keys.apart(saved[1:] if has_update else saved)
         if isinstance(saved, list):  # each layer's are freed behind it
             saved.clear()
         dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
