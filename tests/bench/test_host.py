@@ -1,10 +1,15 @@
 """What a call costs the host: who is called, how, and what its rows say. No test asserts a time."""
 
+import json
+
 import pytest
+import torch
 
 from tnp import dispatch
-from tnp.bench import host
+from tnp.bench import host, host_counts
+from tnp.bench.timing import synchronize
 from tnp.catalog import catalog
+from tnp.launch import Bound
 
 
 @pytest.fixture
@@ -50,3 +55,70 @@ def test_rows_are_of_every_pass_and_implementation(measured):
 def test_forms_of_pytorch_are_called_as_they_are(measured):
     _, dispatched = measured
     assert dispatched == {"add_rms_norm fused", "attention fused", "attention auto"}
+
+
+class _Launching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, launch):
+        ctx.launch = launch
+        launch(x)
+        launch(x)
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx, dout):
+        ctx.launch(dout)
+        return torch.empty_like(dout), None
+
+
+def test_everything_that_a_known_step_does_is_counted():
+    x, weight = torch.ones(3, 4), torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    launch = Bound(None, (1,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        synchronize(x.device)
+        y = _Launching.apply((x @ weight).view(12), launch)
+        with torch.autograd.set_multithreading_enabled(False):
+            y.backward(torch.zeros(12))
+        optimizer.step()
+
+    with host.launching_nothing():
+        step()
+        found = {row["kind"]: row for row in host_counts.count(step)}
+    expected = {
+        host_counts.FORWARD: 1, host_counts.BACKWARD: 1, "launches of ours": 3,
+        host_counts.PRODUCTS: 2,  # forward, and of the weight's gradient
+        "allocations": 3,  # new_empty, empty_like, zeros
+        "autograd's engine": 4,  # the function, the view, the product and the weight
+        host_counts.OPTIMIZER: 2,  # zero_grad and step
+        "custom operators": 0,
+        host_counts.IN_TNP: 4,  # synchronize, and what stands in for three launches
+    }  # fmt: skip
+    assert {kind: found[kind]["count"] for kind in expected} == expected
+    assert found["views"]["count"] >= 1
+    for kind in (host_counts.FORWARD, host_counts.BACKWARD, "launches of ours"):
+        assert found[kind]["us"] > 0
+
+
+def test_a_step_of_ours_is_counted_without_a_gpu(monkeypatch, capsys):
+    parameters = host_counts._parameters("small", "fused")
+    parameters["model"] = parameters["model"] | {"n_layers": 1}
+    monkeypatch.setattr(host_counts, "_parameters", lambda *names: parameters)
+    assert host_counts.main(["--shape", "small", "--variant", "fused", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counts = {row["kind"]: row["count"] for row in found["kinds"]}
+    assert counts[host_counts.FORWARD] == counts[host_counts.BACKWARD] > 5
+    assert counts["launches of ours"] > counts[host_counts.FORWARD] and found["host_us"] > 0
+
+
+@pytest.mark.parametrize(
+    "shape, variant, said",
+    [("smal", "fused", "unknown shape 'smal'"), ("small", "fusd", "unknown variant 'fusd'"),
+     ("varying", "fused", "sizes of shape 'varying' vary")],
+)  # fmt: skip
+def test_names_that_there_are_not_are_refused(shape, variant, said, capsys):
+    with pytest.raises(SystemExit):
+        host_counts.main(["--shape", shape, "--variant", variant])
+    assert said in capsys.readouterr().err
