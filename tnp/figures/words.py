@@ -84,6 +84,7 @@ NAMED = {
     "implementation",
     "variant",
     "baseline_variant",
+    "pytorch_variant",
     "best_peer_implementation",
     "stage",
 }
