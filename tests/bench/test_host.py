@@ -1,15 +1,19 @@
 """What a call costs the host: who is called, how, and what its rows say. No test asserts a time."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from tnp import dispatch
-from tnp.bench import host, host_counts
+from tnp.bench import host, host_counts, host_steps
+from tnp.bench.outcome import failure_rows
+from tnp.bench.policy import Policy
 from tnp.bench.timing import synchronize
 from tnp.catalog import catalog
 from tnp.launch import Bound
+from tnp.schemas import TABLES
 
 
 @pytest.fixture
@@ -122,3 +126,45 @@ def test_names_that_there_are_not_are_refused(shape, variant, said, capsys):
     with pytest.raises(SystemExit):
         host_counts.main(["--shape", shape, "--variant", variant])
     assert said in capsys.readouterr().err
+
+
+def forms(*names: str, captured: tuple[str, ...] = ()) -> dict:
+    """Parameters of a study of tiny steps on the CPU, launched and captured."""
+    wanted = [(name, False) for name in names] + [(name, True) for name in captured]
+    return {
+        "forms": [
+            {"variant": name, "variant_spec": {"attention": name}, "cuda_graph": graph}
+            for name, graph in wanted
+        ],
+        "shape": "tiny", "batch": 2, "n_context": 6, "n_target": 4, "dtype": "float32",
+        "model": {"d_model": 32, "n_layers": 1, "n_heads": 2, "d_ff": 48, "n_components": 2},
+        "device": "cpu", "replicate": 1, "timing": asdict(Policy()),
+    }  # fmt: skip
+
+
+def test_every_form_of_a_step_has_both_times_or_a_reason(monkeypatch):
+    for name, small in {"WARM_ROUNDS": 1, "ROUNDS": 2, "ALONE": 1, "LOOP": 2}.items():
+        monkeypatch.setattr(host_steps, name, small)
+    parameters = forms("sdpa_flash", "sdpa_cudnn", "reference", captured=("sdpa_flash",))
+    noted = []
+    rows = host_steps.measure_host_steps(parameters, noted.append)
+    found = {(row["variant"], row["cuda_graph"]): row for row in rows}
+    assert len(found) == 4 and all(set(row) <= set(TABLES["host_steps"].names) for row in rows)
+    for name in ("sdpa_flash", "reference"):
+        row = found[name, False]
+        assert row["status"] == "ok" and row["n_samples"] == 2 and row["compile_s"] > 0
+        assert row["host_ms_p50"] > 0 and row["step_ms_p50"] > 0 and row["reason"] == ""
+    for form in (("sdpa_cudnn", False), ("sdpa_flash", True)):
+        assert found[form]["status"] == "unsupported"
+        assert "needs a CUDA device" in found[form]["reason"]
+    assert found["sdpa_flash", False]["role"] == "baseline"
+    assert noted[:2] == ["builds sdpa_flash", "builds sdpa_cudnn"] and noted[-1] == "round 2"
+
+
+def test_a_process_that_ends_early_leaves_a_row_for_each_form():
+    parameters = forms("sdpa_flash", "reference", captured=("sdpa_flash",))
+    (rows,) = failure_rows("host_step", parameters, "timeout", "no progress").values()
+    assert [(row["variant"], row["cuda_graph"]) for row in rows] == [
+        ("sdpa_flash", False), ("reference", False), ("sdpa_flash", True)
+    ]  # fmt: skip
+    assert {row["status"] for row in rows} == {"timeout"}
