@@ -1,5 +1,5 @@
 -- Grain: device × processor × sizes × dtype × variant × cuda_graph: milliseconds of the host for a
--- training step's call, and of a step of a loop. They are medians over the runs of the newest commit
+-- call of a training step, and of a step in a loop: medians over the runs of the newest commit
 -- that timed a form of these sizes, with the newest model and meaning of the variant's name. All
 -- forms of a run took turns in one process. `over_pytorch` is host_ms over that of PyTorch's form
 -- with the fastest loop without a graph, and `over_graph` is step_ms over that of the same variant
