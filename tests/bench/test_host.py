@@ -168,3 +168,9 @@ def test_a_process_that_ends_early_leaves_a_row_for_each_form():
         ("sdpa_flash", False), ("reference", False), ("sdpa_flash", True)
     ]  # fmt: skip
     assert {row["status"] for row in rows} == {"timeout"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can run it")
+def test_what_no_cpu_runs_is_refused_in_a_sentence(capsys):
+    assert host_counts.main(["--shape", "small", "--variant", "pytorch_best"]) == 1
+    assert "'pytorch_best' cannot run here: attention" in capsys.readouterr().err

@@ -4,9 +4,9 @@
     python -m tnp.bench.host_counts --shape small --variant pytorch_best --json
 
 On a GPU the step is config.yaml's, launched while the device works. Without a GPU every launch of
-ours is replaced by nothing, and plans are those of `--gpu`. The model is then narrow and its task
-small, so that products take little time; layers are as many as config.yaml says. Some operators
-launch one kernel less for so few points.
+ours is replaced by nothing, and plans are those of `--gpu`; PyTorch's operators run as on any CPU.
+The model is then narrow and its task small, so that products take little time. Layers are as many
+as config.yaml says. Some operators launch one kernel less for so few points.
 
 A count is of outermost calls: a `transpose` that calls `as_strided` is one view. Microseconds of a
 kind leave out other kinds inside it. PyTorch's profiler makes them longer, and the total is timed
@@ -23,11 +23,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+from tnp import targets
+from tnp.bench.outcome import Unsupported
 from tnp.commands import Parser, end_with, table
+from tnp.contract import OWN
 from tnp.extras import require
+from tnp.variants import Variant, named_specs
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = "launch of ours"
@@ -67,12 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="an object in place of a table")
     wanted = parser.parse_args(arguments)
     try:
-        parameters = _parameters(wanted.shape, wanted.variant)
-        found = count_step(parameters, wanted.gpu)
+        parameters, target = _parameters(wanted.shape, wanted.variant), targets.named(wanted.gpu)
     except ValueError as error:
         parser.error(str(error))
-    except (RuntimeError, NotImplementedError) as error:
-        print(f"this device cannot count {wanted.variant!r}: {error}", file=sys.stderr)
+    try:
+        found = count_step(parameters, target)
+    except Unsupported as error:
+        print(f"{wanted.variant!r} cannot run here: {error}", file=sys.stderr)
         return 1
     if wanted.json:
         print(json.dumps(found))
@@ -89,9 +95,7 @@ def _shown(number: float | None) -> str:
 
 
 def _parameters(shape: str, variant: str) -> dict:
-    """What `tnp.bench.host_steps.step_of` takes; ValueError for a name that there is not."""
-    from tnp.variants import named_specs
-
+    """Returns what `tnp.bench.host_steps.step_of` takes; ValueError for an unknown name."""
     config = require("yaml", "counts", "workflow").safe_load((ROOT / "config.yaml").read_text())
     specs = named_specs() | config.get("variants", {})
     for what, name, known in (("shape", shape, config["shapes"]), ("variant", variant, specs)):
@@ -110,24 +114,28 @@ def _parameters(shape: str, variant: str) -> dict:
     }
 
 
-def count_step(parameters: dict, gpu: str) -> dict:
+def count_step(parameters: dict, target: targets.Target) -> dict:
     """Returns `where`, `host_us` (the median of a step) and `kinds`, as `count` gives them.
 
     Args:
         parameters: what `tnp.bench.host_steps.step_of` takes.
-        gpu: the product name to make plans for where there is no GPU here.
+        target: the GPU to make plans for where there is none here.
+
+    Raises:
+        Unsupported: this device cannot run the variant; the message says why.
     """
     import torch
 
     from tnp.bench.host_steps import host_ms, step_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where, here = f"no launches, plans for {gpu}", nullcontext()
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     if device.type == "cuda":
-        where = torch.cuda.get_device_name()
+        where, here = torch.cuda.get_device_name(), nullcontext()
     else:
         parameters = parameters | FEW_POINTS | {"model": parameters["model"] | NARROW}
-        here = _as_on(gpu)
+        target = target if variant.role() == OWN else targets.CPU
+        where, here = f"without launches, {target.model or 'CPU'}", _as_on(target)
     with here:
         run = step_of(parameters, device)
         for _ in range(WARM):
@@ -138,15 +146,14 @@ def count_step(parameters: dict, gpu: str) -> dict:
 
 
 @contextmanager
-def _as_on(gpu: str) -> Iterator[None]:
-    """Inside, the CPU is taken for a GPU on which launches do nothing."""
+def _as_on(target: targets.Target) -> Iterator[None]:
+    """Inside, the CPU is taken for a target on which launches do nothing."""
     import torch
 
-    from tnp import targets
     from tnp.bench.host import launching_nothing
     from tnp.tasks import Task
 
-    target, threads = targets.named(gpu), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other would be most of a small product
     try:
         with (
@@ -188,16 +195,22 @@ def of_events(events: Sequence) -> tuple[Counter, Counter]:
     names = "|".join(re.escape(one.__name__) for one in functions)
     kinds = {FORWARD: names, BACKWARD: f"(?:{names})Backward", **KINDS}
     patterns = {kind: re.compile(pattern) for kind, pattern in kinds.items()}
-    of_name, of_event = {}, {None: ""}
+    found: dict = {None: ""}
+
+    def kind_of(event) -> str:
+        if event not in found:
+            kind = OPTIMIZER if event.name.startswith("Optimizer.") else named(event.name)
+            found[event] = OPTIMIZER if kind_of(event.cpu_parent) == OPTIMIZER else kind
+        return found[event]
+
+    @cache
+    def named(name: str) -> str:
+        return next((kind for kind, one in patterns.items() if one.fullmatch(name)), OTHER)
+
     counts, times = Counter(), Counter()
-    for event in sorted(events, key=lambda event: event.time_range.start):  # parents first
-        name, outer = event.name, of_event.get(event.cpu_parent, "")
-        if name not in of_name:
-            found = (kind for kind, pattern in patterns.items() if pattern.fullmatch(name))
-            of_name[name] = OPTIMIZER if name.startswith("Optimizer.") else next(found, OTHER)
-        of_event[event] = OPTIMIZER if outer == OPTIMIZER else of_name[name]
-        counts[of_event[event]] += of_event[event] != outer
-        times[of_event[event]] += event.self_cpu_time_total
+    for event in events:
+        counts[kind_of(event)] += kind_of(event) != kind_of(event.cpu_parent)
+        times[kind_of(event)] += event.self_cpu_time_total
     return counts, times
 
 
