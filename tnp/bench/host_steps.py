@@ -57,11 +57,11 @@ def measure_host_steps(parameters: dict, note: Callable[[str], None] = lambda do
             row["compile_s"] = sum(first_call(run, device) for _ in range(FIRST_STEPS))
         except Exception as error:  # whatever it was, it is this form's result
             row["status"], row["reason"] = classify(error)
-            run = error = None
-            gc.collect()  # the exception held the form's tensors
         else:
             row["status"], row["reason"] = "ok", ""
             runs.append((row, run))
+        run = None
+        gc.collect()  # an exception held the tensors of a form that failed
         rows.append(row)
     samples = _in_turn([run for _, run in runs], device, note)
     for (row, _), (alone, loop) in zip(runs, samples, strict=True):
