@@ -85,6 +85,16 @@ PROFILE_KEY = [
     ("sections", pa.string()),  # "quick" | "full": how much Nsight Compute was asked for
 ]
 
+HOST_STEP_KEY = [
+    ("shape", pa.string()),
+    ("variant", pa.string()),
+    ("batch", pa.int32()),
+    ("n_context", pa.int32()),
+    ("n_target", pa.int32()),
+    ("dtype", pa.string()),
+    ("cuda_graph", pa.bool_()),
+]
+
 OP_KEY = [
     ("config_id", pa.string()),
     ("op", pa.string()),
@@ -173,6 +183,9 @@ TABLES: dict[str, pa.Schema] = {
             ("gpu_uuid", pa.string()),
             ("power_limit_w", pa.float64()),
             ("packages", pa.string()),  # JSON: name → version
+            ("processor", pa.string()),  # model name of the host's; null in earlier rows
+            # Cores' worth of time that its control group allows; null where it sets no limit.
+            ("cpu_limit", pa.float64()),
         ],
         "gates": [
             ("gate", pa.string()),  # "attention_forward"
@@ -319,6 +332,17 @@ TABLES: dict[str, pa.Schema] = {
             *OUTCOME,
             *_statistics("host_us"),
             ("n_samples", pa.int32()),  # rounds of some calls each
+            *RUN,
+        ],
+        "host_steps": [  # what a training step costs the host: `tnp/bench/host_steps.py`
+            *HOST_STEP_KEY,
+            ("spec_hash", pa.string()),  # model, sizes, and what the variant's name means
+            ("role", pa.string()),  # one of ROLES
+            *OUTCOME,
+            *_statistics("host_ms"),  # until its call returns, on an idle device
+            *_statistics("step_ms"),  # of one of several back to back
+            ("n_samples", pa.int32()),  # turns of some steps each
+            ("compile_s", pa.float64()),  # first steps: Triton, torch.compile, graph capture
             *RUN,
         ],
         "trials": [  # of tuning: one candidate of one problem

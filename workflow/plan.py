@@ -17,6 +17,8 @@ from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, pr
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
 HOST = "host"
+# Of its `steps`: keys that name variants, and whether those are captured as a CUDA graph.
+HOST_FORMS = {"launched": False, "captured": True}
 PREDICTIONS = "predictions"
 _SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS, JOINT, PROFILES)
 EVERY_OPERATOR = "operators"  # in section `gates`
@@ -30,6 +32,7 @@ TABLES = {
     "op": ("ops", "samples", "code", "environments"),
     "train": ("training", "environments"),
     "host": ("host_calls", "environments"),
+    "host_step": ("host_steps", "environments"),
     "prediction": ("predictions", "samples", "code", "environments"),
     "profile": ("profiles", "environments"),
 }
@@ -182,6 +185,34 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
     return configurations
 
 
+def host_steps(config: dict, device: str, slug: str) -> dict[str, dict]:
+    """What whole steps cost the host, a shape a job: its forms take turns there."""
+    section = config.get(HOST, {"devices": []})
+    if device not in section["devices"] or "steps" not in section:
+        return {}
+    spec, known = section["steps"], variants(config)
+    forms = [
+        {"variant": name, "variant_spec": known[name], "cuda_graph": cuda_graph}
+        for key, cuda_graph in HOST_FORMS.items()
+        for name in spec[key]
+    ]
+    return {
+        (config_id := f"{HOST}--steps--{shape}"): {
+            "config_id": config_id,
+            "shape": shape,
+            **config["shapes"][shape],
+            "forms": forms,
+            "model": config["model"],
+            "dtype": config["compute_dtype"][device],
+            "timing": timing(config),
+            "device": device,
+            "device_slug": slug,
+            **of_study(HOST, section | spec),
+        }
+        for shape in spec["shapes"]
+    }
+
+
 def predictions(config: dict, device: str, slug: str) -> dict[str, dict]:
     """Predictions over one context, and joint samples: a shape and a variant of either study a job.
 
@@ -277,6 +308,7 @@ def names(config: dict, device: str, slug: str) -> dict[str, tuple[str, str]]:
     for job, parameters in ops(config, device, slug).items():
         jobs |= dict.fromkeys((job, *parameters["implementations"].values()), ("op", job))
     jobs |= {name: ("host", name) for name in host(config, device, slug)}
+    jobs |= {name: ("host_step", name) for name in host_steps(config, device, slug)}
     jobs |= {name: ("prediction", name) for name in predictions(config, device, slug)}
     jobs |= {name: ("profile", name) for name in profiles(config, device, slug)}
     jobs |= {name: ("train", name) for name in training(config, device, slug)}

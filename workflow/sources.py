@@ -101,6 +101,13 @@ def of_host(parameters: dict) -> Found:
     return found
 
 
+def of_host_steps(parameters: dict) -> Found:
+    """Of all forms alike, which take turns in one process."""
+    used = set().union(*map(_of_variant, parameters["forms"]))
+    start = "tnp.bench.host_steps:measure_host_steps"
+    return _using(start, used, parameters["device_slug"])
+
+
 def of_profile(parameters: dict) -> Found:
     """The launch that is profiled is in a process that another module starts by its name."""
     op, name, slug = (parameters[key] for key in ("op", "implementation", "device_slug"))
@@ -120,6 +127,7 @@ def of_job(kind: str, parameters: dict) -> Found:
             "step": of_step,
             "prediction": of_predictions,
             "host": of_host,
+            "host_step": of_host_steps,
             "profile": of_profile,
             "train": of_training,
         }

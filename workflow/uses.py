@@ -12,7 +12,7 @@ from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed
 from workflow.operator_plan import NOISE, PROFILES
-from workflow.plan import PREDICTIONS, variants
+from workflow.plan import HOST, HOST_FORMS, PREDICTIONS, variants
 
 ENDS = ("base", "full")  # of the ablation
 
@@ -44,6 +44,10 @@ def uses(config: dict) -> Iterator[Use]:
     for section in (PREDICTIONS, JOINT):
         for index, name in enumerate(config.get(section, {"variants": []})["variants"]):
             yield of_variant((section, "variants", index), name)
+    of_host = config.get(HOST, {}).get("steps", {})
+    for key in HOST_FORMS:
+        for index, name in enumerate(of_host.get(key, [])):
+            yield of_variant((HOST, "steps", key, index), name)
     for end in ENDS if "ablation" in config else ():
         yield of_variant(("ablation", end), config["ablation"][end])
     for place, op, spec in operators(config):

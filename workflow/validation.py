@@ -17,7 +17,7 @@ from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown
 from workflow.operator_plan import NOISE, PROFILES, TUNING
-from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, PREDICTIONS, gates, variants
+from workflow.plan import ABLATION, EVERY_OPERATOR, HOST, HOST_FORMS, PREDICTIONS, gates, variants
 from workflow.uses import ENDS, of_use, operators, refusals, uses
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +142,8 @@ def _faults(config: dict) -> Iterator[Fault]:
         yield from _of_operator(place, op, study, config)
     for name, spec in config.get(HOST, {"problems": {}})["problems"].items():
         yield from _of_host((HOST, "problems", name), spec, config)
+    if "steps" in config.get(HOST, {}):
+        yield from _of_host_steps((HOST, "steps"), config[HOST]["steps"], config)
     for section in (PREDICTIONS, JOINT):
         if section in config:
             yield from _of_predictions((section,), config[section], config)
@@ -365,14 +367,27 @@ def _of_host(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
         yield Fault(place, reason)
 
 
-def _of_predictions(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
-    shapes, known = config["shapes"], variants(config)
+def _of_host_steps(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
+    known = variants(config)
+    yield from _of_fixed_shapes(place, spec, config["shapes"])
+    for key in HOST_FORMS:
+        yield from not_among((*place, key), "variant", spec[key], known)
+        for index, name in enumerate(spec[key]):
+            yield from _of_storage((*place, key, index), known[name], config["model"])
+
+
+def _of_fixed_shapes(place: Place, spec: dict, shapes: dict) -> Iterator[Fault]:
     yield from not_among((*place, "shapes"), "shape", spec["shapes"], shapes)
-    yield from not_among((*place, "variants"), "variant", spec["variants"], known)
     for index, name in enumerate(spec["shapes"]):
         if "vary" in shapes[name]:
             what = f"the sizes of {name!r} vary: name a shape whose sizes do not"
             yield Fault((*place, "shapes", index), what)
+
+
+def _of_predictions(place: Place, spec: dict, config: dict) -> Iterator[Fault]:
+    known = variants(config)
+    yield from _of_fixed_shapes(place, spec, config["shapes"])
+    yield from not_among((*place, "variants"), "variant", spec["variants"], known)
     for index, name in enumerate(spec["variants"]):
         here = (*place, "variants", index)
         yield from _of_storage(here, known[name], config["model"])

@@ -17,7 +17,21 @@ def test_environment_fills_every_column_of_its_table():
     assert set(row) == set(TABLES["environments"].names) - added
     pa.Table.from_pylist([row], schema=pa.schema([f for f in TABLES["environments"]]))
     assert row["device_name"] and row["torch"] and row["cpu_count"] >= 1
+    assert row["processor"] == row["device_name"]
     assert {name for name, _ in PROVENANCE} == {"environment_id"} | added
+
+
+@pytest.mark.parametrize(
+    "files, limit",
+    [({"cpu.max": "250000 100000\n"}, 2.5), ({"cpu.max": "max 100000\n"}, None), ({}, None),
+     ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5),
+     ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None)],
+)  # fmt: skip
+def test_a_control_group_limits_the_time_of_processors(files, limit, tmp_path):
+    for name, text in files.items():
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(name).write_text(text)
+    assert provenance.cpu_limit(tmp_path) == limit
 
 
 def test_the_same_state_has_the_same_id_and_another_has_not(monkeypatch):

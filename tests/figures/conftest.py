@@ -116,7 +116,7 @@ def role(name: str) -> str:
     """Of the names in these tests."""
     if name in ("sdpa_flash", "torch"):
         return "baseline"
-    return "peer" if name.startswith(("sdpa_", "fa")) else "own"
+    return "peer" if name.startswith(("sdpa_", "fa", "pytorch_")) else "own"
 
 
 def compared(name: str, verdict: str, ratio: float, counts: bool | None) -> Row:
@@ -316,6 +316,32 @@ def host_rows(times: dict[tuple[str, str], float], device: str = GPU) -> dict[st
         {"op": "swiglu", "implementation": "triton", "provider": "own", "rank": 2},
     ]
     return {"host": rows, "implementations": known}
+
+
+def step_host_rows(
+    times: dict[tuple[str, bool], tuple[float, float] | str],
+    device: str = GPU,
+    processor: str = "Xeon 8481C",
+) -> dict[str, list[Row]]:
+    """Forms of a step from {(variant, cuda_graph): (host's ms, ms in a loop) or the status}.
+
+    The first is PyTorch's.
+    """
+    key = {"device": device, "processor": processor, "cpu_count": 16, "cpu_limit": 8.0}
+    key |= {"shape": "small", "batch": 64, "n_context": 64, "n_target": 500, "dtype": "bfloat16"}
+    (base, _), (base_ms, _) = next(iter(times.items()))
+    rows = []
+    for (variant, graph), found in times.items():
+        row = key | {"variant": variant, "cuda_graph": graph, "pytorch_variant": base, "n_runs": 1}
+        row |= {"role": role(variant)}
+        if isinstance(found, str):
+            rows.append(row | {"status": found, "reason": f"because {found}", "n_runs": 0})
+            continue
+        ratio = found[1] / times[variant, True][1] if (variant, True) in times else None
+        row |= {"status": "ok", "host_ms": found[0], "step_ms": found[1]}
+        row |= {"over_pytorch": found[0] / base_ms, "over_graph": None if graph else ratio}
+        rows.append(row)
+    return {"step_host": rows}
 
 
 def profile_rows(

@@ -390,3 +390,32 @@ def test_noise_of_many_comparisons_is_no_taller_than_of_some(build: Build) -> No
         return float(re.search(r'height="([\d.]+)"', as_svg(draw("noise", build(**tables))))[1])
 
     assert height(1) == height(100)
+
+
+def host_title(build: Build, times: dict) -> str:
+    return title(draw("host", build(**sample.merged(H200, sample.step_host_rows(times)))))
+
+
+def test_host_says_what_a_launched_step_costs_and_how_far_it_is_from_its_graph(
+    build: Build,
+) -> None:
+    times = {("pytorch_best", False): (12.8, 20.4), ("fused", False): (28.16, 25.6)}
+    times |= {("fused_compiled", False): (64.0, 25.5), ("fused", True): (0.2, 16.0)}
+    assert host_title(build, times) == (
+        "At small a launched step with ours costs the host 2.20× the time of PyTorch's best, and "
+        "takes 1.60× its own time as a CUDA graph"
+    )
+    del times["fused", True]
+    assert host_title(build, times) == (
+        "At small a launched step with ours in a compiled step costs the host 5.00× the time of "
+        "PyTorch's best"
+    )
+
+
+def test_host_shows_why_a_form_has_no_time(build: Build) -> None:
+    times = {("pytorch_best", False): (12.8, 20.4), ("fused", False): "unsupported"}
+    chart = draw("host", build(**sample.merged(H200, sample.step_host_rows(times))))
+    assert title(chart) == "What steps and eager calls cost the host"
+    said = unwrapped(chart)
+    assert "because unsupported" in said and "cannot run here" in said
+    assert "8 cores of Xeon 8481C" in said and "host 12.8 ms, loop 20.4 ms" in said

@@ -53,6 +53,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.operator_rows({("llama3_8b/train", "forward"): (9.0, "faster")}, device),
         sample.profile_rows({"torch": 70.0, "triton": 90.0}, device),
         sample.host_rows({("torch", "forward"): 9.0, ("triton", "chain"): 12.0}, device),
+        sample.step_host_rows({(name, False): (9.0, 12.0) for name in variants}, device),
     )
 
 

@@ -81,6 +81,14 @@ def measured() -> dict[str, list[Row]]:
         call | {"implementation": name, "host_us_p50": time}
         for name, time in (("torch", 9.0), ("triton", 12.0))
     ]
+    sizes_of_host = {name: sizes[name] for name in ("shape", "batch", "dtype")}
+    tables["host_steps"] += [
+        sizes_of_host
+        | OK
+        | {"n_context": 10000, "n_target": 1000, "variant": variant, "cuda_graph": False}
+        | {"role": role, "host_ms_p50": 20.0, "step_ms_p50": 30.0, "run_id": "h"}
+        for variant, role in (("sdpa_flash", "baseline"), ("separate", "own"))
+    ]
     counted = OK | {"op": "swiglu", "problem": problem, "shape": "tiny", "pass": "forward"}
     counted |= {"sections": "quick", "launch": 0, "kernel": "k", "duration_us": 3.0}
     tables["profiles"].append(counted | {"implementation": "triton", "run_id": "p"})

@@ -43,6 +43,9 @@ VIEWS = {
     " speedup_best double, speedup_best_low double, speedup_best_high double, verdict_best text",
     "host": "device text, op text, problem text, pass text, implementation text,"
     " with_launches boolean, host_us double, times_base double, n_runs bigint",
+    "step_host": f"device text, processor text, cpu_count integer, cpu_limit double, {SHAPE},"
+    f" dtype text, variant text, cuda_graph boolean, role text, {OUTCOME}, host_ms double,"
+    " step_ms double, pytorch_variant text, over_pytorch double, over_graph double, n_runs bigint",
     "profiled_passes": f"device text, op text, shape text, problem text, implementation text,"
     f" pass text, own boolean, {OUTCOME}, kernel text, n_kernels bigint, duration_us double,"
     " dominant_share double, sm_percent double, dram_percent double, l2_percent double,"

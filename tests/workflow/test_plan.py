@@ -291,3 +291,18 @@ def test_operators_at_runs_of_language_models_and_at_sizes_by_name():
     assert json.loads(narrow["problem"])["sizes"] == {"rows": 7, "width": 40}
     others = catalog().installed("swiglu")
     assert list(narrow["implementations"]) == ["torch", *others, "triton", "triton--twin1"]
+
+
+def test_steps_of_the_host_s_study_are_a_job_a_shape_and_come_before_its_calls():
+    jobs = plan.host_steps(CONFIG, "cuda", "nvidia-h200")
+    section = CONFIG["host"]["steps"]
+    assert list(jobs) == [f"host--steps--{shape}" for shape in section["shapes"]]
+    job = jobs["host--steps--small"]
+    forms = [(form["variant"], form["cuda_graph"]) for form in job["forms"]]
+    assert forms == [(name, False) for name in section["launched"]] + [
+        (name, True) for name in section["captured"]
+    ]
+    calls = plan.host(CONFIG, "cuda", "nvidia-h200")
+    order = [name for name, _ in plan.running_order(jobs | calls)]
+    assert set(order[: 2 * len(jobs)]) == set(jobs) and job["study"] == "host"
+    assert plan.host_steps(CONFIG, "cpu", "cpu") == {}

@@ -226,6 +226,16 @@ def test_planning_for_a_gpu_imports_nothing_that_computes():
     assert "planned in" in done.stdout
 
 
+def test_whole_steps_of_the_host_s_study_depend_on_all_their_forms():
+    job = plan.host_steps(CONFIG, "cuda", "nvidia-h200")["host--steps--small"]
+    found = sources.of_job("host_step", job)
+    assert {"tnp.bench.host_steps:measure_host_steps", "tnp.step:TrainingStep"} <= found.keys()
+    assert any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in found)
+    plain = job | {"forms": [form for form in job["forms"] if form["variant"] == "sdpa_flash"]}
+    theirs = sources.of_job("host_step", plain)
+    assert not any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in theirs)
+
+
 def test_a_profile_depends_on_the_launch_and_on_the_kernels_that_it_runs():
     jobs = plan.profiles(CONFIG, "cuda", "nvidia-h200")
     ours = sources.of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--fused"])

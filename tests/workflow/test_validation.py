@@ -213,6 +213,22 @@ def test_predictions_that_cannot_be_timed_are_named(changes, sentence):
         validate(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shapes": ["mild"]}, "host.steps.shapes: unknown shape 'mild'"),
+        ({"shapes": ["varying"]}, "host.steps.shapes[0]: the sizes of 'varying' vary: name a"),
+        ({"captured": ["fuse"]}, "host.steps.captured: unknown variant 'fuse'"),
+        ({"launched": []}, "host.steps.launched: [] must not be empty"),
+    ],
+)
+def test_steps_whose_host_cannot_be_timed_are_named(changes, sentence):
+    config = copy.deepcopy(CONFIG)
+    config["host"]["steps"] |= changes
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        validate(config)
+
+
 def test_models_with_a_buffer_name_variants_that_can_run_them():
     config = copy.deepcopy(CONFIG)
     config["joint"]["variants"] = ["fused", "fused_packed"]

@@ -40,6 +40,11 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.host import measure_host
 
             note(tables={"host_calls": measure_host(parameters)})
+        elif kind == "host_step":
+            from tnp.bench.host_steps import measure_host_steps
+
+            rows = measure_host_steps(parameters, lambda doing: note(doing=doing))
+            note(tables={"host_steps": rows})
         elif kind == "profile":
             from tnp.bench.profiles import measure_profiles
 

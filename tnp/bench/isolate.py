@@ -21,7 +21,8 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
     Args:
         kind: "step" (`tnp.bench.steps.measure_step`), "op" (`tnp.bench.measure.measure_op`),
             "prediction" (`tnp.bench.predictions.measure_predictions`), "profile"
-            (`tnp.bench.profiles.measure_profiles`) or "host" (`tnp.bench.host.measure_host`).
+            (`tnp.bench.profiles.measure_profiles`), "host" (`tnp.bench.host.measure_host`) or
+            "host_step" (`tnp.bench.host_steps.measure_host_steps`).
         parameters: the configuration, as JSON can hold it.
         timeout_s: seconds until a child is killed.
 

@@ -7,6 +7,7 @@ from tnp.catalog import catalog
 from tnp.contract import Problem
 from tnp.schemas import (
     CONTRACT,
+    HOST_STEP_KEY,
     OP_KEY,
     OP_SIZES,
     PREDICTION_KEY,
@@ -118,6 +119,14 @@ def of_profile(parameters: dict, pass_: str) -> dict[str, object]:
     return {name: about[name] for name, _ in PROFILE_KEY}
 
 
+def of_step_form(parameters: dict, form: dict) -> dict[str, object]:
+    """Returns the columns of a row of `host_steps` that are known before it is measured."""
+    about = parameters | form | {"checkpoint": False, "optimizer": True}
+    known = {name: about[name] for name, _ in HOST_STEP_KEY}
+    evidence_of = evidence.of_step(about)
+    return known | {name: evidence_of[name] for name in ("spec_hash", "role")}
+
+
 def twins(implementation: str, n: int) -> list[str]:
     """Names of `n` further contenders of the same implementation: what they differ by is noise."""
     return [f"{implementation}{_TWIN}{i}" for i in range(1, n + 1)]
@@ -130,7 +139,8 @@ def implementation_of(contender: str) -> str:
 
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     """Rows saying what was not measured: one a step, one an implementation and pass of an operator,
-    one a form of predictions, one an implementation of a problem of the host's study.
+    one a form of predictions, one an implementation of a problem or one a form of a step of the
+    host's study.
     """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":
@@ -141,6 +151,8 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     if kind == "profile":
         rows = [of_profile(parameters, pass_) | outcome for pass_ in passes(parameters)]
         return {"profiles": rows}
+    if kind == "host_step":
+        return {"host_steps": [of_step_form(parameters, f) | outcome for f in parameters["forms"]]}
     if kind == "host":
         return {
             "host_calls": [

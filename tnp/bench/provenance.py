@@ -201,6 +201,8 @@ def environment(device_type: str) -> dict[str, object]:
         **_git(),
         "torch_threads": torch.get_num_threads(),
         "packages": json.dumps(_packages()),
+        "processor": _processor(),
+        "cpu_limit": cpu_limit(),
     }
     state = json.dumps(row, sort_keys=True).encode()
     return {"environment_id": hashlib.sha256(state).hexdigest()[:12]} | row
@@ -230,13 +232,27 @@ def _cpu() -> dict[str, object]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     unknown = ("sm_count", "compute_capability", "driver", "cuda", "cudnn", "gpu_uuid")
     row = dict.fromkeys((*unknown, "power_limit_w"))
-    return {"device_name": _cpu_name(), "memory_bytes": pages * page_bytes} | row
+    return {"device_name": _processor(), "memory_bytes": pages * page_bytes} | row
 
 
-def _cpu_name() -> str:
+def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
     return names[0] if names else platform.machine()
+
+
+def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Returns how many CPUs' time the control group at `root` allows; None where it sets no limit.
+
+    Reads `cpu.max` of version 2, or version 1's quota and period in folder `cpu`.
+    """
+    files = [root / "cpu.max"]
+    if not files[0].exists():
+        files = [root / f"cpu/cpu.cfs_{name}_us" for name in ("quota", "period")]
+    if not all(file.exists() for file in files):
+        return None
+    quota, period = " ".join(file.read_text() for file in files).split()
+    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def _packages() -> dict[str, str]:

@@ -121,6 +121,7 @@ def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
                 implementation,
                 case when provider = 'own' then 'own' when rank = 0 then 'baseline' else 'peer' end
             from host inner join implementations using (op, implementation)
+            union select variant, role from step_host
             union select variant, role from stage_share
             union select variant, null from training_curves
         )

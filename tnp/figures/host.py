@@ -1,7 +1,9 @@
-"""What an eager call of each operator costs the host, beside PyTorch's own operator.
+"""What whole training steps and eager calls cost the host, beside PyTorch's own.
 
-Reads the view `host`. One panel per device, operator and problem, one bar per implementation and
-kind of call, in microseconds of the host's time while the device waits.
+Reads the views `step_host` and `host`. One panel per device, processor and shape, with a bar of the
+host's time and a tick of the time in a loop for each form of a step. Then one panel per device,
+operator and problem, one bar per implementation and kind of call, in microseconds of the host's
+time while the device waits.
 """
 
 import json
@@ -9,7 +11,8 @@ import json
 import altair as alt
 import duckdb
 
-from tnp.figures import data, theme
+from tnp.contract import OWN
+from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import Layout
 from tnp.figures.words import SIZES
@@ -25,6 +28,26 @@ PASSES = {
     "chain": "forward and backward, one of many",
 }
 
+STEPS_EXPLAINED = [
+    "Training steps: the bar is the host's time, from the call until it returns on an idle device, "
+    "and in brackets how many times that of PyTorch's fastest form without a CUDA graph. The tick "
+    "is the time of a step in a loop, of the device or the host, whichever takes longer.",
+]
+CALLS_EXPLAINED = [
+    "Calls: the host's time for one call, launched asynchronously at sizes where the device waits; "
+    "no CUDA graph. “One of many” is the slope between a chain of calls and a single one: the way "
+    "to autograd's own thread and back is paid once a chain.",
+]
+STEP_TOOLTIP = [
+    alt.Tooltip("line:N", title="step"),
+    alt.Tooltip("host_ms:Q", format=".4~r", title="host, ms"),
+    alt.Tooltip("step_ms:Q", format=".4~r", title="in a loop, ms"),
+    alt.Tooltip("over_pytorch:Q", format=".2f", title="host, over PyTorch's"),
+    alt.Tooltip("pytorch_variant:N", title="which is"),
+    alt.Tooltip("over_graph:Q", format=".2f", title="in a loop, over its graph"),
+    alt.Tooltip("n_runs:Q", title="processes"),
+]
+
 QUERY = """
     select host.*, coalesce(implementations.provider = 'own', false) as own
     from host
@@ -34,54 +57,151 @@ QUERY = """
 """
 
 
+STEPS = """
+    select *, false as checkpoint from step_host
+    order by device, processor, batch desc, n_context, cuda_graph, role = 'own', role, variant
+"""
+DEVICES = "(select device from step_host union select device from host where with_launches)"
+
+
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Microseconds a call, and how many times PyTorch's."""
-    rows = data.query(connection, QUERY)
-    if not rows:
+    """Milliseconds a step and microseconds a call, and how many times PyTorch's."""
+    steps, calls = data.query(connection, STEPS), data.query(connection, QUERY)
+    if not steps and not calls:
         return theme.no_rows(
-            "no call was timed on a GPU's host", "snakemake --cores 1 host", layout
+            "no step and no call was timed on a GPU's host", "snakemake --cores 1 host", layout
         )
-    for row in rows:
-        kind = PASSES[row["pass"]]
-        row["line"] = f"{row['implementation']}: {kind}"
-        ratio = "" if row["times_base"] is None else f" ({row['times_base']:.2f} of PyTorch's)"
-        row["label"] = f"{theme.number(row['host_us'])} µs{ratio if row['own'] else ''}"
-    labels = list(dict.fromkeys(row["line"] for row in rows))
+    for row in steps:
+        row["line"] = switches.configuration(row)
+    for row in calls:
+        row["line"] = f"{row['implementation']}: {PASSES[row['pass']]}"
+    labels = list(dict.fromkeys(row["line"] for row in steps + calls))
     colors = data.variant_colors(connection)
     blocks = []
-    for slug, device in data.devices(connection, "host").items():
-        of_device = [row for row in rows if row["device"] == slug]
-        problems = dict.fromkeys((row["op"], row["problem"]) for row in of_device)
-        panels = [
-            _panel(
-                [r for r in of_device if (r["op"], r["problem"]) == problem], labels, colors, layout
-            )
-            for problem in problems
-        ]
-        runs = max(row["n_runs"] for row in of_device)
-        said = [
-            data.recorded(connection, "host", device),
-            f"{runs} process{'es' if runs > 1 else ''} a problem",
-        ]
-        blocks.append(layout.block(panels, device["name"], data.joined(said), COLUMNS))
+    for slug, device in data.devices(connection, DEVICES).items():
+        for rows, view, panels_of, what in (
+            (steps, "step_host", _step_panels, "training steps"),
+            (calls, "host", _call_panels, "single calls of operators"),
+        ):
+            of_device = [row for row in rows if row["device"] == slug]
+            if of_device:
+                panels = panels_of(of_device, labels, colors, layout)
+                runs = max(row["n_runs"] for row in of_device)
+                noun = "process" if runs == 1 else "processes"
+                said = [data.recorded(connection, view, device), f"{runs} {noun} a panel"]
+                title = f"{device['name']}: {what}"
+                blocks.append(layout.block(panels, title, data.joined(said), COLUMNS))
     subtitle = [
-        "The host's time for one call, launched asynchronously at sizes where the device waits; "
-        "no CUDA graph. Implementations took turns in one process.",
-        "“One of many” is the slope between a chain of calls and a single one: the way to "
-        "autograd's own thread and back is paid once a chain.",
+        *(STEPS_EXPLAINED if steps else []),
+        *(CALLS_EXPLAINED if calls else []),
+        "All that a panel shows took turns in one process.",
     ]
-    return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
+    return theme.page(theme.stacked(blocks), finding(steps, calls), subtitle, layout)
 
 
-def finding(rows: list[Row]) -> str:
-    """The range of what ours take, in units of PyTorch's."""
-    ratios = [row["times_base"] for row in rows if row["own"] and row["times_base"] is not None]
+def finding(steps: list[Row], calls: list[Row]) -> str:
+    """What our fastest step that is launched costs beside PyTorch's, at the first shape.
+
+    Without such a step, the range of what single calls take.
+    """
+    launched = [row for row in steps if row["role"] == OWN and row["over_pytorch"] is not None]
+    launched = [row for row in launched if not row["cuda_graph"]]
+    if launched:
+        alike = [row for row in launched if row["shape"] == launched[0]["shape"]]
+        with_graph = [row for row in alike if row["over_graph"] is not None]
+        row = min(with_graph or alike, key=lambda row: row["step_ms"])
+        said = (
+            f"At {row['shape']} a launched step with {row['variant']} costs the host "
+            f"{theme.times(row['over_pytorch'])} the time of {row['pytorch_variant']}"
+        )
+        if row["over_graph"] is not None:
+            said += f", and takes {theme.times(row['over_graph'])} its own time as a CUDA graph"
+        return said
+    ratios = [row["times_base"] for row in calls if row["own"] and row["times_base"] is not None]
     if not ratios:
-        return "What an eager call costs the host"
-    low, high = min(ratios), max(ratios)
+        return "What steps and eager calls cost the host"
     return (
-        f"An eager call of ours takes the host {low:.2f} to {high:.2f} times what PyTorch's takes"
+        f"An eager call of ours takes the host {min(ratios):.2f} to {max(ratios):.2f} times what "
+        "PyTorch's takes"
     )
+
+
+def _step_panels(
+    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
+) -> list[alt.TopLevelMixin]:
+    """A panel for each processor and shape, with a line for each form of a step."""
+    places = dict.fromkeys((row["processor"], row["shape"]) for row in rows)
+    return [
+        _step_panel(
+            [row for row in rows if (row["processor"], row["shape"]) == place],
+            labels, colors, layout,
+        )
+        for place in places
+    ]  # fmt: skip
+
+
+def _step_panel(
+    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
+) -> alt.TopLevelMixin:
+    """A bar for the host's time of each form, and a tick for its time in a loop."""
+    lines, first = [row["line"] for row in rows], rows[0]
+    y = layout.line("line:N", lines, labels, BAR_HEIGHT)
+    timed = [
+        row | {"longest": max(row["host_ms"], row["step_ms"]), "label": _step_label(row)}
+        for row in rows
+        if row["status"] == "ok"
+    ]
+    failed = [
+        {"line": row["line"], "text": theme.status_text(row["status"])}
+        | {"reason": theme.one_line(row["reason"])}
+        for row in rows
+        if row["status"] != "ok"
+    ]
+    most = max((row["longest"] for row in timed), default=1.0)
+    scale = alt.Scale(domain=[0, (2.3 if layout.narrow else 1.6) * most])
+    x = {"scale": scale, "title": "ms", "axis": alt.Axis(tickCount=5)}
+    layers = theme.in_place(failed, {"y": y}) if failed else []
+    if timed:
+        base = data.drawing(timed).encode(y=y, tooltip=STEP_TOOLTIP)
+        color = alt.Color("variant:N", scale=colors, legend=None)
+        bars = base.mark_bar(height=BAR_HEIGHT - 2).encode(x=alt.X("host_ms:Q", **x), color=color)
+        ticks = base.mark_tick(height=BAR_HEIGHT + 2, thickness=3, color=theme.INK)
+        numbers = base.encode(x=alt.X("longest:Q", **x), text="label:N")
+        layers += [bars, ticks.encode(x=alt.X("step_ms:Q", **x)), *theme.text(numbers, dx=6)]
+    notes = [", ".join(filter(None, [first["dtype"], _processor(first)]))]
+    return alt.layer(*layers, *theme.names("line:N", lines, y, BAR_HEIGHT, layout)).properties(
+        width=layout.width(PANEL_WIDTH),
+        height=layout.height(len(lines), BAR_HEIGHT),
+        title=switches.panel_title(first, layout, notes),
+    )
+
+
+def _step_label(row: Row) -> str:
+    """ "host 28.1 ms (2.20×), loop 28.3 ms": of ours with how many times PyTorch's host time."""
+    times = f" ({theme.times(row['over_pytorch'])})" if row["over_pytorch"] is not None else ""
+    own = times if row["role"] == OWN and not row["cuda_graph"] else ""
+    host, step = theme.duration(row["host_ms"]), theme.duration(row["step_ms"])
+    return f"host {host}{own}, loop {step}"
+
+
+def _processor(row: Row) -> str:
+    """The host's processor, and how much of it the process could use."""
+    used = row["cpu_count"] if row["cpu_limit"] is None else min(row["cpu_count"], row["cpu_limit"])
+    return "" if row["processor"] is None else f"host: {used:g} cores of {row['processor']}"
+
+
+def _call_panels(
+    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
+) -> list[alt.TopLevelMixin]:
+    """A panel for each problem of an operator."""
+    for row in rows:
+        ratio = "" if row["times_base"] is None else f" ({row['times_base']:.2f} of PyTorch's)"
+        row["label"] = f"{theme.number(row['host_us'])} µs{ratio if row['own'] else ''}"
+    problems = dict.fromkeys((row["op"], row["problem"]) for row in rows)
+    return [
+        _panel([r for r in rows if (r["op"], r["problem"]) == problem], labels, colors, layout)
+        for problem in problems
+    ]
 
 
 def _panel(

@@ -85,6 +85,7 @@ NAMED = {
     "implementation",
     "variant",
     "baseline_variant",
+    "pytorch_variant",
     "best_peer_implementation",
     "stage",
 }

@@ -62,8 +62,20 @@ rule host_calls:
     params:
         code=lambda wildcards: code("host", wildcards.config_id),
         parameters=lambda wildcards: parameters_of("host", wildcards),
+        kind="host",
     script:
         "../scripts/host.py"
+
+
+use rule host_calls as host_steps with:
+    output:
+        **outputs("host_step", REPLICATE),
+    wildcard_constraints:
+        config_id=one_of(HOST_STEPS),
+    params:
+        code=lambda wildcards: code("host_step", wildcards.config_id),
+        parameters=lambda wildcards: parameters_of("host_step", wildcards),
+        kind="host_step",
 
 
 # It times nothing that is compared, so it waits for no gate.

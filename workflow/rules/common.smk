@@ -60,14 +60,16 @@ TUNING = operator_plan.tuning(config, DEVICE, SLUG)  # on demand alone
 OF_OPERATORS = OPS | TUNING
 TRAINING = plan.training(config, DEVICE, SLUG)
 HOST = plan.host(config, DEVICE, SLUG)
+HOST_STEPS = plan.host_steps(config, DEVICE, SLUG)
 PREDICTIONS = plan.predictions(config, DEVICE, SLUG)
 PROFILES = plan.profiles(config, DEVICE, SLUG)
 BENCHMARKS = {"step": STEPS, "op": OPS, "prediction": PREDICTIONS, "host": HOST}
-BENCHMARKS |= {"profile": PROFILES}
+BENCHMARKS |= {"host_step": HOST_STEPS, "profile": PROFILES}
 JOBS = BENCHMARKS | {"op": OF_OPERATORS, "train": TRAINING}
 SCRIPTS = dict.fromkeys(("step", "op", "prediction"), "benchmark")
-SCRIPTS |= {"host": "host", "profile": "profile", "train": "train"}
-OF_BENCHMARKS = STEPS | OPS | PREDICTIONS | HOST | PROFILES
+SCRIPTS |= dict.fromkeys(("host", "host_step"), "host")
+SCRIPTS |= {"profile": "profile", "train": "train"}
+OF_BENCHMARKS = STEPS | OPS | PREDICTIONS | HOST | HOST_STEPS | PROFILES
 
 # Gates first, then the benchmarks round by round, training last.
 ORDER = plan.running_order(OF_BENCHMARKS)

@@ -137,6 +137,18 @@ measured as (
         and host_calls.recorded_at between host.first_recorded_at and host.recorded_at
     union all
     select
+        'step_host' as view_name,
+        device,
+        step_host.shape as question,
+        host_steps.origin,
+        host_steps.recorded_at
+    from step_host
+    inner join host_steps using (device, batch, n_context, n_target, dtype, variant, cuda_graph)
+    where
+        host_steps.status = 'ok'
+        and host_steps.recorded_at between step_host.first_recorded_at and step_host.recorded_at
+    union all
+    select
         'profiled_passes' as view_name,
         device,
         problem as question,

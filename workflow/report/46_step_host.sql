@@ -1,0 +1,19 @@
+-- # What a training step costs the host
+-- Milliseconds from the call of a step until it returns, on a GPU that has nothing left to do, and
+-- of a step in a loop of several. Where the loop takes hardly longer than the host, it waits for
+-- the host. All forms of a shape took turns in one process, on the processor that is named. Beside
+-- them stand the host's time over that of PyTorch's fastest form without a CUDA graph, and the time
+-- of a step in a loop over that of the same variant as a CUDA graph.
+select
+    device,
+    coalesce(processor, 'unknown') as processor,
+    shape,
+    concat(variant, if(cuda_graph, ' as a graph', '')) as form,
+    if(status = 'ok', format('{:.2f}', host_ms), status) as host_in_ms,
+    format('{:.2f}', step_ms) as loop_in_ms,
+    format('{:.2f}', over_pytorch) as host_over_pytorch,
+    format('{:.2f}', over_graph) as loop_over_graph,
+    if(status = 'ok', if(waits_for_host, 'the host', 'the GPU'), null) as waits_for
+from step_host
+where device <> 'cpu'
+order by device, processor, shape, role, variant, cuda_graph;
