@@ -31,8 +31,8 @@ from tnp.bounded import MOST
 from tnp.catalog import AUTO, catalog
 from tnp.choice import Choice
 from tnp.contract import Call, Case, Implementation, Kernel, Operation, Operator, Problem
-from tnp.plans import KernelPlan, PlainPlan, build, kept_places, key_of, plans
-from tnp.private import apply_of, constant_in_graphs, dispatch_modes, in_forward_mode
+from tnp.plans import Differentiated, KernelPlan, PlainPlan, build, key_of, plans
+from tnp.private import constant_in_graphs, dispatch_modes, in_forward_mode
 from tnp.selection import (
     choose_implementation,
     choose_kernel,
@@ -98,7 +98,7 @@ def _require_derivatives(operator: Operator, text: str, inputs: tuple) -> None:
     elif in_forward_mode() and derivatives.has_tangent(inputs):
         asked = derivatives.FORWARD_MODE
     if asked is not None:
-        raise custom_operator(operator).refusal(text, asked)
+        raise custom_operator(operator).watched(text).refusal(asked)
 
 
 @constant_in_graphs
@@ -135,9 +135,9 @@ def _decided(
         return text
     if tracing:  # torch.compile runs this while it traces, under the caller's transforms
         if derivatives.is_transforming():
-            raise custom.refusal(text, derivatives.TRANSFORMED)
+            raise custom.watched(text).refusal(derivatives.TRANSFORMED)
         if in_forward_mode():
-            raise custom.refusal(text, derivatives.FORWARD_MODE)
+            raise custom.watched(text).refusal(derivatives.FORWARD_MODE)
     return text
 
 
@@ -195,19 +195,40 @@ def custom_op(operator: Operator) -> Any:
     return custom_operator(operator).forward
 
 
-class _Asked:
-    """The parsed argument `call` of a custom operator."""
+class _Watched(Differentiated):
+    """The calls whose argument `call` is `text`. Their passes are custom operators."""
 
-    def __init__(self, operator: Operator, text: str) -> None:
-        content = json.loads(text)
-        self.operator, self.saves = operator, content["saves"]
-        self.implementation, self.dtype = content["implementation"], content["dtype"]
+    def __init__(self, custom: CustomOperator, text: str) -> None:
+        self.custom, self.text, content = custom, text, json.loads(text)
+        super().__init__(custom.operator, content["implementation"])
+        self.dtype, self.saves = content["dtype"], content["saves"]
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
         self.shown = tuple((name, value) for name, value in content["shown"])
         self.given = dict.fromkeys(content["given"], True)  # optional inputs
-        self.found = catalog().load(operator.name, self.implementation)
-        self.routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
+        self.found = catalog().load(custom.operator.name, self.implementation)
+        self._routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
+
+    def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, list]:
+        """Returns the outputs and what is saved; `scalars` begin with the problem's sizes."""
+        outputs, saved = self.custom.forward(*inputs, *scalars[1:], self.text)
+        return tuple(outputs), saved
+
+    def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
+        """Returns gradients in the order of `differentiated`, None where not wanted."""
+        if derivatives.is_batched(gradients):
+            raise self.refusal(derivatives.BATCHED)
+        tensors = list(gradients), list(kept), list(saved)
+        absent = tuple(x is None for x in gradients)
+        if absent not in self._routes:
+            self._routes[absent] = _places(self.empty_gradients(tensors), gradients)
+        found = (*gradients, *self.custom.backward(*tensors, *scalars, self.text))
+        return tuple(None if at is None else found[at] for at in self._routes[absent])
+
+    def sizes(self, inputs: tuple) -> list:
+        """Returns the problem's sizes in the operator's order."""
+        values = self.operator.describe(*inputs, **dict(self.options))
+        return [values[size] for size in self.operator.sizes]
 
     def problem(self, sizes: Iterable) -> Problem:
         """Returns the problem of these sizes, which are in the operator's order."""
@@ -220,7 +241,16 @@ class _Asked:
         work = (self.found.work or self.operator.work)(Case(problem), pass_)
         return int(sum(work.flops.values()))
 
-    def kernel(self, operation: Operation) -> Kernel:
+    def empty_results(self, inputs: tuple) -> tuple[tuple, tuple]:
+        """Returns tensors like the outputs and like those that are saved."""
+        named = self.operator.of_results(dict(self.options))
+        return self._kernel(self.found.forward).empty(self.wanted, inputs, **named)
+
+    def empty_gradients(self, tensors: Iterable) -> tuple:
+        """Returns tensors like the gradients; `tensors` are gradients, kept and saved."""
+        return self._kernel(self.found.backward).empty(self.wanted, tuple(map(tuple, tensors)))
+
+    def _kernel(self, operation: Operation) -> Kernel:
         """Returns any kernel that saves in this form: all of them return tensors of equal sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
 
@@ -229,49 +259,42 @@ class CustomOperator:
     """The operators of PyTorch that stand for one operator of ours.
 
     `tnp::<name>` launches the forward pass and `tnp::<name>_backward` the backward pass. Compiled
-    graphs hold these two, and modes see them. They pass PyTorch's dispatcher by once, since they
-    have no autograd. `tnp::<name>_differentiable` has, and is made of the two.
+    graphs hold these two, and modes see them. They have no autograd, so PyTorch's dispatcher calls
+    their Python at once. `tnp::<name>_differentiable` has, and is made of the two.
     """
 
     def __init__(self, operator: Operator) -> None:
-        name, n = operator.name, len(operator.tensors)
-        self.operator, self.n_tensors, self.keep = operator, n, kept_places(operator)
-        self.plans = plans(operator)
-        self.asked = lru_cache(MOST)(partial(_Asked, operator))
-        tensors = ", ".join(
-            f"Tensor{'?' if one in operator.optional else ''} {one}" for one in operator.tensors
-        )
-        scalars = "".join(f", float {one}" for one in operator.scalars)
-        forms = {
-            name: f"({tensors}{scalars}, str call) -> (Tensor[], Tensor[])",
-            f"{name}_differentiable": f"({tensors}{scalars}, str call) -> Tensor[]",
-            f"{name}_backward": "(Tensor?[] gradients, Tensor?[] kept, Tensor[] saved, "
-            f"SymInt[] sizes{scalars}, str call) -> Tensor[]",
-        }
-        for one, form in forms.items():
-            _library.define(one + form)
-        for one, real, fake in (
-            (name, self._forward, self._fake_forward),
-            (f"{name}_backward", self._backward, self._fake_backward),
-        ):
-            for key in ("CPU", "CUDA"):
-                _library.impl(one, real, key)
-            _library.impl(one, torch.library.fallthrough_kernel, "Autograd")
-            torch.library.register_fake(f"tnp::{one}", fake, lib=_library)
+        self.operator, self.plans = operator, plans(operator)
+        self.n_tensors = len(operator.tensors)
+        self.watched = lru_cache(MOST)(partial(_Watched, self))  # by their argument `call`
+        optional = ["?" if one in operator.optional else "" for one in operator.tensors]
+        inputs = [f"Tensor{o} {one}, " for o, one in zip(optional, operator.tensors, strict=True)]
+        scalars = [f"float {one}, " for one in operator.scalars]
+        given = "".join([*inputs, *scalars, "str call"])
+        passes = "Tensor?[] gradients, Tensor?[] kept, Tensor[] saved, SymInt[] sizes, "
+        given_back = "".join([passes, *scalars, "str call"])
+        name = operator.name
+        _library.define(f"{name}({given}) -> (Tensor[], Tensor[])")
+        _library.define(f"{name}_backward({given_back}) -> Tensor[]")
+        _library.define(f"{name}_differentiable({given}) -> Tensor[]")
+        _implement(name, self._forward, self._fake_forward)
+        _implement(f"{name}_backward", self._backward, self._fake_backward)
         for key in ("FuncTorchBatched", "Batched"):  # of torch.func, and of is_grads_batched
             _library.impl(f"{name}_backward", self._batched_backward, key)
         _library.impl(f"{name}_differentiable", self._differentiable, "CompositeImplicitAutograd")
-        self.forward, self.differentiable, self.backward = (
-            getattr(torch.ops.tnp, one).default for one in forms
-        )
+        self.forward = getattr(torch.ops.tnp, name).default
+        self.backward = getattr(torch.ops.tnp, f"{name}_backward").default
+        self.differentiable = getattr(torch.ops.tnp, f"{name}_differentiable").default
         _formulas[self.forward.overloadpacket] = self._forward_flops
         _formulas[self.backward.overloadpacket] = self._backward_flops
 
-    def refusal(self, text: str, what: str) -> RuntimeError:
-        """Returns the error that says that the called implementation does not give `what`."""
-        return derivatives.refusal(self.operator, self.asked(text).implementation, what)
-
-    # ------------------------------------------------------------------------------------ forward
+    def _differentiable(self, *arguments: Any) -> list[torch.Tensor]:
+        watched, n = self.watched(arguments[-1]), self.n_tensors
+        if not (watched.wanted and _grad_enabled()):
+            return self.forward(*arguments)[0]
+        inputs = arguments[:n]
+        outputs = watched.differentiated(inputs, (watched.sizes(inputs), *arguments[n:-1]))
+        return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
     def _forward(self, *arguments: Any) -> tuple:
         if _grad_enabled():  # autograd is not to look into a launch
@@ -285,36 +308,17 @@ class CustomOperator:
         return plan.forward(inputs, arguments[self.n_tensors : -1])
 
     def _forward_plan(self, inputs: tuple, text: str) -> PlainPlan | KernelPlan:
-        asked = self.asked(text)
+        asked = self.watched(text)
         return build(
             self.operator, asked.implementation, inputs, asked.options, asked.wanted,
             saves=asked.saves, apart=True,
         )  # fmt: skip
 
-    def _fake_forward(self, *arguments: Any) -> tuple:
-        asked = self.asked(arguments[-1])
-        kernel = asked.kernel(asked.found.forward)
-        named = self.operator.of_results(dict(asked.options))
-        outputs, saved = kernel.empty(asked.wanted, arguments[: self.n_tensors], **named)
-        return list(outputs), list(saved)
-
-    def _forward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
-        asked, inputs = self.asked(arguments[-1]), arguments[: self.n_tensors]
-        return asked.flops(asked.problem(self._sizes(inputs, asked)), "forward")
-
-    def _sizes(self, inputs: tuple, asked: _Asked) -> list:
-        values = self.operator.describe(*inputs, **dict(asked.options))
-        return [values[size] for size in self.operator.sizes]
-
-    # ----------------------------------------------------------------------------------- backward
-
     def _backward(self, gradients: list, kept: list, saved: list, sizes: list, *rest: Any) -> list:
         if _grad_enabled():
             with torch.no_grad():
                 return self._backward(gradients, kept, saved, sizes, *rest)
-        for first in (*kept, *saved):
-            if first is not None:
-                break
+        first = next(x for x in (*kept, *saved) if x is not None)
         key = key_of((), rest[-1], first.device, *sizes)
         plan = self.plans.by_key.get(key)
         if plan is None:
@@ -324,87 +328,38 @@ class CustomOperator:
         return _apart(results, gradients)
 
     def _backward_plan(self, device: torch.device, sizes: list, text: str) -> KernelPlan:
-        asked = self.asked(text)
+        asked = self.watched(text)
         problem = asked.problem(sizes)
         what = Call(problem, targets.of_device(device), asked.wanted, apart=True)
-        chosen = Choice(asked.found.name, source="named")
+        chosen = Choice(asked.implementation, source="named")
         return KernelPlan(self.operator, what, asked.found, chosen, device, asked.saves)
 
-    def _fake_backward(
-        self, gradients: list, kept: list, saved: list, sizes: list, *rest: Any
-    ) -> list:
-        return _apart(self._empty_gradients(rest[-1], gradients, kept, saved), gradients)
-
-    def _empty_gradients(self, text: str, *tensors: Iterable) -> tuple:
-        asked = self.asked(text)
-        return asked.kernel(asked.found.backward).empty(asked.wanted, tuple(map(tuple, tensors)))
-
     def _batched_backward(self, *arguments: Any) -> None:
-        raise self.refusal(arguments[-1], derivatives.BATCHED)
+        raise self.watched(arguments[-1]).refusal(derivatives.BATCHED)
 
-    def _backward_flops(
-        self, gradients: list, kept: list, saved: list, sizes: list, *rest: Any,
-        out_val: Any = None, **_: Any,
-    ) -> int:  # fmt: skip
-        asked = self.asked(rest[-1])
-        return asked.flops(asked.problem(sizes), "backward")
+    def _fake_forward(self, *arguments: Any) -> tuple:
+        outputs, saved = self.watched(arguments[-1]).empty_results(arguments[: self.n_tensors])
+        return list(outputs), list(saved)
 
-    # ----------------------------------------------------------------------------------- autograd
+    def _fake_backward(self, gradients: list, *rest: Any) -> list:
+        tensors = gradients, *rest[:2]
+        return _apart(self.watched(rest[-1]).empty_gradients(tensors), gradients)
 
-    def _differentiable(self, *arguments: Any) -> list[torch.Tensor]:
-        n = self.n_tensors
-        if torch.is_grad_enabled() and self.asked(arguments[-1]).wanted:
-            return list(_apply(self, arguments[n:], *arguments[:n]))
-        return self.forward(*arguments)[0]
+    def _forward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
+        watched, inputs = self.watched(arguments[-1]), arguments[: self.n_tensors]
+        return watched.flops(watched.problem(watched.sizes(inputs)), "forward")
 
-    def recorded(self, ctx: Any, rest: tuple, inputs: tuple) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs, and notes in `ctx` what their gradients need."""
-        outputs, saved = self.forward(*inputs, *rest)
-        everything = (*inputs, *outputs)
-        ctx.save_for_backward(*(everything[at] for at in self.keep), *saved)
-        ctx.set_materialize_grads(False)  # an output that nobody uses gets None, not zeros
-        ctx.custom, ctx.rest = self, rest
-        ctx.sizes = self._sizes(inputs, self.asked(rest[-1]))
-        return tuple(outputs)
-
-    def differentiated(self, ctx: Any, gradients: tuple) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients of the inputs."""
-        text = ctx.rest[-1]
-        if derivatives.is_batched(gradients):
-            raise self.refusal(text, derivatives.BATCHED)
-        tensors = ctx.saved_tensors
-        kept, saved = tensors[: len(self.keep)], tensors[len(self.keep) :]
-        routes, absent = self.asked(text).routes, tuple(x is None for x in gradients)
-        if absent not in routes:
-            results = self._empty_gradients(text, gradients, kept, saved)
-            routes[absent] = _places(results, gradients)
-
-        def run(*parts: tuple) -> list[torch.Tensor]:
-            return self.backward(*map(list, parts), ctx.sizes, *ctx.rest)
-
-        if torch.is_grad_enabled():  # only under create_graph=True
-            run = partial(derivatives.once, self.refusal(text, derivatives.SECOND), run)
-        found = (*gradients, *run(gradients, kept, saved))
-        by_name = {
-            one: None if at is None else found[at]
-            for one, at in zip(self.operator.differentiated, routes[absent], strict=True)
-        }
-        return tuple(by_name.get(one) for one in self.operator.tensors)
+    def _backward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
+        watched = self.watched(arguments[-1])
+        return watched.flops(watched.problem(arguments[3]), "backward")
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, custom, rest, *inputs):
-        return custom.recorded(ctx, rest, inputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        if all(gradient is None for gradient in gradients):
-            return (None,) * (2 + ctx.custom.n_tensors)
-        return None, None, *ctx.custom.differentiated(ctx, gradients)
-
-
-_apply = apply_of(_Function)
+def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Gives an operator its launch, no autograd, and what a compiler sees of it."""
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, real, key)
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"tnp::{name}", fake, lib=_library)
 
 
 def _apart(results: Iterable, gradients: Iterable) -> list[torch.Tensor]:

@@ -211,7 +211,46 @@ def compiled(found: Implementation) -> Any:
     return torch.compile(found.run, fullgraph=True, dynamic=False, mode=mode)
 
 
-class KernelPlan:
+class Differentiated:
+    """Stands behind one `autograd.Function`, which calls `forward` and `backward`.
+
+    A subclass has `forward(inputs, scalars)`, which returns the outputs, and the tensors saved for
+    the backward pass. Its `backward(gradients, kept, saved, scalars)` returns gradients in the
+    order of `Operator.differentiated`, None where not wanted.
+    """
+
+    def __init__(self, operator: Operator, implementation: str) -> None:
+        self.operator, self.implementation = operator, implementation
+        names = operator.tensors
+        everything = (*names, *operator.outputs)
+        self.keep = [everything.index(name) for name in operator.kept]
+        self.n_kept = len(self.keep)
+        # Picks from (*gradients, None): None for the plan, None for the scalars, then each input's
+        # gradient.
+        order = operator.differentiated
+        places = [order.index(name) if name in order else -1 for name in names]
+        self.route = itemgetter(-1, -1, *places)
+
+    def differentiated(self, inputs: tuple, scalars: tuple) -> Any:
+        """Returns the operator's outputs, with their graph."""
+        return _apply(self, scalars, *inputs)
+
+    def kept(self, inputs: tuple, outputs: tuple) -> list:
+        """Returns the inputs and outputs that the backward pass reads."""
+        everything = (*inputs, *outputs)
+        return [everything[at] for at in self.keep]
+
+    def refusal(self, what: str) -> RuntimeError:
+        """Returns the error that says that this implementation does not give `what`."""
+        return derivatives.refusal(self.operator, self.implementation, what)
+
+    def backward_once(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
+        """Does the same as `backward`. Differentiating its results raises an error."""
+        run = partial(self.backward, scalars=scalars)
+        return derivatives.once(self.refusal(derivatives.SECOND), run, gradients, kept, saved)
+
+
+class KernelPlan(Differentiated):
     """The plan of our kernels: one forward launch, and a backward launch per gradient layout.
 
     The plan of a custom operator's backward pass has no forward launch, and the given `saves`.
@@ -227,19 +266,13 @@ class KernelPlan:
         saves: str | None = None,
         forced: Forced | None = None,
     ) -> None:
-        self.operator, self.what, self.found, self.chosen = operator, what, found, chosen
+        super().__init__(operator, found.name)
+        self.what, self.found, self.chosen = what, found, chosen
         self.saves, self.forced = saves, forced
         self.choices: dict[str, dict] = {}
         self.device = device.index if device.type == "cuda" else None
         self.backwards = Bounded()
-        self.keep = kept_places(operator)
-        self.n_kept = len(self.keep)
-        # Picks from (*gradients, None): None for the plan, None for the scalars, then each input's
-        # gradient.
-        order = operator.differentiated
-        places = [order.index(name) if name in order else -1 for name in operator.tensors]
-        self.route = itemgetter(-1, -1, *places)
-        self.run = self._differentiated if what.wanted else self._plain
+        self.run = self.differentiated if what.wanted else self._plain
 
     def bind(self, inputs: tuple) -> None:
         """Chooses and prepares the forward kernel."""
@@ -263,14 +296,6 @@ class KernelPlan:
         outputs, _ = self.forward(inputs, scalars)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _differentiated(self, inputs: tuple, scalars: tuple) -> Any:
-        return _apply(self, scalars, *inputs)
-
-    def kept(self, inputs: tuple, outputs: tuple) -> list:
-        """Returns the inputs and outputs that the backward pass reads."""
-        everything = (*inputs, *outputs)
-        return [everything[at] for at in self.keep]
-
     def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
         """Returns gradients in the order of `differentiated`, None where not wanted."""
         if in_forward_mode() and derivatives.has_tangent(gradients):
@@ -292,15 +317,6 @@ class KernelPlan:
             with self._lock:
                 launch = self.backwards.get(key) or self._prepare(key, (gradients, kept, saved))
         return self._launched(launch, (gradients, kept, saved), scalars)
-
-    def refusal(self, what: str) -> RuntimeError:
-        """Returns the error that says that this implementation does not give `what`."""
-        return derivatives.refusal(self.operator, self.found.name, what)
-
-    def backward_once(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
-        """Does the same as `backward`. Differentiating its results raises an error."""
-        run = partial(self.backward, scalars=scalars)
-        return derivatives.once(self.refusal(derivatives.SECOND), run, gradients, kept, saved)
 
     @property
     def _lock(self) -> threading.RLock:
@@ -328,12 +344,6 @@ def _zeros(kernel: Kernel, wanted: tuple[str, ...], tensors: tuple, _scalars: tu
     arriving = set(map(id, tensors[0]))
     results = kernel.empty(wanted, tensors)
     return tuple(x if x is None or id(x) in arriving else torch.zeros_like(x) for x in results)
-
-
-def kept_places(operator: Operator) -> list[int]:
-    """Returns the places, among inputs and outputs, of the tensors that a backward pass reads."""
-    everything = (*operator.tensors, *operator.outputs)
-    return [everything.index(name) for name in operator.kept]
 
 
 def prepared(kernel: Kernel, what: Call, config: object, inputs: tuple) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tnp.contract import Implementation, on_cuda
 from tnp.ops.attention import HEAD_DIMS
 from tnp.ops.attention.definition import OF_ANY_KIND
-from tnp.ops.attention.torch_forms import softmax_scale
+from tnp.ops.attention.torch_forms import on_host, softmax_scale
 from tnp_peers.support import both, sizes
 
 MOST_MASKS = 16
@@ -42,8 +42,8 @@ def flex(
 ) -> Tensor:  # fmt: skip
     """PyTorch's flex_attention, compiled.
 
-    The map of blocks is made once for a problem and the tensors that say lengths, as they stand: a
-    model makes it once a step for all its layers. What it costs is not in the time of a call.
+    The map of blocks is made once for a problem and the lengths of its samples or sequences: a
+    model makes it once a step for all its layers. Making it is not in the time of a call.
     """
     lengths = n_keys, cu_seqlens_q, cu_seqlens_k
     return _compiled_flex_attention()(
@@ -52,31 +52,29 @@ def flex(
     )  # fmt: skip
 
 
-_masks: OrderedDict[tuple, tuple[Any, tuple]] = OrderedDict()
+_masks: OrderedDict[tuple, Any] = OrderedDict()
 
 
 def _block_mask(q: Tensor, k: Tensor, lengths: tuple, causal: bool, window: int) -> Any:
-    """None where every query sees every key. The lengths are kept with a mask, so that no other
-    tensor has their identity.
+    """Returns the map of blocks for these lengths, or None where every query sees every key.
+
+    A mask has tensors of lengths of its own. It serves every tensor with the same numbers.
     """
     if all(x is None for x in lengths) and not causal and not window:
         return None
     batch, n_q, n_k = len(q), q.shape[2], k.shape[2]
 
-    def made() -> Any:
-        seen = _seen(n_q, n_k, *lengths, causal, window)
-        of_batch = None if lengths[0] is None else batch
-        return _compiled_block_mask()(seen, of_batch, None, n_q, n_k, device=q.device)
-
-    if any(x is not None and x.is_inference() for x in lengths):
-        return made()  # such a tensor does not tell whether it was changed
-    of_lengths = [None if x is None else (id(x), x._version) for x in lengths]
-    key = batch, n_q, n_k, q.device, causal, window, *of_lengths
+    numbers = [None if x is None else tuple(on_host(x)) for x in lengths]
+    key = batch, n_q, n_k, q.device, causal, window, *numbers
     if key not in _masks:
-        _masks[key] = made(), lengths
+        with torch.inference_mode(False):  # a call that is differentiated may take it later
+            own = [None if x is None else x.clone() for x in lengths]
+            seen = _seen(n_q, n_k, *own, causal, window)
+            of_batch = None if lengths[0] is None else batch
+            _masks[key] = _compiled_block_mask()(seen, of_batch, None, n_q, n_k, device=q.device)
         if len(_masks) > MOST_MASKS:
             _masks.popitem(last=False)
-    return _masks[key][0]
+    return _masks[key]
 
 
 def _seen(

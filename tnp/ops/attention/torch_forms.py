@@ -4,6 +4,9 @@ Torch is imported where a function runs: the declaration names these functions, 
 it without torch.
 """
 
+from functools import cache
+from itertools import pairwise
+
 from tnp.inputs import require_cumulative, require_end
 from tnp.ops.attention.layouts import from_rows, to_rows
 
@@ -171,43 +174,53 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     return from_rows(o, len(q))
 
 
-_known = {}  # id of a tensor → its version, where its sequences end, and the longest
-
-
 def longest_sequence(cu_seqlens, name, of, n_rows):
-    """Of sequences packed into the `n_rows` rows of `of`; ValueError where they are not.
+    """Returns the longest of the sequences that are packed into the `n_rows` rows of `of`.
 
-    Known from the first call on, as a caller knows it who packed them: the device is asked once a
-    tensor, and not again where a CUDA graph is captured. A tensor of inference mode does not tell
-    whether it was changed: there the device is asked every time.
+    Raises ValueError where they do not follow one another to the last row. See `on_host`.
     """
-    import weakref
-
-    if cu_seqlens.is_inference():
-        end, longest = _end_and_longest(cu_seqlens, name, of, n_rows)
-    else:
-        key, version = id(cu_seqlens), cu_seqlens._version
-        known = _known.get(key)
-        if known is None or known[0] != version:
-            found = version, *_end_and_longest(cu_seqlens, name, of, n_rows)
-            if known is None:
-                weakref.finalize(cu_seqlens, _known.pop, key, None)
-            known = _known[key] = found
-        _, end, longest = known
-    require_end(name, end, of, n_rows)
-    return longest
+    ends = on_host(cu_seqlens)
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    if ends[0] or min(lengths) < 0:
+        require_cumulative(name, cu_seqlens.cpu(), of, n_rows)
+    require_end(name, ends[-1], of, n_rows)
+    return max(lengths)
 
 
-def _end_and_longest(cu_seqlens, name, of, n_rows):
-    """From the device by one transfer, and by a second where they do not follow one another."""
+def on_host(x):
+    """Returns a tensor's numbers as they stand, in lists. The host waits for the device.
+
+    Nothing on the host tells whether a replayed CUDA graph has changed them, so every call asks.
+    While a graph is captured the host cannot ask. Then it takes the numbers of the last call with
+    this tensor, and the graph keeps what it made of them.
+
+    Raises:
+        RuntimeError: a graph is captured, and no call asked before, or the tensor changed since.
+    """
     import torch
 
-    lengths = cu_seqlens.diff()
-    ends = lengths.min(), cu_seqlens[0], cu_seqlens[-1], lengths.max()
-    least, first, last, longest = torch.stack(ends).tolist()
-    if first or least < 0:
-        require_cumulative(name, cu_seqlens.cpu(), of, n_rows)
-    return last, longest
+    if not x.is_cuda:
+        return x.tolist()
+    version = None if x.is_inference() else x._version
+    if torch.cuda.is_current_stream_capturing():
+        asked, numbers = _asked().get(x, (None, None))
+        if numbers is None or asked != version:
+            raise RuntimeError(
+                "a CUDA graph is captured, where the host cannot read lengths from the device: "
+                "make the same call once before, with the same tensor of lengths"
+            )
+        return numbers
+    numbers = x.tolist()
+    _asked()[x] = version, numbers
+    return numbers
+
+
+@cache
+def _asked():
+    """Returns tensor → its version and its numbers when the host last asked."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
 
 
 # Of the dimension that tells padding from keys: what queries hold there, and what padding holds.
