@@ -39,8 +39,6 @@ PLACES = {
     "forward_level": "torch.autograd.forward_ad:_current_level",  # see in_forward_mode
     "in_autocast": "torch._C:_is_any_autocast_enabled",
     "DisableAutocast": "torch._C:_DisableAutocast",
-    # Inductor's generated code allocates by these; they pass the dispatcher by.
-    "empty_cpu": "torch._C:_dynamo.guards._empty_strided_cpu",
     # Whether the layers of a block are watched; see has_hooks.
     "has_global_hooks": "torch.nn.modules.module:_has_any_global_hook",
     # Settings of the compiler.
@@ -54,7 +52,6 @@ PLACES = {
 # Only PyTorch for CUDA has these. Elsewhere they are None.
 CUDA_PLACES = {
     "current_device": "torch._C:_cuda_getDevice",  # torch.cuda.current_device does more
-    "empty_cuda": "torch._C:_dynamo.guards._empty_strided_cuda",
     "current_stream": "torch._C:_cuda_getCurrentRawStream",  # in tnp.cuda
 }
 # Triton's versions whose launchers take their arguments in an order that `tnp.launch` knows.
