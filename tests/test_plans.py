@@ -77,7 +77,8 @@ def decisions(monkeypatch) -> list[str]:
 
 def compiled(function):
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    return torch.compile(function, fullgraph=True, backend=backend)
 
 
 def checkpointed(function):
@@ -245,7 +246,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
-from tnp import launch, plans, private, targets
+from tnp import launch, plans, targets
 from tnp.contract import Call, Case
 from tnp.gates.launches import _candidates
 from tnp.catalog import catalog
@@ -293,21 +294,17 @@ def counted(self, *arguments, **options):
     return run(self, *arguments, **options)
 
 JITFunction.run = counted
-allocate = torch.empty_strided
+allocate = torch.Tensor.new_empty_strided
 
-def always_there(size, strides, dtype):
+def always_there(self, size, strides, **options):
     if len(kept) == at[0]:
-        kept.append(allocate(size, strides, dtype=dtype))
+        kept.append(allocate(self, size, strides, **options))
     at[0] += 1
     return kept[at[0] - 1]
 
-def of(self, size, strides=None, dtype=None):
-    strides = strides or torch.empty(size, device="meta").stride()
-    return always_there(tuple(size), tuple(strides), dtype or self.dtype)
-
-torch.Tensor.new_empty_strided = torch.Tensor.new_empty = of
-torch.empty_like = lambda x: always_there(x.shape, x.stride(), x.dtype)
-private.empty_cpu = always_there
+torch.Tensor.new_empty_strided = always_there
+torch.Tensor.new_empty = lambda self, size, **options: always_there(
+    self, tuple(size), torch.empty(size, device="meta").stride(), **options)
 
 def step():
     at[0] = 0
