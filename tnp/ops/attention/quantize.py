@@ -25,7 +25,7 @@ from tnp.contract import Call
 from tnp.launch import Bound
 from tnp.ops.attention import eight_bit
 from tnp.ops.attention.primitives import Layout, head_ptr, load_rows, row_strides, rows_layout
-from tnp.ops.primitives import cast, exponent, inverse, key_count, power
+from tnp.ops.primitives import cast, exponent, inverse, key_count, nan_outside, power
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = tl.constexpr(eight_bit.BLOCK)
@@ -98,7 +98,9 @@ def _quantize_kernel(
         of_keys = _mean(k_ptr, n_keys, stride_kn, HEAD_DIM)
         of_values = _mean(v_ptr, n_keys, stride_vn, HEAD_DIM)
         if first == 0:
-            tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, of_values)
+            # Added to the output: NaN there where n_keys is out of range.
+            vector = nan_outside(of_values, n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
+            tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, vector)
         last = tl.minimum(first + BLOCKS, tl.cdiv(n_keys, BLOCK))
         positions = tl.arange(0, BLOCK)
         for block in tl.range(first, last):

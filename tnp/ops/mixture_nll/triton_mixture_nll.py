@@ -88,7 +88,8 @@ def _mixture_nll_kernel(
     per_target = 1.0 / n_rows
     if HAS_N_TARGETS:
         of_row = tl.load(n_targets_ptr + rows // n_inner, mask=counts, other=0)
-        counts = counts & (rows % n_inner < of_row)
+        outside = (of_row < 0) | (of_row > n_inner)
+        counts = counts & ((rows % n_inner < of_row) | outside)
         samples = tl.arange(0, BLOCK_B)
         of_all = tl.load(n_targets_ptr + samples, mask=samples < batch, other=0)
         of_all = tl.minimum(tl.maximum(of_all, 0), n_inner)
@@ -105,6 +106,8 @@ def _mixture_nll_kernel(
     logit = tl.where((offs_k < K)[None, :], logit, float("-inf"))
     logit -= tl.max(logit, 1)[:, None]
     log_weight = logit - tl.log(tl.sum(_exp(logit), 1))[:, None]
+    if HAS_N_TARGETS:  # of a sample whose number is out of range everything is NaN
+        log_weight = tl.where(outside[:, None], float("nan"), log_weight)
     log_normal = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for d in tl.static_range(D_Y):
         y = tl.load(y_ptrs + d * stride_yd, mask=counts, other=0.0).to(tl.float32)
