@@ -24,6 +24,7 @@ from tnp.launch import Bound
 from tnp.ops.losses import scaling
 from tnp.ops.operands import near
 from tnp.ops.primitives import INTERPRETED, KernelConfig, cast
+from tnp.ops.ranges import asserting, between
 from tnp.ops.rows import as_batches, bound_sum
 
 LOG_SQRT_2_PI = tl.constexpr(0.5 * math.log(2.0 * math.pi))
@@ -188,7 +189,11 @@ def prepare(call, config, inputs):
         add(partials, loss, 1.0)
         return (loss,), (dparameters, dy)
 
-    return launch
+    if not has_n_targets:
+        return launch
+    return asserting(
+        launch, lambda inputs: [between("n_targets", inputs[2], 0, inputs[1].shape[1])]
+    )
 
 
 def empty_backward(wanted, inputs):

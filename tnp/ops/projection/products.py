@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tnp.contract import Call, Kernel
 from tnp.ops.casting import cast_weight
 from tnp.ops.projection.qkv import query_factor
+from tnp.ops.ranges import asserting, between
 from tnp.ops.weight_gradient import product, transposed
 
 OPTIONS = ("base2", "centred", "n_keys")  # that projections of attention take
@@ -147,7 +148,9 @@ def launch_of(
         keys = x if n_k == n_rows else x.narrow(1, 0, n_k)
         return (times_q(rows, w_q).as_strided(*of_q), *project(keys, w_keys, n_keys)), ()
 
-    return launch
+    if not call.problem["n_keys"]:
+        return launch
+    return asserting(launch, lambda inputs: [between("n_keys", inputs[2], 1, n_k, "n_k = ")])
 
 
 def _times(
