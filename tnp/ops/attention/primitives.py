@@ -14,6 +14,7 @@ from tnp.inputs import is_expanded
 from tnp.launch import Bound
 from tnp.ops.attention.keys import all_seen
 from tnp.ops.attention.torch_forms import LN_2
+from tnp.ops.operands import Layout
 from tnp.ops.primitives import KernelConfig, cast
 from tnp.ops.ranges import asserting, between, cumulative
 from tnp.targets import Target
@@ -142,8 +143,6 @@ def row_ptr(ptr, row, stride_row):
 
 
 # ---------------------------------------------------------------------- what a launch allocates
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, as new_empty_strided takes
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:

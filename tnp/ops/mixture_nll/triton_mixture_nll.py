@@ -22,7 +22,7 @@ import triton.language as tl
 from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.losses import scaling
-from tnp.ops.operands import near
+from tnp.ops.operands import dense, near
 from tnp.ops.primitives import INTERPRETED, KernelConfig, cast
 from tnp.ops.ranges import asserting, between
 from tnp.ops.rows import as_batches, bound_sum
@@ -175,11 +175,15 @@ def prepare(call, config, inputs):
         **config.kernel_arguments(),
     )  # fmt: skip
     add = bound_sum(n_programs, 1)
+    of_partials = dense(n_programs)
+    of_dparameters, of_dy = (dense(*x.shape) for x in empty(call.wanted, inputs)[1])
 
     def launch(inputs, scalars):
         parameters, y, n_targets = inputs
-        (loss,), (dparameters, dy) = empty(call.wanted, inputs)
-        partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
+        loss = parameters.new_empty_strided((), (), dtype=torch.float32)
+        dparameters = parameters.new_empty_strided(*of_dparameters)
+        dy = y.new_empty_strided(*of_dy)
+        partials = loss.new_empty_strided(*of_partials)
         log_sigma_min = math.log(scalars[0]) if has_floor else 0.0
         (y_rows,) = read((as_batches(y),))
         kernel(
