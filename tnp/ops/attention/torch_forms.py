@@ -92,7 +92,8 @@ def reference(
     Args:
         q: [B, H, n_q, D].
         k, v: [B, H_kv, n_k, D], H_kv a divisor of H.
-        n_keys: [B], keys of each sample, or None for n_k everywhere.
+        n_keys: [B], keys of each sample, or None for n_k everywhere; NaN in samples where it is
+            out of range.
         cu_seqlens_q, cu_seqlens_k: [n_sequences + 1], of packed sequences, or None.
         scale: a number.
         base2: whether q carries scale · log2(e), so that weights are powers of 2.
@@ -100,7 +101,11 @@ def reference(
         lse: whether it is a pair of that and its lse, as of `attend`.
     """
     if n_keys is not None:
-        q = q.masked_fill(_outside(k, n_keys), float("nan"))
+        import torch
+
+        outside = (n_keys < 1) | (n_keys > k.shape[2])
+        q = q * torch.where(outside, float("nan"), 1.0).to(q.dtype)[:, None, None, None]
+        n_keys = n_keys.clamp(1, k.shape[2])
     seen = visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal, window)
     return attend(q, k, v, seen, softmax_scale(scale, base2), lse)
 
@@ -137,11 +142,6 @@ def _is_key(k, n_keys):
     import torch
 
     return (torch.arange(k.shape[2], device=k.device) < n_keys[:, None])[:, None, None]
-
-
-def _outside(k, n_keys):
-    """bool [B, 1, 1, 1]: whether a sample's number of keys is none that it can have."""
-    return ((n_keys < 1) | (n_keys > k.shape[2]))[:, None, None, None]
 
 
 def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
@@ -250,7 +250,6 @@ def sdpa_flash(
     first = torch.arange(_MORE_DIMENSIONS, device=q.device) == 0
     asking = torch.where(first, _ASKING, 0.0).to(q.dtype)
     telling = torch.where(first & ~_is_key(k, n_keys).mT, _PADDING, 0.0).to(k.dtype)
-    telling = telling.masked_fill(_outside(k, n_keys), float("nan"))
     q, k = (
         torch.cat([x, more.expand(*x.shape[:3], _MORE_DIMENSIONS)], -1)
         for x, more in ((q, asking), (k, telling))

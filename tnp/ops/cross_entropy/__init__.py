@@ -79,15 +79,18 @@ def draw_target(case, random, n, n_classes):
 
 
 def out_of_range(case, inputs):
-    """A target that is no class: it spoils the loss, its row's gradient, and the weight's."""
+    """Targets that are no class: they spoil the loss, their row's gradient, and the weight's."""
     import torch
 
     target = inputs["target"]
-    wrong, right, where = target.clone(), target.clone(), torch.zeros_like(target, dtype=torch.bool)
-    wrong[-1], right[-1], where[-1] = case.problem["classes"], 0, True
+    right, where = target.clone(), torch.zeros_like(target, dtype=torch.bool)
+    right[-1], where[-1] = 0, True
     spoiled = dict.fromkeys(("dlogits", "dx"), where)
     spoiled |= dict.fromkeys(("loss", "dweight"), where.any())
-    yield {"target": wrong}, {"target": right}, spoiled
+    for number in (case.problem["classes"], -1):
+        wrong = target.clone()
+        wrong[-1] = number
+        yield {"target": wrong}, {"target": right}, spoiled
 
 
 def draw(case, random) -> dict:
