@@ -31,7 +31,8 @@ KINDS = {
     "packed": ((4, 4), 1, {"causal": True, "lengths": (100, 0, 1, N - 101)}),
     "grouped": ((8, 2), 48, {"causal": True}),
     "by_head": ((8, 2), 1, {"causal": True}),  # one sequence, whose heads share keys
-    "n_keys": ((4, 4), 3, {"n_keys": (N, 1, 130)}),
+    "n_keys": ((4, 4), 4, {"n_keys": (N + 1000, -1, 1, 130)}),  # two out of range
+    "wrong_pack": ((4, 4), 1, {"causal": True, "lengths": (100, 1, N)}),  # too long
 }
 PROBLEMS = [
     *map("/".join, product(("fused", "separate", "portable"), ("64", "128"), KINDS)),
@@ -78,7 +79,9 @@ def buffered(head_dim: int, kind: str) -> None:
 
     like = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.randn(2, 3, n, head_dim, **like) for n in (240, 127, 127))
-    lengths = torch.tensor([5, 57], dtype=torch.int32, device="cuda") if kind == "n_keys" else None
+    lengths = None
+    if kind == "n_keys":  # the second out of range
+        lengths = torch.tensor([5, 5000], dtype=torch.int32, device="cuda")
     buffered_attention(
         q, k, v, 70, n_groups=1, n_keys=lengths, all_rows=True, implementation="triton"
     ).sum().backward()

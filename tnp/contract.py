@@ -340,6 +340,9 @@ class Operator:
     controls_of: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
     # Inputs → those of them that say how many rows there are, with numbers of other rows.
     other_lengths: Callable[[dict], dict[str, Any]] = lambda inputs: {}
+    # (case, inputs) → for each number out of range: inputs that have it; inputs that have the
+    # nearest in range, {} for those given; and by result, bool, where that must be NaN.
+    out_of_range: Callable[[Case, dict], Iterable[tuple[dict, dict, dict]]] = lambda *_: ()
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases

@@ -1,6 +1,7 @@
 """The generic gate: green of all that is ours, and red of each thing that it is there to find."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,33 @@ def test_a_captured_launch_must_follow_its_lengths(monkeypatch, op, problem):
         return all(check.passed for check in operators.routes.with_other_lengths(setting))
 
     assert replays(again=True) and not replays(again=False)
+
+
+def test_a_number_out_of_range_must_be_nan_in_its_sequence_alone():
+    """Red of what clamps it, and of what spoils another sequence."""
+    operator = catalogs.catalog().operator("attention")
+    sizes = {name: 8 for name in operator.sizes} | {"batch": 3}
+    case = Case(operator.problem("float32", **sizes, n_keys=True), (("lengths", "3,7,4"),))
+    found = catalogs.catalog().load("attention", "reference")
+    setting = Setting.of(operator, found, case, torch.device("cpu"))
+
+    def checked(change) -> list[str]:
+        def results(inputs):
+            return change(setting.results(found.run, inputs, setting.upstream), inputs["n_keys"])
+
+        drawn = setting.results(found.run, setting.inputs, setting.upstream)
+        run = SimpleNamespace(setting=setting, results=results, moving=set(), check=setting.check)
+        return red(list(operators.out_of_range.checks(run, drawn)))
+
+    def spoiled(got, n_keys):
+        return got | {"dk": torch.full_like(got["dk"], float("nan"))}
+
+    def clamped(got, n_keys):
+        inputs = setting.inputs | {"n_keys": n_keys.clamp(1, 8)}
+        return setting.results(found.run, inputs, setting.upstream)
+
+    assert checked(lambda got, n_keys: got) == []
+    assert len(checked(spoiled)) == len(checked(clamped)) == 2
 
 
 def red(checks: list) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
-from tnp import dispatch, opaque, plans
+from tnp import opaque, plans
 from tnp.contract import OWN
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
@@ -166,28 +166,6 @@ def test_pytorchs_flash_gives_padding_no_weight_and_no_gradient(scale):
         torch.testing.assert_close(flash, reference)
     for gradient in found[0][2:]:
         assert (gradient[1, :, 4:] == 0).all() and (gradient[2, :, 1:] == 0).all()
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="there it is an assertion on the device")
-@ours
-@pytest.mark.parametrize("wrong", [0, 9])
-def test_n_keys_out_of_range_is_clamped_or_found_where_asked_for(
-    implementation, wrong, monkeypatch
-):
-    """Below the public function, which knows them itself where the host does."""
-    x, n_keys = torch.randn(1, 2, 8, 64), torch.tensor([wrong], dtype=torch.int32)
-
-    def called(n_keys):
-        return dispatch.call(OPERATOR, implementation, (x, x, x, n_keys, None, None), (0.125,))
-
-    clamped = called(n_keys.clamp(1, 8))
-    assert torch.equal(called(n_keys), clamped)
-    monkeypatch.setenv("TNP_CHECK", "1")  # read when a plan is made
-    monkeypatch.setattr(dispatch, "of_operator", {})
-    monkeypatch.setattr(plans, "of_operator", dispatch.of_operator)
-    with pytest.raises(RuntimeError, match="between 1 and n_k = 8"):
-        called(n_keys)
-    assert torch.equal(called(n_keys.clamp(1, 8)), clamped)
 
 
 def bad_inputs():

@@ -176,10 +176,13 @@ def test_all_keys_counted_is_not_counting(kernels):
     assert all(map(torch.equal, counted, kernels.run(*inputs)))
 
 
-def test_counts_are_clamped_to_the_keys_there_are(kernels):
+def test_counts_out_of_range_are_nan_in_their_sample_alone(kernels):
     inputs = draw(BATCH)
-    wild = kernels.run(*inputs, counts(-7, 2**30, 40))
-    assert all(map(torch.equal, wild, kernels.run(*inputs, counts(1, 60, 40))))
+    wild, right = (kernels.run(*inputs, counts(*n)) for n in ((-7, 2**30, 40), (1, 60, 40)))
+    for of_o, x in zip((True, True, False, False), wild, strict=True):
+        for b in range(2):
+            assert x[b].isnan().all() if of_o else x[b].isnan().any()
+    assert all(torch.equal(x[2], y[2]) for x, y in zip(wild, right, strict=True))
 
 
 @pytest.mark.parametrize("n_k, n_keys", [(BATCH.n_k, COUNTS), (200, [1, 200, 130])])

@@ -1,15 +1,11 @@
 """Attention over packed sequences: each is alone, whatever stands beside it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from triton.runtime import interpreter
-from triton.runtime.errors import InterpreterError
 
 from tests.ops.attention_kinds import HEAD_DIM, NAMES, assert_close, cu_seqlens, draw, ours, run
 from tests.ops.problems import DEVICE, HERE
-from tnp import dispatch, selection
+from tnp import selection
 from tnp.ops.attention import OPERATOR, attention, keys
 from tnp.ops.attention.torch_forms import longest_sequence
 
@@ -106,7 +102,9 @@ def test_the_table_of_tiles(side):
     x, cu = torch.zeros(1, 1, sum(lengths), HEAD_DIM, device=DEVICE), cu_seqlens(lengths)
     inputs = x, x, x, None, cu, cu
     tiles = keys.Tiles(selection.describe(OPERATOR, inputs, (), (), HERE), side, 16)
-    table = tiles.pointers(inputs[3:], x)[0].tolist()
+    table, *used, n_keys = tiles.pointers(inputs[3:], x)
+    table = table[: 2 * tiles.n].view(-1, 2).tolist()
+    assert all(torch.equal(one[: len(cu)], cu) for one in used) and n_keys[0] == sum(lengths)
     every = [[s, row] for s, n in enumerate(lengths) for row in range(0, n, 16)]
     behind = {s: (n - 1) // 16 * 16 for s, n in enumerate(lengths)}
     shortest_first = sorted(every, key=lambda tile: tile[1])
@@ -114,37 +112,6 @@ def test_the_table_of_tiles(side):
     expected = shortest_first if side == "n_q" else longest_first
     assert table[: len(expected)] == expected
     assert table[len(expected) :] == [[-1, 0]] * (tiles.n - len(expected))
-
-
-@pytest.fixture
-def asserting(monkeypatch):
-    """Have the interpreter run assertions of kernels, as devices do; it passes them over."""
-    builder = interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
-@ours
-@pytest.mark.parametrize(
-    "ends, sentence",
-    [
-        ([0, 5, 3, 8], "cu_seqlens decrease"),
-        ([1, 2, 3, 8], "must begin with 0"),
-        ([0, 2, 3, 7], "must end with all rows"),
-        ([0, 2, 3, 9], "name rows that there are not"),
-        ([0, -1, 3, 8], "cu_seqlens decrease"),
-    ],
-    ids=str,
-)
-def test_cu_seqlens_that_cannot_be_are_found_on_the_device(
-    asserting, implementation, ends, sentence
-):
-    """Below the public function, which knows them itself where the host does."""
-    x = torch.zeros(1, 1, 8, HEAD_DIM)
-    right, wrong = cu_seqlens([2, 1, 5]), torch.tensor(ends, dtype=torch.int32)
-    for pair in ((wrong, right), (right, wrong)):
-        with pytest.raises(InterpreterError, match=sentence):
-            dispatch.call(OPERATOR, implementation, (x, x, x, None, *pair), (1.0,))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there the host does not know them")

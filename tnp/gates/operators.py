@@ -25,7 +25,7 @@ import torch
 from tnp import plans, selection, targets
 from tnp.catalog import catalog
 from tnp.contract import OWN, Call, Case, Implementation, Kernel, Operator
-from tnp.gates import layout, routes
+from tnp.gates import layout, out_of_range, routes
 from tnp.gates.checks import Check, Finished, LeftOut, Unsupported, max_abs_error
 from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
@@ -161,8 +161,8 @@ def _of_case(setting: Setting, known: Known, with_routes: bool) -> Iterator[Chec
     on_gpu = setting.device.type == "cuda"
     what = Call(setting.case.problem, setting.target, setting.wanted)
     for pair in _pairs(setting.found, what):
-        thorough = on_gpu or pair.name not in known.pairs
-        yield from _of_pair(Forced(setting, pair, setting.wanted), thorough)
+        is_new = pair.name not in known.pairs
+        yield from _of_pair(Forced(setting, pair, setting.wanted), on_gpu or is_new, is_new)
     if with_routes:
         yield from routes.checks(setting)
     has_lengths = bool(setting.operator.other_lengths(setting.inputs))
@@ -236,8 +236,11 @@ class Forced:
         return self.setting.against_float64(got, how, self.pair.name)
 
 
-def _of_pair(run: Forced, thorough: bool) -> Iterator[Check]:
-    """On a GPU all is checked of every case; in the interpreter of the first with its options."""
+def _of_pair(run: Forced, thorough: bool, is_new: bool) -> Iterator[Check]:
+    """On a GPU all is checked of every case; in the interpreter of the first with its options.
+
+    Numbers out of range are checked of the first alone: `is_new`.
+    """
     setting, found, first = run.setting, run.setting.found, run.results()
     yield from run.against_float64(first, "")
     if thorough:
@@ -247,6 +250,8 @@ def _of_pair(run: Forced, thorough: bool) -> Iterator[Check]:
     if found.provider != OWN or found.compile:
         return
     yield from _of_memory(run, first)
+    if is_new:
+        yield from out_of_range.checks(run, first)
     if run.pair.forward is not None:
         yield from _of_layout(run, thorough)
     if thorough and setting.wanted:  # what nobody differentiates may be computed by another kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tnp import cuda
@@ -131,3 +131,26 @@ def rows_within(run: Mapping) -> int:
     """Rows of a step: tokens, or context and target points."""
     n_points = run["n_context"] + run["n_target"] if "n_context" in run else run["n_tokens"]
     return run["batch"] * n_points
+
+
+def numbers_out_of_range(
+    inputs: Mapping[str, Tensor | None], name: str, least: int, most: int, *results: str
+) -> Iterator[tuple[dict, dict, dict]]:
+    """Yields what `Operator.out_of_range` asks for: too large a number, and one that is too small.
+
+    Args:
+        inputs: as they were drawn.
+        name: the input that holds a number of each sample, int32 [B], or None.
+        least, most: the range.
+        results: names of those that are NaN in the sample.
+    """
+    import torch
+
+    numbers = inputs[name]
+    if numbers is None:
+        return
+    for sample, number, nearest in ((0, most + 1, most), (-1, -(2**31), least)):
+        wrong, right = numbers.clone(), numbers.clone()
+        where = torch.zeros_like(numbers, dtype=torch.bool)
+        wrong[sample], right[sample], where[sample] = number, nearest, True
+        yield {name: wrong}, {name: right}, dict.fromkeys(results, where)

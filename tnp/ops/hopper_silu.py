@@ -27,7 +27,7 @@ from tnp.ops.hopper_matmul import (
 )
 from tnp.ops.hopper_primitives import opaque
 from tnp.ops.hopper_slope import load_slopes, new_saved, slope_of, slope_place, store_slope
-from tnp.ops.operands import Rows
+from tnp.ops.operands import Rows, dense
 from tnp.ops.triton_matmul import DSilu, Silu
 from tnp.targets import Target
 
@@ -144,7 +144,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
     It is called with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
     """
-    shape = rows.n, width
+    of_out = dense(rows.n, width)
     kernel = Bound(
         matmul_silu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,
         maps=(
@@ -155,8 +155,8 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
     )  # fmt: skip
 
     def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        h = x.new_empty(shape)
-        slope = new_saved(x, shape, dtype) if save else None
+        h = x.new_empty_strided(*of_out)
+        slope = new_saved(x, of_out[0], dtype) if save else None
         kernel(x, w, h, h if slope is None else slope)
         return h, slope
 
@@ -165,7 +165,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
     """What computes dz [T, F]: called with dy, read as `rows` say, w [K, F], and the slope."""
-    shape = rows.n, width
+    of_out = dense(rows.n, width)
     kernel = Bound(
         matmul_dsilu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,
         maps=(
@@ -176,7 +176,7 @@ def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> 
     )  # fmt: skip
 
     def run(dy: torch.Tensor, w: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        dz = dy.new_empty(shape)
+        dz = dy.new_empty_strided(*of_out)
         kernel(dy, w, dz, slope)
         return dz
 

@@ -102,4 +102,5 @@ def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> to
     """Uninitialized, where x lies, of the whole tiles of `shape`, beside results in `dtype`."""
     n_rows, width = shape
     dtype = torch.uint8 if dtype == torch.bfloat16 else dtype
-    return x.new_empty(triton.cdiv(n_rows, TILE.value) * TILE.value, width, dtype=dtype)
+    shape = triton.cdiv(n_rows, TILE.value) * TILE.value, width
+    return x.new_empty_strided(shape, (width, 1), dtype=dtype)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Reason
 from tnp.launch import Bound
+from tnp.ops.operands import dense
 from tnp.ops.primitives import cast
 from tnp.ops.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 
@@ -167,16 +168,16 @@ class ParameterSum:
     """Gradients of parameters as sums of partials, one [D] a program, in a fixed order."""
 
     def __init__(self, n_partials: int, width: int) -> None:
-        self.shape = n_partials, width
+        self.layout, self.whole = dense(n_partials, width), dense(width)
         self.kernel = bound_sum(n_partials, width)
 
     def partials(self, x: torch.Tensor) -> torch.Tensor:
         """Uninitialized, where x lies."""
-        return x.new_empty(self.shape, dtype=torch.float32)
+        return x.new_empty_strided(*self.layout, dtype=torch.float32)
 
     def of(self, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """The gradient of `parameter`, in its dtype."""
-        out = parameter.new_empty(parameter.shape)
+        out = parameter.new_empty_strided(*self.whole)
         self.kernel(partials, out, 1.0)
         return out
 

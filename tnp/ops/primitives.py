@@ -96,3 +96,12 @@ def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
     if HAS_N_KEYS:
         return tl.minimum(tl.maximum(tl.load(n_keys_ptr + b), 1), n_k)
     return n_k
+
+
+@triton.jit
+def nan_outside(x, n_keys_ptr, b, n_k, COUNTED: tl.constexpr):
+    """x, or NaN where sample b's number of keys lies outside 1 … n_k, which `key_count` clamps."""
+    if COUNTED:
+        n_keys = tl.load(n_keys_ptr + b)
+        x = tl.where((n_keys >= 1) & (n_keys <= n_k), x, float("nan"))
+    return x

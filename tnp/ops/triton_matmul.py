@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tnp.launch import Bound
-from tnp.ops.operands import Rows
+from tnp.ops.operands import Rows, dense
 from tnp.ops.primitives import INTERPRETED, KernelConfig, add_dot, cast
 from tnp.targets import Target
 
@@ -173,11 +173,11 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
     """
     epilogue = "silu_and_z" if save else "silu"
     kernel = _bound(rows, width, rows.width, dtype.itemsize, epilogue, w_is_kn=False)
-    shape = rows.n, width
+    of_out = dense(rows.n, width)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        h = x.new_empty(shape)
-        z = new_saved(x, shape, dtype) if save else None
+        h = x.new_empty_strided(*of_out)
+        z = new_saved(x, of_out[0], dtype) if save else None
         kernel(x, w, h if z is None else z, h)
         return h, z
 
@@ -190,10 +190,10 @@ def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> 
     It is called with dy, read as `rows` say, w [K, N], contiguous in dy's dtype, and z.
     """
     kernel = _bound(rows, width, width, dtype.itemsize, "dsilu", w_is_kn=True)
-    shape = rows.n, width
+    of_out = dense(rows.n, width)
 
     def run(dy: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        dz = dy.new_empty(shape)
+        dz = dy.new_empty_strided(*of_out)
         kernel(dy, w, z, dz)
         return dz
 
@@ -202,4 +202,4 @@ def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> 
 
 def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized z, where x lies."""
-    return x.new_empty(shape, dtype=dtype)
+    return x.new_empty_strided(shape, (shape[1], 1), dtype=dtype)

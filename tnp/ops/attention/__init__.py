@@ -270,6 +270,7 @@ OPERATOR = Operator(
     condition=lambda case, inputs: cases.condition(OPERATOR, case, inputs),
     controls=cases.CONTROLS,
     other_lengths=definition.other_lengths,
+    out_of_range=definition.out_of_range,
     controls_of=cases.CONTROLS_OF,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
@@ -318,13 +319,14 @@ def attention(
         n_keys: int32 [B] on q's device, each from 1 to n_k, or None for n_k everywhere: sample b
             has keys 0 … n_keys[b] − 1. Rows of k and v past them are padding: any finite values, of
             weight exactly 0 and gradient exactly 0. A number out of range is a ValueError on the
-            CPU. On CUDA, where the host does not know it, our kernels clamp it; with TNP_CHECK=1 in
-            the environment when a shape is first met, they assert it instead, at the next
-            synchronization.
+            CPU. On CUDA, where the host does not know it, ours make all results of its sample NaN;
+            with TNP_CHECK=1 in the environment when a shape is first met, they assert it instead,
+            at the next synchronization. PyTorch's take it as the mask that it makes.
         cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
             cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
             never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU, and
-            from `sdpa_flash`, which asks the device; on CUDA ours assert it on the device.
+            from `sdpa_flash`, which asks the device. On CUDA it makes all results of ours NaN, or
+            with TNP_CHECK=1 an assertion.
         lse: whether to return the logarithm of what softmax divides by as well, by which attention
             over parts of the keys can be put together. Ours and `reference` take it.
         compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16

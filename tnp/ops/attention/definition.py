@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tnp.contract import Case, Operator, Problem, Work
 from tnp.inputs import require_floats, require_one_device
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale, visible
+from tnp.ops.declared import numbers_out_of_range
 from tnp.targets import Target
 
 if TYPE_CHECKING:
@@ -111,6 +112,23 @@ def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         else:
             found[name] = x.diff(prepend=x[:1]).roll(-1).flip(0).cumsum(0, dtype=x.dtype)
     return found
+
+
+def out_of_range(
+    case: Case, inputs: Mapping[str, Tensor | None]
+) -> Iterator[tuple[dict, dict, dict]]:
+    """Numbers of keys, which spoil their sample, and a cu_seqlens that spoils the whole pack."""
+    import torch
+
+    n_k, results = case.problem["n_k"], ("o", "lse", "dq", "dk", "dv")
+    # No sample's results depend on the number of another: those drawn serve.
+    for wrong, _, spoiled in numbers_out_of_range(inputs, "n_keys", 1, n_k, *results):
+        yield wrong, {}, spoiled
+    for name in PACKED:
+        if inputs[name] is not None:
+            wrong = inputs[name].clone()
+            wrong[-1 if name == PACKED[0] else 0] += 1
+            yield {name: wrong}, {}, dict.fromkeys(results, torch.tensor(True, device=wrong.device))
 
 
 def scores(case: Case) -> int:

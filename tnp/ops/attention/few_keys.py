@@ -46,7 +46,7 @@ from tnp.ops.attention.primitives import (
     segments,
     store_rows,
 )
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count
+from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
 
 BLOCKS = (64, 128, 256)  # keys of a tile
 MAX_KEYS = BLOCKS[-1]
@@ -131,6 +131,7 @@ def _few_keys_fwd_kernel(
 
     offs_n = tl.arange(0, BLOCK_N)
     n_keys = key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
+    scale_log2 = nan_outside(scale_log2, n_keys_ptr, b, n_k, HAS_N_KEYS)
     k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, RAGGED)
     v = load_rows(v_ptr, offs_n, n_keys, stride_vn, HEAD_DIM, RAGGED)
     for tile in tl.range(0, TILES):

@@ -120,7 +120,8 @@ def walk(
         _b, _h, first_key = pipe.place(item)
         keys, _first, _n_stages = pipe.extent(item)
         row = first_key + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-        limit = gl.where(row < keys, float("inf"), float("-inf"))[:, None]
+        # NaN: the minimum with it is the other number, NaN too where n_keys is out of range.
+        limit = gl.where(row < keys, float("nan"), float("-inf"))[:, None]
     else:
         # Past the last key k is read as 0: to dq any finite p adds 0. No other p is more than 2^0,
         # or where do may be times 2^−lse, more than 2^64.

@@ -41,6 +41,7 @@ from tnp.ops.attention.hopper_forward_walk import attend, attend_masked
 from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, store_some, tile, written
 from tnp.ops.attention.keys import key_range
 from tnp.ops.hopper_primitives import barriers, opaque
+from tnp.ops.primitives import nan_outside
 
 # The largest sum of a row whose reference stands: p·v stays finite up to |v| = 2^63. In float16 p
 # itself is not up to there, and the row of acc then not finite.
@@ -145,6 +146,8 @@ def _consume(
                 if pipe.MASKED:
                     l_i = gl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key o is 0
                     m = gl.where(sees, m, float("-inf"))
+                counted: gl.constexpr = pipe.HAS_N_KEYS or pipe.PACKED
+                l_i = nan_outside(l_i, pipe.n_keys_ptr, bh // pipe.n_heads, pipe.n_k, counted)
                 acc = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
                 n_q = pipe.n_q
                 exist = row >= 0

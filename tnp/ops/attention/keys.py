@@ -10,7 +10,8 @@ to the right. A side that is not bounded is no part of a kernel: its flag is a c
 
 Packed sequences lie one after the other in the rows of one sample, sequence s of queries in rows
 cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1, and of keys likewise. A tile of rows belongs to one
-sequence: a table says to which, and where in it the tile begins.
+sequence: a table says to which, and where in it the tile begins. A pack whose cu_seqlens cannot be
+is taken for one sequence, so that no kernel leaves its rows, and its results are NaN.
 """
 
 from dataclasses import dataclass
@@ -202,10 +203,10 @@ def place(
         return tile * ROWS, 0, n_q, 0, key_count(n_keys_ptr, b, n_k, HAS_N_KEYS)
 
 
-@triton.jit(do_not_specialize=["n_sequences", "n_tiles", "n_q", "n_k"], debug=True)
+@triton.jit(do_not_specialize=["n_sequences", "n_tiles", "n_q", "n_k"])
 def _tiles_kernel(
-    tiles_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, n_sequences, n_tiles, n_q, n_k,
-    ROWS: tl.constexpr, OF_KEYS: tl.constexpr,
+    tiles_ptr, used_q_ptr, used_k_ptr, n_keys_ptr, cu_q_ptr, cu_k_ptr, n_sequences, n_tiles, n_q,
+    n_k, ROWS: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Of each tile its sequence and first row in it, by a program a sequence; −1 past the last.
 
@@ -214,19 +215,27 @@ def _tiles_kernel(
     which take as long follow one another, whatever sequences they are of: queries' from the
     shortest on, since kernels take them from the last back, and keys' from the longest.
 
-    The device alone knows what cu_seqlens hold, so it is the device that checks them.
+    The device alone knows what cu_seqlens hold. Attention reads the copies that this kernel leaves
+    in `used_q` and `used_k`. Where the numbers cannot be, the copies name one sequence of all rows,
+    and `n_keys` becomes 0, by which the forward pass makes the results NaN; else it becomes n_k.
     """
     s = tl.program_id(0)
-    _check(cu_q_ptr, s, n_sequences, n_q)
-    _check(cu_k_ptr, s, n_sequences, n_k)
-    n_own = tl.cdiv(tl.load(cu_ptr + s + 1) - tl.load(cu_ptr + s), ROWS)
+    wrong = _cannot_be(cu_q_ptr, n_sequences, n_q) | _cannot_be(cu_k_ptr, n_sequences, n_k)
+    if s == 0:
+        tl.store(used_q_ptr, 0)
+        tl.store(used_k_ptr, 0)
+        tl.store(n_keys_ptr, tl.where(wrong, 0, n_k))
+    tl.store(used_q_ptr + s + 1, _used(cu_q_ptr, s + 1, n_sequences, n_q, wrong))
+    tl.store(used_k_ptr + s + 1, _used(cu_k_ptr, s + 1, n_sequences, n_k, wrong))
+    cu_ptr, n_rows = (cu_k_ptr, n_k) if OF_KEYS else (cu_q_ptr, n_q)
+    n_own = _n_tiles(cu_ptr, s, n_sequences, n_rows, wrong, ROWS)
     for start in tl.range(0, n_own, AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
         number = n_own - 1 - tile if OF_KEYS else tile
         place = tl.zeros([AT_ONCE], tl.int32)
         for others in tl.range(0, n_sequences, AT_ONCE):
             at = others + tl.arange(0, AT_ONCE)
-            n = _n_tiles(cu_ptr, at, n_sequences, ROWS)[None, :]
+            n = _n_tiles(cu_ptr, at, n_sequences, n_rows, wrong, ROWS)[None, :]
             if OF_KEYS:
                 before = tl.maximum(n - 1 - number[:, None], 0)
             else:
@@ -239,7 +248,7 @@ def _tiles_kernel(
         last = 0
         for start in tl.range(0, n_sequences, AT_ONCE):
             at = start + tl.arange(0, AT_ONCE)
-            last += tl.sum(_n_tiles(cu_ptr, at, n_sequences, ROWS))
+            last += tl.sum(_n_tiles(cu_ptr, at, n_sequences, n_rows, wrong, ROWS))
         for start in tl.range(last, n_tiles, AT_ONCE):
             tile = start + tl.arange(0, AT_ONCE)
             tl.store(tiles_ptr + 2 * tile, -1, mask=tile < n_tiles)
@@ -247,21 +256,30 @@ def _tiles_kernel(
 
 
 @triton.jit
-def _n_tiles(cu_ptr, at, n_sequences, ROWS: tl.constexpr):
-    """Of sequences `at` how many tiles they have; 0 past the last sequence."""
-    begin = tl.load(cu_ptr + at, mask=at < n_sequences, other=0)
-    end = tl.load(cu_ptr + at + 1, mask=at < n_sequences, other=0)
-    return tl.cdiv(end - begin, ROWS)
+def _cannot_be(cu_ptr, n_sequences, n_rows):
+    """Whether sequences do not follow one another from row 0 to the last of n_rows."""
+    wrong = (tl.load(cu_ptr) != 0) | (tl.load(cu_ptr + n_sequences) != n_rows)
+    for start in tl.range(0, n_sequences, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        begin = tl.load(cu_ptr + at, mask=at < n_sequences, other=0)
+        end = tl.load(cu_ptr + at + 1, mask=at < n_sequences, other=0)
+        wrong |= tl.max((begin > end).to(tl.int32), 0) > 0
+    return wrong
 
 
 @triton.jit
-def _check(cu_ptr, s, n_sequences, n_rows):
-    """Asserts of a sequence's first row and its end that they can be."""
-    begin, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
-    tl.device_assert(begin <= end, "cu_seqlens decrease: a sequence would end before it begins")
-    tl.device_assert((begin >= 0) & (end <= n_rows), "cu_seqlens name rows that there are not")
-    tl.device_assert((s > 0) | (begin == 0), "cu_seqlens must begin with 0")
-    tl.device_assert((s < n_sequences - 1) | (end == n_rows), "cu_seqlens must end with all rows")
+def _used(cu_ptr, at, n_sequences, n_rows, wrong):
+    """Number `at` of cu_seqlens, or of one sequence of all rows where they are `wrong`."""
+    given = tl.load(cu_ptr + at, mask=at <= n_sequences, other=0)
+    return tl.where(wrong, tl.where(at > 0, n_rows, 0), given)
+
+
+@triton.jit
+def _n_tiles(cu_ptr, at, n_sequences, n_rows, wrong, ROWS: tl.constexpr):
+    """Of sequences `at` how many tiles they have; 0 past the last sequence."""
+    begin = _used(cu_ptr, at, n_sequences, n_rows, wrong)
+    end = _used(cu_ptr, at + 1, n_sequences, n_rows, wrong)
+    return tl.where(at < n_sequences, tl.cdiv(end - begin, ROWS), 0)
 
 
 def n_tiles(n_rows: int, rows: int, n_sequences: int) -> int:
@@ -290,23 +308,27 @@ class Tiles:
         p = call.problem
         n_sequences = int(p["n_sequences"])
         self.n = n_tiles(p[side], rows, n_sequences)
-        self._of_keys = side == "n_k"
+        # The table, both cu_seqlens and a number of keys: whole multiples of 16 bytes.
+        counts = 2 * self.n, n_sequences + 1, n_sequences + 1, 1
+        self._parts = [-(-count // 4) * 4 for count in counts]
+        self._size = sum(self._parts)
         self._fill = Bound(
             _tiles_kernel, (n_sequences,), n_sequences, self.n, p["n_q"], p["n_k"], ROWS=rows,
-            OF_KEYS=self._of_keys,
+            OF_KEYS=side == "n_k",
         ) if n_sequences else None  # fmt: skip
 
     def pointers(self, lengths: tuple, otherwise: Tensor) -> tuple[Tensor, ...]:
         """What `place` reads: the table, cu_seqlens of queries and of keys, and n_keys.
+
+        Of packed rows n_keys is one number: n_k, or 0 where cu_seqlens cannot be.
 
         Args:
             lengths: n_keys, cu_seqlens_q and cu_seqlens_k, each perhaps None.
             otherwise: a tensor in place of each that nobody reads.
         """
         n_keys, cu_q, cu_k = lengths
-        n_keys = otherwise if n_keys is None else n_keys
         if self._fill is None:
-            return otherwise, otherwise, otherwise, n_keys
-        tiles = cu_q.new_empty((self.n, 2))
-        self._fill(tiles, cu_k if self._of_keys else cu_q, cu_q, cu_k)
-        return tiles, cu_q, cu_k, n_keys
+            return otherwise, otherwise, otherwise, otherwise if n_keys is None else n_keys
+        filled = cu_q.new_empty(self._size).split_with_sizes(self._parts)
+        self._fill(*filled, cu_q, cu_k)
+        return filled

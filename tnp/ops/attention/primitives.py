@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tnp.contract import Call
 from tnp.inputs import is_expanded
-from tnp.launch import Bound, asserts
+from tnp.launch import Bound
 from tnp.ops.attention.keys import all_seen
 from tnp.ops.attention.torch_forms import LN_2
+from tnp.ops.operands import Layout
 from tnp.ops.primitives import KernelConfig, cast
+from tnp.ops.ranges import asserting, between, cumulative
 from tnp.targets import Target
 
 LOG2_E = 1.4426950408889634
@@ -142,8 +144,6 @@ def row_ptr(ptr, row, stride_row):
 
 # ---------------------------------------------------------------------- what a launch allocates
 
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, as new_empty_strided takes
-
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:
     """Batch, head and row strides of [B, H, L, D], whose last dimension is contiguous."""
@@ -215,28 +215,26 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | Non
 
 def forward(launch: Callable, call: Call) -> Callable:
     """The launch of a forward pass: given scale; where asked to it gives lse too, and asserts
-    n_keys' range first.
+    first that lengths are in range.
     """
-    launch = _scaled(launch, call)
-    if call.problem["lse"]:
+    launch, p = _scaled(launch, call), call.problem
+    if p["lse"]:
         launch = _with_lse(launch)
-    return asserting(launch, call, call.problem["n_k"], "n_k")
+    if p["n_sequences"]:
+        return asserting(launch, lambda inputs: (
+            cumulative("cu_seqlens_q", inputs[4], "q", p["n_q"]),
+            cumulative("cu_seqlens_k", inputs[5], "k", p["n_k"]),
+        ))  # fmt: skip
+    return with_counted_keys(launch, call, p["n_k"], "n_k")
 
 
-def asserting(launch: Callable, call: Call, most: int, what: str) -> Callable:
+def with_counted_keys(launch: Callable, call: Call, most: int, what: str) -> Callable:
     """A forward launch that, where asked to, asserts first that n_keys lie from 1 to `most`, which
     is called `what`.
     """
-    if not call.problem["n_keys"] or not asserts():
+    if not call.problem["n_keys"]:
         return launch
-
-    def after_check(inputs, scalars):
-        n_keys = inputs[3]
-        inside = ((n_keys >= 1) & (n_keys <= most)).all()
-        torch._assert_async(inside, f"n_keys must lie between 1 and {what} = {most}")
-        return launch(inputs, scalars)
-
-    return after_check
+    return asserting(launch, lambda inputs: [between("n_keys", inputs[3], 1, most, f"{what} = ")])
 
 
 def _scaled(launch: Callable, call: Call) -> Callable:

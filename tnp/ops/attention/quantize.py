@@ -24,8 +24,9 @@ from torch import Tensor
 from tnp.contract import Call
 from tnp.launch import Bound
 from tnp.ops.attention import eight_bit
-from tnp.ops.attention.primitives import Layout, head_ptr, load_rows, row_strides, rows_layout
-from tnp.ops.primitives import cast, exponent, inverse, key_count, power
+from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides, rows_layout
+from tnp.ops.operands import dense
+from tnp.ops.primitives import cast, exponent, inverse, key_count, nan_outside, power
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = tl.constexpr(eight_bit.BLOCK)
@@ -98,7 +99,9 @@ def _quantize_kernel(
         of_keys = _mean(k_ptr, n_keys, stride_kn, HEAD_DIM)
         of_values = _mean(v_ptr, n_keys, stride_vn, HEAD_DIM)
         if first == 0:
-            tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, of_values)
+            # Added to the output: NaN there where n_keys is out of range.
+            vector = nan_outside(of_values, n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
+            tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, vector)
         last = tl.minimum(first + BLOCKS, tl.cdiv(n_keys, BLOCK))
         positions = tl.arange(0, BLOCK)
         for block in tl.range(first, last):
@@ -153,14 +156,6 @@ class Quantized:
     vector: Tensor
 
 
-def _contiguous(*shape: int) -> Layout:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return shape, tuple(reversed(strides))
-
-
 def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
     """What quantizes inputs like these: q [B, H, n_q, D], k, v [B, H, n_k, D], n_keys or None.
 
@@ -173,14 +168,14 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
     key_programs = batch * n_heads * triton.cdiv(blocks, BLOCKS)
     q_programs = batch * n_heads * triton.cdiv(n_q, BLOCK.value)
     in_8_bits = (
-        _contiguous(batch, n_heads, n_q, head_dim),
-        _contiguous(batch, n_heads, n_k, head_dim),
-        _contiguous(batch, n_heads, blocks * BLOCK.value, head_dim),
+        dense(batch, n_heads, n_q, head_dim),
+        dense(batch, n_heads, n_k, head_dim),
+        dense(batch, n_heads, blocks * BLOCK.value, head_dim),
     )
     in_float32 = (
-        _contiguous(batch, n_heads, n_q),
-        _contiguous(batch, n_heads, blocks, 2),
-        _contiguous(batch, n_heads, head_dim),
+        dense(batch, n_heads, n_q),
+        dense(batch, n_heads, blocks, 2),
+        dense(batch, n_heads, head_dim),
     )
     kernel = Bound(
         _quantize_kernel, (key_programs + q_programs,),

@@ -95,13 +95,20 @@ def reference(
     Args:
         q: [B, H, n_q, D].
         k, v: [B, H_kv, n_k, D], H_kv a divisor of H.
-        n_keys: [B], keys of each sample, or None for n_k everywhere.
+        n_keys: [B], keys of each sample, or None for n_k everywhere; NaN in samples where it is
+            out of range.
         cu_seqlens_q, cu_seqlens_k: [n_sequences + 1], of packed sequences, or None.
         scale: a number.
         base2: whether q carries scale · log2(e), so that weights are powers of 2.
         causal, window: see `visible`.
         lse: whether it is a pair of that and its lse, as of `attend`.
     """
+    if n_keys is not None:
+        import torch
+
+        outside = (n_keys < 1) | (n_keys > k.shape[2])
+        q = q * torch.where(outside, float("nan"), 1.0).to(q.dtype)[:, None, None, None]
+        n_keys = n_keys.clamp(1, k.shape[2])
     seen = visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal, window)
     return attend(q, k, v, seen, softmax_scale(scale, base2), lse)
 

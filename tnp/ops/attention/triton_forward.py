@@ -7,7 +7,8 @@ For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m
 
 Products accumulate in float32; p is rounded to the inputs' dtype for the second matmul. Saved for
 the backward pass: `lse` [B, H, n_q] in float32, to base 2. A sample with n_keys ends its loop
-there. (Dao, FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
+there; where that number is out of range l is NaN, and with it o, lse and, by lse, the gradients.
+(Dao, FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ from tnp.ops.attention.primitives import (
     store_rows,
     tile_width,
 )
-from tnp.ops.primitives import add_dot, cast, dot
+from tnp.ops.primitives import add_dot, cast, dot, nan_outside
 
 # By bytes per element and columns of a tile, the default first; none spills on any target, those
 # for masks not with masks either. In 16 bits at 64 the default is the fastest of ten measured on an
@@ -149,6 +150,8 @@ def _attention_fwd_kernel(
     total = l_i
     if RIGHT or PACKED:
         total = tl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key: o is 0, lse −inf
+    counted: tl.constexpr = HAS_N_KEYS or PACKED
+    total = nan_outside(total, n_keys_ptr, pid_bh // n_heads, n_k, counted)
     store_rows(o_ptr, acc * (1.0 / total)[:, None], offs_m, n_rows, stride_om, HEAD_DIM)
     lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + first_q + offs_m
     tl.store(lse_ptrs, m_i + tl.math.log2(total), mask=offs_m < n_rows)

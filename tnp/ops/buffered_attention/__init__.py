@@ -97,6 +97,7 @@ OPERATOR = Operator(
     condition=lambda case, inputs: definition.condition(OPERATOR, case, inputs),
     controls=definition.CONTROLS,
     other_lengths=definition.other_lengths,
+    out_of_range=definition.out_of_range,
     compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim", "n_buffer"),
     coordinates=definition.coordinates,

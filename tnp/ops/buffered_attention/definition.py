@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from tnp.contract import Call, Case, Operator, Problem, Reason, Work, triton_fro
 from tnp.ops.attention import cases as of_attention
 from tnp.ops.attention.definition import SCALE
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale
+from tnp.ops.declared import numbers_out_of_range
 from tnp.targets import Target
 
 if TYPE_CHECKING:
@@ -128,6 +129,16 @@ def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Half of each sample's context."""
     n_keys = inputs["n_keys"]
     return {} if n_keys is None else {"n_keys": (n_keys + 1) // 2}
+
+
+def out_of_range(
+    case: Case, inputs: Mapping[str, Tensor | None]
+) -> Iterator[tuple[dict, dict, dict]]:
+    """Numbers of points of the context, which spoil their sample."""
+    n_context = Rows.of(case.problem).n_context
+    results = ("o", "dq", "dk", "dv")
+    for wrong, _, spoiled in numbers_out_of_range(inputs, "n_keys", 1, n_context, *results):
+        yield wrong, {}, spoiled
 
 
 def work(case: Case, pass_: str) -> Work:

@@ -32,7 +32,7 @@ from tnp.ops.buffered_attention.primitives import (
     scale_of,
     scores,
 )
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count
+from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def _buffered_attention_fwd_kernel(
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
     lse_ptr += pid_bh.to(tl.int64) * n_q
     n_seen = key_count(n_keys_ptr, b, n_context, HAS_N_KEYS)
+    scale_log2 = nan_outside(scale_log2, n_keys_ptr, b, n_context, HAS_N_KEYS)
     if pid < n_alone:
         _attend(
             q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_qm, stride_kn, stride_vn, stride_om,
@@ -199,7 +200,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
         kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scale_of(p, scalars) * LOG2_E)
         return (o,), (lse,)
 
-    return primitives.asserting(launch, call, rows.n_context, "n_k − n_buffer")
+    return primitives.with_counted_keys(launch, call, rows.n_context, "n_k − n_buffer")
 
 
 FORWARD = Kernel("triton", empty, prepare, configs=configs, options=TAKEN)

@@ -41,6 +41,24 @@ def check_target(target, rows, name: str) -> None:
     require_one_device(**{name: rows, "target": target})
 
 
+def require_classes(target, n_classes: int) -> None:
+    """Raises ValueError where the host knows target, int64 [N], and that one of its numbers is
+    neither a class nor IGNORE_INDEX.
+    """
+    import torch
+
+    plain = target.__class__ is torch.Tensor and target.is_cpu and not torch.compiler.is_compiling()
+    if not plain or target.dtype != torch.int64 or not n_classes:
+        return
+    wrong = ((target < 0) | (target >= n_classes)) & (target != IGNORE_INDEX)
+    if wrong.any():
+        row = int(wrong.flatten().nonzero()[0])
+        raise ValueError(
+            f"target is {target.flatten()[row]} in row {row}: it must lie between 0 and "
+            f"{n_classes - 1}, or be {IGNORE_INDEX}, which does not count"
+        )
+
+
 def describe(logits, target) -> dict:
     """Sizes; ValueError where the tensors do not go together."""
     require_floats(logits=logits)
@@ -58,6 +76,21 @@ def draw_target(case, random, n, n_classes):
     if case["ignored"]:
         target[:: case["ignored"]] = IGNORE_INDEX
     return target
+
+
+def out_of_range(case, inputs):
+    """Targets that are no class: they spoil the loss, their row's gradient, and the weight's."""
+    import torch
+
+    target = inputs["target"]
+    right, where = target.clone(), torch.zeros_like(target, dtype=torch.bool)
+    right[-1], where[-1] = 0, True
+    spoiled = dict.fromkeys(("dlogits", "dx"), where)
+    spoiled |= dict.fromkeys(("loss", "dweight"), where.any())
+    for number in (case.problem["classes"], -1):
+        wrong = target.clone()
+        wrong[-1] = number
+        yield {"target": wrong}, {"target": right}, spoiled
 
 
 def draw(case, random) -> dict:
@@ -148,6 +181,7 @@ OPERATOR = Operator(
     reference=reference,
     work=work,
     cases=cases,
+    out_of_range=out_of_range,
     condition=condition,
     within=within,
     controls={
@@ -168,17 +202,21 @@ def cross_entropy(
     Args:
         logits: [N, V], bfloat16, float16 or float32 (float64 for `torch` only), any strides; rows
             that are not contiguous are copied.
-        target: [N], int64, each a class or −100, which does not count. What is neither gives NaN
-            from `triton`, and PyTorch's error from `torch`.
+        target: [N], int64, each a class or −100, which does not count. Others are a ValueError on
+            the CPU. On CUDA `triton` makes the loss and their rows' gradients NaN, or with
+            TNP_CHECK=1 asserts them; PyTorch's forms always assert.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
         A scalar, float32 (float64 for float64 logits); NaN where no target counts, with gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices that do not go together, or on the CPU a target that
+            is no class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    if getattr(logits, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
+        require_classes(target, logits.shape[1])
     return dispatch.call(OPERATOR, implementation, (logits, target))

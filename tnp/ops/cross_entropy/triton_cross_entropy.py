@@ -7,9 +7,11 @@ Every element of a tile keeps a running maximum and sum of its own, which a row'
 together: one exponential a logit, and no reduction across threads on the way. The backward pass
 reads m and s, apart, since their sum would lose s where logits are large. All in float32.
 
-A target that is no class and not IGNORE makes the loss NaN; nothing outside the logits is read.
+A target that is no class and not IGNORE makes the loss and its row's gradient NaN; nothing outside
+the logits is read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.cross_entropy import IGNORE_INDEX
 from tnp.ops.primitives import KernelConfig, cast
+from tnp.ops.ranges import asserting, between
 
 IGNORE = tl.constexpr(IGNORE_INDEX)
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)  # below every logit but −inf
@@ -82,6 +85,12 @@ def target_logit(logits_ptr, offs_n, target, inside, n_classes, stride_n):
 
 
 @triton.jit
+def of_class(s, x_t, target):
+    """s, or NaN in rows whose target is no class, so that their gradient is NaN too."""
+    return tl.where((x_t == x_t) | (target == IGNORE), s, float("nan"))
+
+
+@triton.jit
 def gradient(x, m, s, target, offs):
     """softmax − onehot, and 0 in rows whose target is ignored."""
     p = tl.exp(x - m[:, None] - s[:, None])
@@ -99,6 +108,7 @@ def _cross_entropy_fwd_kernel(
     target = tl.load(target_ptr + offs_n.to(tl.int64) * stride_t, mask=inside, other=IGNORE)
     x_t = target_logit(logits_ptr, offs_n, target, inside, n_classes, stride_n)
     m, s = row_statistics(logits_ptr, offs_n, inside, n_classes, stride_n, ROWS, BLOCK, STAGES)
+    s = of_class(s, x_t, target)
     nll = tl.where(target == IGNORE, 0.0, m - x_t + s)
     tl.store(nll_ptr + offs_n, nll, mask=inside)
     tl.store(m_ptr + offs_n, m, mask=inside)
@@ -143,6 +153,19 @@ def _mean_kernel(
     tl.store(per_target_ptr, 1.0 / tl.maximum(n_counted, 1).to(tl.float32))
 
 
+def with_classes(launch: Callable, n_classes: int) -> Callable:
+    """A forward launch that, where asked to, asserts first that targets, its last input, are
+    classes or do not count.
+    """
+
+    def conditions(inputs):
+        target = inputs[-1]
+        counted = torch.where(target == IGNORE_INDEX, 0, target)
+        return [between("target", counted, 0, n_classes - 1)]
+
+    return asserting(launch, conditions)
+
+
 def mean(n_rows: int, stride_t: int) -> Bound:
     """Called with nll [n_rows], target, and the scalars loss and 1 / n_counted, both float32."""
     return Bound(_mean_kernel, (1,), n_rows, stride_t, BLOCK=MEAN_BLOCK, num_warps=8)
@@ -182,7 +205,7 @@ def prepare(call, config, inputs):
         average(nll, target, loss, per_target)
         return (loss,), (m, s, per_target)
 
-    return launch
+    return with_classes(launch, v)
 
 
 def empty_backward(wanted, inputs):

@@ -202,6 +202,7 @@ OPERATOR = Operator(
     condition=definition.condition,
     controls=definition.CONTROLS,
     other_lengths=definition.other_lengths,
+    out_of_range=definition.out_of_range,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     fixed=("head_dim",),
     coordinates=definition.coordinates,

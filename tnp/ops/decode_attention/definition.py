@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from random import Random as Chance
 from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, ITEMSIZE, Case, Operator, Problem, Work
+from tnp.ops.declared import numbers_out_of_range
 from tnp.ops.decode_attention.torch_forms import reference, whole
 from tnp.targets import Target
 
@@ -78,6 +79,19 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
 def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Half of each sequence's keys."""
     return {"lengths": inputs["lengths"] // 2}
+
+
+def out_of_range(
+    case: Case, inputs: Mapping[str, Tensor | None]
+) -> Iterator[tuple[dict, dict, dict]]:
+    """Lengths, and a page that the first sequence uses; each spoils its sequence."""
+    yield from numbers_out_of_range(inputs, "lengths", 0, case.problem["n_keys"], "o")
+    table, uses = inputs["page_table"], inputs["lengths"] > 0
+    if table is None or not uses[0]:
+        return
+    wrong, right, where = table.clone(), table.clone(), uses & False
+    wrong[0, 0], right[0, 0], where[0] = -1, 0, True
+    yield {"page_table": wrong}, {"page_table": right}, {"o": where}
 
 
 def work(case: Case, pass_: str) -> Work:

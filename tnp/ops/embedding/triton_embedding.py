@@ -17,7 +17,7 @@ import triton.language as tl
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.embedding import GIVEN
-from tnp.ops.operands import near
+from tnp.ops.operands import dense, near
 from tnp.ops.primitives import cast
 from tnp.ops.rows import bound_sum, programs
 
@@ -220,11 +220,14 @@ def prepare(call, config, inputs):
     numbers, widths = _numbers(call, read(inputs[:3]))
     kernel = Bound(_embed_rows_fwd_kernel, _grid(call, config, tile), *numbers, **widths, **tile)
 
+    of_out = dense(*empty((), inputs)[0][0].shape)
+
     def launch(inputs, scalars):
-        outputs, saved = empty((), inputs)
-        weight = inputs[3].contiguous()
-        kernel(*_readable(read(inputs[:3]), weight), weight, *outputs)
-        return outputs, saved
+        *points, weight, like = inputs
+        out = like.new_empty_strided(*of_out)
+        weight = weight.contiguous()
+        kernel(*_readable(read(tuple(points)), weight), weight, out)
+        return (out,), ()
 
     return launch
 
@@ -244,12 +247,13 @@ def prepare_backward(call, config, inputs):
     numbers, widths = _numbers(call, read(tuple(points)))
     kernel = Bound(_embed_rows_bwd_kernel, grid, *strides[:2], *numbers, **widths, **tile)
     add = bound_sum(grid[0], weight.numel())
+    of_partials, of_dweight = dense(grid[0], *weight.shape), dense(*weight.shape)
 
     def launch(inputs, scalars):
         (dout,), (*points, weight), _ = inputs
         weight = weight.contiguous()
-        partials = weight.new_empty(grid[0], *weight.shape)
-        dweight = weight.new_empty(weight.shape)
+        partials = weight.new_empty_strided(*of_partials)
+        dweight = weight.new_empty_strided(*of_dweight)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         kernel(dout, *_readable(read(tuple(points)), weight), weight, partials)
         add(partials, dweight, 1.0)

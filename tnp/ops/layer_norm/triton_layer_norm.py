@@ -27,6 +27,7 @@ from tnp.ops.norms import (
     forward_configs,
     held,
 )
+from tnp.ops.operands import dense
 from tnp.ops.primitives import cast
 from tnp.ops.rows import load_rows, programs, row_layout, row_offsets
 
@@ -133,10 +134,13 @@ def prepare(call, config, inputs):
         _layer_norm_fwd_kernel, (triton.cdiv(n_rows, sizes["ROWS"]),),
         *x_rows.strides, n_rows, x_rows.n_inner, SAVE=bool(call.wanted), **sizes,
     )  # fmt: skip
+    shape, n_saved = inputs[0].shape, 2 if call.wanted else 0
+    of_y, of_saved = dense(*shape), dense(*shape[:-1])
 
     def launch(inputs, scalars):
         x, weight, bias = inputs
-        (y,), saved = empty(call.wanted, inputs)
+        y = x.new_empty_strided(*of_y)
+        saved = tuple([x.new_empty_strided(*of_saved, dtype=torch.float32) for _ in range(n_saved)])
         statistics = saved or (weight, weight)  # not read where nothing is saved
         kernel(x_rows.of(x), weight.contiguous(), bias.contiguous(), y, *statistics, *scalars)
         return (y,), saved
@@ -168,11 +172,11 @@ def prepare_backward(call, config, inputs):
         _layer_norm_bwd_kernel, (n_programs,),
         *g_rows.strides, *x_rows.strides, n_rows, x_rows.n_inner, **sizes,
     )  # fmt: skip
-    total = ParameterSum(n_programs, width)
+    total, of_dx = ParameterSum(n_programs, width), dense(*x.shape)
 
     def launch(inputs, scalars):
         (dy,), (x, weight, bias), (mean, rstd) = inputs
-        dx, dweight, dbias = x.new_empty(x.shape), total.partials(x), total.partials(x)
+        dx, dweight, dbias = x.new_empty_strided(*of_dx), total.partials(x), total.partials(x)
         kernel(g_rows.of(dy), x_rows.of(x), weight.contiguous(), mean, rstd, dx, dweight, dbias)
         parameters = _parameter_gradients(call.wanted, total, dweight, dbias, weight, bias)
         return (dx if "x" in call.wanted else None, *parameters)

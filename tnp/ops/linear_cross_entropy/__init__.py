@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from tnp.contract import Case, Operator, Work
 from tnp.inputs import require_alike, require_floats
-from tnp.ops.cross_entropy import check_target, draw_target, without_last_class
+from tnp.ops.cross_entropy import (
+    check_target,
+    draw_target,
+    out_of_range,
+    require_classes,
+    without_last_class,
+)
 from tnp.ops.cross_entropy import reference as loss_of_logits
 from tnp.ops.declared import by_pytorch, by_triton, rows_within
 
@@ -119,6 +125,7 @@ OPERATOR = Operator(
     reference=reference,
     work=work,
     cases=cases,
+    out_of_range=out_of_range,
     condition=condition,
     within=within,
     controls={
@@ -145,8 +152,8 @@ def linear_cross_entropy(
     Args:
         x: [N, D], bfloat16, float16 or float32 (float64 for `torch` only), any strides.
         weight: [V, D], of x's dtype.
-        target: [N], int64, each a class or −100, which does not count. What is neither gives NaN
-            from `triton`, and PyTorch's error from `torch`.
+        target: [N], int64, each a class or −100, which does not count. Others are treated as by
+            `cross_entropy`.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
@@ -156,9 +163,12 @@ def linear_cross_entropy(
         Where a row of V logits is no multiple of 128 bytes, it makes a padded copy of the weight.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices that do not go together, or on the CPU a target that
+            is no class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch as dispatch
 
+    if getattr(weight, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
+        require_classes(target, weight.shape[0])
     return dispatch.call(OPERATOR, implementation, (x, weight, target))

@@ -33,8 +33,10 @@ from tnp.ops.cross_entropy.triton_cross_entropy import (
     Config,
     gradient,
     mean,
+    of_class,
     row_statistics,
     target_logit,
+    with_classes,
 )
 from tnp.ops.losses import scaling
 from tnp.ops.primitives import cast
@@ -78,6 +80,7 @@ def _softmax_gradient_kernel(
     target = tl.load(target_ptr + offs_n.to(tl.int64) * stride_t, mask=inside, other=IGNORE)
     x_t = target_logit(logits_ptr, offs_n, target, inside, n_classes, stride_n)
     m, s = row_statistics(logits_ptr, offs_n, inside, n_classes, stride_n, ROWS, BLOCK, STAGES)
+    s = of_class(s, x_t, target)
     tl.store(nll_ptr + offs_n, tl.where(target == IGNORE, 0.0, m - x_t + s), mask=inside)
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read x_t before another writes there
@@ -143,7 +146,7 @@ def prepare(call, config, inputs):
         average(nll, target, loss, per_target)
         return (loss,), (dx, dweight[:v], per_target)
 
-    return launch
+    return with_classes(launch, v)
 
 
 def empty_backward(wanted, inputs):

@@ -32,7 +32,7 @@ from tnp.launch import Bound
 from tnp.ops.mixture_heads import MAX_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
-from tnp.ops.operands import hidden_width, rows_of, weights
+from tnp.ops.operands import dense, hidden_width, rows_of, weights
 from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops.rows import bound_sum
 from tnp.ops.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
@@ -149,10 +149,11 @@ def _prepare(call: Call, config: HeadsConfig, inputs, *, few: bool):
     x, up, down = inputs
     n_heads, n_out, _ = down.shape
     n_hidden, n_inner = hidden_width(up.shape[1]), x.shape[-1]
-    shape = *x.shape[:-1], n_heads, n_out
+    of_out = dense(*x.shape[:-1], n_heads, n_out)
     rows, cast = rows_of(x), weights(up, down, x.dtype)
     n_part = config.block_f if few else n_hidden
     n_parts = triton.cdiv(n_hidden, n_part)
+    of_parts = dense(n_parts, *of_out[0])
     kernel = Bound(
         _mixture_heads_fwd_kernel, (triton.cdiv(rows.n, config.block_m) * n_heads, n_parts),
         rows.n, n_heads, n_hidden, n_inner, n_out, n_part, rows.stride,
@@ -164,8 +165,8 @@ def _prepare(call: Call, config: HeadsConfig, inputs, *, few: bool):
     def launch(inputs, scalars):
         x, up, down = inputs
         up, down = cast(up, down)
-        out = x.new_empty(shape, dtype=torch.float32)
-        parts = out.new_empty(n_parts, *shape) if add_parts else out
+        out = x.new_empty_strided(*of_out, dtype=torch.float32)
+        parts = out.new_empty_strided(*of_parts) if add_parts else out
         kernel(read(x), up, down, parts)
         if add_parts:
             add_parts(parts, out, 1.0)
@@ -200,12 +201,12 @@ def prepare_backward(call: Call, config: HeadsConfig, inputs):
     rows, cast, summed = rows_of(x), weights(up, down, x.dtype), summing(call, inputs[1])
     parts = chunks(rows.n, CHUNK_ROWS)
     tiles = [triton.cdiv(n, config.block_m) for _, n in parts]
-    dz_shape = n_heads * n_hidden, max(tiles) * config.block_m
-    partial_shapes = [(n_tiles, n_heads, n_out, n_hidden) for n_tiles in tiles]
+    of_dz = dense(n_heads * n_hidden, max(tiles) * config.block_m)
+    of_partials = [dense(n_tiles, n_heads, n_out, n_hidden) for n_tiles in tiles]
     kernels = [
         Bound(
             _mixture_heads_bwd_kernel, (n_tiles, triton.cdiv(n_hidden, config.block_f), n_heads),
-            n, n_heads, n_hidden, n_inner, n_out, rows.stride, dz_shape[1],
+            n, n_heads, n_hidden, n_inner, n_out, rows.stride, of_dz[0][1],
             K_MASKED=n_inner % config.block_k != 0, **config.kernel_arguments(),
         )
         for (_, n), n_tiles in zip(parts, tiles, strict=True)
@@ -214,12 +215,12 @@ def prepare_backward(call: Call, config: HeadsConfig, inputs):
     whole = len(parts) == 1
 
     def each(dout, x, up, down):
-        dz = x.new_empty(dz_shape)
-        for (start, n), shape, kernel in zip(parts, partial_shapes, kernels, strict=True):
+        dz = x.new_empty_strided(*of_dz)
+        for (start, n), layout, kernel in zip(parts, of_partials, kernels, strict=True):
             of_dout, of_x = dout, x
             if not whole:
                 of_dout, of_x = dout.narrow(0, start, n), x.narrow(0, start, n)
-            partials = x.new_empty(shape, dtype=torch.float32)
+            partials = x.new_empty_strided(*layout, dtype=torch.float32)
             kernel(of_dout, of_x, up, down, dz, partials)
             yield start, n, dz.narrow(1, 0, n).t(), of_x, partials
 

@@ -15,9 +15,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from tnp.contract import Case, Operator, Work, triton_from
-from tnp.inputs import require_floats, require_number, require_one_device
+from tnp.inputs import require_between, require_floats, require_number, require_one_device
 from tnp.ops.cross_entropy import condition
-from tnp.ops.declared import by_pytorch, by_triton
+from tnp.ops.declared import by_pytorch, by_triton, numbers_out_of_range
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,9 @@ def reference(parameters, y, n_targets, sigma_min, floor=False):
     log_density = torch.logsumexp(log_weight + log_normal.sum(-1), dim=-1)
     if counted is None:
         return -log_density.mean()
-    return -torch.where(counted, log_density, 0.0).sum() / counted.sum()
+    outside = ((n_targets < 0) | (n_targets > y.shape[1])).any()
+    loss = -torch.where(counted, log_density, 0.0).sum() / counted.sum()
+    return loss * torch.where(outside, float("nan"), 1.0)
 
 
 def describe(parameters, y, n_targets, floor=False) -> dict:
@@ -113,6 +115,15 @@ def draw(case, random) -> dict:
             padding = torch.arange(n, device=y.device) >= n_targets[:, None]
             y[padding] = parameters[padding] = 1e4
     return {"parameters": parameters.to(random.dtype), "y": y, "n_targets": n_targets}
+
+
+def out_of_range(case, inputs):
+    """Numbers of targets, which spoil the loss and their sample's gradient."""
+    n = inputs["y"].shape[1]
+    for wrong, right, spoiled in numbers_out_of_range(
+        inputs, "n_targets", 0, n, "dparameters", "dy"
+    ):
+        yield wrong, right, spoiled | {"loss": spoiled["dy"].any()}
 
 
 def work(case, pass_) -> Work:
@@ -234,6 +245,7 @@ OPERATOR = Operator(
     reference=reference,
     work=work,
     cases=cases,
+    out_of_range=out_of_range,
     condition=condition,
     within=within,
     fixed=("d_y",),
@@ -269,7 +281,8 @@ def mixture_nll(
         n_targets: int32 [B], each from 0 to N and one at least more than 0, where parameters are
             [B, N, K, 1 + 2·d_y] and y [B, N, d_y]; None for N everywhere. Targets past a sample's
             number are padding: they may hold anything, NaN too, and have gradient exactly 0. A
-            number out of range is clamped.
+            number out of range is a ValueError on the CPU. On CUDA it makes the loss and its
+            sample's gradient NaN, or with TNP_CHECK=1 `fused` asserts it.
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
@@ -278,13 +291,16 @@ def mixture_nll(
         NaN.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, or no targets.
+        ValueError: shapes, dtypes or devices that do not go together, no targets, or on the CPU
+            n_targets out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch as dispatch
 
     if sigma_min.__class__ is not float or not 0.0 <= sigma_min < math.inf:
         sigma_min = _checked(sigma_min)
+    if n_targets is not None and getattr(y, "ndim", 0) == 3:  # else `describe` refuses
+        require_between("n_targets", n_targets, 0, y.shape[1])
     floor = (("floor", True),) if sigma_min > 0.0 else ()
     return dispatch.call(OPERATOR, implementation, (parameters, y, n_targets), (sigma_min,), floor)
 

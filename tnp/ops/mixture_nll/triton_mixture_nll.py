@@ -22,8 +22,9 @@ import triton.language as tl
 from tnp.contract import Kernel
 from tnp.launch import Bound
 from tnp.ops.losses import scaling
-from tnp.ops.operands import near
+from tnp.ops.operands import dense, near
 from tnp.ops.primitives import INTERPRETED, KernelConfig, cast
+from tnp.ops.ranges import asserting, between
 from tnp.ops.rows import as_batches, bound_sum
 
 LOG_SQRT_2_PI = tl.constexpr(0.5 * math.log(2.0 * math.pi))
@@ -88,7 +89,8 @@ def _mixture_nll_kernel(
     per_target = 1.0 / n_rows
     if HAS_N_TARGETS:
         of_row = tl.load(n_targets_ptr + rows // n_inner, mask=counts, other=0)
-        counts = counts & (rows % n_inner < of_row)
+        outside = (of_row < 0) | (of_row > n_inner)
+        counts = counts & ((rows % n_inner < of_row) | outside)
         samples = tl.arange(0, BLOCK_B)
         of_all = tl.load(n_targets_ptr + samples, mask=samples < batch, other=0)
         of_all = tl.minimum(tl.maximum(of_all, 0), n_inner)
@@ -105,6 +107,8 @@ def _mixture_nll_kernel(
     logit = tl.where((offs_k < K)[None, :], logit, float("-inf"))
     logit -= tl.max(logit, 1)[:, None]
     log_weight = logit - tl.log(tl.sum(_exp(logit), 1))[:, None]
+    if HAS_N_TARGETS:  # of a sample whose number is out of range everything is NaN
+        log_weight = tl.where(outside[:, None], float("nan"), log_weight)
     log_normal = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for d in tl.static_range(D_Y):
         y = tl.load(y_ptrs + d * stride_yd, mask=counts, other=0.0).to(tl.float32)
@@ -171,11 +175,15 @@ def prepare(call, config, inputs):
         **config.kernel_arguments(),
     )  # fmt: skip
     add = bound_sum(n_programs, 1)
+    of_partials = dense(n_programs)
+    of_dparameters, of_dy = (dense(*x.shape) for x in empty(call.wanted, inputs)[1])
 
     def launch(inputs, scalars):
         parameters, y, n_targets = inputs
-        (loss,), (dparameters, dy) = empty(call.wanted, inputs)
-        partials = torch.empty(n_programs, dtype=torch.float32, device=y.device)
+        loss = parameters.new_empty_strided((), (), dtype=torch.float32)
+        dparameters = parameters.new_empty_strided(*of_dparameters)
+        dy = y.new_empty_strided(*of_dy)
+        partials = loss.new_empty_strided(*of_partials)
         log_sigma_min = math.log(scalars[0]) if has_floor else 0.0
         (y_rows,) = read((as_batches(y),))
         kernel(
@@ -185,7 +193,11 @@ def prepare(call, config, inputs):
         add(partials, loss, 1.0)
         return (loss,), (dparameters, dy)
 
-    return launch
+    if not has_n_targets:
+        return launch
+    return asserting(
+        launch, lambda inputs: [between("n_targets", inputs[2], 0, inputs[1].shape[1])]
+    )
 
 
 def empty_backward(wanted, inputs):

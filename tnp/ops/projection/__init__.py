@@ -31,6 +31,7 @@ from tnp.contract import (
     Problem,
     Work,
 )
+from tnp.inputs import require_between
 from tnp.ops.declared import cases_by_dtype
 from tnp.ops.projection import qkv
 from tnp.ops.projection.qkv import require_product
@@ -170,6 +171,7 @@ OPERATOR_QKV = Operator(
     reference=qkv.reference,
     work=qkv.work,
     cases=lambda target: qkv.cases(OPERATOR_QKV, target),
+    out_of_range=qkv.out_of_range,
     within=lambda model, run: qkv.within(OPERATOR_QKV, model, run),
     coordinates=qkv.coordinates,
     condition=lambda case, inputs: qkv.condition(OPERATOR_QKV, case, inputs),
@@ -241,7 +243,9 @@ def project_qkv(
             takes with base2.
         centred: whether keys are centred.
         n_keys: int32 [B], each from 1 to n_k: of how many rows sample b is centred, rows past them
-            being padding. None: n_k.
+            being padding. None: n_k. A number out of range is a ValueError on the CPU. On CUDA
+            `fused` makes the sample's keys NaN, or with TNP_CHECK=1 asserts it; PyTorch's form
+            asserts a number that is too large.
         implementation: as for `linear`.
 
     Returns:
@@ -253,6 +257,8 @@ def project_qkv(
     """
     import tnp.dispatch as dispatch
 
+    if n_keys is not None and getattr(x, "ndim", 0) == 3:  # else `describe` refuses
+        require_between("n_keys", n_keys, 1, x.shape[1] if n_k is None else n_k)
     if implementation == "torch":
         from torch.compiler import is_compiling
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
-from tnp.ops.primitives import add_dot, cast, key_count
+from tnp.ops.primitives import add_dot, cast, key_count, nan_outside
 from tnp.ops.projection.products import OPTIONS, empty_qkv, launch_of
 from tnp.ops.projection.qkv import CENTRE_ROWS
 from tnp.ops.triton_matmul import MatmulConfig, load_tile, store_tile
@@ -62,6 +62,7 @@ def _centred_keys_kernel(
         x = load_tile(x_ptr, some, offs_k, n_k, width, stride_xl, False, K_MASKED)
         of_some = add_dot(x, w, of_some)
     centre = tl.sum(of_some, 0) * (1.0 / CENTRE_ROWS)
+    centre = nan_outside(centre, n_keys_ptr, b, n_k, HAS_N_KEYS)
     k_ptr += b.to(tl.int64) * n_k * width
     store_tile(k_ptr, acc - centre[None, :], offs_m, offs_n, n_k, width, width)
 
@@ -85,7 +86,9 @@ def _centre_kernel(
         w = load_tile(w_ptr, offs_n, offs_k, width, width, width, True, K_MASKED)
         x = load_tile(x_ptr, some, offs_k, n_k, width, stride_xl, False, K_MASKED)
         of_some = add_dot(x, tl.trans(w), of_some)
-    minus = cast(tl.sum(of_some, 0) * (-1.0 / CENTRE_ROWS), minus_ptr.dtype.element_ty)
+    minus = tl.sum(of_some, 0) * (-1.0 / CENTRE_ROWS)
+    minus = nan_outside(minus, n_keys_ptr, b, n_k, HAS_N_KEYS)
+    minus = cast(minus, minus_ptr.dtype.element_ty)
     tl.store(minus_ptr + b * width + offs_n, minus, mask=offs_n < width)
 
 

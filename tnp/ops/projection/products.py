@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 from tnp.contract import Call, Kernel
 from tnp.ops.casting import cast_weight
+from tnp.ops.operands import dense
 from tnp.ops.projection.qkv import query_factor
+from tnp.ops.ranges import asserting, between
 from tnp.ops.weight_gradient import product, transposed
 
 OPTIONS = ("base2", "centred", "n_keys")  # that projections of attention take
@@ -152,14 +154,16 @@ def launch_of(
         keys = x if n_k == n_rows else x.narrow(1, 0, n_k)
         return (times_q(rows, w_q).as_strided(*of_q), *project(keys, w_keys, n_keys)), ()
 
-    return launch
+    if not call.problem["n_keys"]:
+        return launch
+    return asserting(launch, lambda inputs: [between("n_keys", inputs[2], 1, n_k, "n_k = ")])
 
 
 def _times(
     n: int, width: int, x: torch.Tensor, factor: float = 1.0
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """What multiplies `n` rows of every sample of x [B, L, D], the transpose of w [width, D] and
-    `factor`, and rounds once.
+    `factor`, and rounds once: contiguous rows, whose caller says how they are read.
 
     Of all rows PyTorch makes one matrix. Of some it finds out that it cannot, at twice the cost of
     the call that it then makes.
@@ -168,19 +172,19 @@ def _times(
     if n == n_rows and factor == 1.0:
         return F.linear
     if n == n_rows:
-        matrix, of_out, shape = (batch * n, d_model), (batch * n, width), (batch, n, width)
+        matrix, of_out = (batch * n, d_model), dense(batch * n, width)
 
         def all_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            out = rows.new_empty(of_out)
-            return _multiply(rows.reshape(matrix), w.t(), out, factor).view(shape)
+            out = rows.new_empty_strided(*of_out)
+            return _multiply(rows.reshape(matrix), w.t(), out, factor)
 
         return all_rows
     size, strides = (batch, d_model, width), (0, 1, d_model)
     if factor == 1.0:
         return lambda rows, w: torch.bmm(rows, w.as_strided(size, strides))
-    of_rows = batch, n, width
+    of_rows = dense(batch, n, width)
     return lambda rows, w: _multiply(
-        rows, w.as_strided(size, strides), rows.new_empty(of_rows), factor
+        rows, w.as_strided(size, strides), rows.new_empty_strided(*of_rows), factor
     )
 
 
@@ -261,7 +265,7 @@ def _of_x(
     call: Call, x: torch.Tensor, given: list[bool], widths: tuple[int, ...]
 ) -> Callable[..., torch.Tensor]:
     """dx = dq w_q of the rows from `first` on, plus dk w_k + dv w_v of the first n_k."""
-    shape, dtype, (batch, n_rows, d_model) = x.shape, x.dtype, x.shape
+    of_dx, dtype, (batch, n_rows, d_model) = dense(*x.shape), x.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, factor, has_q, has_keys = n_rows - n_q, _factor(call), given[0], any(given[1:])
     of_q = (batch, n_q, d_model), (n_q * d_model, d_model, 1)
@@ -281,7 +285,7 @@ def _of_x(
     def of_all_queries(gradients, x, weight):
         dq, *rest = gradients
         w_q, *weights = cast_weight(weight, dtype).split_with_sizes(widths)
-        dx = x.new_empty(shape)
+        dx = x.new_empty_strided(*of_dx)
         _multiply(dq.as_strided(matrix, of_rows), w_q, dx.view(matrix), factor)
         if has_keys:
             add_keys(dx if n_k == n_rows else dx.narrow(1, 0, n_k), rest, weights, True)
@@ -299,7 +303,7 @@ def _of_x(
     def of_parts(gradients, x, weight):
         dq, *rest = gradients
         w_q, *weights = cast_weight(weight, dtype).split_with_sizes(widths)
-        dx = x.new_empty(shape)
+        dx = x.new_empty_strided(*of_dx)
         if n_zeros:
             dx.narrow(1, zeros_from, n_zeros).zero_()
         if has_q:
@@ -315,7 +319,7 @@ def _of_x(
 def _of_weight(
     call: Call, x: torch.Tensor, weight: torch.Tensor, given: list[bool], widths: tuple[int, ...]
 ) -> Callable[..., torch.Tensor]:
-    shape, dtype, (batch, n_rows, d_model) = weight.shape, weight.dtype, x.shape
+    of_dweight, dtype, (batch, n_rows, d_model) = dense(*weight.shape), weight.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     queries, keys = _rows(x, n_rows - n_q, n_q), _rows(x, 0, n_k)
     times, times_q = product(x), product(x, _factor(call))
@@ -325,7 +329,7 @@ def _of_weight(
     same = n_q == n_k == n_rows
 
     def gradient(gradients, x):
-        dweight = x.new_empty(shape, dtype=torch.float32)
+        dweight = x.new_empty_strided(*of_dweight, dtype=torch.float32)
         of_queries = queries(x) if has_q else None
         rows = None
         if has_keys:

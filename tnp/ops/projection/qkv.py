@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import e, log2
 
 from tnp.contract import Case, Work
+from tnp.ops.declared import numbers_out_of_range
 
 
 def require_product(x, weight) -> None:
@@ -101,6 +102,11 @@ def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base
         "batch": batch, "rows": n_rows, "d_model": d_model, "n_heads": n_heads, "n_q": n_q,
         "n_k": n_k,
     }  # fmt: skip
+
+
+def out_of_range(case, inputs):
+    """Numbers of rows to be centred by, which spoil their sample's keys."""
+    yield from numbers_out_of_range(inputs, "n_keys", 1, case.problem["n_k"], "k")
 
 
 def draw(case, random) -> dict:

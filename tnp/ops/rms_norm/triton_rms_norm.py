@@ -29,6 +29,7 @@ from tnp.ops.norms import (
     forward_configs,
     held,
 )
+from tnp.ops.operands import dense
 from tnp.ops.primitives import cast
 from tnp.ops.rows import load_rows, programs, row_layout, row_offsets
 
@@ -178,18 +179,19 @@ def _launch(call, inputs, kernel, n_programs, counts, sizes):
     x, *update, _weight = inputs
     x_rows = row_layout(x)
     update_rows = row_layout(update[0]) if update else x_rows
-    strides = *x_rows.strides, *update_rows.strides
+    strides, of_out = (*x_rows.strides, *update_rows.strides), dense(*x.shape)
     bound = Bound(
         kernel, (n_programs,), *strides, *counts, x_rows.n_inner,
         HAS_UPDATE=bool(update), **sizes,
     )  # fmt: skip
 
     def launch(inputs, scalars):
-        x, weight = x_rows.of(inputs[0]), inputs[-1].contiguous()
-        outputs, saved = empty(call.wanted, inputs)
-        added = update_rows.of(inputs[1]) if len(inputs) > 2 else x
-        bound(x, added, weight, outputs[0], outputs[-1], *scalars)
-        return outputs, saved
+        x, *added, weight = inputs
+        outputs = tuple([x.new_empty_strided(*of_out) for _ in inputs[1:]])
+        x = x_rows.of(x)
+        added = update_rows.of(added[0]) if added else x
+        bound(x, added, weight.contiguous(), outputs[0], outputs[-1], *scalars)
+        return outputs, ()
 
     return launch
 
@@ -237,13 +239,13 @@ def prepare_backward(call, config, inputs):
         *g_rows.strides, *s_rows.strides, *x_rows.strides, n_rows, x_rows.n_inner,
         HAS_DSUM=has_dsum, **sizes,
     )  # fmt: skip
-    total = ParameterSum(n_programs, width)
+    total, of_dx = ParameterSum(n_programs, width), dense(*inputs[1][0].shape)
 
     def launch(inputs, scalars):
         gradients, (x, weight), _saved = inputs
         dnormalized = g_rows.of(gradients[-1])
         dsum = s_rows.of(gradients[0]) if has_dsum else dnormalized
-        dx, partials = x.new_empty(x.shape), total.partials(x)
+        dx, partials = x.new_empty_strided(*of_dx), total.partials(x)
         kernel(dnormalized, dsum, x_rows.of(x), weight.contiguous(), dx, partials, *scalars)
         dweight = total.of(partials, weight) if "weight" in call.wanted else None
         return _results(call.wanted, gradients, dx, dweight)

@@ -55,6 +55,7 @@ ROPE = Operator(
     reference=reference,
     work=definition.work,
     cases=lambda target: definition.cases(ROPE, target),
+    out_of_range=definition.out_of_range,
     controls={
         "the other pairing": _other_pairing,
         "a position further": _next_position,

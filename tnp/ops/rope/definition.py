@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tnp.contract import FLOATS, Case, Operator, Problem, Work
@@ -145,6 +145,23 @@ def draw(case, random) -> dict:
     dtype = torch.float32 if case["wide_tables"] else random.dtype
     tables = {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
     return {"q": q, "k": k, **tables, "positions": positions}
+
+
+def out_of_range(
+    case: Case, inputs: Mapping[str, Tensor | None]
+) -> Iterator[tuple[dict, dict, dict]]:
+    """A position past the tables and one ahead of them; each spoils its token."""
+    import torch
+
+    positions = inputs["positions"]
+    if positions is None:
+        return
+    wrong, where = positions.clone(), torch.zeros_like(positions, dtype=torch.bool)
+    for at, number in ((0, 0), len(inputs["cos"])), ((-1, -1), -1):
+        wrong[at], where[at] = number, True
+    # dq and dk are q's and k's, the others sums over tokens.
+    spoiled = dict.fromkeys(("q_rotated", "k_rotated", "dq", "dk"), where[:, None])
+    yield {"positions": wrong}, {}, spoiled | dict.fromkeys(("dq_weight", "dk_weight"), where.any())
 
 
 def of_heads(problem: Problem) -> float:

@@ -107,6 +107,7 @@ QK_NORM_ROPE = Operator(
     reference=reference,
     work=work,
     cases=lambda target: definition.cases(QK_NORM_ROPE, target),
+    out_of_range=definition.out_of_range,
     controls={
         "the other pairing": _other_pairing,
         "the norm behind the rotation": _norm_behind,

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from tnp.contract import Call, Kernel, Problem
-from tnp.launch import Bound, asserts
+from tnp.launch import Bound
 from tnp.ops.primitives import cast
+from tnp.ops.ranges import asserting, between
 from tnp.ops.rope.definition import OPTIONS
 
 
@@ -310,16 +311,11 @@ def prepared(
 
 def checked(launch: Callable, call: Call) -> Callable:
     """The launch; with TNP_CHECK=1 the device first asserts that the tables have all positions."""
-    if not call.problem["positions"] or not asserts():
+    if not call.problem["positions"]:
         return launch
-
-    def after_check(inputs, scalars):
-        *_, cos, _sin, positions = inputs
-        inside = ((positions >= 0) & (positions < len(cos))).all()
-        torch._assert_async(inside, f"positions must lie between 0 and {len(cos) - 1}")
-        return launch(inputs, scalars)
-
-    return after_check
+    return asserting(
+        launch, lambda inputs: [between("positions", inputs[-1], 0, len(inputs[-2]) - 1)]
+    )
 
 
 def empty(wanted, inputs):

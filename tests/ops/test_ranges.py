@@ -1,0 +1,146 @@
+"""Numbers out of range: one sentence on the CPU, an assertion on the device with TNP_CHECK=1.
+
+That they are NaN in their sequence without it is what the gates of the operators prove.
+"""
+
+import pytest
+import torch
+
+from tests.ops.problems import DEVICE
+from tnp import dispatch
+from tnp.catalog import catalog
+from tnp.ops.buffered_attention import buffered_attention
+from tnp.ops.cross_entropy import cross_entropy
+from tnp.ops.linear_cross_entropy import linear_cross_entropy
+from tnp.ops.mixture_nll import mixture_nll
+from tnp.ops.projection import project_qkv
+
+ROWS = torch.ones(2, 1, 8, 16)
+PACK, WEIGHT, X = ROWS[:1], torch.ones(48, 16), torch.ones(2, 8, 16)
+PARAMETERS, Y, LOGITS = torch.ones(2, 8, 3, 3), torch.ones(2, 8, 1), torch.ones(2, 48)
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+ENDS = int32(0, 3, 8)
+# Operator, implementation, its tensors but the numbers, options, numbers that fit, and what does
+# not, with the device's sentence.
+CALLS = {
+    "attention": (
+        "attention", "fused", lambda n: (ROWS, ROWS, ROWS, n, None, None), (), int32(1, 8),
+        [int32(0, 8), int32(1, 9)], "n_keys must lie between 1 and n_k = 8",
+    ),
+    "cu_seqlens_q": (
+        "attention", "separate", lambda cu: (PACK, PACK, PACK, None, cu, ENDS), (), ENDS,
+        [int32(1, 3, 8), int32(0, 9, 8), int32(0, 3, 7)],
+        "cu_seqlens_q must begin with 0, never decrease and end with q's 8 rows",
+    ),
+    "cu_seqlens_k": (
+        "attention", "fused", lambda cu: (PACK, PACK, PACK, None, ENDS, cu), (), ENDS,
+        [int32(0, -1, 8)],
+        "cu_seqlens_k must begin with 0, never decrease and end with k's 8 rows",
+    ),
+    "buffered_attention": (
+        "buffered_attention", "triton", lambda n: (ROWS, ROWS, ROWS, n),
+        (("n_buffer", 3), ("all_rows", True)), int32(1, 5),
+        [int32(1, 6)], "n_keys must lie between 1 and n_k − n_buffer = 5",
+    ),
+    "project_qkv": (
+        "project_qkv", "fused", lambda n: (X, WEIGHT, n), (("n_heads", 1), ("centred", True)),
+        int32(1, 8), [int32(0, 8), int32(1, 9)], "n_keys must lie between 1 and n_k = 8",
+    ),
+    "mixture_nll": (
+        "mixture_nll", "fused", lambda n: (PARAMETERS, Y, n), (), int32(0, 8),
+        [int32(-1, 8), int32(0, 9)], "n_targets must lie between 0 and 8",
+    ),
+    "cross_entropy": (
+        "cross_entropy", "triton", lambda target: (LOGITS, target), (), torch.tensor([47, -100]),
+        [torch.tensor([0, 48]), torch.tensor([-1, 0])], "target must lie between 0 and 47",
+    ),
+    "linear_cross_entropy": (
+        "linear_cross_entropy", "triton", lambda target: (LOGITS[:, :16], WEIGHT, target), (),
+        torch.tensor([47, -100]), [torch.tensor([0, 48])], "target must lie between 0 and 47",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_device_asserts_where_asked(name, monkeypatch):
+    """Below the public function, which knows the numbers itself where the host does."""
+    op, implementation, inputs, options, right, wrong, sentence = CALLS[name]
+    operator = catalog().operator(op)
+
+    def call(numbers):
+        scalars = operator.numbers
+        return dispatch.call(operator, implementation, inputs(numbers), scalars, options)
+
+    dispatch.forget()
+    call(wrong[0])
+    monkeypatch.setenv("TNP_CHECK", "1")  # read when a plan is made
+    dispatch.forget()
+    for numbers in wrong:
+        with pytest.raises(RuntimeError, match=sentence):
+            call(numbers)
+    call(right)
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("name", ["torch", "ours"])
+@pytest.mark.parametrize(
+    ("call", "ours", "sentence"),
+    [
+        (
+            lambda name: project_qkv(
+                X, WEIGHT, 1, centred=True, n_keys=int32(1, 9), implementation=name
+            ),
+            "fused",
+            "n_keys is 9 in sample 1: it must lie between 1 and 8",
+        ),
+        (
+            lambda name: mixture_nll(PARAMETERS, Y, n_targets=int32(-1, 8), implementation=name),
+            "fused",
+            "n_targets is -1 in sample 0: it must lie between 0 and 8",
+        ),
+        (
+            lambda name: cross_entropy(LOGITS, torch.tensor([0, 48]), implementation=name),
+            "triton",
+            "target is 48 in row 1: it must lie between 0 and 47, or be -100, which does not count",
+        ),
+        (
+            lambda name: linear_cross_entropy(
+                LOGITS[:, :16], WEIGHT, torch.tensor([-1, 0]), implementation=name
+            ),
+            "triton",
+            "target is -1 in row 0: it must lie between 0 and 47, or be -100, which does not count",
+        ),
+        (
+            lambda name: buffered_attention(
+                ROWS, ROWS, ROWS, 3, n_keys=int32(1, 6), implementation=name
+            ),
+            "triton",
+            "n_keys is 6 in sample 1: it must lie between 1 and 5",
+        ),
+    ],
+)
+def test_the_host_says_what_it_knows(call, ours, sentence, name):
+    with pytest.raises(ValueError) as raised:
+        call(ours if name == "ours" else name)
+    assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize("wrong", [0, 9])
+def test_the_reference_gives_nan(wrong):
+    """Of a tensor that the host cannot read, as on a GPU."""
+    found = catalog().load("attention", "reference").run
+    o, right = (found(ROWS, ROWS, ROWS, int32(8, n), None, None, 0.25) for n in (wrong, 8))
+    assert o[1].isnan().all() and torch.equal(o[0], right[0])
+
+
+def test_pytorchs_loss_gives_nan():
+    found = catalog().load("mixture_nll", "torch").run
+    for wrong in (-1, 9):
+        assert found(PARAMETERS, Y, int32(8, wrong), 0.0).isnan()
+    assert found(PARAMETERS, Y, int32(8, 0), 0.0).isfinite()

@@ -1,0 +1,44 @@
+"""Assertions on the device of numbers that say how long something is, or where it lies.
+
+Without them a number out of range makes the results of its sequence NaN.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from tnp.launch import asserts
+
+
+def asserting(
+    launch: Callable, conditions: Callable[[tuple], Iterable[tuple[Tensor, str]]]
+) -> Callable:
+    """Returns `launch`, or with TNP_CHECK=1 a launch that asserts its inputs' conditions first.
+
+    Args:
+        launch: takes inputs and scalars.
+        conditions: takes the inputs, and returns pairs of a bool tensor and the sentence that an
+            assertion ends in where the tensor is False.
+    """
+    if not asserts():
+        return launch
+
+    def after_check(inputs, scalars):
+        for holds, sentence in conditions(inputs):
+            torch._assert_async(holds, sentence)
+        return launch(inputs, scalars)
+
+    return after_check
+
+
+def between(name: str, x: Tensor, low: int, high: int, most: str = "") -> tuple[Tensor, str]:
+    """Returns the condition that all of x lie from `low` to `high`, which is called `most`."""
+    sentence = f"{name} must lie between {low} and {most}{high}"
+    return ((x >= low) & (x <= high)).all(), sentence
+
+
+def cumulative(name: str, x: Tensor, of: str, n_rows: int) -> tuple[Tensor, str]:
+    """Returns the condition that packed sequences follow one another over all rows of `of`."""
+    holds = (x[0] == 0) & (x[-1] == n_rows) & (x.diff() >= 0).all()
+    return holds, f"{name} must begin with 0, never decrease and end with {of}'s {n_rows} rows"
