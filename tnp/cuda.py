@@ -239,7 +239,7 @@ def identity(source: Source, architecture: str) -> list[object]:
     return said
 
 
-def _cached(source: Source, architecture: str) -> bytes:
+def cached(source: Source, architecture: str) -> bytes:
     """Machine code from the user's cache, or compiled and kept there."""
     said = json.dumps(identity(source, architecture))
     path = user_cache() / "cuda" / hashlib.sha256(said.encode()).hexdigest()[:32]
@@ -327,7 +327,7 @@ def loaded(source: Source, architecture: str) -> Launch:
     import torch
     from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, Stream, launch
 
-    code = ObjectCode.from_cubin(_cached(source, architecture))
+    code = ObjectCode.from_cubin(cached(source, architecture))
     kernel = code.get_kernel(source.name)
     current, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     config = lru_cache(64)(lambda grid, threads: LaunchConfig(grid=grid, block=threads))

@@ -30,6 +30,7 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 MAPS_KEPT = 256
 
 _watchers = 0
+_compiled: list[set[Any]] = []  # of each `compiled_only` that is entered, the kernels it met
 
 
 def asserts() -> bool:
@@ -50,6 +51,20 @@ def watched() -> Iterator[None]:
         yield
     finally:
         _watchers -= 1
+
+
+@contextmanager
+def compiled_only() -> Iterator[set[Any]]:
+    """Inside, a launch on tensors of the meta device compiles its kernel, and nothing else.
+
+    Launches on other tensors stay what they are. Yields the set of kernels that were compiled.
+    """
+    kernels: set[Any] = set()
+    _compiled.append(kernels)
+    try:
+        yield kernels
+    finally:
+        _compiled.remove(kernels)
 
 
 class Bound:
@@ -88,10 +103,13 @@ class Bound:
         n_tensors = sum(isinstance(x, Tensor) for x in arguments)
         tensors, floats = arguments[:n_tensors], arguments[n_tensors:]
         descriptors = [make(x) for make, x in zip(self.maps, tensors, strict=False)]
-        rest = tensors[len(descriptors) :]
-        compiled = self.kernel[self.grid](
-            *descriptors, *rest, *self.integers, *floats, **self.constexprs
-        )
+        given = *descriptors, *tensors[len(descriptors) :], *self.integers, *floats
+        if _compiled and tensors[0].is_meta:
+            if not self.kernel.pre_run_hooks:  # they are shown launches alone
+                self.kernel.warmup(*given, grid=self.grid, **self.constexprs)
+                _compiled[-1].add(self.kernel)
+            return
+        compiled = self.kernel[self.grid](*given, **self.constexprs)
         is_known = compiled is not None and VERSION in KNOWN_LAUNCHERS
         if direct is None and is_known and not _observed():
             self.direct = _direct(self, compiled, descriptors, n_tensors)

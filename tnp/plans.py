@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -104,6 +105,19 @@ of_operator: dict[str, Plans] = {}
 def plans(operator: Operator) -> Plans:
     """Returns this process's plan cache for `operator`."""
     return of_operator.get(operator.name) or of_operator.setdefault(operator.name, Plans())
+
+
+@contextmanager
+def forgotten_after() -> Iterator[None]:
+    """Drops the plans that are made inside. Another thread's plans among them are made again."""
+    before = {name: set(known.by_key) for name, known in of_operator.items()}
+    try:
+        yield
+    finally:
+        for name, known in of_operator.items():
+            with known.lock:
+                for key in set(known.by_key) - before.get(name, set()):
+                    del known.by_key[key]
 
 
 def launch_configs() -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import SupportsFloat
 import torch
 import torch.nn.functional as F
 
+from tnp import warm
 from tnp.buckets import Buckets
 from tnp.buffer import n_entering
 from tnp.captures import Captures
@@ -111,6 +112,7 @@ class TrainingStep:
             captures = Captures(device)
             self._graphs = StepGraphs(self._run, self._watch, captures, vary=buckets is not None)
         self._has_met_larger = False
+        self._is_warm = not warm.is_worth_it(model)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Changes the rate of the steps that follow.
@@ -173,6 +175,9 @@ class TrainingStep:
         return tasks, tuple(map(max, zip(*each, strict=True)))
 
     def _run(self, tasks: tuple[Task, ...], capacity: Capacity | None = None) -> torch.Tensor:
+        if not self._is_warm:
+            self._is_warm = True
+            warm.before_step(self.model, tasks, capacity)
         if self._graphs is not None:
             _put_rates_on(self._device, self.optimizer)
         # Gradients of a captured step must be allocated in the graph's own memory.

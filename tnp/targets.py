@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tnp.extras import triton_is_installed
@@ -117,6 +119,20 @@ def of_device(device) -> Target:
     if found is None:
         found = _seen[device] = _look(device)
     return found
+
+
+@contextmanager
+def on_meta(target: Target) -> Iterator[None]:
+    """Inside, tensors of the meta device stand for tensors of `target`."""
+    import torch
+
+    device = torch.device("meta")
+    before = of_device(device)
+    _seen[device] = target
+    try:
+        yield
+    finally:
+        _seen[device] = before
 
 
 def _look(device) -> Target:

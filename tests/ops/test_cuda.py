@@ -350,14 +350,14 @@ def test_compiled_code_is_kept_until_what_it_is_made_of_changes(monkeypatch, tmp
     monkeypatch.setattr(cuda, "build", build)
     monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "one")
     for _ in range(2):
-        assert cuda._cached(source(), "sm_80") == b"code"
+        assert cuda.cached(source(), "sm_80") == b"code"
     assert built == ["sm_80"]
-    cuda._cached(source(), "sm_86")
-    cuda._cached(source(ROWS=2), "sm_86")
+    cuda.cached(source(), "sm_86")
+    cuda.cached(source(ROWS=2), "sm_86")
     monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "another")
-    cuda._cached(source(), "sm_80")
+    cuda.cached(source(), "sm_80")
     monkeypatch.setattr(cuda.Source, "texts", lambda self: iter(["other text"]))
-    cuda._cached(source(), "sm_80")
+    cuda.cached(source(), "sm_80")
     assert built == ["sm_80", "sm_86", "sm_86", "sm_80", "sm_80"]
 
 

@@ -133,6 +133,7 @@ def launches(
     target: Target,
     implementation: Implementation | None = None,
     forced: tuple[str, str, object] | None = None,
+    singly: bool = False,
 ) -> Iterator[Launch]:
     """Yields a problem's launches for each pair of kernels of our implementations.
 
@@ -144,11 +145,14 @@ def launches(
         forced: operation, kernel and JSON of its configuration: no other kernel of the operation
             is launched. Calls that do not run the operation are left out. None launches all
             kernels with the default configurations of their forms.
+        singly: launch for each gradient alone too.
     """
     from tnp.gates.results import wanted_of
 
     for own in [implementation] if implementation else _ours(operator):
-        for wanted in dict.fromkeys(((), wanted_of(operator, own, Case(problem)))):
+        every = wanted_of(operator, own, Case(problem))
+        single = ((name,) for name in every) if singly else ()
+        for wanted in dict.fromkeys(((), every, *single)):
             what = Call(problem, target, wanted)
             if own.refuses(what) is not None:
                 continue

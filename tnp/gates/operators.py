@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tnp import plans, selection, targets
+from tnp import plans, selection, targets, warm
 from tnp.catalog import catalog
 from tnp.contract import OWN, Call, Case, Implementation, Kernel, Operator
 from tnp.gates import layout, out_of_range, routes
 from tnp.gates.checks import Check, Finished, LeftOut, Unsupported, max_abs_error
+from tnp.gates.launches import launches
 from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
 from tnp.gpu_memory import why_it_does_not_fit
@@ -105,6 +106,10 @@ def checks(
     of_routes = by_size[len(by_size) // 2]
     controls = operator.controls_for(found)
     missed = dict(controls)
+    if device.type == "cuda" and found.forward is not None:
+        parts = (f"{number} {case}" for number, case in enumerate(served, 1))
+        left = [case for case, part in zip(served, parts, strict=True) if part not in finished]
+        _compile(operator, found, left, target)
     for number, (case, known) in enumerate(_with_known(served, found, operator, target), 1):
         part = f"{number} {case}"
         reason = None
@@ -131,6 +136,19 @@ def checks(
             f"control must fail: {what}", "passed every case", float(what in missed), 0.0, name,
             op=op,
         )  # fmt: skip
+
+
+def _compile(
+    operator: Operator, found: Implementation, cases: Sequence[Case], target: Target
+) -> None:
+    """Compiles the kernels of all cases side by side. The checks compile and raise what is left."""
+    with warm.side_by_side(target):
+        for case in cases:
+            for launch in launches(operator, case.problem, target, found, singly=True):
+                try:
+                    launch.call()
+                except Exception as error:  # of any host code, on tensors without memory
+                    warm.log.warning("not compiled ahead, %s: %s", case, error)
 
 
 class Known(NamedTuple):
