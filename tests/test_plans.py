@@ -77,7 +77,8 @@ def decisions(monkeypatch) -> list[str]:
 
 def compiled(function):
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    return torch.compile(function, fullgraph=True, backend=backend)
 
 
 def checkpointed(function):
