@@ -183,9 +183,9 @@ def test_the_longest_sequence_is_that_of_the_tensor_as_it_stands():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_graph_is_captured_for_the_lengths_of_the_call_before():
     cu, graph = cu_seqlens([3, 9, 2]).cuda(), torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="make the same call once before"):
-        with torch.cuda.graph(graph):
-            longest(cu)
+    refused = pytest.raises(RuntimeError, match="make the same call once before")
+    with refused, torch.cuda.graph(graph):
+        longest(cu)
     assert longest(cu) == 9
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
