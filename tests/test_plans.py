@@ -246,7 +246,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
-from tnp import launch, plans, targets
+from tnp import launch, plans, private, targets
 from tnp.contract import Call, Case
 from tnp.gates.launches import _candidates
 from tnp.catalog import catalog
@@ -294,17 +294,21 @@ def counted(self, *arguments, **options):
     return run(self, *arguments, **options)
 
 JITFunction.run = counted
-allocate = torch.Tensor.new_empty_strided
+allocate = torch.empty_strided
 
-def always_there(self, size, strides, **options):
+def always_there(size, strides, dtype):
     if len(kept) == at[0]:
-        kept.append(allocate(self, size, strides, **options))
+        kept.append(allocate(size, strides, dtype=dtype))
     at[0] += 1
     return kept[at[0] - 1]
 
-torch.Tensor.new_empty_strided = always_there
-torch.Tensor.new_empty = lambda self, size, **options: always_there(
-    self, tuple(size), torch.empty(size, device="meta").stride(), **options)
+def of(self, size, strides=None, dtype=None):
+    strides = strides or torch.empty(size, device="meta").stride()
+    return always_there(tuple(size), tuple(strides), dtype or self.dtype)
+
+torch.Tensor.new_empty_strided = torch.Tensor.new_empty = of
+torch.empty_like = lambda x: always_there(x.shape, x.stride(), x.dtype)
+private.empty_cpu = always_there
 
 def step():
     at[0] = 0

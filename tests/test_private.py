@@ -78,17 +78,16 @@ def test_modes_of_autograd_are_seen():
     torch.use_deterministic_algorithms(previous)
 
 
-def test_settings_of_the_compiler_are_set(monkeypatch):
+def test_settings_of_the_compiler_are_set():
     from torch._dynamo import config
     from torch._functorch import config as functorch_config
 
-    monkeypatch.setattr(config, "recompile_limit", 8)
-    private.allow_graphs(32)
-    private.allow_graphs(4)
-    assert config.recompile_limit == 32
-    monkeypatch.setattr(functorch_config, "donated_buffer", True)
-    private.keep_buffers()
-    assert functorch_config.donated_buffer is False
+    with config.patch(recompile_limit=8), functorch_config.patch(donated_buffer=True):
+        private.allow_graphs(32)
+        private.allow_graphs(4)
+        assert config.recompile_limit == 32
+        private.keep_buffers()
+        assert functorch_config.donated_buffer is False
 
 
 def test_tritons_launchers_are_known():

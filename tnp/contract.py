@@ -331,6 +331,7 @@ class Operator:
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
     numbered: tuple[str, ...] = ()  # sizes that no tensor shows: calls pass them as options
     shown: tuple[str, ...] = ()  # options that `describe` reads off tensors: no call passes them
+    laid_out_by: tuple[str, ...] = ()  # options that decide the layout of what is saved
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
     condition: Callable[[Case, dict], Any] | None = None  # see above
@@ -362,8 +363,8 @@ class Operator:
         return tuple(name for name in self.outputs if name not in self.options or problem[name])
 
     def of_results(self, options: Mapping[str, Value]) -> dict[str, Value]:
-        """What `Kernel.empty` needs beside the inputs, of a call's options, by name."""
-        named = (*self.numbered, *self.outputs)
+        """Returns the options of a call that `Kernel.empty` needs beside the inputs, by name."""
+        named = (*self.numbered, *self.outputs, *self.laid_out_by)
         return {name: value for name, value in options.items() if name in named}
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tnp.buffered_rows import BufferedRows
+from tnp.catalog import is_automatic
 from tnp.ops.attention import attention
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.decode_attention import decode_attention
@@ -23,7 +24,10 @@ from tnp.ops.projection import linear, project_qkv
 from tnp.ops.projection.qkv import query_factor
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
 from tnp.ops.rms_norm_linear import rms_norm_linear
+from tnp.ops.transformer_block import transformer_block
+from tnp.ops.transformer_block.composed import serves
 from tnp.packing import Packing
+from tnp.private import has_global_hooks, has_hooks
 from tnp.variants import Variant
 
 if TYPE_CHECKING:
@@ -333,10 +337,19 @@ class MixtureHeads(HiddenLayer):
 
 
 class Block(nn.Module):
+    """Attention and an MLP: one operator where all their layers are ours and nobody watches them.
+
+    Where the variant names PyTorch's forms, where samples are packed or buffered, and where a layer
+    has hooks or was replaced, the layers are called one after another.
+    """
+
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         self.attention = Attention(config, variant)
         self.mlp = MLP(config, variant)
+        self.layers, self.centred = variant.block, variant.centred_keys
+        self.automatic = any(is_automatic(name) for _, name in self.layers or ())
+        self.recompute_above = variant.recompute_above or math.inf
 
     def forward(
         self,
@@ -351,4 +364,29 @@ class Block(nn.Module):
 
         Each layer leaves its addition to the next norm, which reads the stream anyway.
         """
+        if layout is None and self._is_whole(h):
+            attention, mlp = self.attention, self.mlp
+            weights = (
+                attention.norm.weight, attention.qkv, attention.output,
+                mlp.norm.weight, mlp.up, mlp.down,
+            )  # fmt: skip
+            how = {"n_k": n_context, "first": first, "n_keys": n_keys, "centred": self.centred}
+            inputs = h, update, weights, attention.n_heads
+            if not self.automatic or serves(*inputs, **how, layers=self.layers):
+                return transformer_block(
+                    *inputs, **how, eps=NORM_EPS, layers=self.layers, implementation="fused"
+                )
         return self.mlp(*self.attention(h, update, n_context, n_keys, first, layout))
+
+    def _is_whole(self, h: torch.Tensor) -> bool:
+        """Whether the block may be one call: its layers are those that were made here."""
+        if self.layers is None or h.shape[0] * h.shape[1] > self.recompute_above:
+            return False
+        attention, mlp = self._modules["attention"], self._modules["mlp"]
+        if attention.__class__ is not Attention or mlp.__class__ is not MLP:
+            return False
+        norms = attention._modules["norm"], mlp._modules["norm"]
+        if any(norm.__class__ is not RMSNorm for norm in norms) or has_global_hooks():
+            return False
+        layers = attention, mlp, *norms
+        return not any(has_hooks(layer) or "forward" in layer.__dict__ for layer in layers)

@@ -166,7 +166,7 @@ def _decide(
         if found.run is not None:
             return f"{_RUN}{operator.name}__{found.name}"
         saves = choose_kernel(found.forward, operator, what)[0].saves
-    content = {"implementation": found.name, "saves": saves, "wanted": wanted}
+    content = {"implementation": found.name, "saves": saves, "wanted": wanted, "given": given}
     return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
 
 
@@ -205,6 +205,7 @@ class _Watched(Differentiated):
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
         self.shown = tuple((name, value) for name, value in content["shown"])
+        self.given = dict.fromkeys(content["given"], True)  # optional inputs
         self.found = catalog().load(custom.operator.name, self.implementation)
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
 
@@ -229,12 +230,11 @@ class _Watched(Differentiated):
         values = self.operator.describe(*inputs, **dict(self.options))
         return [values[size] for size in self.operator.sizes]
 
-    def problem(self, names: Iterable[str], tensors: Iterable, sizes: Iterable) -> Problem:
-        """Returns the problem of these sizes. The tensors say which optional inputs are given."""
-        pairs = zip(names, tensors, strict=True)
-        given = {n: True for n, x in pairs if n in self.operator.optional and x is not None}
+    def problem(self, sizes: Iterable) -> Problem:
+        """Returns the problem of these sizes, which are in the operator's order."""
         named = dict(zip(self.operator.sizes, map(int, sizes), strict=True))
-        return self.operator.problem(self.dtype, **given | dict(self.options + self.shown) | named)
+        options = self.given | dict(self.options + self.shown)
+        return self.operator.problem(self.dtype, **options | named)
 
     def flops(self, problem: Problem, pass_: str) -> int:
         """Returns the number of operations of a pass, as the implementation counts them."""
@@ -319,20 +319,17 @@ class CustomOperator:
             with torch.no_grad():
                 return self._backward(gradients, kept, saved, sizes, *rest)
         first = next(x for x in (*kept, *saved) if x is not None)
-        absent = [x is None for x in kept]
-        key = key_of((), rest[-1], first.device, *sizes, *absent)
+        key = key_of((), rest[-1], first.device, *sizes)
         plan = self.plans.by_key.get(key)
         if plan is None:
-            made = partial(self._backward_plan, kept, first.device, sizes, rest[-1])
+            made = partial(self._backward_plan, first.device, sizes, rest[-1])
             plan = self.plans.find(key, made)
         results = plan.backward(tuple(gradients), tuple(kept), tuple(saved), rest[:-1])
         return _apart(results, gradients)
 
-    def _backward_plan(
-        self, kept: list, device: torch.device, sizes: list, text: str
-    ) -> KernelPlan:
+    def _backward_plan(self, device: torch.device, sizes: list, text: str) -> KernelPlan:
         asked = self.watched(text)
-        problem = asked.problem(self.operator.kept, kept, sizes)
+        problem = asked.problem(sizes)
         what = Call(problem, targets.of_device(device), asked.wanted, apart=True)
         chosen = Choice(asked.implementation, source="named")
         return KernelPlan(self.operator, what, asked.found, chosen, device, asked.saves)
@@ -350,12 +347,11 @@ class CustomOperator:
 
     def _forward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
         watched, inputs = self.watched(arguments[-1]), arguments[: self.n_tensors]
-        problem = watched.problem(self.operator.tensors, inputs, watched.sizes(inputs))
-        return watched.flops(problem, "forward")
+        return watched.flops(watched.problem(watched.sizes(inputs)), "forward")
 
     def _backward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
-        watched, (_, kept, _, sizes) = self.watched(arguments[-1]), arguments[:4]
-        return watched.flops(watched.problem(self.operator.kept, kept, sizes), "backward")
+        watched, sizes = self.watched(arguments[-1]), arguments[3]
+        return watched.flops(watched.problem(sizes), "backward")
 
 
 def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:

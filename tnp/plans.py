@@ -385,7 +385,10 @@ class _Function(torch.autograd.Function):
         if gradients[0] is None and all(gradient is None for gradient in gradients):
             return (None,) * (2 + len(plan.operator.tensors))
         tensors = ctx.saved_tensors
-        kept, saved = tensors[: plan.n_kept], tensors[plan.n_kept :]
+        kept, saved = tensors[: plan.n_kept], list(tensors[plan.n_kept :])
+        # A launch may empty this list, so that memory is free before it ends.
+        del tensors
+        ctx.maybe_clear_saved_tensors()
         # Autograd turns gradients off here, except under create_graph=True.
         backward = plan.backward_once if torch.is_grad_enabled() else plan.backward
         return plan.route((*backward(gradients, kept, saved, ctx.scalars), None))

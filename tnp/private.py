@@ -39,6 +39,10 @@ PLACES = {
     "forward_level": "torch.autograd.forward_ad:_current_level",  # see in_forward_mode
     "in_autocast": "torch._C:_is_any_autocast_enabled",
     "DisableAutocast": "torch._C:_DisableAutocast",
+    # Inductor's generated code allocates by these; they pass the dispatcher by.
+    "empty_cpu": "torch._C:_dynamo.guards._empty_strided_cpu",
+    # Whether the layers of a block are watched; see has_hooks.
+    "has_global_hooks": "torch.nn.modules.module:_has_any_global_hook",
     # Settings of the compiler.
     "donated_buffer": "torch._functorch.config:donated_buffer",  # see keep_buffers
     "recompile_limit": "torch._dynamo.config:recompile_limit",  # see allow_graphs
@@ -50,6 +54,7 @@ PLACES = {
 # Only PyTorch for CUDA has these. Elsewhere they are None.
 CUDA_PLACES = {
     "current_device": "torch._C:_cuda_getDevice",  # torch.cuda.current_device does more
+    "empty_cuda": "torch._C:_dynamo.guards._empty_strided_cuda",
     "current_stream": "torch._C:_cuda_getCurrentRawStream",  # in tnp.cuda
 }
 # Triton's versions whose launchers take their arguments in an order that `tnp.launch` knows.
@@ -81,6 +86,14 @@ def __getattr__(name: str) -> Any:
 def in_forward_mode() -> bool:
     """Returns whether a level of dual numbers is open. It costs 0.05 µs."""
     return forward_ad._current_level >= 0
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Returns whether a hook would see a call of the module or its backward pass."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        or module._backward_pre_hooks
+    )  # fmt: skip
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

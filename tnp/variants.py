@@ -12,6 +12,7 @@ from pathlib import Path
 from tnp.catalog import AUTO, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.inputs import require_count
+from tnp.ops.transformer_block import LAYERS, block_of
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 
@@ -158,6 +159,16 @@ class Variant:
                 if not of_ours or catalog().listed(op, name).own.precision:
                     return None
         return AUTO if self.rms_norm == AUTO else "triton"
+
+    @property
+    def block(self) -> tuple[tuple[str, str], ...] | None:
+        """The layers of `transformer_block`, which replaces the calls of a block's operators.
+
+        It is None where one of them is not ours, and where rows that nothing reads are computed.
+        """
+        if not (self.skip_unread and block_of(self.implementations())):
+            return None
+        return tuple((family, getattr(self, family)) for family in LAYERS)
 
     @property
     def refuses_buffer(self) -> str | None:

@@ -22,6 +22,7 @@ from tnp.fingerprints import (
     operator_definitions,
 )
 from tnp.gates import COMPILED, GATES
+from tnp.ops.transformer_block import block_of
 from tnp.schemas import CEILINGS
 from tnp.variants import FAMILIES, Variant
 
@@ -54,7 +55,8 @@ def _operators_of(gate: str) -> list[Operator]:
     """That a gate runs: all, or the model's."""
     if gate == COMPILED:
         return list(catalog().operators.values())
-    return [operator for family in FAMILIES for operator in catalog().family(family)]
+    families = *FAMILIES, *block_of(dict.fromkeys(FAMILIES, OWN))
+    return [operator for family in families for operator in catalog().family(family)]
 
 
 def _of_implementation_gate(op: str, name: str) -> Found:
@@ -160,7 +162,9 @@ def views() -> list[str]:
 
 def _of_variant(parameters: dict) -> set[Pair]:
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
-    return set(variant.implementations().items())
+    implementations = variant.implementations()
+    whole = block_of(implementations) if variant.block else {}
+    return set((implementations | whole).items())
 
 
 def _using(start: str, implementations: set[Pair], slug: str) -> Found:

@@ -63,6 +63,7 @@ WORDS = {
     "cross_entropy": "cross-entropy",
     "linear_cross_entropy": "cross-entropy of a linear layer",
     "mlp": "MLP",
+    "transformer_block": "transformer block",
     "mixture_heads": "mixture heads",
     "mixture_nll": "mixture loss",
     "projection": "projections",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tnp.catalog import catalog
 from tnp.contract import OWN
+from tnp.ops.transformer_block import block_of
 
 if TYPE_CHECKING:
     from tnp.gates.progress import Progress
@@ -108,6 +109,8 @@ def gates_for(
     for family, name in implementations.items():
         for operator in catalog().family(family):
             gates += gates_of(operator.name, name) + gates_of_training(operator.name, name)
+    for op, name in block_of(implementations).items() if skip_unread else ():
+        gates += gates_of(op, name)
     switches = {
         "skip_unread": skip_unread,
         "checkpointing": checkpoint or recompute,
@@ -135,7 +138,7 @@ def blocked(rows: Iterable[dict], implementations: Mapping[str, str]) -> Blocked
     """
     used = {
         operator.name: catalog().candidates(operator.name, name)
-        for key, name in implementations.items()
+        for key, name in {**implementations, **block_of(implementations)}.items()
         for operator in catalog().operators.values()
         if key in (operator.name, operator.family)
     }

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Reason
 from tnp.launch import Bound
+from tnp.ops.allocation import allocator
 from tnp.ops.primitives import cast
 from tnp.ops.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 
@@ -164,31 +165,39 @@ def _norm_columns_kernel(
 
 
 class ParameterSum:
-    """Gradients of parameters as sums of partials, one [D] a program, in a fixed order."""
+    """Gradients of parameters as sums of partials, one [D] a program, in a fixed order.
 
-    def __init__(self, n_partials: int, width: int) -> None:
-        self.shape = n_partials, width
+    Args:
+        n_partials: programs that write a partial.
+        like: a parameter [D].
+    """
+
+    def __init__(self, n_partials: int, like: torch.Tensor) -> None:
+        width = like.shape[0]
         self.kernel = bound_sum(n_partials, width)
-
-    def partials(self, x: torch.Tensor) -> torch.Tensor:
-        """Uninitialized, where x lies."""
-        return x.new_empty(self.shape, dtype=torch.float32)
+        # Returns uninitialized partials.
+        self.partials = allocator(like, (n_partials, width), dtype=torch.float32)
 
     def of(self, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient of `parameter`, in its dtype."""
-        out = parameter.new_empty(parameter.shape)
+        """Returns the gradient of `parameter`, contiguous, in its dtype."""
+        out = torch.empty_like(parameter)
         self.kernel(partials, out, 1.0)
         return out
 
 
 def columns_kernel(
-    call: Call, config: ColumnsConfig, layouts: tuple[RowLayout, RowLayout, RowLayout], **kind: bool
+    call: Call,
+    config: ColumnsConfig,
+    layouts: tuple[RowLayout, RowLayout, RowLayout],
+    like: torch.Tensor,
+    **kind: bool,
 ) -> tuple[Bound, ParameterSum]:
     """The launch of `_norm_columns_kernel`, and the sum of its partials.
 
     Args:
         call, config: what is to be computed, and how.
         layouts: of dnormalized, of dsum or what is handed over in its place, and of x.
+        like: a parameter [D].
         kind: HAS_DSUM and CENTERED.
     """
     n_rows, width = call.problem["rows"], call.problem["width"]
@@ -202,4 +211,4 @@ def columns_kernel(
         D=width, BLOCK_D=config.columns, ROWS=config.rows, STAGES=config.num_stages,
         num_warps=config.num_warps, **kind,
     )  # fmt: skip
-    return kernel, ParameterSum(n_partials, width)
+    return kernel, ParameterSum(n_partials, like)

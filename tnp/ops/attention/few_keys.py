@@ -25,6 +25,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel, Reason, Support
 from tnp.launch import Bound
+from tnp.ops.allocation import allocator
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -250,7 +251,8 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
     """One launch, which walks `tiles` tiles of queries a program."""
     q, k, v, n_keys = inputs[:4]
     n_heads, n_q, head_dim = q.shape[1:]
-    of_o, of_lse = rows_layout(q), lse_layout(q)
+    of_o = rows_layout(q)
+    new_o, new_lse = allocator(q, *of_o), allocator(q, *lse_layout(q), torch.float32)
     ragged = n_keys is not None or k.shape[2] < config.block_n
     kernel = Bound(
         _few_keys_fwd_kernel, (n_query_tiles(call, config.tiles * config.block_m),),
@@ -261,8 +263,7 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
 
     def launch(inputs, scalars):
         q, k, v, n_keys = inputs[:4]
-        o = q.new_empty_strided(*of_o)
-        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        o, lse = new_o(), new_lse()
         kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
         return (o,), (lse,)
 
@@ -301,10 +302,12 @@ def prepare_backward(call, config, do, q, k, v, lengths, o, lse, dlse):
         **config.kernel_arguments(),
     )  # fmt: skip
 
+    new_dq = allocator(q, *of_q)
+
     def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         n_keys = lengths[0]
-        dq = q.new_empty_strided(*of_q)
-        dk, dv = of_keys.allocate(k)
+        dq = new_dq()
+        dk, dv = of_keys.allocate()
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         kernel(
             q, k, v, do, lse, lse if dlse is None else dlse, dq, dk_part, dv_part,

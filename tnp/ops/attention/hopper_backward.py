@@ -21,6 +21,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
+from tnp.ops.allocation import allocator
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, heads_in_turn
@@ -247,18 +248,20 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
             HEAD_DIM=head_dim, ROWS=PIECE_ROWS,
         )  # fmt: skip
     finish_kernel = padded.finish(q, of_q[1][:3], ordered=ordered)
+    new_tiles, new_dq = allocator(lse, *of_workspace), allocator(q, *of_q)
+    new_weighted = allocator(do, weighted_shape) if base2 else None
 
     def launch(do, q, k, v, lengths, o, lse, dlse, scale):
-        tiles = lse.new_empty_strided(*of_workspace)
+        tiles = new_tiles()
         statistics = tiles.narrow(0, n_of_tiles, 2 * rows)
         delta = tiles.narrow(0, n_of_tiles + rows, rows)
         left = tiles.narrow(0, n_of_tiles + 2 * rows, batch * n_heads)
-        weighted = do.new_empty(weighted_shape) if base2 else do
+        weighted = new_weighted() if base2 else do
         counts = lse.new_empty_strided(*of_counts, dtype=torch.int32) if ordered else lse
         of_queries = padded.table.pointers(lengths, lse)[:3]
         of_lse = lse if dlse is None else dlse
         statistics_kernel(o, do, lse, of_lse, statistics, tiles, weighted, counts, *of_queries)
-        dk, dv = of_keys.allocate(k)
+        dk, dv = of_keys.allocate()
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
         shares = lse.new_empty_strided(*of_shares) if by_head else (dk, dv)
         kernel(
@@ -269,7 +272,7 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
             add_pieces(of_split, dk, dv)
         if by_head:
             add_shares(shares, dk, dv)
-        dq = q.new_empty_strided(*of_q)
+        dq = new_dq()
         finish_kernel(tiles, dq, counts, *of_queries, scale)
         return dq, dk, dv
 

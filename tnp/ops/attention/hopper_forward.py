@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tnp.contract import Call, Kernel
 from tnp.launch import Bound
+from tnp.ops.allocation import allocator
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_forward_kernel import attention_fwd_hopper_kernel, part_width
 from tnp.ops.attention.hopper_forward_pipeline import ROWS
@@ -193,7 +194,8 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """The kernel, and the sum of parts where tiles are split."""
     q, k, v = inputs[:3]
     _, n_heads, n_q, head_dim = q.shape
-    of_o, of_lse = rows_layout(q), lse_layout(q)
+    of_o = rows_layout(q)
+    new_o, new_lse = allocator(q, *of_o), allocator(q, *lse_layout(q), torch.float32)
     rows, of_keys = ROWS.value, head_map(config.block_n)
     programs = call.target.multiprocessors
     n, _, (n_whole, n_split, share) = tiles(call, config)
@@ -210,8 +212,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
 
     def launch(inputs, scalars):
         q, k, v, *lengths = inputs
-        o = q.new_empty_strided(*of_o)
-        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        o, lse = new_o(), new_lse()
         of_split = lse.new_empty_strided(*of_parts) if combine else lse
         pointers = table.pointers(lengths, lse)
         kernel(q, k, v, o, o, lse, of_split, *pointers, scalars[0] * LOG2_E)

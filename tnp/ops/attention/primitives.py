@@ -12,6 +12,7 @@ from torch import Tensor
 from tnp.contract import Call
 from tnp.inputs import is_expanded
 from tnp.launch import Bound, asserts
+from tnp.ops.allocation import allocator
 from tnp.ops.attention.keys import all_seen
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.primitives import KernelConfig, cast
@@ -172,13 +173,12 @@ class KeyGradients:
         # Of dk and of dv: batch, head and row.
         self.strides = (of_b, of_h, width) if apart else (2 * of_b, of_h, 2 * width)
         self.one = shape, (*self.strides, 1)
-        self.both = (2, *shape), (width, *self.strides, 1)
+        both = (2, *shape), (width, *self.strides, 1)
+        self.new = allocator(k, *(self.one if apart else both))
 
-    def allocate(self, k: Tensor) -> tuple[Tensor, ...]:
-        """dk and dv."""
-        if self.apart:
-            return k.new_empty_strided(*self.one), k.new_empty_strided(*self.one)
-        return k.new_empty_strided(*self.both).unbind()
+    def allocate(self) -> tuple[Tensor, ...]:
+        """Returns uninitialized dk and dv."""
+        return (self.new(), self.new()) if self.apart else self.new().unbind()
 
 
 def lse_layout(q: Tensor) -> Layout:

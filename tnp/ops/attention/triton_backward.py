@@ -204,7 +204,7 @@ def prepare_separate(call, config, do, q, k, v, lengths, o, lse, dlse):
         fill_delta(o, do, delta)
         if dlse is not None:
             delta -= dlse
-        dk, dv = of_keys.allocate(k)
+        dk, dv = of_keys.allocate()
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         scales = scale, scale * LOG2_E
         of_keys_tiles = key_tiles.pointers(lengths, q)
@@ -243,7 +243,7 @@ def prepare_fused(call, config, do, q, k, v, lengths, o, lse, dlse):
         if dlse is not None:
             delta -= dlse
         dq = q.new_empty_strided(*of_q)
-        dk, dv = of_keys.allocate(k)
+        dk, dv = of_keys.allocate()
         of_key_tiles, *others = key_tiles.pointers(lengths, q)
         of_query_tiles = query_tiles.pointers(lengths, q)[0]
         kernel(

@@ -281,7 +281,7 @@ def prepare(call: Call, config: BackwardConfig, inputs: tuple) -> Callable:
         if copies:
             do = do.contiguous()
         dq = q.new_empty_strided(*of_q)
-        dk, dv = of_keys.allocate(k)
+        dk, dv = of_keys.allocate()
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         delta = lse.new_empty_strided(*of_lse)
         scale = scale_of(p, scalars)

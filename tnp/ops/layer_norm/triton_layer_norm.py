@@ -168,11 +168,11 @@ def prepare_backward(call, config, inputs):
         _layer_norm_bwd_kernel, (n_programs,),
         *g_rows.strides, *x_rows.strides, n_rows, x_rows.n_inner, **sizes,
     )  # fmt: skip
-    total = ParameterSum(n_programs, width)
+    total = ParameterSum(n_programs, inputs[1][1])
 
     def launch(inputs, scalars):
         (dy,), (x, weight, bias), (mean, rstd) = inputs
-        dx, dweight, dbias = x.new_empty(x.shape), total.partials(x), total.partials(x)
+        dx, dweight, dbias = x.new_empty(x.shape), total.partials(), total.partials()
         kernel(g_rows.of(dy), x_rows.of(x), weight.contiguous(), mean, rstd, dx, dweight, dbias)
         parameters = _parameter_gradients(call.wanted, total, dweight, dbias, weight, bias)
         return (dx if "x" in call.wanted else None, *parameters)
@@ -190,14 +190,16 @@ def prepare_wide_backward(call, config, inputs):
         D=width, BLOCK_D=BLOCK, num_warps=BLOCK_WARPS,
     )  # fmt: skip
     layouts = g_rows, g_rows, x_rows
-    kernel, total = columns_kernel(call, config, layouts, HAS_DSUM=False, CENTERED=True)
+    kernel, total = columns_kernel(
+        call, config, layouts, inputs[1][1], HAS_DSUM=False, CENTERED=True
+    )
 
     def launch(inputs, scalars):
         (dy,), (x, weight, bias), (mean, rstd) = inputs
         dy, x_read, weight_read = g_rows.of(dy), x_rows.of(x), weight.contiguous()
         slope, shift = _statistics(x), _statistics(x)
         coefficients(dy, x_read, weight_read, mean, rstd, slope, shift)
-        dx, dweight, dbias = x.new_empty(x.shape), total.partials(x), total.partials(x)
+        dx, dweight, dbias = x.new_empty(x.shape), total.partials(), total.partials()
         kernel(dy, dy, x_read, weight_read, rstd, slope, mean, shift, dx, dweight, dbias)
         parameters = _parameter_gradients(call.wanted, total, dweight, dbias, weight, bias)
         return (dx if "x" in call.wanted else None, *parameters)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tnp.contract import Kernel
 from tnp.launch import Bound
+from tnp.ops.allocation import allocator
 from tnp.ops.norms import (
     BLOCK,
     BLOCK_WARPS,
@@ -183,30 +184,46 @@ def _launch(call, inputs, kernel, n_programs, counts, sizes):
         kernel, (n_programs,), *strides, *counts, x_rows.n_inner,
         HAS_UPDATE=bool(update), **sizes,
     )  # fmt: skip
+    new = allocator(x, x.shape)
+
+    def launch_alone(inputs, scalars):
+        x, weight = inputs
+        x, normalized = x_rows.of(x), new()
+        bound(x, x, weight, normalized, normalized, *scalars)
+        return (normalized,), ()
 
     def launch(inputs, scalars):
-        x, weight = x_rows.of(inputs[0]), inputs[-1].contiguous()
-        outputs, saved = empty(call.wanted, inputs)
-        added = update_rows.of(inputs[1]) if len(inputs) > 2 else x
-        bound(x, added, weight, outputs[0], outputs[-1], *scalars)
-        return outputs, saved
+        x, update, weight = inputs
+        total, normalized = new(), new()
+        bound(x_rows.of(x), update_rows.of(update), weight, total, normalized, *scalars)
+        return (total, normalized), ()
 
-    return launch
+    return launch if update else launch_alone
 
 
 def empty_backward(wanted, inputs):
     """Where the norm was not used, the sum's gradient is handed on."""
     gradients, (x, weight), _saved = inputs
+    results = _results(wanted, gradients)
     if gradients[-1] is None:
-        return _results(wanted, gradients, gradients[0], None)
+        return results(gradients[0], None)
     dweight = weight.new_empty(weight.shape) if "weight" in wanted else None
-    return _results(wanted, gradients, x.new_empty(x.shape), dweight)
+    return results(x.new_empty(x.shape), dweight)
 
 
-def _results(wanted, gradients, dx, dweight):
-    """dx is the gradient of x and, where there is one, of the update."""
-    of_sum = [dx if name in wanted else None for name in ("x", "update")[: len(gradients)]]
-    return *of_sum, dweight if "weight" in wanted else None
+def _results(wanted, gradients):
+    """Returns what orders the results (dx, dweight): dx is the gradient of an update too."""
+    has_update, x_wanted, update_wanted = (
+        len(gradients) > 1, "x" in wanted, "update" in wanted
+    )  # fmt: skip
+
+    def alone(dx, dweight):
+        return dx if x_wanted else None, dweight
+
+    def both(dx, dweight):
+        return dx if x_wanted else None, dx if update_wanted else None, dweight
+
+    return both if has_update else alone
 
 
 def _hand_on(call):
@@ -237,16 +254,19 @@ def prepare_backward(call, config, inputs):
         *g_rows.strides, *s_rows.strides, *x_rows.strides, n_rows, x_rows.n_inner,
         HAS_DSUM=has_dsum, **sizes,
     )  # fmt: skip
-    total = ParameterSum(n_programs, width)
+    _, (x, weight), _ = inputs
+    total, new_dx, weight_wanted = (
+        ParameterSum(n_programs, weight), allocator(x, x.shape), "weight" in call.wanted
+    )  # fmt: skip
+    results = _results(call.wanted, inputs[0])
 
     def launch(inputs, scalars):
         gradients, (x, weight), _saved = inputs
         dnormalized = g_rows.of(gradients[-1])
         dsum = s_rows.of(gradients[0]) if has_dsum else dnormalized
-        dx, partials = x.new_empty(x.shape), total.partials(x)
-        kernel(dnormalized, dsum, x_rows.of(x), weight.contiguous(), dx, partials, *scalars)
-        dweight = total.of(partials, weight) if "weight" in call.wanted else None
-        return _results(call.wanted, gradients, dx, dweight)
+        dx, partials = new_dx(), total.partials()
+        kernel(dnormalized, dsum, x_rows.of(x), weight, dx, partials, *scalars)
+        return results(dx, total.of(partials, weight) if weight_wanted else None)
 
     return launch
 
@@ -262,22 +282,21 @@ def prepare_wide_backward(call, config, inputs):
         *g_rows.strides, *x_rows.strides, x_rows.n_inner,
         D=width, BLOCK_D=BLOCK, num_warps=BLOCK_WARPS,
     )  # fmt: skip
-    kernel, total = columns_kernel(call, config, layouts, HAS_DSUM=has_dsum, CENTERED=False)
+    weight = inputs[1][1]
+    kernel, total = columns_kernel(call, config, layouts, weight, HAS_DSUM=has_dsum, CENTERED=False)
+    results = _results(call.wanted, inputs[0])
 
     def launch(inputs, scalars):
         gradients, (x, weight), _saved = inputs
         dnormalized = g_rows.of(gradients[-1])
         dsum = s_rows.of(gradients[0]) if has_dsum else dnormalized
-        x_read, weight_read = x_rows.of(x), weight.contiguous()
+        x_read = x_rows.of(x)
         rstd, slope = (x.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
-        coefficients(dnormalized, x_read, weight_read, rstd, slope, *scalars)
-        dx, partials = x.new_empty(x.shape), total.partials(x)
+        coefficients(dnormalized, x_read, weight, rstd, slope, *scalars)
+        dx, partials = x.new_empty(x.shape), total.partials()
         # What is not centered has neither means nor shifts, and no bias.
-        kernel(
-            dnormalized, dsum, x_read, weight_read, rstd, slope, rstd, rstd, dx, partials, partials
-        )
-        dweight = total.of(partials, weight) if "weight" in call.wanted else None
-        return _results(call.wanted, gradients, dx, dweight)
+        kernel(dnormalized, dsum, x_read, weight, rstd, slope, rstd, rstd, dx, partials, partials)
+        return results(dx, total.of(partials, weight) if "weight" in call.wanted else None)
 
     return launch
 

@@ -1,0 +1,150 @@
+"""A block as one operator, beside its layers one after another. The generic gate does the rest."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ops.problems import DEVICE
+from tnp.model import TNPConfig, TransformerNP
+from tnp.ops.transformer_block import WEIGHTS, transformer_block
+from tnp.tasks import Task
+from tnp.variants import Variant
+
+CONFIG = TNPConfig(d_x=2, d_model=32, n_layers=2, n_heads=2, d_ff=48, n_components=3)
+FUSED = Variant.named("fused")
+VARIANTS = {
+    "fused": FUSED,
+    "separate": replace(FUSED, attention="separate"),
+    "centred": Variant.named("fused_centred"),
+    "automatic": replace(FUSED, mlp="auto"),
+}
+
+
+def task(seed: int = 0) -> Task:
+    drawn = torch.Generator().manual_seed(seed)
+    shapes = (2, 7, 2), (2, 7, 1), (2, 5, 2), (2, 5, 1)
+    points = (torch.randn(shape, generator=drawn).to(DEVICE) for shape in shapes)
+    return Task(*points, torch.tensor([7, 4], dtype=torch.int32, device=DEVICE))
+
+
+def model(variant: Variant) -> TransformerNP:
+    torch.manual_seed(0)
+    return TransformerNP(CONFIG, variant).to(DEVICE)
+
+
+def one_by_one(net: TransformerNP) -> TransformerNP:
+    """The model with an empty hook at each MLP."""
+    for block in net.blocks:
+        block.mlp.register_forward_hook(lambda *_: None)
+    return net
+
+
+def functions(loss: torch.Tensor) -> list[str]:
+    """Returns the names of our autograd functions in the graph of a loss."""
+    found, nodes, seen = [], [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        plan = getattr(node, "plan", None)
+        found += [] if plan is None else [plan.operator.name]
+        nodes += [one for one, _ in node.next_functions]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_block_gives_the_bits_of_its_layers(variant):
+    found = []
+    for net in (model(variant), one_by_one(model(variant))):
+        loss = net.loss(task())
+        count = functions(loss).count("transformer_block")
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in net.parameters()]
+        loss.backward()  # the first pass must have left the graph whole
+        twice = [p.grad for p in net.parameters()]
+        assert all(map(torch.equal, [2 * x for x in once], twice))
+        found.append((count, loss, once))
+    (whole, loss, gradients), (apart, other_loss, others) = found
+    automatic = variant.mlp == "auto"  # where no GPU is, it takes PyTorch's form
+    assert (whole, apart) == (0 if automatic and DEVICE.type == "cpu" else CONFIG.n_layers, 0)
+    assert torch.equal(loss, other_loss) and all(map(torch.equal, gradients, others))
+
+
+def test_variants_with_a_layer_of_pytorch_have_no_whole_block():
+    assert replace(FUSED, mlp="torch").block is None
+    assert replace(FUSED, skip_unread=False).block is None
+
+
+@pytest.mark.parametrize("frozen", ["blocks.1.mlp", "blocks", "blocks.0.attention"])
+def test_gradients_stop_where_nothing_asks_for_one(frozen):
+    gradients = []
+    for net in (model(FUSED), one_by_one(model(FUSED))):
+        net.get_submodule(frozen).requires_grad_(False)
+        net.loss(task()).backward()
+        gradients.append({name: p.grad for name, p in net.named_parameters()})
+    for name, one in gradients[0].items():
+        other = gradients[1][name]
+        assert (one is None) == (other is None) == name.startswith(frozen), name
+        assert one is None or torch.equal(one, other), name
+
+
+class Doubled(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple:
+        h, update = self.layer(h, update)
+        return h, 2 * update
+
+
+def replaced(net: TransformerNP) -> None:
+    for block in net.blocks:
+        block.mlp = Doubled(block.mlp)
+
+
+def hooked(net: TransformerNP) -> None:
+    for block in net.blocks:
+        block.mlp.register_forward_hook(lambda _module, _given, found: (found[0], 2 * found[1]))
+
+
+def overridden(net: TransformerNP) -> None:
+    for block in net.blocks:
+        block.mlp.forward = Doubled(block.mlp.forward).forward
+
+
+@pytest.mark.parametrize("change", [replaced, hooked, overridden])
+def test_what_is_changed_about_a_layer_takes_effect(change: Callable):
+    net, other = model(FUSED), model(FUSED)
+    with torch.no_grad():
+        for block in other.blocks:
+            block.mlp.down.mul_(2)
+    change(net)
+    assert torch.equal(net.loss(task()), other.loss(task()))
+
+
+def test_bad_input_is_one_sentence():
+    h, d = torch.ones(2, 5, 16), 16
+    shapes = (d,), (3 * d, d), (d, d), (d,), (24, d), (d, 24)
+    weights = tuple(map(torch.ones, shapes))
+    transformer_block(h, None, weights, 2, n_k=3)
+    bad = {
+        "h is (5, 16): it must be [B, L, d_model]": {"h": h[0]},
+        "output is (8, 16): it must be (16, 16)": {"output": weights[2][:8]},
+        "they must be equal": {"update": h[:, :4]},
+        "n_keys is": {"n_keys": torch.tensor([3, 4], dtype=torch.int32)},
+        "norm_mlp": {"norm_mlp": weights[3][:8]},
+    }
+    for sentence, changed in bad.items():
+        named = dict(zip(WEIGHTS, weights, strict=True)) | changed
+        given = tuple(named[name] for name in WEIGHTS)
+        with pytest.raises(ValueError) as error:
+            transformer_block(
+                named.get("h", h), named.get("update"), given, 2, n_k=3,
+                n_keys=named.get("n_keys"),
+            )  # fmt: skip
+        assert sentence in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,321 @@
+"""A pre-norm transformer block of a neural process, as one operator.
+
+    h₁ = h + update                x₁ = rms_norm(h₁)
+    q, k, v = project_qkv(x₁)      u = attention(q, k, v) w_outputᵀ
+    h₂ = h₁[:, first:] + u         x₂ = rms_norm(h₂)
+    y = mlp(x₂)
+
+It returns h₂ and y, which the next block adds. Rows from `first` on are queries, the first n_k rows
+are keys. `torch` is made of PyTorch's forms of these operators. `fused` runs our kernels of them
+behind one autograd function (`composed`): the host makes one call in place of six.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf
+from operator import index
+from typing import TYPE_CHECKING
+
+from tnp.contract import (
+    OWN,
+    Call,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Reason,
+    Work,
+)
+from tnp.inputs import positive_number, require_between, require_equal, require_lengths
+from tnp.ops import rms_norm as norms
+from tnp.ops.attention import OPERATOR as ATTENTION
+from tnp.ops.declared import by_pytorch
+from tnp.ops.mlp import OPERATOR as MLP
+from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV
+from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS = ("norm_attention", "qkv", "output", "norm_mlp", "up", "down")
+# Options that name the implementation of a layer; without one it is "own", the best of ours.
+LAYERS = ("rms_norm", "projection", "attention", "mlp")
+
+
+def reference(
+    h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys, eps,
+    n_heads, n_q=None, n_k=None, centred=False, **layers,
+):  # fmt: skip
+    """The layers' plain forms one after another, in any float dtype, whatever `layers` name."""
+    total = h if update is None else h + update
+    x = norms.reference(total, norm_attention, eps)
+    of_means = n_keys if centred else None
+    q, k, v = OPERATOR_QKV.reference(x, qkv, of_means, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+    o = ATTENTION.reference(q, k, v, n_keys, None, None, q.shape[-1] ** -0.5)
+    u = OPERATOR_LINEAR.reference(o.transpose(1, 2).flatten(-2), output)
+    total, x = norms.add_reference(total[:, -q.shape[2] :], u, norm_mlp, eps)
+    return total, MLP.reference(x, up, down)
+
+
+def describe(
+    h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys,
+    n_heads, n_q=None, n_k=None, centred=False, **layers,
+) -> dict:  # fmt: skip
+    """Sizes; ValueError where the tensors do not go together."""
+    if h.dim() != 3:
+        raise ValueError(f"h is {tuple(h.shape)}: it must be [B, L, d_model]")
+    if update is not None:
+        require_equal(h=h, update=update)
+    for name, weight in (("norm_attention", norm_attention), ("norm_mlp", norm_mlp)):
+        norms.describe(h, weight, name)
+    sizes = OPERATOR_QKV.describe(h, qkv, None, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+    d_model = sizes["d_model"]
+    if output.shape != (d_model, d_model):
+        raise ValueError(f"output is {tuple(output.shape)}: it must be {(d_model, d_model)}")
+    OPERATOR_LINEAR.describe(h, output)
+    if n_keys is not None:
+        require_lengths(h, n_keys=n_keys)
+    return sizes | {"d_ff": MLP.describe(h, up, down)["d_ff"]}
+
+
+def draw(case, random) -> dict:
+    """A residual stream, an update like it where the case has one, and a model's weights."""
+    import torch
+
+    p = case.problem
+    shape = p["batch"], p["rows"], p["d_model"]
+    d_model, d_ff = p["d_model"], p["d_ff"]
+    drawn = {"h": random(*shape), "update": random(*shape) if p["update"] else None}
+    for name in ("norm_attention", "norm_mlp"):
+        drawn[name] = 1 + 0.3 * random(d_model, dtype=torch.float32)
+    drawn |= {"qkv": random.weight(3 * d_model, d_model), "output": random.weight(d_model, d_model)}
+    drawn |= {"up": random.weight(d_ff, d_model), "down": random.weight(d_model, d_ff)}
+    if p["n_keys"]:
+        drawn["n_keys"] = random.integers(1, p["n_k"], p["batch"])
+    return drawn
+
+
+def layers(problem: Problem) -> Iterator[tuple[Operator, str, Problem]]:
+    """Yields the operators of the block in turn, each with its implementation and problem."""
+
+    def layer(operator: Operator, family: str, **sizes) -> tuple[Operator, str, Problem]:
+        return operator, str(problem[family] or "own"), operator.problem(problem.dtype, **sizes)
+
+    batch, rows, d_model, d_ff, n_heads, n_q, n_k = (size for _, size in problem.sizes)
+    n_keys, centred = bool(problem["n_keys"]), bool(problem["centred"])
+    first = ADD_RMS_NORM if problem["update"] else RMS_NORM
+    yield layer(first, "rms_norm", rows=batch * rows, width=d_model)
+    yield layer(
+        OPERATOR_QKV, "projection", batch=batch, rows=rows, d_model=d_model, n_heads=n_heads,
+        n_q=n_q, n_k=n_k, base2=True, centred=centred, n_keys=n_keys and centred,
+    )  # fmt: skip
+    yield layer(
+        ATTENTION, "attention", batch=batch, n_heads=n_heads, n_q=n_q, n_k=n_k,
+        head_dim=d_model // n_heads, base2=True, n_keys=n_keys,
+    )  # fmt: skip
+    yield layer(OPERATOR_LINEAR, "projection", rows=batch * n_q, n_in=d_model, n_out=d_model)
+    yield layer(ADD_RMS_NORM, "rms_norm", rows=batch * n_q, width=d_model)
+    yield layer(MLP, "mlp", rows=batch * n_q, d_model=d_model, d_ff=d_ff)
+
+
+def work(case, pass_) -> Work:
+    """The layers' operations; the streams, float32 weights and their gradients once."""
+    p = case.problem
+    parts = [operator.work(Case(problem), pass_) for operator, _, problem in layers(p)]
+    flops = sum(sum(part.flops.values()) for part in parts)
+    arriving = p["batch"] * p["rows"] * p["d_model"] * p.itemsize * (1 + bool(p["update"]))
+    leaving = 2 * p["batch"] * p["n_q"] * p["d_model"] * p.itemsize
+    weights = (4 * p["d_model"] ** 2 + 2 * p["d_model"] * p["d_ff"] + 2 * p["d_model"]) * 4
+    if pass_ == "forward":
+        return Work({p.dtype: flops}, arriving + weights, leaving)
+    return Work({p.dtype: flops}, arriving + leaving + weights, arriving + weights)
+
+
+def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
+    """Returns {"transformer_block": "fused"} if all layers are ours, else {}.
+
+    Args:
+        implementations: family of operators → implementation, as a variant names them.
+    """
+    from tnp.catalog import catalog
+
+    named = [(op.name, implementations.get(family, "torch"))
+             for family in LAYERS for op in catalog().family(family)]  # fmt: skip
+    ours = all(catalog().role(op, name) == OWN for op, name in named)
+    return {OPERATOR.name: "fused"} if ours else {}
+
+
+def supported(call: Call) -> Reason:
+    """Support where each layer is served by kernels of ours."""
+    from tnp.selection import choose_implementation, refuses
+
+    for operator, name, problem in layers(call.problem):
+        what = Call(problem, call.target, operator.differentiated if call.wanted else ())
+        try:
+            chosen, found = choose_implementation(operator, name, what)
+        except RuntimeError as error:
+            return str(error)
+        if found.forward is None:
+            return f"{operator.name} is served by {chosen.name!r}, which is no kernel of ours"
+        if (reason := refuses(found, what)) is not None:
+            return f"{operator.name}: {reason}"
+    return None
+
+
+def cases(target) -> list[Case]:
+    """First block and later ones, lengths, the last block's targets alone, centred keys."""
+
+    def case(dtype: str, *sizes: int, **options) -> Case:
+        return OPERATOR.case(dtype, *sizes, **options)
+
+    if target.kind != "cuda":
+        return [
+            case("bfloat16", 1, 11, 32, 48, 2, 11, 6),
+            case("float32", 3, 9, 32, 40, 2, 4, 6, update=True, n_keys=True),
+            case("float16", 1, 19, 32, 48, 2, 19, 17, update=True, centred=True, n_keys=True),
+        ]
+    model = 512, 1408, 8
+    return [
+        case("bfloat16", 8, 564, *model, 564, 64),
+        case("bfloat16", 8, 564, *model, 564, 64, update=True),
+        case("bfloat16", 8, 564, *model, 500, 64, update=True, n_keys=True),
+        case("bfloat16", 2, 1100, *model, 1100, 1000, update=True),
+        case("bfloat16", 2, 1100, *model, 100, 1000, update=True, centred=True, n_keys=True),
+        case("bfloat16", 2, 1100, *model, 1100, 1000, update=True, attention="separate"),
+        case("float16", 3, 333, *model, 300, 300, update=True),
+        case("float32", 2, 300, *model, 300, 100, update=True),
+    ]
+
+
+def compiled(target) -> Iterator[Problem]:
+    """The model's block at one size: it has no kernel of its own."""
+    if target.capability >= 80:
+        sizes = {"batch": 64, "rows": 564, "d_model": 512, "d_ff": 1408, "n_heads": 8}
+        yield OPERATOR.problem("bfloat16", **sizes, n_q=564, n_k=64, update=True)
+
+
+def within(model, run):
+    """Every block of a neural process behind the first."""
+    if "n_context" not in run:
+        return None
+    rows = run["n_context"] + run["n_target"]
+    return OPERATOR.problem(
+        run["dtype"], batch=run["batch"], rows=rows, d_model=model["d_model"],
+        d_ff=model.get("d_ff_storage") or model["d_ff"], n_heads=model["n_heads"], n_q=rows,
+        n_k=run["n_context"], update=True,
+    )  # fmt: skip
+
+
+def _update_left_out(h, update, *others, **options):
+    total, y = reference(h, update, *others, **options)
+    return total - (0 if update is None else update[:, -total.shape[1] :]), y
+
+
+def _queries_shifted(h, *others, **options):
+    total, y = reference(h, *others, **options)
+    return total, y.roll(1, 1)
+
+
+def _weight_halved(name: str):
+    def broken(*inputs, **options):
+        at = OPERATOR.tensors.index(name)
+        return reference(*inputs[:at], inputs[at] * 0.5, *inputs[at + 1 :], **options)
+
+    return broken
+
+
+OPERATOR = Operator(
+    "transformer_block",
+    inputs=("h", "update?", *WEIGHTS, "n_keys?"),
+    outputs=("sum", "y"),
+    sizes=("batch", "rows", "d_model", "d_ff", "n_heads", "n_q", "n_k"),
+    numbered=("n_heads", "n_q", "n_k"),
+    options={"centred": bool} | dict.fromkeys(LAYERS, str),
+    laid_out_by=("centred", *LAYERS),
+    differentiated=("h", "update", *WEIGHTS),
+    keeps=("h", *WEIGHTS, "n_keys", "sum"),
+    scalars={"eps": norms.EPS},
+    implementations=(
+        *by_pytorch(reference, ("update", "n_keys", "centred")),
+        Implementation(
+            "fused",
+            forward=Operation("transformer_block.forward", (f"{__name__}.composed:FORWARD",)),
+            backward=Operation(
+                "transformer_block.backward",
+                tuple(f"{__name__}.composed:{name}" for name in ("STEADY", "MOVING")),
+            ),
+            supported=supported,
+            options=("update", "n_keys", "centred", *LAYERS),
+        ),
+    ),
+    describe=describe,
+    draw=draw,
+    reference=reference,
+    work=work,
+    cases=cases,
+    within=within,
+    compiled=compiled,
+    controls={
+        "update left out": _update_left_out,
+        "rows of y shifted": _queries_shifted,
+        **{f"{name} halved": _weight_halved(name) for name in ("qkv", "output", "norm_mlp")},
+    },
+)
+
+
+def transformer_block(
+    h: Tensor,
+    update: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    n_heads: int,
+    *,
+    n_k: int | None = None,
+    first: int = 0,
+    n_keys: Tensor | None = None,
+    centred: bool = False,
+    eps: float = norms.EPS,
+    layers: tuple[tuple[str, str], ...] = (),
+    implementation: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """The residual stream behind a block, and the update that is still to be added to it.
+
+    Args:
+        h: [B, L, d_model], of the dtypes that `linear` takes.
+        update: like h, added to it first, or None.
+        weights: in the order of `WEIGHTS`: norms [d_model], qkv [3·d_model, d_model], output
+            [d_model, d_model], up [d_ff, d_model], down [d_model, d_ff]; any float dtype.
+        n_heads: heads of attention.
+        n_k: the first rows, from 1 to L, that are keys and values; L where None.
+        first: the first row that is a query; rows before it are not returned.
+        n_keys: int32 [B], the keys that each sample has, from 1 to n_k; None: n_k.
+        centred: whether keys are centred (see `project_qkv`).
+        eps: a number, positive and finite, of both norms.
+        layers: pairs of a name of `LAYERS` and the implementation of that layer, for `fused`. A
+            layer that is left out takes the best of ours.
+        implementation: a name of `tnp.catalog`, or "auto".
+
+    Returns:
+        Both [B, L − first, d_model] in h's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+        RuntimeError: the implementation cannot run here, with the reason.
+    """
+    import tnp.dispatch as dispatch
+
+    if type(eps) is not float or not 0.0 < eps < inf:
+        eps = positive_number("eps", eps)
+    # `index` has torch.compile take a symbolic number for a constant of the graph.
+    options: tuple = (("n_heads", index(n_heads)),)
+    if first:
+        options += (("n_q", index(h.shape[1] - first) if h.dim() == 3 else 1),)
+    if n_k is not None:
+        options += (("n_k", index(n_k)),)
+        if n_keys is not None:
+            require_between("n_keys", n_keys, 1, n_k)
+    if centred:
+        options += (("centred", True),)
+    inputs = (h, update, *weights, n_keys)
+    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options + layers)

@@ -1,0 +1,277 @@
+"""A transformer block as a list of launches: the kernels of its layers, one behind another.
+
+Each layer is chosen and prepared where a block of a plan first reaches it, from the tensors that
+are there. Later calls only launch: no key, no autograd function and no view of autograd stands
+between two layers. The backward pass runs the layers in reverse and stops at the last one that
+leads to a gradient that is wanted.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from operator import index
+from os import environ
+
+import torch
+
+from tnp import choice, plans, targets
+from tnp.bounded import MOST
+from tnp.choice import Choice
+from tnp.contract import Call, Kernel, Operator, Problem, Reason
+from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers, supported
+from tnp.private import constant_in_graphs
+from tnp.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
+
+OPTIONS = ("update", "n_keys", "centred", *LAYERS)
+
+
+class Layer:
+    """One operator inside a block. Its launches are prepared at its first run.
+
+    Args:
+        operator, name, problem: as `layers` yields them.
+        call: the block's.
+        wanted: inputs of the layer whose gradients the block needs.
+    """
+
+    def __init__(
+        self, operator: Operator, name: str, problem: Problem, call: Call, wanted: tuple[str, ...]
+    ) -> None:
+        self.operator, self.wanted = operator, wanted
+        self.call = Call(problem, call.target, wanted, apart=call.apart)
+        self.chosen, self.found = choose_implementation(operator, name, self.call)
+        self.kernel, picked = choose_kernel(self.found.forward, operator, self.call)
+        self.config = picked.config
+        self.run: Callable | None = None
+
+    def forward(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
+        """Returns the outputs and the tensors saved for the backward pass."""
+        if self.run is None:
+            self.run = plans.prepared(self.kernel, self.call, self.config, inputs)
+        return self.run(inputs, scalars)
+
+    def backward(
+        self, gradients: tuple, kept: tuple, saved: tuple = (), scalars: tuple = ()
+    ) -> tuple:
+        """Returns the gradients in the order of `differentiated`, None where not wanted."""
+        inputs = gradients, kept, saved
+        if self.run is None:
+            what = replace(self.call, aligned=aligned(kept, gradients))
+            kernel, picked = self.backward_kernel(what)
+            self.run = plans.prepared(kernel, what, picked.config, inputs)
+        return self.run(inputs, scalars)
+
+    def backward_kernel(self, what: Call) -> tuple[Kernel, Choice]:
+        """Returns the kernel that reads what the forward kernel saves, and its configuration."""
+        return choose_kernel(self.found.backward, self.operator, what, self.kernel.saves)
+
+    def empty(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
+        """Returns what `forward` does, uninitialized."""
+        named = self.operator.of_results(dict(self.operator.call_options(self.call.problem)))
+        return self.kernel.empty(self.wanted, inputs, **named)
+
+
+class Layers:
+    """The layers of a block, each for the gradients that lead to those the block is asked for."""
+
+    def __init__(self, call: Call) -> None:
+        wanted = frozenset(call.wanted)
+        norm_1, project, attend, output, norm_2, mlp = layers(call.problem)
+
+        def named(**given: object) -> tuple[str, ...]:
+            return tuple(name for name, one in given.items() if one)
+
+        streams = named(x="h" in wanted, update="update" in wanted)
+        of_norm_1 = streams + named(weight="norm_attention" in wanted)
+        self.norm_1 = Layer(*norm_1, call, of_norm_1)
+        of_qkv = named(x=of_norm_1, weight="qkv" in wanted)
+        self.project = Layer(*project, call, of_qkv)
+        of_heads = ("q", "k", "v") if of_qkv else ()
+        self.attend = Layer(*attend, call, of_heads)
+        of_output = named(x=of_heads, weight="output" in wanted)
+        self.output = Layer(*output, call, of_output)
+        of_norm_2 = named(x=streams, update=of_output, weight="norm_mlp" in wanted)
+        self.norm_2 = Layer(*norm_2, call, of_norm_2)
+        self.mlp = Layer(*mlp, call, named(x=of_norm_2, up="up" in wanted, down="down" in wanted))
+        p = call.problem
+        self.has_update, self.centred = bool(p["update"]), bool(p["centred"])
+        batch, rows, d_model, _, n_heads, n_q, _ = (size for _, size in p.sizes)
+        self.first, self.n_q = rows - n_q, n_q
+        head_dim = d_model // n_heads
+        # o as rows [B, n_q, d_model], and rows as heads [B, H, n_q, D].
+        self.rows = (batch, n_q, d_model), (n_q * d_model, d_model, 1)
+        self.heads = (batch, n_heads, n_q, head_dim), (n_q * d_model, head_dim, d_model, 1)
+        self.scale = (head_dim**-0.5,)
+        self.saves = bool(wanted)
+
+
+def _launch(of: Layers, way: str) -> Callable:
+    """Returns the launch of a forward pass. `way` is the method of the layers that it calls."""
+    norm_1, project, attend, output, norm_2, mlp = (
+        getattr(layer, way)
+        for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
+    )
+    has_update, centred, first, n_q = of.has_update, of.centred, of.first, of.n_q
+    (rows, strides), scale, saves = of.rows, of.scale, of.saves
+
+    def launch(inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
+        h, update, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys = inputs
+        if has_update:
+            (total, x_1), _ = norm_1((h, update, norm_attention), scalars)
+        else:
+            total, ((x_1,), _) = h, norm_1((h, norm_attention), scalars)
+        (q, k, v), _ = project((x_1, qkv, n_keys if centred else None))
+        (o,), of_attention = attend((q, k, v, n_keys, None, None), scale)
+        (u,), _ = output((o.as_strided(rows, strides), w_output))
+        queries = total.narrow(1, first, n_q) if first else total
+        (sum_, x_2), _ = norm_2((queries, u, norm_mlp), scalars)
+        (y,), of_mlp = mlp((x_2, up, down))
+        if not saves:
+            return (sum_, y), ()
+        streams = (total, x_1) if has_update else (x_1,)
+        return (sum_, y), (*streams, q, k, v, o, x_2, *of_attention, *of_mlp)
+
+    return launch
+
+
+def empty(wanted: tuple[str, ...], inputs: tuple, **options) -> tuple[tuple, tuple]:
+    """Returns uninitialized outputs and saved tensors, laid out as where `Call.apart`."""
+    h, update, *_, n_keys = inputs
+    values = OPERATOR.describe(*inputs, **options)
+    sizes = {name: index(values[name]) for name in OPERATOR.sizes}
+    given = options | {"update": update is not None, "n_keys": n_keys is not None}
+    problem = OPERATOR.problem(str(h.dtype).removeprefix("torch."), **given | sizes)
+    call = Call(problem, targets.of_device(h.device), wanted, apart=True)
+    return _launch(Layers(call), "empty")(inputs, ())
+
+
+def prepare(call: Call, config: None, inputs: tuple) -> Callable:
+    """Returns the launch of a forward pass."""
+    return _launch(Layers(call), "forward")
+
+
+def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple:
+    """Returns uninitialized gradients. Those of h and of an update are one tensor."""
+    _, (h, *weights, _n_keys, _sum), _ = inputs
+    dh = h.new_empty(h.shape)
+    streams = [dh if name in wanted else None for name in ("h", "update")]
+    pairs = zip(WEIGHTS, weights, strict=True)
+    return *streams, *(x.new_empty(x.shape) if name in wanted else None for name, x in pairs)
+
+
+def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
+    """Returns the launch of a backward pass."""
+    of = Layers(call)
+    norm_1, project, attend, output, norm_2, mlp = (
+        layer.backward for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
+    )
+    has_update, first, n_q = of.has_update, of.first, of.n_q
+    (rows, strides), (heads, steps), scale = of.rows, of.heads, of.scale
+    reaches = [bool(layer.wanted) for layer in (of.norm_2, of.output, of.project, of.norm_1)]
+    to_norm_2, to_output, to_project, to_norm_1 = reaches
+    h_wanted = "h" in call.wanted
+    streams = h_wanted or "update" in call.wanted
+
+    def launch(inputs: tuple, scalars: tuple) -> tuple:
+        (dsum, dy), kept, saved = inputs
+        h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
+        total = saved[0] if has_update else None
+        x_1, q, k, v, o, x_2, lse, *of_mlp = saved[1:] if has_update else saved
+        if isinstance(saved, list):  # each layer's are freed behind it
+            saved.clear()
+        dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
+        if dy is None:
+            dy = torch.zeros_like(sum_)
+        dx, dup, ddown = mlp((dy,), (x_2, up, down), tuple(of_mlp))
+        del x_2, of_mlp
+        if to_norm_2:
+            dqueries, du, dnorm_2 = norm_2((dsum, dx), (sum_, norm_mlp), (), scalars)
+        if to_output:
+            do, doutput = output((du,), (o.as_strided(rows, strides), w_output))
+        if to_project:
+            of_heads = q, k, v, n_keys, None, None, o
+            del q, k, v, o
+            dheads = attend((do.as_strided(heads, steps),), of_heads, (lse,), scale)
+            del do, of_heads
+        if first and streams:
+            dtotal = h.new_zeros(h.shape)
+            dtotal.narrow(1, first, n_q).copy_(dqueries)
+        else:
+            dtotal = dqueries
+        if to_project:
+            dx, dqkv = project(dheads, (x_1, qkv))
+            del dheads, x_1
+        if to_norm_1:
+            if has_update:
+                dh, dupdate, dnorm_1 = norm_1((dtotal, dx), (total, norm_attention), (), scalars)
+            else:
+                dh, dnorm_1 = norm_1((dx,), (h, norm_attention), (), scalars)
+                dh = dh + dtotal if h_wanted else None
+        return dh, dupdate, dnorm_1, dqkv, doutput, dnorm_2, dup, ddown
+
+    return launch
+
+
+def steady(call: Call) -> Reason:
+    """Support where no layer's gradients differ between runs."""
+    layer = Layers(call).attend
+    if layer.wanted and layer.backward_kernel(layer.call)[0].moving:
+        return "attention adds up the gradient of queries in any order"
+    return None
+
+
+def _unsteady(call: Call) -> Reason:
+    return "no layer's gradients differ between runs" if steady(call) is None else None
+
+
+FORWARD = Kernel("composed", empty, prepare, options=OPTIONS)
+STEADY = Kernel("composed", empty_backward, prepare_backward, steady, options=OPTIONS)
+MOVING = Kernel(
+    "composed_moving", empty_backward, prepare_backward, _unsteady, options=OPTIONS,
+    moving=("dh", "dupdate", "dnorm_attention", "dqkv"),
+)  # fmt: skip
+
+
+def serves(
+    h: torch.Tensor,
+    update: torch.Tensor | None,
+    weights: tuple[torch.Tensor, ...],
+    n_heads: int,
+    *,
+    n_k: int,
+    first: int,
+    n_keys: torch.Tensor | None,
+    centred: bool,
+    layers: tuple[tuple[str, str], ...],
+) -> bool:
+    """Whether `fused` takes this call, where tables choose a layer.
+
+    Args are those of `transformer_block`. Its weights are float, and its shapes go together.
+    """
+    batch, rows, d_model = map(index, h.shape)
+    sizes = batch, rows, d_model, index(weights[-1].shape[1]), n_heads, rows - first, index(n_k)
+    given = {"update": update is not None, "n_keys": n_keys is not None, "centred": centred}
+    wants = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (h, update, *weights)
+    )
+    dtype = str(h.dtype).removeprefix("torch.")
+    return _serves(dtype, sizes, tuple(given.items()) + layers, h.device, wants)
+
+
+@constant_in_graphs
+def _serves(dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool) -> bool:
+    decides = (
+        environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return _served(dtype, sizes, options, device, wants, decides)
+
+
+@lru_cache(MOST)
+def _served(
+    dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool, _decides: tuple
+) -> bool:
+    named = dict(zip(OPERATOR.sizes, sizes, strict=True))
+    problem = OPERATOR.problem(dtype, **named, **dict(options))
+    wanted = OPERATOR.differentiated if wants else ()
+    return supported(Call(problem, targets.of_device(device), wanted)) is None
