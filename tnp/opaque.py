@@ -350,8 +350,8 @@ class CustomOperator:
         return watched.flops(watched.problem(watched.sizes(inputs)), "forward")
 
     def _backward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
-        watched = self.watched(arguments[-1])
-        return watched.flops(watched.problem(arguments[3]), "backward")
+        watched, sizes = self.watched(arguments[-1]), arguments[3]
+        return watched.flops(watched.problem(sizes), "backward")
 
 
 def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:

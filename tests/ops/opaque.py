@@ -9,9 +9,12 @@ from tnp.contract import Operator
 from tnp.selection import wanted_of
 
 
-def told(implementation: str, wanted: list[str], options: list | None = None) -> str:
+def told(
+    implementation: str, wanted: list[str], options: list | None = None, given: list | None = None
+) -> str:
     """What a custom operator is told of a call in bfloat16: its argument `call`."""
     content = {"implementation": implementation, "saves": "", "wanted": wanted, "shown": []}
+    content["given"] = given or []  # optional inputs
     return json.dumps(content | {"options": options or [], "dtype": "bfloat16"})
 
 

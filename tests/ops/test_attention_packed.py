@@ -147,6 +147,23 @@ def test_the_longest_sequence_is_that_of_the_tensor_as_it_stands():
             assert longest(cu) == 10
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_graph_is_captured_for_the_lengths_of_the_call_before():
+    cu, graph = cu_seqlens([3, 9, 2]).cuda(), torch.cuda.CUDAGraph()
+    refused = pytest.raises(RuntimeError, match="make the same call once before")
+    with refused, torch.cuda.graph(graph):
+        longest(cu)
+    assert longest(cu) == 9
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert longest(cu) == 9
+        cu[2] = 4
+    version = cu._version
+    assert longest(cu) == 9  # nothing has run yet
+    graph.replay()
+    assert cu._version == version and longest(cu) == 10
+
+
 def longest(cu, n_rows=14):
     return longest_sequence(cu, "cu_seqlens_k", "k", n_rows)
 

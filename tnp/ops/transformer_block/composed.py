@@ -22,6 +22,7 @@ from tnp.ops.projection.products import are_halves
 from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers, supported
 from tnp.private import constant_in_graphs
 from tnp.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
+from tnp.targets import Target
 
 OPTIONS = ("update", "n_keys", "centred", *LAYERS)
 
@@ -304,14 +305,13 @@ def _serves(dtype: str, sizes: tuple, options: tuple, device: torch.device, want
         environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    return _served(dtype, sizes, options, device, wants, decides)
+    return _served(dtype, sizes, options, targets.of_device(device), wants, decides)
 
 
 @lru_cache(MOST)
 def _served(
-    dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool, _decides: tuple
+    dtype: str, sizes: tuple, options: tuple, target: Target, wants: bool, _decides: tuple
 ) -> bool:
     named = dict(zip(OPERATOR.sizes, sizes, strict=True))
     problem = OPERATOR.problem(dtype, **named, **dict(options))
-    wanted = OPERATOR.differentiated if wants else ()
-    return supported(Call(problem, targets.of_device(device), wanted)) is None
+    return supported(Call(problem, target, OPERATOR.differentiated if wants else ())) is None
