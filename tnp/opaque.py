@@ -214,7 +214,9 @@ class _Watched(Differentiated):
         outputs, saved = self.custom.forward(*inputs, *scalars[1:], self.text)
         return tuple(outputs), saved
 
-    def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
+    def backward(
+        self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple, are_hooked: bool
+    ) -> tuple:
         """Returns gradients in the order of `differentiated`, None where not wanted."""
         if derivatives.is_batched(gradients):
             raise self.refusal(derivatives.BATCHED)

@@ -33,6 +33,7 @@ from tnp.private import (
     in_forward_mode,
     is_deterministic,
     keep_buffers,
+    saved_tensors_hooks,
 )
 from tnp.selection import (
     AUTO_VARIABLE,
@@ -258,9 +259,11 @@ class Differentiated:
         """Returns the error that says that this implementation does not give `what`."""
         return derivatives.refusal(self.operator, self.implementation, what)
 
-    def backward_once(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
+    def backward_once(
+        self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple, are_hooked: bool
+    ) -> tuple:
         """Does the same as `backward`. Differentiating its results raises an error."""
-        run = partial(self.backward, scalars=scalars)
+        run = partial(self.backward, scalars=scalars, are_hooked=are_hooked)
         return derivatives.once(self.refusal(derivatives.SECOND), run, gradients, kept, saved)
 
 
@@ -310,17 +313,20 @@ class KernelPlan(Differentiated):
         outputs, _ = self.forward(inputs, scalars)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def backward(self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple) -> tuple:
-        """Returns gradients in the order of `differentiated`, None where not wanted."""
+    def backward(
+        self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple, are_hooked: bool = True
+    ) -> tuple:
+        """Returns gradients in the order of `differentiated`, None where not wanted.
+
+        `are_hooked` says that kept and saved tensors may be laid out otherwise than they were.
+        """
         if in_forward_mode() and derivatives.has_tangent(gradients):
             raise self.refusal(derivatives.FORWARD_MODE)
         # Gradients may have any strides, and hooks may replace the kept tensors by copies.
+        decide = (*gradients, *kept, *saved) if are_hooked else gradients
         try:
             key = tuple(
-                [
-                    None if x is None else (x.stride(), x.dtype, x.data_ptr() & 15)
-                    for x in (*gradients, *kept, *saved)
-                ]
+                [None if x is None else (x.stride(), x.dtype, x.data_ptr() & 15) for x in decide]
             )
         except RuntimeError:  # a tensor has no memory
             if derivatives.is_batched(gradients):
@@ -389,6 +395,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx, plan, scalars, *inputs):
         outputs, saved = plan.forward(inputs, scalars)
         ctx.plan, ctx.scalars = plan, scalars
+        ctx.are_hooked = saved_tensors_hooks(False) is not None
         ctx.save_for_backward(*plan.kept(inputs, outputs), *saved)
         ctx.set_materialize_grads(False)  # an output that nobody uses gets None, not zeros
         return outputs if len(outputs) > 1 else outputs[0]
@@ -405,7 +412,8 @@ class _Function(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         # Autograd turns gradients off here, except under create_graph=True.
         backward = plan.backward_once if torch.is_grad_enabled() else plan.backward
-        return plan.route((*backward(gradients, kept, saved, ctx.scalars), None))
+        results = backward(gradients, kept, saved, ctx.scalars, ctx.are_hooked)
+        return plan.route((*results, None))
 
 
 _apply = apply_of(_Function)  # calls under a transform go through `tnp.opaque`

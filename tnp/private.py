@@ -37,6 +37,8 @@ PLACES = {
     "is_legacy_batched_tensor": "torch._C:_functorch.is_legacy_batchedtensor",
     "is_wrapped_tensor": "torch._C:_functorch.is_functorch_wrapped_tensor",  # in tnp.inputs
     "forward_level": "torch.autograd.forward_ad:_current_level",  # see in_forward_mode
+    # Hooks that would hand other tensors back than were saved; called with False.
+    "saved_tensors_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
     "in_autocast": "torch._C:_is_any_autocast_enabled",
     "DisableAutocast": "torch._C:_DisableAutocast",
     # Whether the layers of a block are watched; see has_hooks.
