@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from getpass import getuser
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The lock of a device lies in the folder for temporary files, so each process has its own."""
+    """The lock of a device lies in the folder for temporary files, so each process has its own.
+
+    What Inductor compiles is shared: its header takes 12 s.
+    """
     folder = str(tmp_path_factory.mktemp("tmp"))
+    inductor = made_once(tmp_path_factory, "inductor", lambda _: None)
+    Path(folder, f"torchinductor_{getuser()}").symlink_to(inductor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
