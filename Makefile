@@ -27,7 +27,7 @@ lint: $(VENV)/installed-dev
 	ruff check .
 	ruff format --check .
 	snakefmt --check Snakefile workflow/Snakefile workflow/rules
-	sqlfluff lint workflow
+	sqlfluff lint --processes 0 workflow
 	python -m workflow.lint
 
 record: $(VENV)/installed

@@ -7,11 +7,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
+from getpass import getuser
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -41,8 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The lock of a device lies in the folder for temporary files, so each process has its own."""
+    """The lock of a device lies in the folder for temporary files, so each process has its own.
+
+    What Inductor compiles is shared: its header takes 12 s.
+    """
     folder = str(tmp_path_factory.mktemp("tmp"))
+    inductor = made_once(tmp_path_factory, "inductor", lambda _: None)
+    Path(folder, f"torchinductor_{getuser()}").symlink_to(inductor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -50,33 +52,10 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _the_interpreter_prepares_once() -> Iterator[None]:
-    """Triton's interpreter patches its language at every launch and every call of a helper, and
-    makes the table of NumPy's dtypes anew at every cast: here once, for each module of kernels.
-    Its check for integer overflow is switched off, because nobody reads what it finds.
-    """
-    from triton.runtime import interpreter
+def _the_interpreter_prepares_once() -> None:
+    from tnp.private import prepare_interpreter_once
 
-    patch_language, patched = interpreter._patch_lang, set()
-    dtype_of = interpreter._get_np_dtype
-    dtype_of_number = cache(dtype_of)
-
-    def patch_once(function: Callable) -> SimpleNamespace:
-        if function.__module__ not in patched:
-            patch_language(function)
-            patched.add(function.__module__)
-        return SimpleNamespace(restore=lambda: None)
-
-    def dtype_of_element(type_: Any) -> Any:  # of a block's elements; a pointer has no hash
-        element = type_.scalar
-        return (dtype_of if element.is_ptr() else dtype_of_number)(element)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_once)
-        patch.setattr(interpreter, "_get_np_dtype", dtype_of_element)
-        builder = interpreter.interpreter_builder
-        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-        yield
+    prepare_interpreter_once()
 
 
 def made_once(

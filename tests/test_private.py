@@ -99,3 +99,13 @@ def test_tritons_launchers_are_known():
     signature = {"x": "tensordesc<fp16[1]>"}
     wrapped = wrap_handle_tensordesc(print, signature, [meta])
     assert wrapped is not print and private.launcher_in_c(wrapped) is print
+
+
+def test_the_interpreter_prepares_once():
+    """The session has called `prepare_interpreter_once`, so kernels here run with what it sets."""
+    from triton.runtime import interpreter
+
+    assert interpreter._patch_lang.__module__ == private.__name__
+    assert interpreter._get_np_dtype.__module__ == private.__name__
+    assert interpreter.interpreter_builder.options.sanitize_overflow is False
+    assert interpreter._get_np_dtype(triton.language.bfloat16).itemsize == 2

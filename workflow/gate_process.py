@@ -93,7 +93,10 @@ def main(parent: str, report: str) -> None:
         from tnp.bench.kernel_code import launches
         from tnp.gates import run_gate
         from tnp.gpu_memory import limit_gb
+        from tnp.private import prepare_interpreter_once
 
+        if parameters["device"] == "cpu":
+            prepare_interpreter_once()
         code = Code(packages=packages(), definitions=parameters["definitions"])
         note(packages=code.packages)
         of = [code.packages, code.definitions, parameters["device_slug"], limit_gb()]

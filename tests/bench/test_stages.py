@@ -217,6 +217,7 @@ MATMULS = {
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@torch._inductor.config.patch({"cpp.simdlen": 1})  # without vectors it compiles sooner
 def test_products_are_of_their_modules_in_both_passes(compiled: bool) -> None:
     """Compiled, no hook of a module runs: the compiler's own knowledge says it."""
     variant = Variant("mine", attention="sdpa_flash", compile=compiled)
@@ -225,6 +226,7 @@ def test_products_are_of_their_modules_in_both_passes(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@torch._inductor.config.patch({"cpp.simdlen": 1})  # without vectors it compiles sooner
 def test_the_kernels_of_undisturbed_steps_have_the_places_of_marked_ones(
     monkeypatch, compiled: bool
 ) -> None:

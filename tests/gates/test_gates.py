@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gates import marks_of
 from tnp.gates import GATES, run_gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -11,7 +12,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ELSEWHERE = {"kernels", "checkpointing", "batch_noise"}
 
 
-@pytest.mark.parametrize("gate", [gate for gate in GATES if gate not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "gate", [pytest.param(gate, marks=marks_of(gate)) for gate in GATES if gate not in ELSEWHERE]
+)
 def test_gate(gate):
     rows = run_gate(gate, DEVICE)["gates"]
     if rows[0]["status"] == "unsupported":

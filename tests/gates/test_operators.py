@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.gates import marks_of
 from tnp import catalog as catalogs
 from tnp import targets
 from tnp.contract import OWN, Budget, Case, Implementation
@@ -40,7 +41,8 @@ def gates() -> list:
         if here.kind != "cuda" and own.get(name) and any(own[name] < of for of in own.values()):
             continue
         multiplies = operator.work(next(iter(operator.cases(here))), "forward").flops
-        found.append(pytest.param(gate, marks=[pytest.mark.blas] * bool(multiplies)))
+        marks = marks_of(gate) + [pytest.mark.blas] * bool(multiplies)
+        found.append(pytest.param(gate, marks=marks))
     return found
 
 
