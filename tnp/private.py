@@ -52,6 +52,9 @@ PLACES = {
     "list_mode_options": "torch._inductor:list_mode_options",
     # Triton's: structures of Gluon kernels, and what launches a compiled kernel.
     "aggregate": "triton.language.core:_aggregate",  # in kernels of Gluon
+    # Compiles what is warmed up inside in a pool, and stands for a kernel until it is there.
+    "AsyncCompileMode": "triton.runtime._async_compile:AsyncCompileMode",
+    "FutureKernel": "triton.runtime._async_compile:FutureKernel",
     "CudaLauncher": "triton.backends.nvidia.driver:CudaLauncher",
 }
 # Only PyTorch for CUDA has these. Elsewhere they are None.

@@ -84,10 +84,9 @@ def side_by_side(target: Target) -> Iterator[Found]:
     Raises:
         RuntimeError: Triton compiles in another pool already.
     """
-    from triton.runtime._async_compile import AsyncCompileMode
-
     from tnp import cuda, plans
     from tnp.launch import compiled_only
+    from tnp.private import AsyncCompileMode
 
     found = Found()
 
@@ -117,7 +116,7 @@ def side_by_side(target: Target) -> Iterator[Found]:
 
 def _drop_failed(kernels: Iterable[Any]) -> None:
     """Removes kernels that did not compile from Triton's caches, so that a launch tries again."""
-    from triton.runtime._async_compile import FutureKernel
+    from tnp.private import FutureKernel
 
     for kernel in kernels:
         for known, *_ in list(kernel.device_caches.values()):
@@ -155,11 +154,9 @@ def before_step(
 
 def _is_watched() -> bool:
     """Whether modes or global hooks would see the calls of a dry pass."""
-    import torch
-    from torch.nn.modules.module import _has_any_global_hook
+    from tnp.private import has_global_hooks, in_function_mode, n_dispatch_modes
 
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled()
-    return bool(modes or _has_any_global_hook())
+    return bool(n_dispatch_modes() or in_function_mode() or has_global_hooks())
 
 
 def _dry_step(
@@ -172,6 +169,7 @@ def _dry_step(
     import torch
 
     from tnp.model import TransformerNP
+    from tnp.private import DisableAutocast
 
     variant = replace(model.variant, recompute_above=None)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -182,7 +180,7 @@ def _dry_step(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(DisableAutocast())
         # Backward on this thread, which Triton's mode is active in.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks("this is a dry pass"))
