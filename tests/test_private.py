@@ -48,6 +48,26 @@ def test_who_watches_calls_is_seen():
         assert any(hasattr(one.counter, "flop_registry") for one in private.dispatch_modes())
 
 
+def test_hooks_are_seen():
+    layer = torch.nn.Linear(2, 2)
+    assert not private.has_hooks(layer) and not private.has_global_hooks()
+    handles = (
+        layer.register_forward_hook, layer.register_forward_pre_hook,
+        layer.register_full_backward_hook, layer.register_full_backward_pre_hook,
+    )  # fmt: skip
+    for register in handles:
+        handle = register(lambda *_: None)
+        assert private.has_hooks(layer)
+        handle.remove()
+    assert not private.has_hooks(layer)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert private.has_global_hooks()
+    handle.remove()
+    assert private.saved_tensors_hooks(False) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert private.saved_tensors_hooks(False) is not None
+
+
 def test_transforms_are_seen():
     found = []
 

@@ -111,7 +111,7 @@ def test_kernels_are_cached_and_nothing_else_is_left(tmp_path):
 
 def test_a_step_compiles_ahead_once(monkeypatch):
     given = []
-    monkeypatch.setattr(warm, "is_worth_it", lambda model: True)
+    monkeypatch.setattr(warm, "launches_our_kernels", lambda model: True)
     monkeypatch.setattr(warm, "before_step", lambda *of_step: given.append(of_step))
     step = TrainingStep(TransformerNP(CONFIG, "auto"), learning_rate=1e-3)
     one = task()
@@ -130,7 +130,7 @@ def test_a_step_runs_where_nothing_can_be_compiled_ahead(monkeypatch, caplog, er
         raise error
         yield
 
-    monkeypatch.setattr(warm, "is_worth_it", lambda model: True)
+    monkeypatch.setattr(warm, "launches_our_kernels", lambda model: True)
     monkeypatch.setattr(warm, "side_by_side", refusing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     step = TrainingStep(TransformerNP(CONFIG, "auto"), learning_rate=1e-3)

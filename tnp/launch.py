@@ -116,7 +116,7 @@ class Bound:
 
 
 def _observed() -> bool:
-    """Whether somebody looks at launches: a profiler's hooks, or `watched`."""
+    """Returns whether a profiler's launch hooks or `watched` are active."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks, as a rule
     return bool(_watchers or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -125,7 +125,7 @@ def _observed() -> bool:
 def _direct(
     bound: Bound, compiled: Any, descriptors: list[Any], n_tensors: int
 ) -> Callable[[tuple], None] | None:
-    """What launches `compiled` from now on, or None where only Triton knows how."""
+    """Returns a function that launches `compiled` without Triton, or None if only Triton can."""
     from tnp.private import CudaLauncher
 
     run = compiled.run

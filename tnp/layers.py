@@ -337,16 +337,18 @@ class MixtureHeads(HiddenLayer):
 
 
 class Block(nn.Module):
-    """Attention and an MLP: one operator where all their layers are ours and nobody watches them.
+    """Runs attention and an MLP as one operator, `transformer_block`, if all layers are ours.
 
-    Where the variant names PyTorch's forms, where samples are packed or buffered, and where a layer
-    has hooks or was replaced, the layers are called one after another.
+    It calls the layers one by one where the variant uses PyTorch's, where samples are packed or
+    buffered, where a layer has hooks or was replaced, where rows are more than `recompute_above`,
+    and where tables choose a layer that is not ours (`serves`).
     """
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
         self.attention = Attention(config, variant)
         self.mlp = MLP(config, variant)
+        self.variant = variant
         self.layers, self.centred = variant.block, variant.centred_keys
         self.automatic = any(is_automatic(name) for _, name in self.layers or ())
         self.recompute_above = variant.recompute_above or math.inf
@@ -360,11 +362,11 @@ class Block(nn.Module):
         first: int,
         layout: Packing | BufferedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream of the rows from `first` on, and what is still to be added to it.
+        """Returns the residual stream of the rows from `first` on, and an update still to be added.
 
         Each layer leaves its addition to the next norm, which reads the stream anyway.
         """
-        if layout is None and self._is_whole(h):
+        if layout is None and self._can_run_as_one(h):
             attention, mlp = self.attention, self.mlp
             weights = (
                 attention.norm.weight, attention.qkv, attention.output,
@@ -378,15 +380,26 @@ class Block(nn.Module):
                 )
         return self.mlp(*self.attention(h, update, n_context, n_keys, first, layout))
 
-    def _is_whole(self, h: torch.Tensor) -> bool:
-        """Whether the block may be one call: its layers are those that were made here."""
+    def _can_run_as_one(self, h: torch.Tensor) -> bool:
+        """Returns whether h is small enough, and no layer has hooks or was replaced."""
         if self.layers is None or h.shape[0] * h.shape[1] > self.recompute_above:
             return False
         attention, mlp = self._modules["attention"], self._modules["mlp"]
         if attention.__class__ is not Attention or mlp.__class__ is not MLP:
             return False
-        norms = attention._modules["norm"], mlp._modules["norm"]
-        if any(norm.__class__ is not RMSNorm for norm in norms) or has_global_hooks():
+        if attention.variant is not self.variant or mlp.variant is not self.variant:
             return False
+        norms = attention._modules["norm"], mlp._modules["norm"]
+        for norm in norms:
+            replaced = norm.__class__ is not RMSNorm
+            if replaced or norm.implementation != self.variant.rms_norm:
+                return False
         layers = attention, mlp, *norms
-        return not any(has_hooks(layer) or "forward" in layer.__dict__ for layer in layers)
+        return not (
+            has_global_hooks()
+            or any(has_hooks(one) or not _METHODS.isdisjoint(one.__dict__) for one in layers)
+        )
+
+
+# A layer that has one of these in its `__dict__` was changed from outside.
+_METHODS = frozenset(name for kind in (Attention, HiddenLayer, MLP, RMSNorm) for name in vars(kind))

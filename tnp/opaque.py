@@ -74,7 +74,7 @@ def call(
         return getattr(_plain, text)(*inputs, *scalars, **dict(options))
     if not tracing:
         _count_flops()
-        _require_derivatives(operator, text, inputs)
+        _refuse_transforms(operator, text, inputs)
     op = getattr(torch.ops.tnp, f"{operator.name}_differentiable").default
     outputs = op(*inputs, *scalars, text)
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
@@ -90,8 +90,8 @@ def _count_flops() -> None:
         registry.update(_formulas)
 
 
-def _require_derivatives(operator: Operator, text: str, inputs: tuple) -> None:
-    """Raises RuntimeError where the caller asks for more than first derivatives backward."""
+def _refuse_transforms(operator: Operator, text: str, inputs: tuple) -> None:
+    """Raises RuntimeError under a transform of torch.func, or for inputs with a tangent."""
     asked = None
     if derivatives.is_transforming():
         asked = derivatives.TRANSFORMED
@@ -125,7 +125,7 @@ def _decided(
     about = implementation, dtype, device, wanted, options, shown, given, sizes
     key = key_of((), "decided", *about)
     text = custom.plans.find(key, partial(_decide, operator, *about))
-    if text is None:
+    if not text:
         return None
     if text.startswith(_RUN):
         if not hasattr(_plain, text):
@@ -152,14 +152,14 @@ def _decide(
     what = Call(operator.problem(dtype, **on | of_sizes), targets.of_device(device), wanted)
     if sizes is None:
         if implementation.partition(":")[0] == AUTO:
-            return None
+            return ""
         found = catalog().load(operator.name, implementation)
         if found.run is not None:
             _require(operator, found, what)
             return f"{_RUN}{operator.name}__{found.name}"
         forms = {kernel.saves for kernel in kernels_of(found.forward).values()}
         if len(forms) > 1:
-            return None
+            return ""
         (saves,) = forms
     else:
         _, found = choose_implementation(operator, implementation, what)

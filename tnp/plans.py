@@ -27,6 +27,7 @@ from tnp.contract import Call, Implementation, Kernel, Operation, Operator
 from tnp.private import (
     DisableAutocast,
     apply_of,
+    clear_saved_tensors,
     current_device,
     environment,
     in_autocast,
@@ -81,7 +82,7 @@ class Plans:
         self.epoch = choice.epoch
 
     def find(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """Returns what stands under the key, which one thread makes where nothing does."""
+        """Returns the value under `key`. If there is none, one thread makes and keeps it."""
         found = self.by_key.get(key)
         if found is None:
             with self.lock:
@@ -111,11 +112,11 @@ def plans(operator: Operator) -> Plans:
 @contextmanager
 def forgotten_after() -> Iterator[None]:
     """Drops the plans that are made inside. Another thread's plans among them are made again."""
-    before = {name: set(known.by_key) for name, known in of_operator.items()}
+    before = {name: set(known.by_key) for name, known in list(of_operator.items())}
     try:
         yield
     finally:
-        for name, known in of_operator.items():
+        for name, known in list(of_operator.items()):
             with known.lock:
                 for key in set(known.by_key) - before.get(name, set()):
                     del known.by_key[key]
@@ -124,8 +125,8 @@ def forgotten_after() -> Iterator[None]:
 def launch_configs() -> list[dict[str, Any]]:
     """Returns the kernels and configurations of this process's plans, with problem and mode."""
     described = {
-        json.dumps({"problem": plan.what.problem.json, "mode": plan.what.mode} | plan.choices)
-        for known in of_operator.values()
+        json.dumps({"problem": plan.what.problem.json, "mode": plan.what.mode} | plan.described())
+        for known in list(of_operator.values())
         for plan in list(known.by_key.values())
         if isinstance(plan, KernelPlan)
     }
@@ -203,11 +204,14 @@ class PlainPlan:
         empty: Callable[[tuple], tuple[tuple, tuple]] | None = None,
     ) -> None:
         self.what, self.found, self.chosen, self.empty = what, found, chosen, empty
-        self.choices: dict[str, dict] = {}  # it has no kernels
         operator = catalog().operators[what.problem.op]
         self.function, self.options = found.run, dict(operator.call_options(what.problem))
         if found.compile:
             self.function = compiled(found)
+
+    def described(self) -> dict[str, dict]:
+        """Returns nothing, because it has no kernels of ours."""
+        return {}
 
     def run(self, inputs: tuple, scalars: tuple) -> Any:
         """Returns the operator's outputs."""
@@ -227,7 +231,7 @@ def compiled(found: Implementation) -> Any:
 
 
 class Differentiated:
-    """Stands behind one `autograd.Function`, which calls `forward` and `backward`.
+    """Base class of what `_Function` runs, the one `autograd.Function` of all operators.
 
     A subclass has `forward(inputs, scalars)`, which returns the outputs, and the tensors saved for
     the backward pass. Its `backward(gradients, kept, saved, scalars)` returns gradients in the
@@ -287,9 +291,17 @@ class KernelPlan(Differentiated):
         self.what, self.found, self.chosen = what, found, chosen
         self.saves, self.forced = saves, forced
         self.choices: dict[str, dict] = {}
+        self.of_layers: list[dict[str, dict]] = []  # the same of the layers of a composed kernel
         self.device = device.index if device.type == "cuda" else None
         self.backwards = Bounded()
         self.run = self.differentiated if what.wanted else self._plain
+
+    def described(self) -> dict[str, dict]:
+        """Returns operation → kernel and configuration, those of a composed kernel's layers too."""
+        found = dict(self.choices)
+        for layers in self.of_layers:
+            found |= layers
+        return found
 
     def bind(self, inputs: tuple) -> None:
         """Chooses and prepares the forward kernel."""
@@ -318,11 +330,11 @@ class KernelPlan(Differentiated):
     ) -> tuple:
         """Returns gradients in the order of `differentiated`, None where not wanted.
 
-        `are_hooked` says that kept and saved tensors may be laid out otherwise than they were.
+        `are_hooked` is True if hooks may have replaced kept and saved tensors by copies.
         """
         if in_forward_mode() and derivatives.has_tangent(gradients):
             raise self.refusal(derivatives.FORWARD_MODE)
-        # Gradients may have any strides, and hooks may replace the kept tensors by copies.
+        # Gradients may have any strides, and copies of hooks another alignment.
         decide = (*gradients, *kept, *saved) if are_hooked else gradients
         try:
             key = tuple(
@@ -356,7 +368,10 @@ class KernelPlan(Differentiated):
         if operation is self.found.backward and _is_empty(what):
             return kernel, partial(_zeros, kernel, what.wanted)
         with torch.cuda.device(-1 if self.device is None else self.device):
-            return kernel, prepared(kernel, what, picked.config, inputs)
+            launch = prepared(kernel, what, picked.config, inputs)
+        if hasattr(launch, "choices"):
+            self.of_layers.append(launch.choices)
+        return kernel, launch
 
 
 def _zeros(kernel: Kernel, wanted: tuple[str, ...], tensors: tuple, _scalars: tuple) -> tuple:
@@ -390,13 +405,22 @@ def _dense(x: Any) -> Any:
     return x.contiguous() if _is_strided(x) else x
 
 
+def _laid_out(x: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
+    """Returns x with the strides that it was saved with, copied where hooks have changed them."""
+    if x is None or x.stride() == strides or 0 in strides:
+        return x
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, scalars, *inputs):
         outputs, saved = plan.forward(inputs, scalars)
-        ctx.plan, ctx.scalars = plan, scalars
-        ctx.are_hooked = saved_tensors_hooks(False) is not None
-        ctx.save_for_backward(*plan.kept(inputs, outputs), *saved)
+        tensors = *plan.kept(inputs, outputs), *saved
+        ctx.plan, ctx.scalars, ctx.strides = plan, scalars, None
+        if saved_tensors_hooks(False) is not None:  # they may hand back copies laid out otherwise
+            ctx.strides = [None if x is None else x.stride() for x in tensors]
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)  # an output that nobody uses gets None, not zeros
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -405,14 +429,16 @@ class _Function(torch.autograd.Function):
         plan = ctx.plan
         if gradients[0] is None and all(gradient is None for gradient in gradients):
             return (None,) * (2 + len(plan.operator.tensors))
-        tensors = ctx.saved_tensors
+        tensors, are_hooked = ctx.saved_tensors, ctx.strides is not None
+        if are_hooked:
+            tensors = tuple(map(_laid_out, tensors, ctx.strides))
         kept, saved = tensors[: plan.n_kept], list(tensors[plan.n_kept :])
         # A launch may empty this list, so that memory is free before it ends.
         del tensors
-        ctx.maybe_clear_saved_tensors()
+        clear_saved_tensors(ctx)
         # Autograd turns gradients off here, except under create_graph=True.
         backward = plan.backward_once if torch.is_grad_enabled() else plan.backward
-        results = backward(gradients, kept, saved, ctx.scalars, ctx.are_hooked)
+        results = backward(gradients, kept, saved, ctx.scalars, are_hooked)
         return plan.route((*results, None))
 
 

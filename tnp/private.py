@@ -42,6 +42,7 @@ PLACES = {
     "forward_level": "torch.autograd.forward_ad:_current_level",  # see in_forward_mode
     # Hooks that would hand other tensors back than were saved; called with False.
     "saved_tensors_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "clear_saved_tensors": "torch._C:_FunctionBase.maybe_clear_saved_tensors",
     "in_autocast": "torch._C:_is_any_autocast_enabled",
     "DisableAutocast": "torch._C:_DisableAutocast",
     # Whether the layers of a block are watched; see has_hooks.
@@ -94,10 +95,10 @@ def in_forward_mode() -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Returns whether a hook would see a call of the module or its backward pass."""
+    """Returns whether a hook would see a call of the module, or the module was compiled."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        or module._backward_pre_hooks
+        or module._backward_pre_hooks or module._compiled_call_impl
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ the same in its first call, and the gates of operators ahead of their first case
 A dry pass runs the same calls on tensors of the meta device, which have no memory and no values.
 Plans are made as for the GPU, and each launch hands its kernel to a pool of threads. Triton's
 compiler and ptxas run outside Python's lock. A dry pass of a step runs on a model of its own: it
-reads and writes nothing of the user's. What the pool could not compile, the launch compiles itself,
-and raises what there is to raise.
+reads and writes nothing of the user's. A kernel that the pool fails to compile is compiled again by
+its launch, which raises the error.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _dry_step(
             dry.nll(*tensors, capacity).backward()
 
 
-def is_worth_it(model: TransformerNP) -> bool:
-    """Whether a step of `model` launches kernels of ours, which their first launch compiles."""
+def launches_our_kernels(model: TransformerNP) -> bool:
+    """Returns whether a step of `model` launches kernels of ours, which must be compiled."""
     from tnp.extras import triton_is_installed
 
     on_gpu = next(model.parameters()).is_cuda

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from tests.ops.problems import DEVICE
+from tnp import dispatch
 from tnp.model import TNPConfig, TransformerNP
 from tnp.ops.transformer_block import WEIGHTS, transformer_block
+from tnp.plans import launch_configs
 from tnp.tasks import Task
 from tnp.variants import Variant
 
@@ -125,6 +127,51 @@ def test_what_is_changed_about_a_layer_takes_effect(change: Callable):
             block.mlp.down.mul_(2)
     change(net)
     assert torch.equal(net.loss(task()), other.loss(task()))
+
+
+def test_a_method_of_a_layer_may_be_replaced():
+    net, other = model(FUSED), model(FUSED)
+    with torch.no_grad():
+        for block in other.blocks:
+            block.attention.output.mul_(2)
+    for block in net.blocks:
+        attend = block.attention.attend
+        block.attention.attend = lambda *given, attend=attend: 2 * attend(*given)
+    assert torch.equal(net.loss(task()), other.loss(task()))
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def inside(x: torch.Tensor) -> torch.Tensor:
+    """A copy behind other numbers in the same memory."""
+    memory = torch.full((32 + x.numel(),), 7, dtype=x.dtype, device=x.device)
+    return memory[32:].view(x.shape).copy_(x)
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows lie further apart."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 16), 7, dtype=x.dtype, device=x.device)
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+@pytest.mark.parametrize("hook", [contiguous, inside, padded])
+def test_saved_tensors_may_come_back_as_copies(hook: Callable):
+    gradients = []
+    for unpack in (lambda x: x, lambda x: hook(x) if x.dim() > 1 else x):
+        net = model(FUSED)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            net.loss(task()).backward()
+        gradients.append([p.grad for p in net.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_plan_names_the_kernels_of_its_layers():
+    dispatch.forget()
+    model(FUSED).loss(task()).backward()
+    blocks = [one for one in launch_configs() if one["problem"].count("transformer_block")]
+    assert blocks and all("attention.fused" in one and "mlp.forward" in one for one in blocks)
 
 
 def test_bad_input_is_one_sentence():

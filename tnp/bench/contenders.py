@@ -189,7 +189,7 @@ class Contenders:
     def launch_config(self, contender: str) -> str | None:
         """JSON of what was chosen, by itself or for it; None where there was nothing to choose."""
         plan = self.plans[contender]
-        content: dict[str, Any] = dict(plan.choices)
+        content: dict[str, Any] = plan.described()
         if is_automatic(implementation_of(contender)):
             chosen = plan.chosen.describe()
             content = {"implementation": chosen.pop("choice")} | chosen | (

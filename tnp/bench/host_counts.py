@@ -3,8 +3,8 @@
     python -m tnp.bench.host_counts --shape small --variant fused
     python -m tnp.bench.host_counts --shape small --variant pytorch_best --json
 
-On a GPU the step is config.yaml's, launched while the device works. Without a GPU every launch of
-ours is replaced by nothing, and plans are those of `--gpu`; PyTorch's operators run as on any CPU.
+On a GPU the step has the sizes of config.yaml and starts on an idle device. Without one, launches
+of ours do nothing, plans are those of `--gpu`, and PyTorch's operators run on the CPU.
 The model is then narrow and its task small, so that products take little time. Layers are as many
 as config.yaml says. Some operators launch one kernel less for so few points.
 

@@ -1,4 +1,4 @@
-"""Checks that a number out of range makes its sequence NaN, and changes nothing else."""
+"""Checks that a number out of range makes its sequence NaN, and changes no other result."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ def checks(run: Forced, first: Results) -> Iterator[Check]:
             )
         ]
         of = ", ".join(wrong)
-        what = f"{of} out of range: NaN there alone"
+        what = f"{of} out of range: NaN in its sequence, and nothing else changes"
         if faulty:
-            what += f", not in {', '.join(faulty)}"
+            what += f"; violated by {', '.join(faulty)}"
         yield run.check(what, "results", len(faulty), 0)
 
 
 def _is_faulty(
     x: torch.Tensor, right: torch.Tensor, where: torch.Tensor | None, is_output: bool, exact: bool
 ) -> bool:
-    """Whether x is not NaN where it must be, or differs from `right` elsewhere.
+    """Returns whether x lacks a required NaN, or differs from `right` elsewhere.
 
     Args:
-        where: bool, the leading dimensions of x; None: x is NaN nowhere. An output is NaN in all of
-            it. A gradient has some NaN there: padding may keep its zeros.
-        exact: whether x must be `right` bit by bit elsewhere.
+        where: bool mask over the leading dimensions of x; None: no NaN is required. An output is
+            NaN in all of it. A gradient has some NaN there: padding may keep its zeros.
+        exact: x must equal `right` bit by bit elsewhere; if False, it must not be NaN there.
     """
     if where is None:
-        return exact and not torch.equal(x, right)
+        return not torch.equal(x, right) if exact else bool(x.isnan().any())
     where = where.reshape(where.shape + (1,) * (x.dim() - where.dim())).expand(x.shape)
     is_nan = x[where].isnan()
     missing = not (is_nan.all() if is_output else is_nan.any())
-    return missing or (exact and not torch.equal(x[~where], right[~where]))
+    others = x[~where]
+    spread = not torch.equal(others, right[~where]) if exact else others.isnan().any()
+    return bool(missing or spread)

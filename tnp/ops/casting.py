@@ -72,7 +72,10 @@ class WeightCasts:
         """This step's copy of what lies where a parameter does; None of anything else."""
         pointer, known_by = weight.data_ptr(), (id(weight), dtype)
         met = self._met.get(known_by)
-        if met is not None and met.version == weight._version and met.pointer == pointer:
+        if (
+            met is not None and met.version == weight._version and met.pointer == pointer
+            and met.source.stride() == weight.stride() and met.source.shape == weight.shape
+        ):  # fmt: skip
             return met.copy
         if pointer not in self._pointers or weight.is_inference():
             return None

@@ -32,9 +32,12 @@ def asserting(
     return after_check
 
 
-def between(name: str, x: Tensor, low: int, high: int, most: str = "") -> tuple[Tensor, str]:
-    """Returns the condition that all of x lie from `low` to `high`, which is called `most`."""
-    sentence = f"{name} must lie between {low} and {most}{high}"
+def between(name: str, x: Tensor, low: int, high: int, label: str = "") -> tuple[Tensor, str]:
+    """Returns the condition low ≤ x ≤ high for all of x, and the sentence of its error.
+
+    `label` stands ahead of `high` in the sentence, for example "n_k = ".
+    """
+    sentence = f"{name} must lie between {low} and {label}{high}"
     return ((x >= low) & (x <= high)).all(), sentence
 
 

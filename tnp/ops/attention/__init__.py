@@ -320,7 +320,7 @@ def attention(
             has keys 0 … n_keys[b] − 1. Rows of k and v past them are padding: any finite values, of
             weight exactly 0 and gradient exactly 0. A number out of range is a ValueError on the
             CPU. On CUDA, where the host does not know it, ours make all results of its sample NaN;
-            with TNP_CHECK=1 in the environment when a shape is first met, they assert it instead,
+            with TNP_CHECK=1 in the environment, they assert it instead,
             at the next synchronization. PyTorch's take it as the mask that it makes.
         cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
             cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,

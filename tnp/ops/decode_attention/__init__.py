@@ -236,7 +236,7 @@ def decode_attention(
             has. A query without a key, as some are where lengths[b] < T, gives 0. On the CPU a
             length out of range is a ValueError, and so is a page that there is not among those that
             a sequence uses. On CUDA, where the host does not know them, either makes all results of
-            its sequence NaN; with TNP_CHECK=1 in the environment when a shape is first met,
+            its sequence NaN; with TNP_CHECK=1 in the environment,
             `triton` asserts them instead, at the next synchronization.
         page_table: int32 [B, max_pages], or None for a contiguous cache: the pages of each
             sequence in their order; entries past its length are not read.

@@ -86,8 +86,8 @@ def rope(
         cos, sin: [n_positions, D/2], both float32 or both in q's dtype; no gradient.
         positions: [batch, tokens], int32 or int64, from 0 to n_positions − 1; None: 0, 1, … in
             every sequence. Of others on a GPU the device alone knows. PyTorch's forms assert it;
-            `triton` gives such tokens NaN and, with TNP_CHECK=1 in the environment when a shape is
-            first met, asserts it at the next synchronization.
+            `triton` gives such tokens NaN and, with TNP_CHECK=1 in the environment, asserts it at
+            the next synchronization.
         pairing: "half" for elements i and i + D/2, "interleaved" for 2i and 2i + 1.
         implementation: a name of `tnp.catalog`, or "auto".
 

@@ -31,7 +31,7 @@ from tnp.contract import (
 from tnp.inputs import positive_number, require_between, require_equal, require_lengths
 from tnp.ops import rms_norm as norms
 from tnp.ops.attention import OPERATOR as ATTENTION
-from tnp.ops.declared import by_pytorch
+from tnp.ops.declared import by_pytorch, numbers_out_of_range
 from tnp.ops.mlp import OPERATOR as MLP
 from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV
 from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
@@ -48,7 +48,7 @@ def reference(
     h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys, eps,
     n_heads, n_q=None, n_k=None, centred=False, **layers,
 ):  # fmt: skip
-    """The layers' plain forms one after another, in any float dtype, whatever `layers` name."""
+    """Runs the layers' plain forms in turn, in any float dtype. It ignores `layers`."""
     total = h if update is None else h + update
     x = norms.reference(total, norm_attention, eps)
     of_means = n_keys if centred else None
@@ -63,7 +63,7 @@ def describe(
     h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys,
     n_heads, n_q=None, n_k=None, centred=False, **layers,
 ) -> dict:  # fmt: skip
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; ValueError where the tensors do not go together."""
     if h.dim() != 3:
         raise ValueError(f"h is {tuple(h.shape)}: it must be [B, L, d_model]")
     if update is not None:
@@ -81,7 +81,7 @@ def describe(
 
 
 def draw(case, random) -> dict:
-    """A residual stream, an update like it where the case has one, and a model's weights."""
+    """Draws h, an update like it if the case has one, weights, and n_keys if it has them."""
     import torch
 
     p = case.problem
@@ -121,7 +121,7 @@ def layers(problem: Problem) -> Iterator[tuple[Operator, str, Problem]]:
 
 
 def work(case, pass_) -> Work:
-    """The layers' operations; the streams, float32 weights and their gradients once."""
+    """Returns the layers' operations, and the bytes of streams, float32 weights and gradients."""
     p = case.problem
     parts = [operator.work(Case(problem), pass_) for operator, _, problem in layers(p)]
     flops = sum(sum(part.flops.values()) for part in parts)
@@ -148,7 +148,7 @@ def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
 
 
 def supported(call: Call) -> Reason:
-    """Support where each layer is served by kernels of ours."""
+    """Returns None if every layer has a kernel of ours for this call, else the reason."""
     from tnp.selection import choose_implementation, refuses
 
     for operator, name, problem in layers(call.problem):
@@ -158,14 +158,14 @@ def supported(call: Call) -> Reason:
         except RuntimeError as error:
             return str(error)
         if found.forward is None:
-            return f"{operator.name} is served by {chosen.name!r}, which is no kernel of ours"
+            return f"{operator.name} runs {chosen.name!r}, which has no kernel of ours"
         if (reason := refuses(found, what)) is not None:
             return f"{operator.name}: {reason}"
     return None
 
 
 def cases(target) -> list[Case]:
-    """First block and later ones, lengths, the last block's targets alone, centred keys."""
+    """Returns first and later blocks, n_keys, a last block's targets alone, centred keys."""
 
     def case(dtype: str, *sizes: int, **options) -> Case:
         return OPERATOR.case(dtype, *sizes, **options)
@@ -189,15 +189,28 @@ def cases(target) -> list[Case]:
     ]
 
 
+def out_of_range(case, inputs):
+    """Yields numbers of keys that spoil their sample, and so the gradients of all weights."""
+    from torch import ones
+
+    of_sample = ("sum", "y", "dh", "dupdate")
+    found = numbers_out_of_range(inputs, "n_keys", 1, case.problem["n_k"], *of_sample)
+    for wrong, nearest, spoiled in found:
+        device = wrong["n_keys"].device
+        weights = {f"d{name}": ones(len(inputs[name]), dtype=bool, device=device)
+                   for name in WEIGHTS}  # fmt: skip
+        yield wrong, nearest, spoiled | weights
+
+
 def compiled(target) -> Iterator[Problem]:
-    """The model's block at one size: it has no kernel of its own."""
+    """Yields the model's block at one size: it has no kernel of its own."""
     if target.capability >= 80:
         sizes = {"batch": 64, "rows": 564, "d_model": 512, "d_ff": 1408, "n_heads": 8}
         yield OPERATOR.problem("bfloat16", **sizes, n_q=564, n_k=64, update=True)
 
 
 def within(model, run):
-    """Every block of a neural process behind the first."""
+    """Returns the problem of the blocks after the first, or None without context points."""
     if "n_context" not in run:
         return None
     rows = run["n_context"] + run["n_target"]
@@ -244,7 +257,9 @@ OPERATOR = Operator(
             forward=Operation("transformer_block.forward", (f"{__name__}.composed:FORWARD",)),
             backward=Operation(
                 "transformer_block.backward",
-                tuple(f"{__name__}.composed:{name}" for name in ("STEADY", "MOVING")),
+                tuple(
+                    f"{__name__}.composed:{name}" for name in ("DETERMINISTIC", "NONDETERMINISTIC")
+                ),
             ),
             supported=supported,
             options=("update", "n_keys", "centred", *LAYERS),
@@ -255,6 +270,7 @@ OPERATOR = Operator(
     reference=reference,
     work=work,
     cases=cases,
+    out_of_range=out_of_range,
     within=within,
     compiled=compiled,
     controls={
@@ -279,17 +295,19 @@ def transformer_block(
     layers: tuple[tuple[str, str], ...] = (),
     implementation: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream behind a block, and the update that is still to be added to it.
+    """Runs one block, and returns the residual stream and the update that the next block adds.
 
     Args:
         h: [B, L, d_model], of the dtypes that `linear` takes.
-        update: like h, added to it first, or None.
+        update: a tensor like h that the block adds to h first, or None.
         weights: in the order of `WEIGHTS`: norms [d_model], qkv [3·d_model, d_model], output
             [d_model, d_model], up [d_ff, d_model], down [d_model, d_ff]; any float dtype.
         n_heads: heads of attention.
-        n_k: the first rows, from 1 to L, that are keys and values; L where None.
+        n_k: how many of the first rows are keys and values, from 1 to L; L where None.
         first: the first row that is a query; rows before it are not returned.
-        n_keys: int32 [B], the keys that each sample has, from 1 to n_k; None: n_k.
+        n_keys: int32 [B], the number of keys of each sample, from 1 to n_k; None: n_k. A number out
+            of range is a ValueError on a CPU. On a GPU it makes its sample NaN, and with
+            TNP_CHECK=1 it ends in an assertion.
         centred: whether keys are centred (see `project_qkv`).
         eps: a number, positive and finite, of both norms.
         layers: pairs of a name of `LAYERS` and the implementation of that layer, for `fused`. A
@@ -297,7 +315,7 @@ def transformer_block(
         implementation: a name of `tnp.catalog`, or "auto".
 
     Returns:
-        Both [B, L − first, d_model] in h's dtype.
+        h₂ and y of the equations above, both [B, L − first, d_model] in h's dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
@@ -313,8 +331,8 @@ def transformer_block(
         options += (("n_q", index(h.shape[1] - first) if h.dim() == 3 else 1),)
     if n_k is not None:
         options += (("n_k", index(n_k)),)
-        if n_keys is not None:
-            require_between("n_keys", n_keys, 1, n_k)
+    if n_keys is not None and getattr(h, "ndim", 0) == 3:  # else `describe` refuses
+        require_between("n_keys", n_keys, 1, h.shape[1] if n_k is None else n_k)
     if centred:
         options += (("centred", True),)
     inputs = (h, update, *weights, n_keys)

@@ -1,9 +1,9 @@
 """A transformer block as a list of launches: the kernels of its layers, one behind another.
 
-Each layer is chosen and prepared where a block of a plan first reaches it, from the tensors that
-are there. Later calls only launch: no key, no autograd function and no view of autograd stands
-between two layers. The backward pass runs the layers in reverse and stops at the last one that
-leads to a gradient that is wanted.
+`Layers` chooses implementations and kernels once a plan. Each layer prepares its launch at its
+first run, from the tensors that are there. Later calls only launch: no key, no autograd function
+and no view of autograd stands between two layers. The backward pass runs the layers in reverse, and
+stops after the last layer that a wanted gradient needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,17 +34,27 @@ class Layer:
         operator, name, problem: as `layers` yields them.
         call: the block's.
         wanted: inputs of the layer whose gradients the block needs.
+        choices: takes the kernels that are chosen, with their configurations, by operation.
     """
 
     def __init__(
-        self, operator: Operator, name: str, problem: Problem, call: Call, wanted: tuple[str, ...]
+        self,
+        operator: Operator,
+        name: str,
+        problem: Problem,
+        call: Call,
+        wanted: tuple[str, ...],
+        choices: dict[str, dict],
     ) -> None:
         self.operator, self.wanted = operator, wanted
-        # Only what leaves the block must share no memory.
+        # `apart` stays False: tensors inside the block may share memory, its results may not. They
+        # are aligned, because they are new; norms, which read h, take any.
         self.call = Call(problem, call.target, wanted)
         self.chosen, self.found = choose_implementation(operator, name, self.call)
         self.kernel, picked = choose_kernel(self.found.forward, operator, self.call)
         self.config = picked.config
+        self.choices = choices
+        self.choices[self.found.forward.name] = picked.describe()
         self.run: Callable | None = None
 
     def forward(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
@@ -61,6 +71,7 @@ class Layer:
         if self.run is None:
             what = replace(self.call, aligned=aligned(kept, gradients))
             kernel, picked = self.backward_kernel(what)
+            self.choices[self.found.backward.name] = picked.describe()
             self.run = plans.prepared(kernel, what, picked.config, inputs)
         return self.run(inputs, scalars)
 
@@ -75,7 +86,7 @@ class Layer:
 
 
 class Keys:
-    """Keys and values as the block saves them: one tensor where they are halves of the same rows.
+    """Saves keys and values for the backward pass, as one tensor if they are halves of rows.
 
     Tensors that leave a custom operator must share no memory.
 
@@ -101,19 +112,21 @@ class Keys:
         """Returns what `forward` does, uninitialized: `Kernel.empty` lays k and v out apart."""
         return (k.new_empty(self.both[0]),) if self.together else (k, v)
 
-    def apart(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns saved tensors with k and v behind x_1 and q, in place of what `forward` made."""
+    def split(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns the saved tensors with separate k and v after x_1 and q. It undoes `forward`."""
         if not self.together:
             return saved
         x_1, q, both, *others = saved
-        k, v = both.as_strided(*self.half), both.as_strided(*self.half, self.d_model)
+        at = both.storage_offset()  # hooks may hand back a part of other memory
+        k, v = both.as_strided(*self.half, at), both.as_strided(*self.half, at + self.d_model)
         return x_1, q, k, v, *others
 
 
 class Layers:
-    """The layers of a block, each for the gradients that lead to those the block is asked for."""
+    """Holds the six layers of a block. Each computes the gradients that `call.wanted` needs."""
 
     def __init__(self, call: Call) -> None:
+        self.choices: dict[str, dict] = {}
         wanted = frozenset(call.wanted)
         norm_1, project, attend, output, norm_2, mlp = layers(call.problem)
 
@@ -122,16 +135,17 @@ class Layers:
 
         streams = named(x="h" in wanted, update="update" in wanted)
         of_norm_1 = streams + named(weight="norm_attention" in wanted)
-        self.norm_1 = Layer(*norm_1, call, of_norm_1)
+        self.norm_1 = Layer(*norm_1, call, of_norm_1, self.choices)
         of_qkv = named(x=of_norm_1, weight="qkv" in wanted)
-        self.project = Layer(*project, call, of_qkv)
+        self.project = Layer(*project, call, of_qkv, self.choices)
         of_heads = ("q", "k", "v") if of_qkv else ()
-        self.attend = Layer(*attend, call, of_heads)
+        self.attend = Layer(*attend, call, of_heads, self.choices)
         of_output = named(x=of_heads, weight="output" in wanted)
-        self.output = Layer(*output, call, of_output)
+        self.output = Layer(*output, call, of_output, self.choices)
         of_norm_2 = named(x=streams, update=of_output, weight="norm_mlp" in wanted)
-        self.norm_2 = Layer(*norm_2, call, of_norm_2)
-        self.mlp = Layer(*mlp, call, named(x=of_norm_2, up="up" in wanted, down="down" in wanted))
+        self.norm_2 = Layer(*norm_2, call, of_norm_2, self.choices)
+        of_mlp = named(x=of_norm_2, up="up" in wanted, down="down" in wanted)
+        self.mlp = Layer(*mlp, call, of_mlp, self.choices)
         p = call.problem
         self.has_update, self.centred = bool(p["update"]), bool(p["centred"])
         batch, rows, d_model, _, n_heads, n_q, _ = (size for _, size in p.sizes)
@@ -172,11 +186,12 @@ def _launch(of: Layers, way: str) -> Callable:
         streams = (total, x_1) if has_update else (x_1,)
         return (sum_, y), (*streams, q, *joined(k, v), o, x_2, *of_attention, *of_mlp)
 
+    launch.choices = of.choices
     return launch
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple, **options) -> tuple[tuple, tuple]:
-    """Returns uninitialized outputs and saved tensors, laid out as where `Call.apart`."""
+    """Returns uninitialized outputs and saved tensors, in the layout of `Call.apart`."""
     h, update, *_, n_keys = inputs
     values = OPERATOR.describe(*inputs, **options)
     sizes = {name: index(values[name]) for name in OPERATOR.sizes}
@@ -217,7 +232,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         (dsum, dy), kept, saved = inputs
         h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
         total = saved[0] if has_update else None
-        x_1, q, k, v, o, x_2, lse, *of_mlp = keys.apart(saved[1:] if has_update else saved)
+        x_1, q, k, v, o, x_2, lse, *of_mlp = keys.split(saved[1:] if has_update else saved)
         if isinstance(saved, list):  # each layer's are freed behind it
             saved.clear()
         dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
@@ -250,25 +265,29 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
                 dh = dh + dtotal if h_wanted else None
         return dh, dupdate, dnorm_1, dqkv, doutput, dnorm_2, dup, ddown
 
+    launch.choices = of.choices
     return launch
 
 
-def steady(call: Call) -> Reason:
-    """Support where no layer's gradients differ between runs."""
+def deterministic(call: Call) -> Reason:
+    """Returns None if every gradient is equal in every run, else the reason."""
     layer = Layers(call).attend
     if layer.wanted and layer.backward_kernel(layer.call)[0].moving:
-        return "attention adds up the gradient of queries in any order"
+        return "the backward pass of attention sums dq in an order that differs between runs"
     return None
 
 
-def _unsteady(call: Call) -> Reason:
-    return "no layer's gradients differ between runs" if steady(call) is None else None
+def _nondeterministic(call: Call) -> Reason:
+    if deterministic(call) is None:
+        return "all gradients are deterministic: kernel 'composed' serves"
+    return None
 
 
 FORWARD = Kernel("composed", empty, prepare, options=OPTIONS)
-STEADY = Kernel("composed", empty_backward, prepare_backward, steady, options=OPTIONS)
-MOVING = Kernel(
-    "composed_moving", empty_backward, prepare_backward, _unsteady, options=OPTIONS,
+DETERMINISTIC = Kernel("composed", empty_backward, prepare_backward, deterministic, options=OPTIONS)
+NONDETERMINISTIC = Kernel(
+    "composed_nondeterministic", empty_backward, prepare_backward, _nondeterministic,
+    options=OPTIONS,
     moving=("dh", "dupdate", "dnorm_attention", "dqkv"),
 )  # fmt: skip
 
@@ -285,9 +304,9 @@ def serves(
     centred: bool,
     layers: tuple[tuple[str, str], ...],
 ) -> bool:
-    """Whether `fused` takes this call, where tables choose a layer.
+    """Returns whether `fused` can run this call. `Block` asks only if tables choose a layer.
 
-    Args are those of `transformer_block`. Its weights are float, and its shapes go together.
+    The arguments are those of `transformer_block`. They are not checked.
     """
     batch, rows, d_model = map(index, h.shape)
     sizes = batch, rows, d_model, index(weights[-1].shape[1]), n_heads, rows - first, index(n_k)
