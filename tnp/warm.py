@@ -224,11 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             task = Task(x[:, :m], y[:, :m], x[:, m:], y[:, m:])
     except ValueError as error:
         return _refuse(str(error))
-    with ExitStack() as stack:
-        if not here:
-            stack.enter_context(_no_driver(target))
-        found = stack.enter_context(side_by_side(target))
-        _dry_step(model, [task])
+    try:
+        with ExitStack() as stack:
+            if not here:
+                stack.enter_context(_no_driver(target))
+            found = stack.enter_context(side_by_side(target))
+            _dry_step(model, [task])
+    except (RuntimeError, ValueError) as error:  # an operator does not run there, with the reason
+        return _refuse(str(error))
     for error in found.failed:
         print(f"python -m tnp.warm: {error}", file=sys.stderr)
     taken = time.perf_counter() - started

@@ -16,7 +16,7 @@ SIZES = ["--batch", "8", "--n-context", "2000", "--n-target", "300"]
 pytestmark = pytest.mark.usefixtures("users_tables")
 H200 = targets.named("nvidia-h200")
 IN_STEPS = {"attention", "embedding", "mixture_heads", "mixture_nll", "mlp", "linear",
-            "project_qkv", "rms_norm", "add_rms_norm"}  # fmt: skip
+            "project_qkv", "rms_norm", "add_rms_norm", "transformer_block"}  # fmt: skip
 
 
 @pytest.fixture
