@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from tests.ops.problems import DEVICE
 from tnp import dispatch, opaque, plans, selection
 from tnp.bounded import Bounded
-from tnp.launch import asserts
+from tnp.ops.ranges import asserts
 from tnp.ops.swiglu import OPERATOR, swiglu
 
 NAMES = ("triton", "torch", "auto")

@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import metadata
@@ -21,6 +22,8 @@ from tnp.contract import OWN, Implementation, Operator
 
 IMPLEMENTATIONS, OPERATORS = "tnp.implementations", "tnp.operators"
 AUTO = "auto"  # stands for whatever the tuned table says
+# The operator that a model runs in place of a block's layers, and their families.
+BLOCK, LAYERS = "transformer_block", ("rms_norm", "projection", "attention", "mlp")
 TORCH = "torch"  # every operator takes it for PyTorch's plain form, and "own" for the best of ours
 
 
@@ -219,6 +222,18 @@ class Catalog:
 def is_automatic(name: str) -> bool:
     """Whether a name leaves the choice to the table: "auto", or "auto:e4m3"."""
     return name.partition(":")[0] == AUTO
+
+
+def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
+    """Returns {"transformer_block": "fused"} if all layers of a block are ours, else {}.
+
+    Args:
+        implementations: family of operators → implementation, as a variant names them.
+    """
+    named = [(op.name, implementations.get(family, TORCH))
+             for family in LAYERS for op in catalog().family(family)]  # fmt: skip
+    ours = all(catalog().role(op, name) == OWN for op, name in named)
+    return {BLOCK: "fused"} if ours else {}
 
 
 @cache

@@ -21,9 +21,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from tnp.inputs import switched_on
 from tnp.private import KNOWN_LAUNCHERS, TO_HOST, launcher_in_c, tensor_map_encoder
-from tnp.selection import CHECK_VARIABLE
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Tensor maps of one argument that are kept, by address.
@@ -31,15 +29,6 @@ MAPS_KEPT = 256
 
 _watchers = 0
 _compiled: list[set[Any]] = []  # of each `compiled_only` that is entered, the kernels it met
-
-
-def asserts() -> bool:
-    """Returns whether plans made now assert numbers on the device, as TNP_CHECK=1 asks for.
-
-    The variable is part of every plan's key, so a change takes effect at the next call. An
-    assertion takes as long as a small launch.
-    """
-    return switched_on(CHECK_VARIABLE, "1", off=("", "0"))
 
 
 @contextmanager

@@ -16,14 +16,14 @@ from tnp.buckets import Buckets
 from tnp.buffer import n_entering
 from tnp.captures import Captures
 from tnp.contract import OWN
-from tnp.inputs import require_real, switched_on
+from tnp.inputs import require_real
 from tnp.layers import HiddenLayer
 from tnp.model import TransformerNP
 from tnp.ops.casting import WeightCasts
+from tnp.ops.ranges import asserts
 from tnp.packing import Capacity, capacity_for
 from tnp.private import allow_graphs, shorten_inductor_messages
 from tnp.saved_model import require_no_weight_in_padding
-from tnp.selection import CHECK_VARIABLE
 from tnp.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.tasks import Task
 from tnp.tasks.sizes import Sizes
@@ -247,7 +247,7 @@ def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch
     mode = COMPILE_MODES[model.variant.compile]
     # Gates compare the layouts of our operators with what the compiler is told. Compiled code would
     # compare them again at every call, for a tenth of a step's host time. TNP_CHECK=1 has it do so.
-    options = {"size_asserts": switched_on(CHECK_VARIABLE, "1", off=("", "0"))}
+    options = {"size_asserts": asserts()}
     if mode:
         from tnp.private import list_mode_options  # Inductor is slow to import
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from tnp.catalog import AUTO, catalog, is_automatic
+from tnp.catalog import AUTO, LAYERS, block_of, catalog, is_automatic
 from tnp.contract import OWN
 from tnp.inputs import require_count
-from tnp.ops.transformer_block import LAYERS, block_of
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tnp import choice, targets
 from tnp.bench.outcome import JOINT, implementation_of
-from tnp.catalog import Listed, catalog, is_automatic
+from tnp.catalog import Listed, block_of, catalog, is_automatic
 from tnp.contract import OWN, Operator
 from tnp.definitions import HOUSE, ROOT, definitions, digest, module_hash
 from tnp.fingerprints import (
@@ -22,7 +22,6 @@ from tnp.fingerprints import (
     operator_definitions,
 )
 from tnp.gates import COMPILED, GATES
-from tnp.ops.transformer_block import block_of
 from tnp.schemas import CEILINGS
 from tnp.variants import FAMILIES, Variant
 

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tnp.catalog import catalog
+from tnp.catalog import block_of, catalog
 from tnp.contract import OWN
-from tnp.ops.transformer_block import block_of
 
 if TYPE_CHECKING:
     from tnp.gates.progress import Progress

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tnp.launch import asserts
+from tnp.inputs import switched_on
+from tnp.selection import CHECK_VARIABLE
+
+
+def asserts() -> bool:
+    """Returns whether plans made now assert numbers on the device, as TNP_CHECK=1 asks for.
+
+    The variable is part of every plan's key, so a change takes effect at the next call. An
+    assertion takes as long as a small launch.
+    """
+    return switched_on(CHECK_VARIABLE, "1", off=("", "0"))
 
 
 def asserting(

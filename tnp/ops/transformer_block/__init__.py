@@ -12,13 +12,13 @@ behind one autograd function (`composed`): the host makes one call in place of s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import inf
 from operator import index
 from typing import TYPE_CHECKING
 
+from tnp.catalog import LAYERS, catalog, is_automatic
 from tnp.contract import (
-    OWN,
     Call,
     Case,
     Implementation,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS = ("norm_attention", "qkv", "output", "norm_mlp", "up", "down")
-# Options that name the implementation of a layer; without one it is "own", the best of ours.
-LAYERS = ("rms_norm", "projection", "attention", "mlp")
 
 
 def reference(
@@ -133,33 +131,22 @@ def work(case, pass_) -> Work:
     return Work({p.dtype: flops}, arriving + leaving + weights, arriving + weights)
 
 
-def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
-    """Returns {"transformer_block": "fused"} if all layers are ours, else {}.
-
-    Args:
-        implementations: family of operators → implementation, as a variant names them.
-    """
-    from tnp.catalog import catalog
-
-    named = [(op.name, implementations.get(family, "torch"))
-             for family in LAYERS for op in catalog().family(family)]  # fmt: skip
-    ours = all(catalog().role(op, name) == OWN for op, name in named)
-    return {OPERATOR.name: "fused"} if ours else {}
-
-
 def supported(call: Call) -> Reason:
     """Returns None if every layer has a kernel of ours for this call, else the reason."""
-    from tnp.selection import choose_implementation, refuses
-
     for operator, name, problem in layers(call.problem):
         what = Call(problem, call.target, operator.differentiated if call.wanted else ())
-        try:
-            chosen, found = choose_implementation(operator, name, what)
-        except RuntimeError as error:
-            return str(error)
+        if is_automatic(name):
+            from tnp.selection import choose_implementation
+
+            try:
+                found = choose_implementation(operator, name, what)[1]
+            except RuntimeError as error:  # nothing serves it, with the reason
+                return str(error)
+        else:
+            found = catalog().load(operator.name, name)
         if found.forward is None:
-            return f"{operator.name} runs {chosen.name!r}, which has no kernel of ours"
-        if (reason := refuses(found, what)) is not None:
+            return f"{operator.name} runs {found.name!r}, which has no kernel of ours"
+        if (reason := found.refuses(what)) is not None:
             return f"{operator.name}: {reason}"
     return None
 
