@@ -143,7 +143,7 @@ def test_a_kill_amid_what_is_measured_anew_loses_nothing(finished):
     workflow = finished.start("all", FAKE_SECONDS="60")
     wait_for(lambda: any(call.startswith("start") for call in finished.calls()))
     workflow.kill()
-    workflow.communicate()
+    workflow.end()
     (finished.folder / "tnp/model.py").write_text(text)
     finished.forget_calls()
     status, output = finished.run("all")
@@ -259,8 +259,8 @@ def test_waiting_for_the_device_is_said_on_the_terminal(finished):
     finally:
         holder.kill()
         holder.wait()
-    output, _ = workflow.communicate(timeout=600)
-    assert workflow.returncode == 0, output
+    status, output = workflow.end()
+    assert status == 0, output
 
 
 def rows(status: str) -> list[dict]:
@@ -341,7 +341,7 @@ def test_a_kill_after_a_training_said_that_it_was_done_trains_nothing_again(chec
     workflow = checkout.start(table)
     assert any("train gp_tiny: 20 steps, held-out" in line for line in workflow.stdout)
     workflow.kill()
-    workflow.communicate()
+    workflow.end()
     trained = final.stat().st_mtime_ns
     before = checkout.rows("training")
     # As Snakemake does with what it did not hear the end of.

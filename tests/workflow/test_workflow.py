@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -111,7 +110,7 @@ def test_second_workflow_at_once_is_refused(checkout):
         assert len(checkout.calls()) <= len(files) + 5
     finally:
         first.kill()
-        first.communicate()
+        first.end()
 
 
 def test_killed_run_continues_where_it_was(checkout):
@@ -119,8 +118,8 @@ def test_killed_run_continues_where_it_was(checkout):
     first = checkout.start("all", FAKE_SECONDS="0.5")
     wait_for(lambda: len(checkout.measured()) >= 2)
     wait_for(lambda: checkout.calls()[-1].startswith("start"))
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    first.kill()
+    first.end()
     time.sleep(0.7)
     done = checkout.measured()
     assert checkout.calls()[-1].startswith("start"), "the job outlived its workflow"
