@@ -1,6 +1,7 @@
 """A small database with exactly the columns that the figures read from each view."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,26 @@ SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
 THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
 
 
+def write(path: Path, **tables: list[Row]) -> Path:
+    """Writes rows by view into a database and returns its path; columns not given are null."""
+    path.unlink(missing_ok=True)
+    with duckdb.connect(str(path)) as connection:
+        connection.begin()  # each row by itself would be written to the disk
+        connection.execute(IS_CEILING.read_text())
+        for view, columns in VIEWS.items():
+            connection.execute(f"create table {view} ({columns})")
+            for row in tables.get(view, []):
+                names, marks = ", ".join(row), ", ".join("?" * len(row))
+                connection.execute(
+                    f"insert into {view} ({names}) values ({marks})", list(row.values())
+                )
+        connection.commit()
+    return path
+
+
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """Writes rows by view into a database and returns its path; columns not given are null."""
-
-    def write(**tables: list[Row]) -> Path:
-        path = tmp_path / "results.duckdb"
-        path.unlink(missing_ok=True)
-        with duckdb.connect(str(path)) as connection:
-            connection.begin()  # each row by itself would be written to the disk
-            connection.execute(IS_CEILING.read_text())
-            for view, columns in VIEWS.items():
-                connection.execute(f"create table {view} ({columns})")
-                for row in tables.get(view, []):
-                    names, marks = ", ".join(row), ", ".join("?" * len(row))
-                    connection.execute(
-                        f"insert into {view} ({names}) values ({marks})", list(row.values())
-                    )
-            connection.commit()
-        return path
-
-    return write
+    return partial(write, tmp_path / "results.duckdb")
 
 
 def sized(shape: str) -> Row:

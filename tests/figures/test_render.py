@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -85,6 +86,18 @@ def databases() -> dict[str, dict]:
     }
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the database of the rows of a name, which no test changes; "" has no rows."""
+
+    @cache
+    def made(name: str) -> Path:
+        path = tmp_path_factory.mktemp("database") / "results.duckdb"
+        return sample.write(path, **databases().get(name, {}))
+
+    return made
+
+
 def texts_of(specification: dict) -> str:
     """All texts of a figure that Vega-Lite compiles."""
     svg = vl_convert.vegalite_to_svg(specification)
@@ -97,16 +110,20 @@ def texts_of(specification: dict) -> str:
 # Rows of a GPU alone are among those of two devices.
 @pytest.mark.parametrize("figure", FIGURES)
 @pytest.mark.parametrize("rows", [name for name in databases() if name != "gpu"])
-def test_every_figure_compiles_over_any_rows(build: Build, figure: str, rows: str) -> None:
-    texts = texts_of(draw(figure, build(**databases()[rows])).to_dict())
+def test_every_figure_compiles_over_any_rows(
+    database: Callable[[str], Path], figure: str, rows: str
+) -> None:
+    texts = texts_of(draw(figure, database(rows)).to_dict())
     if rows == MANY and figure in ("speedup", "memory", "matrix"):  # each device with its origin
         assert "NVIDIA H200" in texts and "recorded 2026-02-01" in texts
         assert "this machine, 2026-02-01" in texts
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-def test_a_figure_without_rows_says_what_to_run(build: Build, figure: str) -> None:
-    chart = draw(figure, build())
+def test_a_figure_without_rows_says_what_to_run(
+    database: Callable[[str], Path], figure: str
+) -> None:
+    chart = draw(figure, database(""))
     assert sample.title(chart).startswith("No rows yet")
     assert "snakemake" in texts_of(chart.to_dict())
 
@@ -152,8 +169,10 @@ def test_the_index_leads_to_every_figure_by_what_it_found(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("figure", FIGURES)
 @pytest.mark.parametrize("rows", [MANY, ""])
-def test_a_figure_for_phones_is_as_narrow_as_one(build: Build, figure: str, rows: str) -> None:
-    specification = draw(figure, build(**databases().get(rows, {})), PHONE).to_dict()
+def test_a_figure_for_phones_is_as_narrow_as_one(
+    database: Callable[[str], Path], figure: str, rows: str
+) -> None:
+    specification = draw(figure, database(rows), PHONE).to_dict()
     # The page writes the title, and has margins of its own.
     del specification["title"]
     svg = vl_convert.vegalite_to_svg(specification | {"padding": 0})

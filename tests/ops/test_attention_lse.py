@@ -30,7 +30,7 @@ def test_lse(kind):
 
 @pytest.mark.parametrize("implementation", [*OURS, "reference"])
 @pytest.mark.parametrize("kind", [{}, {"causal": True}, {"window": 3}], ids=str)
-@pytest.mark.parametrize("n_k", [20, 300])
+@pytest.mark.parametrize("n_k", [20, 150])
 def test_lse_is_the_logarithm_of_what_softmax_divides_by(implementation, kind, n_k):
     """And gradients pass through it, alone and beside those of o; −inf and none of it where a query
     sees no key.
@@ -79,11 +79,10 @@ def test_no_queries_have_no_lse(implementation):
 
 
 @ours
-@pytest.mark.parametrize("n_k", [20, 300])
-def test_lse_as_pytorch_sees_it(implementation, n_k):
+def test_lse_as_pytorch_sees_it(implementation):
     """Compiled in one graph, and as an output of the custom operator."""
     torch._dynamo.reset()
-    q, k, v, do = (x.requires_grad_() for x in draw(20, n_k))
+    q, k, v, do = (x.requires_grad_() for x in draw(20, 20))
     asked = {"lse": True, "implementation": implementation}
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     for used in (0, 1):  # each output's gradient alone

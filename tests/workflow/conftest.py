@@ -3,9 +3,6 @@
 import ast
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ import pytest
 import yaml
 
 from tests.conftest import made_once
+from tests.workflow.forked import Run
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -103,7 +101,7 @@ def run(parameters, device, checkpoint_dir, on_row, code):
 """
 
 
-STARTED: list[subprocess.Popen] = []  # by the test that runs
+STARTED: list[Run] = []  # by the test that runs
 
 
 def wait_for(condition, seconds: float = 300.0) -> None:
@@ -173,27 +171,14 @@ class Checkout:
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         return inherited | {"TMPDIR": str(self.temporary)}
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+    def start(self, *arguments: str, **environment: str) -> Run:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "snakemake", *arguments],
-            cwd=self.folder,
-            env=self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        STARTED.append(process)
-        return process
+        STARTED.append(Run(self.folder, arguments, self.environment | environment))
+        return STARTED[-1]
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
         """Exit status and everything printed."""
-        process = self.start(*arguments, **environment)
-        try:
-            output, _ = process.communicate(timeout=600)  # of a busy machine
-        finally:
-            process.send_signal(signal.SIGKILL)
-        return process.returncode, output
+        return self.start(*arguments, **environment).end()
 
     def calls(self) -> list[str]:
         file = self.folder / "calls"
