@@ -39,5 +39,5 @@ def test_what_became_of_a_child(tmp_path, monkeypatch, code, said):
 
 
 def test_every_kind_of_problem_is_among_them():
-    assert len(set(sanitizer.PROBLEMS)) == len(sanitizer.PROBLEMS) == 3 * 2 * 8 + 4 + 4 + 2
+    assert len(set(sanitizer.PROBLEMS)) == len(sanitizer.PROBLEMS) == 3 * 2 * 9 + 4 + 4 + 2
     assert "fused/64/by_head" in sanitizer.PROBLEMS and "decode/128/pages" in sanitizer.PROBLEMS
