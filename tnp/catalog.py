@@ -230,7 +230,9 @@ def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
     Args:
         implementations: family of operators → implementation, as a variant names them.
     """
-    named = [(op.name, implementations.get(family, TORCH))
+    if any(family not in implementations for family in LAYERS):
+        return {}
+    named = [(op.name, implementations[family])
              for family in LAYERS for op in catalog().family(family)]  # fmt: skip
     ours = all(catalog().role(op, name) == OWN for op, name in named)
     return {BLOCK: "fused"} if ours else {}
