@@ -16,15 +16,13 @@ import torch
 class _Cast:
     source: torch.Tensor  # keeps the weight's memory, so that no other tensor comes to lie there
     version: int  # of the weight that was cast
-    pointer: int
     copy: torch.Tensor
     met: bool = True  # in this step
 
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> "_Cast":
         with torch.inference_mode(False):
-            source = weight.detach()
-            return cls(source, weight._version, source.data_ptr(), source.to(dtype))
+            return cls(weight.detach(), weight._version, weight.detach().to(dtype))
 
 
 class WeightCasts:
@@ -41,15 +39,11 @@ class WeightCasts:
         self._parameters = list(parameters)
         self._pointers: set[int] = set()
         self._casts: dict[tuple, _Cast] = {}
-        self._ids = set(map(id, self._parameters))
-        # By the id of a parameter, those that this step has looked up by their layout.
-        self._met: dict[tuple[int, torch.dtype], _Cast] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the forward and the backward pass, not around the optimizer's update."""
         self._pointers = {p.data_ptr() for p in self._parameters if p.numel()}
-        self._met = {}
         self._casts = {key: cast for key, cast in self._casts.items() if cast.met}
         casts = list(self._casts.values())
         if casts:
@@ -70,13 +64,7 @@ class WeightCasts:
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """This step's copy of what lies where a parameter does; None of anything else."""
-        pointer, known_by = weight.data_ptr(), (id(weight), dtype)
-        met = self._met.get(known_by)
-        if (
-            met is not None and met.version == weight._version and met.pointer == pointer
-            and met.source.stride() == weight.stride() and met.source.shape == weight.shape
-        ):  # fmt: skip
-            return met.copy
+        pointer = weight.data_ptr()
         if pointer not in self._pointers or weight.is_inference():
             return None
         key = (pointer, weight.shape, weight.stride(), dtype)
@@ -84,8 +72,6 @@ class WeightCasts:
         if cast is None or cast.source.data_ptr() != pointer or cast.version != weight._version:
             cast = self._casts[key] = _Cast.of(weight, dtype)
         cast.met = True
-        if id(weight) in self._ids:
-            self._met[known_by] = cast
         return cast.copy
 
 

@@ -158,13 +158,15 @@ class Layers:
         self.keys = Keys(self.project.call)
         self.saves = bool(wanted)
 
+    def each(self, way: str) -> list[Callable]:
+        """Returns the method of this name of each layer, in the order of a forward pass."""
+        layers = self.norm_1, self.project, self.attend, self.output, self.norm_2, self.mlp
+        return [getattr(layer, way) for layer in layers]
+
 
 def _launch(of: Layers, way: str) -> Callable:
     """Returns the launch of a forward pass. `way` is the method of the layers that it calls."""
-    norm_1, project, attend, output, norm_2, mlp = (
-        getattr(layer, way)
-        for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
-    )
+    norm_1, project, attend, output, norm_2, mlp = of.each(way)
     has_update, centred, first, n_q = of.has_update, of.centred, of.first, of.n_q
     (rows, strides), scale, saves = of.rows, of.scale, of.saves
     joined = getattr(of.keys, way)
@@ -218,9 +220,7 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple:
 def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
     """Returns the launch of a backward pass."""
     of = Layers(call)
-    norm_1, project, attend, output, norm_2, mlp = (
-        layer.backward for layer in (of.norm_1, of.project, of.attend, of.output, of.norm_2, of.mlp)
-    )
+    norm_1, project, attend, output, norm_2, mlp = of.each("backward")
     has_update, first, n_q = of.has_update, of.first, of.n_q
     (rows, strides), (heads, steps), scale, keys = of.rows, of.heads, of.scale, of.keys
     reaches = [bool(layer.wanted) for layer in (of.norm_2, of.output, of.project, of.norm_1)]
