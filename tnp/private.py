@@ -27,7 +27,7 @@ Function = TypeVar("Function", bound=Callable)
 PLACES = {
     # Reads a variable of the environment, by its encoded name, in 0.02 µs: os.environ takes 0.6.
     "environment": "os:environ._data.get",
-    # What a plan's key and the way of a call depend on.
+    # A plan's key and the way of a call depend on these.
     "is_deterministic": "torch._C:_get_deterministic_algorithms",
     "n_dispatch_modes": "torch._C:_len_torch_dispatch_stack",
     "dispatch_modes": "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",

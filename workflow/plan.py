@@ -17,7 +17,7 @@ from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, pr
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.
 ABLATION = "ablation"
 HOST = "host"
-# Of its `steps`: keys that name variants, and whether those are captured as a CUDA graph.
+# Keys of its `steps` that name variants, and whether those are captured as a CUDA graph.
 HOST_FORMS = {"launched": False, "captured": True}
 PREDICTIONS = "predictions"
 _SECTIONS = (ABLATION, NOISE, HOST, PREDICTIONS, JOINT, PROFILES)
@@ -186,7 +186,7 @@ def host(config: dict, device: str, slug: str) -> dict[str, dict]:
 
 
 def host_steps(config: dict, device: str, slug: str) -> dict[str, dict]:
-    """What whole steps cost the host, a shape a job: its forms take turns there."""
+    """Returns the jobs of whole steps, one a shape. Forms take turns in a job."""
     section = config.get(HOST, {"devices": []})
     if device not in section["devices"] or "steps" not in section:
         return {}

@@ -101,7 +101,7 @@ def of_host(parameters: dict) -> Found:
 
 
 def of_host_steps(parameters: dict) -> Found:
-    """Of all forms alike, which take turns in one process."""
+    """Returns the code of all forms, which take turns in one process."""
     used = set().union(*map(_of_variant, parameters["forms"]))
     start = "tnp.bench.host_steps:measure_host_steps"
     return _using(start, used, parameters["device_slug"])

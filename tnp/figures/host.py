@@ -1,4 +1,4 @@
-"""What whole training steps and eager calls cost the host, beside PyTorch's own.
+"""Draws the host time of whole training steps and eager calls, beside PyTorch's own.
 
 Reads the views `step_host` and `host`. One panel per device, processor and shape, with a bar of the
 host's time and a tick of the time in a loop for each form of a step. Then one panel per device,
@@ -100,7 +100,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(steps: list[Row], calls: list[Row]) -> str:
-    """What our fastest step that is launched costs beside PyTorch's, at the first shape.
+    """Returns the cost of our fastest launched step beside PyTorch's, at the first shape.
 
     Without such a step, the range of what single calls take.
     """
