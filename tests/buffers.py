@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_model import CONFIG, build, make_task
-from tnp.model import TransformerNP
+from tests.model.test_transformer_np import CONFIG, build, make_task
+from tnp.model.network import TransformerNP
 from tnp.tasks import Task
 
 ROOM = 3
