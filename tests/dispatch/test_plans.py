@@ -247,13 +247,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
-from tnp.dispatch import launcher as launch; from tnp.dispatch import plans; from tnp.dispatch import devices as targets
+from tnp.dispatch import devices, launcher, plans
 from tnp.dispatch.spec import Call, Case
 from tnp.gates.launches import _candidates
 from tnp.dispatch.registry import catalog
 from tnp.ops._shared.random_values import Random
 
-OLD = launch.VERSION == (3, 6)
+OLD = launcher.VERSION == (3, 6)
 recorded, through_triton, kept = [], [], []
 
 def plain(x):
@@ -321,7 +321,7 @@ def step():
         plan.backward(tuple(gradients), tuple(plan.kept(inputs, outputs)), saved, numbers)
     return list(recorded), list(through_triton)
 
-H200 = targets.named("H200")
+H200 = devices.named("H200")
 found = {}
 for name, problems in PROBLEMS.items():
     operator = catalog().operator(name)
@@ -353,7 +353,7 @@ for name, problems in PROBLEMS.items():
                 kept.clear()
                 first, compiled = step()
                 second, again = step()
-                with launch.watched():
+                with launcher.watched():
                     third, watched = step()
                 assert len(first) == len(compiled) > 1, (len(first), compiled)
                 assert again == [] and watched == compiled, (again, watched)

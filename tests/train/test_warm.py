@@ -28,7 +28,8 @@ IN_A_PROCESS = dedent("""
     from triton import knobs
     from triton.runtime._async_compile import FutureKernel
     from tests.train.test_warm import CONFIG, task
-    from tnp.dispatch import launcher as launch; from tnp.dispatch import plans; from tnp.dispatch import devices as targets; from tnp.train import warm
+    from tnp.dispatch import devices, launcher, plans
+    from tnp.train import warm
     from tnp.model.network import TransformerNP
     from tnp.model.variants import Variant
 
@@ -47,7 +48,7 @@ IN_A_PROCESS = dedent("""
             x.register_hook(lambda _: called.append("gradient"))
     before = [x.detach().clone() for x in model.parameters()]
     random = torch.get_rng_state()
-    target, found, cached = targets.named("NVIDIA H200"), [], []
+    target, found, cached = devices.named("NVIDIA H200"), [], []
     with warm._no_driver(target):
         for _ in range(2):
             with warm.side_by_side(target) as one:
@@ -59,7 +60,7 @@ IN_A_PROCESS = dedent("""
                 if isinstance(kernel, triton.JITFunction):
                     kernel.device_caches.clear()
         with warm.side_by_side(target) as one:
-            launch.Bound(broken, (1,))(torch.empty(16, device="meta"))
+            launcher.Bound(broken, (1,))(torch.empty(16, device="meta"))
         left = [x for x in broken.device_caches[target][0].values() if isinstance(x, FutureKernel)]
         try:
             broken.warmup(torch.empty(16, device="meta"), grid=(1,))
@@ -72,7 +73,7 @@ IN_A_PROCESS = dedent("""
         "same": all(map(torch.equal, before, model.parameters())),
         "random": torch.equal(random, torch.get_rng_state()),
         "plans": sum(len(known.by_key) for known in plans.of_operator.values()),
-        "meta": targets.of_device(torch.device("meta")).kind,
+        "meta": devices.of_device(torch.device("meta")).kind,
     }))
 """)
 

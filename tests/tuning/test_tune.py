@@ -113,7 +113,10 @@ def test_bad_sizes_are_named(batch, capsys):
 
 
 def test_help_waits_for_no_torch():
-    code = "import sys; from tnp.tuning import tune; assert 'torch' not in sys.modules; tune.main(['-h'])"
+    code = (
+        "import sys; from tnp.tuning import tune\n"
+        "assert 'torch' not in sys.modules; tune.main(['-h'])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: python -m tnp.tuning")

@@ -27,6 +27,7 @@ import torch
 
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import synchronize
+from tnp.dispatch import call as dispatch
 from tnp.dispatch import devices, plans
 from tnp.dispatch.call import forget
 from tnp.dispatch.launcher import Bound
@@ -123,7 +124,7 @@ def _call(
             return call_itself
 
     def call_public(*inputs: torch.Tensor | None) -> torch.Tensor:
-        outputs = call(operator, name, inputs, numbers, options)
+        outputs = dispatch.call(operator, name, inputs, numbers, options)
         return outputs[-1] if several else outputs
 
     return call_public

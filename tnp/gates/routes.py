@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tnp.dispatch import custom_op
+from tnp.dispatch.call import call
 from tnp.dispatch.spec import OWN
 from tnp.gates.checks import Check
 from tnp.gates.results import Results, Setting, compute
