@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.plots import plot_curve
 from tnp.tasks import Context, FunctionTasks, functions_of_table
 from tnp.train.loop import cosine, fit

@@ -8,7 +8,8 @@ import sys
 import torch
 
 from tnp.model.buckets import Buckets
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.tasks import GaussianProcessTasks, draw_sizes
 from tnp.train.step import TrainingStep
 

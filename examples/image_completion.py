@@ -7,7 +7,8 @@ import sys
 
 import torch
 
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.plots import plot_image
 from tnp.tasks import ImageTasks, draw_sizes
 from tnp.train.loop import HeldOut, cosine, fit

@@ -13,7 +13,8 @@ import sys
 import numpy as np
 import torch
 
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.tasks import Context, FunctionTasks, functions_of_table
 from tnp.train.loop import HeldOut, cosine, fit
 from tnp.train.step import TrainingStep

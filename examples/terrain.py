@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from scipy.interpolate import griddata
 
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.plots import plot_image
 from tnp.tasks import FunctionTasks
 from tnp.train.loop import HeldOut, cosine, fit

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
-from tnp.model.network import TransformerNP
-from tnp.tasks import Task
+from tnp.model.transformer_np import TransformerNP
+from tnp.tasks.task import Task
 
 ROOM = 3
 WITH = replace(CONFIG, buffer=ROOM)

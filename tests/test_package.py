@@ -26,9 +26,11 @@ import sys
 missing = sys.argv[1].split(",")
 sys.modules.update(dict.fromkeys(missing))  # None: as if it were not installed
 import tnp, torch
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.train.step import TrainingStep
-from tnp.tasks import GaussianProcessTasks, ImageTasks
+from tnp.tasks.gaussian_process import GaussianProcessTasks
+from tnp.tasks.images import ImageTasks
 from tnp.train.loop import fit
 from tnp.model.variants import Variant
 

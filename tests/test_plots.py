@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.model.test_transformer_np import build, make_task
-from tnp.model.network import TNPConfig
+from tnp.model.config import TNPConfig
 from tnp.plots import plot_curve, plot_image
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tnp.model.prediction import Prediction
-from tnp.tasks import Context
+from tnp.tasks.task import Context
 from tnp.util.extras import require
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tnp.bench.isolate import run_isolated
 from tnp.bench.joint import measure_joint
 from tnp.bench.outcome import JOINT_FORMS
 from tnp.bench.predictions import IN_A_ROW
-from tnp.model.network import TransformerNP
+from tnp.model.transformer_np import TransformerNP
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 from tnp.train.step import TrainingStep
 

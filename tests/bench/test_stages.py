@@ -12,8 +12,9 @@ from tnp.bench import stages
 from tnp.bench.stage_marks import marking, stage_of_nodes, text
 from tnp.bench.stages import Kernel, Mismatch, by_place, placed, rows
 from tnp.bench.steps import random_task
+from tnp.model.config import TNPConfig
 from tnp.model.layers import Attention
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.store.schemas import PROVENANCE, RUN, STEP_KEY, TABLES
 from tnp.train.step import TrainingStep
@@ -139,7 +140,7 @@ def node(target: torch._ops.OpOverload, module: str | None, **meta: object) -> f
     """One that the compiler says is of a module of this class inside of the model."""
     made = fx.Graph().call_function(target)
     if module is not None:
-        path = {"L['self']": ("L['self']", "tnp.model.network.TransformerNP")}
+        path = {"L['self']": ("L['self']", "tnp.model.transformer_np.TransformerNP")}
         made.meta["nn_module_stack"] = path | {"part": ("part", f"tnp.model.layers.{module}")}
     made.meta |= meta
     return made

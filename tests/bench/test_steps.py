@@ -11,7 +11,7 @@ from tnp.bench.steps import measure_step, random_task
 from tnp.dispatch import selection
 from tnp.dispatch.call import forget
 from tnp.experiment.failures import Unsupported
-from tnp.model.network import TNPConfig
+from tnp.model.config import TNPConfig
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 from tnp.train.step import TrainingStep
 

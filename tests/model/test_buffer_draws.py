@@ -13,8 +13,8 @@ from tnp.model import sample_graph, sampling
 from tnp.model.prediction import Prediction, draw
 from tnp.model.sample_graph import Draws
 from tnp.ops.mixture_nll import split_parameters
-from tnp.tasks import Context
 from tnp.tasks.normalization import Normalization
+from tnp.tasks.task import Context
 
 
 def means(monkeypatch, config, n_rows: int) -> None:

@@ -12,11 +12,13 @@ from tnp.dispatch import spec as contract
 from tnp.gates.buffer import in_training, masked_log_density, masked_loss, one_by_one
 from tnp.model import layers
 from tnp.model.causal_buffer import Buffer, log_densities
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.ops.kv_cache import append_kernel
 from tnp.ops.mixture_nll import mixture_nll
-from tnp.tasks import Context, GaussianProcessTasks, Task
+from tnp.tasks.gaussian_process import GaussianProcessTasks
 from tnp.tasks.normalization import Normalization
+from tnp.tasks.task import Context, Task
 from tnp.train.step import TrainingStep
 from tnp.util import tensor_archive
 

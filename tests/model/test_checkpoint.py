@@ -10,7 +10,8 @@ import torch
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
 from tnp.model import checkpoint
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import FAMILIES, Variant
 from tnp.tasks.normalization import Normalization
 from tnp.util import tensor_archive

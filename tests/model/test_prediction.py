@@ -10,15 +10,15 @@ from torch.distributions import Normal
 
 from tests.model.test_transformer_np import build, make_task
 from tests.replays import Replays
-from tnp.model.network import TransformerNP
 from tnp.model.prediction import Prediction, bytes_per_target
 from tnp.model.prediction_graphs import DecodeGraphs
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.ops.decode_attention import decode_attention
 from tnp.ops.kv_cache.paged import CacheFull, PagedCache
 from tnp.ops.mixture_nll import mixture_nll
-from tnp.tasks import Context, Task
 from tnp.tasks.normalization import Normalization
+from tnp.tasks.task import Context, Task
 
 
 def parameters(d_y=1, n_components=3) -> torch.Tensor:

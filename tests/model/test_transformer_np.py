@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnp.dispatch.plans import KernelPlan
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import FAMILIES, Variant
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 CONFIG = TNPConfig(d_model=32, n_layers=2, n_heads=2, d_ff=21, n_components=3)

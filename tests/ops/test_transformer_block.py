@@ -10,10 +10,11 @@ from torch import nn
 from tests.ops.problems import DEVICE
 from tnp.dispatch.call import forget
 from tnp.dispatch.plans import launch_configs
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.ops.transformer_block import WEIGHTS, transformer_block
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 
 CONFIG = TNPConfig(d_x=2, d_model=32, n_layers=2, n_heads=2, d_ff=48, n_components=3)
 FUSED = Variant.named("fused")

@@ -144,7 +144,7 @@ def test_what_reads_tables_may_differ_from_what_the_gate_ran(
     def with_hash(found: str) -> dict[str, dict[str, str]]:
         return {
             "kernel": CODE["kernel"],
-            "definition": {"tnp.model.network:TransformerNP": "1", name: found},
+            "definition": {"tnp.model.transformer_np:TransformerNP": "1", name: found},
         }
 
     timed = run("r", step("fused", [1.0]), code=with_hash("2"))

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from tests.tasks.test_own_data import SIZES, functions
-from tnp.tasks import FunctionTasks, functions_of_table
+from tnp.tasks.functions import FunctionTasks
+from tnp.tasks.tables import functions_of_table
 
 
 def grouped(*sizes: tuple[int, ...]) -> list:

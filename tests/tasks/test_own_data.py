@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tnp.tasks import FunctionTasks, Task, collate, draw_sizes, functions_of_table
+from tnp.tasks.collate import collate
+from tnp.tasks.functions import FunctionTasks
+from tnp.tasks.sizes import draw_sizes
+from tnp.tasks.tables import functions_of_table
+from tnp.tasks.task import Task
 
 SIZES = {"batch": 5, "n_context": (2, 9), "n_target": (3, 6)}
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
 from tnp.model.variants import FAMILIES
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 CONTEXT, TARGETS = [7, 1, 4], [2, 5, 3]

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tnp.tasks import GaussianProcessTasks, ImageTasks, Task, draw_sizes
 from tnp.tasks.dead_leaves import dead_leaves
-from tnp.tasks.gaussian_process import PUBLISHED
+from tnp.tasks.gaussian_process import PUBLISHED, GaussianProcessTasks
+from tnp.tasks.images import ImageTasks
+from tnp.tasks.sizes import draw_sizes
+from tnp.tasks.task import Task
 
 
 def points(n, d=1, batch=2):

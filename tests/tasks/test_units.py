@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.model.test_transformer_np import build, make_task
-from tnp.model.network import TransformerNP
-from tnp.tasks import Task
+from tnp.model.transformer_np import TransformerNP
 from tnp.tasks.normalization import Normalization
+from tnp.tasks.task import Task
 from tnp.train.loop import HeldOut
 from tnp.train.step import TrainingStep
 

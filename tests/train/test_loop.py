@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 from tnp.train.loop import WATCHED, HeldOut, fit
 from tnp.train.step import TrainingStep
 

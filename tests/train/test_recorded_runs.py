@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.store.schemas import PROVENANCE, TABLES
-from tnp.tasks import GaussianProcessTasks
-from tnp.tasks.gaussian_process import SMOOTH
+from tnp.tasks.gaussian_process import SMOOTH, GaussianProcessTasks
 from tnp.train import recorded_runs
 from tnp.train.loop import cosine, load_state
 from tnp.util import tensor_archive

@@ -15,7 +15,7 @@ from tests.model.test_transformer_np import CONFIG, build, make_task
 from tnp.model.buckets import Buckets
 from tnp.model.variants import FAMILIES
 from tnp.ops._shared import casting
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep, _check_capturable, _put_rates_on, shorten_inductor_messages
 from tnp.train.step_graphs import Watched
 

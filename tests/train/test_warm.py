@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tnp.model.network import TNPConfig, TransformerNP
-from tnp.tasks import Task
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.tasks.task import Task
 from tnp.train import warm
 from tnp.train.step import TrainingStep
 
@@ -30,7 +31,7 @@ IN_A_PROCESS = dedent("""
     from tests.train.test_warm import CONFIG, task
     from tnp.dispatch import devices, launcher, plans
     from tnp.train import warm
-    from tnp.model.network import TransformerNP
+    from tnp.model.transformer_np import TransformerNP
     from tnp.model.variants import Variant
 
     @triton.jit
@@ -162,7 +163,7 @@ def test_the_command_refuses_in_a_sentence(monkeypatch, capsys, options, said):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     here = bool(options) and options[0] != "--gpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
-    monkeypatch.setattr(warm.targets, "of_device", lambda device: SimpleNamespace())
+    monkeypatch.setattr(warm.devices, "of_device", lambda device: SimpleNamespace())
     sizes = ["--batch", "2", "--n-context", "8", "--n-target", "16"]
     assert warm.main([*sizes, *options]) == 2
     assert said in capsys.readouterr().err

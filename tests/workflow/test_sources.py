@@ -73,18 +73,18 @@ KERNELS = {
         "attention/hopper_forward",
         "attention/hopper_backward",
         "embedding/triton_embedding",
-        "hopper_matmul",
-        "hopper_silu",
+        "_shared/hopper_matmul",
+        "_shared/hopper_silu",
         "mixture_heads/hopper",
         "mixture_heads/saved_z",
         "mixture_heads/triton_heads",
         "mixture_nll/triton_mixture_nll",
         "mlp/composed",
-        "norms",
+        "_shared/norms",
         "projection/products",
         "rms_norm/triton_rms_norm",
-        "triton_matmul",
-        "weight_gradient",
+        "_shared/triton_matmul",
+        "_shared/weight_gradient",
     )
 }
 
@@ -148,7 +148,12 @@ def test_what_auto_may_choose_is_its_source_and_gate():
 
 def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
     """Otherwise an edit of it would leave its rows proven by gates that never saw the edit."""
-    model = re.compile(r"tnp\.(ops|model|step|buffer|drawing|joint|prediction)(\.|:|$)")
+    model = re.compile(
+        (
+            r"tnp\.(ops|train\.step|model\.(network|transformer_np|causal_buffer|prediction|sampling|"
+            r"sample_graph))(\.|:|$)"
+        )
+    )
 
     def unproven(found: dict[str, str], gates: list[str]) -> set[str]:
         ran = {name for name in sources.code(found) if model.match(name)}

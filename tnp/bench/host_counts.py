@@ -153,7 +153,7 @@ def _as_on(target: devices.Target) -> Iterator[None]:
     import torch
 
     from tnp.bench.host import launching_nothing
-    from tnp.tasks import Task
+    from tnp.tasks.task import Task
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other would be most of a small product

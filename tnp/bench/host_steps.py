@@ -25,7 +25,8 @@ from tnp.bench.statistics import summarize
 from tnp.bench.steps import LEARNING_RATE, random_task, require_supported
 from tnp.bench.timing import first_call, synchronize
 from tnp.experiment.failures import Unsupported, classify
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.train.step import TrainingStep
 from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE

@@ -28,7 +28,8 @@ from tnp.bench.statistics import summarize
 from tnp.bench.steps import LEARNING_RATE, random_task, require_supported
 from tnp.bench.timing import first_call, measure_interleaved
 from tnp.experiment.kernel_code import launches
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.train.step import TrainingStep
 

@@ -27,9 +27,10 @@ from tnp.bench.steps import random_task, require_supported
 from tnp.bench.timing import first_call, measure_interleaved, synchronize
 from tnp.experiment.failures import Unsupported
 from tnp.experiment.kernel_code import launches
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 
 IN_A_ROW = 20
 # Of float32: what predictions from a kept encoding may be off by, of the largest parameter.

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import fx, nn
 
-from tnp.model.network import TransformerNP
+from tnp.model.transformer_np import TransformerNP
 from tnp.train.step import TrainingStep
 
 MARK = "tnp.stage"

@@ -25,10 +25,11 @@ from tnp.dispatch.spec import Call
 from tnp.experiment.failures import Unsupported
 from tnp.experiment.kernel_code import launches
 from tnp.model.buckets import Buckets
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
-from tnp.tasks import Task
 from tnp.tasks.sizes import Sizes, varying_sizes
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 

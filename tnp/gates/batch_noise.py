@@ -19,9 +19,11 @@ from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import Call
 from tnp.gates import models
 from tnp.gates.checks import Check, Unsupported
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import FAMILIES, Variant, storage_width
-from tnp.tasks import GaussianProcessTasks, Task
+from tnp.tasks.gaussian_process import GaussianProcessTasks
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 BOUND = 0.1

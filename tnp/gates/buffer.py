@@ -18,14 +18,14 @@ from tnp.dispatch.spec import OWN, Budget, Call
 from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
 from tnp.model.causal_buffer import Buffer, Points, log_densities
-from tnp.model.network import TransformerNP
 from tnp.model.prediction import Prediction
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.torch_forms import attend, softmax_scale
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.ops.projection import linear
-from tnp.tasks import Context, Task
+from tnp.tasks.task import Context, Task
 
 FLOAT64_BOUND = 1e-12  # some ten sums of up to a thousand products, each in an order of its own
 CONTROL_BOUND = 1e-6  # of an untrained model, to which one point more or less is little

@@ -8,10 +8,12 @@ import torch
 from tnp.dispatch import devices
 from tnp.dispatch.spec import Call
 from tnp.gates.checks import max_abs_error
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import FAMILIES, Variant
 from tnp.ops.attention import OPERATOR
-from tnp.tasks import GaussianProcessTasks, Task
+from tnp.tasks.gaussian_process import GaussianProcessTasks
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 SEED = 0

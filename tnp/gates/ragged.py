@@ -19,10 +19,10 @@ from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
 from tnp.gates.cuda_graphs import MARGIN, N_NULL
 from tnp.model.buckets import Buckets
-from tnp.model.network import TransformerNP
 from tnp.model.packing import Capacity, capacity_for
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 # Some ten sums of up to a thousand products, each in an order of its own.

@@ -15,9 +15,9 @@ from tnp.dispatch.spec import Budget
 from tnp.gates import models
 from tnp.gates.checks import Check, Unsupported, error_ratio, max_abs_error, relative_error
 from tnp.gates.cuda_graphs import captured_checks
-from tnp.model.network import TransformerNP
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 # Some ten sums of up to a thousand products, each in an order of its own.

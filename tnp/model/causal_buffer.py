@@ -22,17 +22,16 @@ from tnp.dispatch import devices
 from tnp.dispatch.spec import Call, Problem, triton_from
 from tnp.model.buffer_rows import BufferedRows
 from tnp.model.prediction import Encoding, Prediction
-from tnp.tasks import Context
-from tnp.tasks.task import without_padding
+from tnp.tasks.task import Context, without_padding
 
 if TYPE_CHECKING:
-    from tnp.model.network import TransformerNP
+    from tnp.model.network import Network
 
 Points = tuple[torch.Tensor, torch.Tensor]  # x [B, n, d_x], y [B, n, d_y]
 
 
 def parameters(
-    model: TransformerNP,
+    model: Network,
     context: Context,
     buffer: Points,
     x_target: torch.Tensor,
@@ -65,7 +64,7 @@ def n_followed(n_points: int, n_target: int) -> int:
 
 
 def training_parameters(
-    model: TransformerNP,
+    model: Network,
     context: Context,
     x_target: torch.Tensor,
     y_target: torch.Tensor,
@@ -102,7 +101,7 @@ def training_parameters(
 
 
 def log_densities(
-    model: TransformerNP, context: Context, x: torch.Tensor, y: torch.Tensor
+    model: Network, context: Context, x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """log p(y_i | x_i, context, points before i) of each of N points, [B, N], in one pass.
 
@@ -140,9 +139,7 @@ class Buffer:
     """
 
     @torch.no_grad()
-    def __init__(
-        self, model: TransformerNP, encoding: Encoding, room: int, repeats: int = 1
-    ) -> None:
+    def __init__(self, model: Network, encoding: Encoding, room: int, repeats: int = 1) -> None:
         require_buffer(model)
         self._model = model
         k, _ = encoding.blocks[0]
@@ -268,7 +265,7 @@ class Buffer:
         return model.heads(h, update)
 
 
-def require_buffer(model: TransformerNP) -> None:
+def require_buffer(model: Network) -> None:
     """Raises ValueError where the model has none."""
     if model.config.buffer is None:
         raise ValueError("the model has no buffer: TNPConfig(buffer=…) makes one, to train with it")

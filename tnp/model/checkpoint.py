@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 
+from tnp.model.config import TNPConfig
 from tnp.model.layers import HiddenLayer
+from tnp.model.network import Network
 from tnp.model.variants import Variant
 from tnp.tasks.normalization import Normalization
 from tnp.util import tensor_archive
 from tnp.util.checks import visible_device
 
-if TYPE_CHECKING:
-    from tnp.model.network import TNPConfig, TransformerNP
+Model = TypeVar("Model", bound=Network)
 
 FILE = "model.pt"
 KEYS = frozenset({"config", "compute_dtype", "normalization", "weights"})
 REMEDY = "name a folder that TransformerNP.save has written"
 
 
-def save(model: TransformerNP, folder: Path | str) -> None:
+def save(model: Network, folder: Path | str) -> None:
     """Replaces what an earlier call has written there, whole or not at all."""
     normalization, dtype = model.normalization, model.asked_dtype
     weights = unpadded_weights(model)
@@ -40,14 +41,12 @@ def save(model: TransformerNP, folder: Path | str) -> None:
 
 
 def load(
-    kind: type[TransformerNP],
+    kind: type[Model],
     folder: Path | str,
     variant: Variant | str,
     device: torch.device | str,
     compute_dtype: torch.dtype | None,
-) -> TransformerNP:
-    from tnp.model.network import TNPConfig
-
+) -> Model:
     device = visible_device(device)
     path = Path(folder) / FILE
     if not path.is_file():
@@ -66,7 +65,7 @@ def load(
     return model.to(device)
 
 
-def unpadded_weights(model: TransformerNP) -> dict[str, torch.Tensor]:
+def unpadded_weights(model: Network) -> dict[str, torch.Tensor]:
     """Returns the model's state, hidden layers at their own width, as views.
 
     Raises:
@@ -83,7 +82,7 @@ def unpadded_weights(model: TransformerNP) -> dict[str, torch.Tensor]:
     return {name: x[tuple(map(slice, shapes[name]))] for name, x in state.items()}
 
 
-def require_no_weight_in_padding(model: TransformerNP) -> None:
+def require_no_weight_in_padding(model: Network) -> None:
     """Raises ValueError naming a hidden layer whose padding is not 0, or may come to be another.
 
     Such a model predicts otherwise once its weights are run by another variant.
@@ -107,7 +106,7 @@ def require_no_weight_in_padding(model: TransformerNP) -> None:
 
 
 @torch.no_grad()
-def set_weights(model: TransformerNP, weights: dict[str, torch.Tensor]) -> None:
+def set_weights(model: Network, weights: dict[str, torch.Tensor]) -> None:
     """Takes what `unpadded_weights` gave, its dtype too; hidden layers may be stored wider.
 
     Raises ValueError where they are not a model's of these sizes.
@@ -127,7 +126,7 @@ def set_weights(model: TransformerNP, weights: dict[str, torch.Tensor]) -> None:
         x[tuple(map(slice, shapes[name]))] = weights[name].to(x.device)
 
 
-def _shapes(model: TransformerNP, config: TNPConfig) -> dict[str, torch.Size]:
+def _shapes(model: Network, config: TNPConfig) -> dict[str, torch.Size]:
     """Of all weights, without padding."""
     with torch.device("meta"):
         plain = type(model)(config, Variant("unpadded"))

@@ -31,7 +31,7 @@ from tnp.ops.transformer_block import transformer_block
 from tnp.ops.transformer_block.composed import serves
 
 if TYPE_CHECKING:
-    from tnp.model.network import TNPConfig
+    from tnp.model.config import TNPConfig
 
 NORM_EPS = 1e-6
 # Rows up to which a norm takes less time with the product behind it than apart (H200, d_model 512:
@@ -76,7 +76,7 @@ class HiddenLayer(nn.Module):
             raise ValueError(
                 f"{prefix}up is {found[0]} units wide in the state and {self.width} in this model, "
                 f"whose d_ff is {self.d_ff}: build the model with the d_ff_storage that the state "
-                "has, or use TransformerNP.save and load, which take any"
+                "has, or use Network.save and load, which take any"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

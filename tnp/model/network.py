@@ -9,32 +9,23 @@ Parameters are float32 in every variant and are cast to `compute_dtype` for ever
 resolves 4e-3 of a weight, and would drop most of AdamW's updates, which are some 1e-4 of it.
 """
 
-from pathlib import Path
-from typing import Self
-
 import torch
 from torch import nn
 
 from tnp.dispatch.autocast import without_autocast
-from tnp.model import causal_buffer as buffer
-from tnp.model import checkpoint as saved_model
-from tnp.model import prediction, sampling
+from tnp.model.buffer_rows import BufferedRows
 from tnp.model.config import TNPConfig
 from tnp.model.layers import Block, Embedding, MixtureHeads
 from tnp.model.packing import Packing
-from tnp.model.prediction import Encoding, Prediction
 from tnp.model.recomputing import recomputing
 from tnp.model.variants import Variant
-from tnp.ops.mixture_nll import mixture_nll
-from tnp.tasks import Context, Task
 from tnp.tasks.normalization import Normalization
-from tnp.tasks.task import without_padding
+from tnp.tasks.task import Context, Task, without_padding
 from tnp.tasks.units import Units, in_units, require_points
-from tnp.util.checks import require_count
 
 
-class TransformerNP(nn.Module):
-    """The model of the specification, run as `variant` says.
+class Network(nn.Module):
+    """The layers of the model, from points to mixture parameters.
 
     Args:
         config: sizes.
@@ -139,7 +130,7 @@ class TransformerNP(nn.Module):
         h: torch.Tensor,
         n_known: int,
         context_lengths: torch.Tensor | None,
-        layout: Packing | buffer.BufferedRows | None,
+        layout: Packing | BufferedRows | None,
     ) -> torch.Tensor:
         """Mixture parameters of the rows of h behind `n_known` others, which are keys and values.
 
@@ -196,191 +187,8 @@ class TransformerNP(nn.Module):
         """Takes values from the user's units to the model's."""
         return Units(self.normalization, self.compute_dtype)
 
-    def loss(self, task: Task) -> torch.Tensor:
-        """Mean negative log-likelihood per target in nats, a float32 scalar.
 
-        The mean is over all targets of the batch that are no padding. Where the model has a buffer,
-        half of them see what is in it (`tnp.model.causal_buffer`).
-        """
-        return self.nll(*task)
-
-    @without_autocast
-    def nll(
-        self,
-        x_context: torch.Tensor,
-        y_context: torch.Tensor,
-        x_target: torch.Tensor,
-        y_target: torch.Tensor,
-        context_lengths: torch.Tensor | None = None,
-        target_lengths: torch.Tensor | None = None,
-        capacity: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """The loss of the tensors of a task: what `torch.compile` is given.
-
-        With a `capacity` samples of sizes of their own are packed into so many context and target
-        rows, each more than there are points (`tnp.model.packing`). Both lengths must be given
-        then.
-        """
-        packing, n_targets = None, target_lengths
-        if capacity is not None:
-            if context_lengths is None or target_lengths is None:
-                raise ValueError(
-                    "a capacity is given and no lengths: packing needs context_lengths and "
-                    "target_lengths, which task.padded(…) makes"
-                )
-            if self.config.buffer is not None:
-                raise ValueError("a capacity is given: a model with a buffer packs no rows")
-            padded = x_context.shape[1], x_target.shape[1]
-            packing = Packing(context_lengths, target_lengths, padded, capacity)
-            n_targets = packing.n_targets
-        if self.config.buffer is None:
-            given = x_context, y_context, x_target, context_lengths, target_lengths, packing
-            parameters = self(*given)
-        else:
-            context = Context(x_context, y_context, context_lengths)
-            parameters = buffer.training_parameters(
-                self, context, x_target, y_target, target_lengths
-            )
-        y_target = self.in_units("y", y_target)
-        if packing is not None:
-            y_target = packing.pack(without_padding(y_target, target_lengths), "target")
-        loss = mixture_nll(
-            parameters,
-            y_target,
-            self.config.sigma_min,
-            n_targets=n_targets,
-            implementation=self.variant.mixture_nll,
-        )
-        # A density per unit of the user's.
-        return loss if self.normalization is None else loss + self.normalization.log_volume
-
-    def save(self, folder: Path | str) -> None:
-        """Write the model to `folder`: its sizes, its units, and its weights without padding.
-
-        One file, `model.pt`, replaced whole or not at all, with a checksum.
-
-        Raises:
-            StoreError: the folder is not writable or full; what was there before stays.
-        """
-        saved_model.save(self, folder)
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        variant: Variant | str = "auto",
-        device: torch.device | str = "cpu",
-        compute_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """The model that `save` has written to `folder`, run as another variant if one likes.
-
-        Args:
-            folder: where it is.
-            variant: a name of `tnp/model/variants.toml`, or a variant of one's own.
-            device: where it is to run.
-            compute_dtype: of activations and matmuls; None: that of the model that was saved.
-
-        Raises:
-            ValueError: no model is there, or it is damaged.
-        """
-        return saved_model.load(cls, folder, variant, device, compute_dtype)
-
-    @torch.no_grad()
-    @without_autocast
-    def encode(self, context: Context, cuda_graph: bool = False) -> Encoding:
-        """Keys and values of every block, which `predict` takes in the context's place.
-
-        Predictions from it are those from the context, to the last bit. It is of the weights as
-        they are now: encode anew where they have changed.
-
-        Args:
-            context: points to predict from, as in `task.context`.
-            cuda_graph: for many predictions on a GPU, which launched one by one wait for the host.
-                The second prediction of a number of targets records their way through the model,
-                and those behind it replay it. Keeps a copy of the weights in `compute_dtype`.
-
-        Raises:
-            RuntimeError: a CUDA graph is asked for where there is no CUDA device.
-        """
-        return prediction.encode(self, context, cuda_graph)
-
-    @torch.no_grad()
-    @without_autocast
-    def predict(
-        self, context: Context | Encoding, x_target: torch.Tensor, max_bytes: int = 1 << 30
-    ) -> Prediction:
-        """The predictive distribution at targets x_target [B, N, d_x].
-
-        Args:
-            context: points to predict from, as in `task.context`, or what `encode` made of them.
-                Points on the CPU must be finite, and not past what the model's dtype holds.
-            x_target: where to predict, a tensor or an array, which goes to the model's device.
-                Targets never see one another: at one that is NaN, such as the padding of a batch,
-                the prediction is NaN.
-            max_bytes: of memory for the targets, which follow one another in as many chunks as that
-                takes. Keys and values of the context, and the results, are not counted.
-        """
-        max_bytes = require_count("max_bytes", max_bytes, at_least=1)
-        encoding = context if isinstance(context, Encoding) else self.encode(context)
-        x_target = self.prepared_x(prediction.on_device(self, "x_target", x_target))
-        if x_target.shape[0] != encoding.batch:
-            raise ValueError(
-                f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
-                "must have as many"
-            )
-        chunk = max_bytes // (encoding.batch * prediction.bytes_per_target(self))
-        parts = [encoding.decode(self, x) for x in x_target.split(max(1, chunk), dim=1)]
-        parameters = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return Prediction(parameters, self.config.sigma_min, self.normalization)
-
-    @torch.no_grad()
-    @without_autocast
-    def sample_jointly(
-        self,
-        context: Context,
-        x_target: torch.Tensor,
-        n_samples: int = 1,
-        buffer: bool | None = None,
-        cuda_graph: bool = False,
-    ) -> torch.Tensor:
-        """Functions that hang together, [n_samples, B, N, d_y].
-
-        Targets are drawn in the order of x_target [B, N, d_x], each knowing those before it.
-        Through the buffer the context is encoded once, and a drawn point is one more key and value
-        of each block; where the buffer is full its points join the context, which is encoded anew.
-        Without a buffer that is done for every point: N times the work of a prediction (Bruinsma
-        and others, Autoregressive Conditional Neural Processes, arXiv 2303.14468).
-
-        Args:
-            context: points to predict from, as in `task.context`.
-            x_target: where to draw. Targets on the CPU must be finite; behind one that is NaN on a
-                GPU all that follow it are.
-            n_samples: draws of each function.
-            buffer: whether to go through the buffer; None: where the model has one.
-            cuda_graph: for many targets on a GPU: the second point of a buffer records its way
-                through the model, and those behind it replay it.
-
-        Raises:
-            ValueError: the model has no buffer, and one is asked for.
-        """
-        return sampling.sample(self, context, x_target, n_samples, buffer, cuda_graph)
-
-    @without_autocast
-    def joint_log_density(self, task: Task, buffer: bool | None = None) -> torch.Tensor:
-        """log p of all targets of each sample together, [B] in nats, given its context.
-
-        Σ log p(y_i | x_i, context, targets before i), which depends on their order. Through the
-        buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, without a buffer one for
-        each target. Gradients go through it.
-
-        Args:
-            task: whose targets; padding has no part.
-            buffer: as for `sample_jointly`.
-        """
-        return sampling.log_density(self, task, buffer)
-
-
-def _move_units(model: TransformerNP, _keys: object) -> None:
+def _move_units(model: Network, _keys: object) -> None:
     """Moves the units to the weights, which `load_state_dict(…, assign=True)` may put elsewhere."""
     units, device = model.normalization, model.embed.input.device
     if units is not None and units.x_mean.device != device:

@@ -21,12 +21,11 @@ from tnp.cuda_graphs import Captures
 from tnp.model.prediction_graphs import DecodeGraphs
 from tnp.ops.kv_cache.paged import CacheFull, Handle, PagedCache
 from tnp.ops.mixture_nll import split_parameters
-from tnp.tasks import Context, Task
-from tnp.tasks.task import as_lengths, as_points, require_finite
-from tnp.util.checks import require_one_device, require_real
+from tnp.tasks.task import Context, Task, as_lengths, as_points, require_finite
+from tnp.util.checks import require_count, require_one_device, require_real
 
 if TYPE_CHECKING:
-    from tnp.model.network import TransformerNP
+    from tnp.model.network import Network
     from tnp.tasks.normalization import Normalization
 
 
@@ -240,7 +239,7 @@ class Encoding:
             raise
         return handles
 
-    def decode(self, model: TransformerNP, x_target: torch.Tensor) -> torch.Tensor:
+    def decode(self, model: Network, x_target: torch.Tensor) -> torch.Tensor:
         """Returns mixture parameters [B, N, K, 1 + 2·d_y] in the model's units.
 
         `x_target` [B, N, d_x] is in the model's units too.
@@ -250,7 +249,7 @@ class Encoding:
         return self.graphs(lambda x: decode(model, self, x), x_target)
 
 
-def as_context(model: TransformerNP, context: Context) -> Context:
+def as_context(model: Network, context: Context) -> Context:
     """Returns the context as tensors, and moves arrays to the model's device.
 
     Raises:
@@ -278,7 +277,7 @@ def as_context(model: TransformerNP, context: Context) -> Context:
     return Context(x, y, lengths if is_given else lengths.to(x.device))
 
 
-def on_device(model: TransformerNP, name: str, values: Any) -> torch.Tensor:
+def on_device(model: Network, name: str, values: Any) -> torch.Tensor:
     """Returns a tensor unchanged, and an array as a tensor on the model's device."""
     if isinstance(values, torch.Tensor):
         return values
@@ -286,7 +285,7 @@ def on_device(model: TransformerNP, name: str, values: Any) -> torch.Tensor:
 
 
 def require_on_host(
-    model: TransformerNP, name: str, values: torch.Tensor, lengths: torch.Tensor | None
+    model: Network, name: str, values: torch.Tensor, lengths: torch.Tensor | None
 ) -> None:
     """Raises ValueError where points on the CPU are not finite or too large for the model.
 
@@ -299,7 +298,7 @@ def require_on_host(
     require_finite(name, values, lengths, units)
 
 
-def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> Encoding:
+def encode(model: Network, context: Context, cuda_graph: bool = False) -> Encoding:
     """Runs the context through the blocks, without targets, and returns its `Encoding`.
 
     Raises:
@@ -322,7 +321,25 @@ def encode(model: TransformerNP, context: Context, cuda_graph: bool = False) -> 
     return Encoding(tuple(blocks), tuple(queries), context.lengths, graphs)
 
 
-def decode(model: TransformerNP, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
+def predict(
+    model: Network, context: Context | Encoding, x_target: torch.Tensor, max_bytes: int = 1 << 30
+) -> Prediction:
+    """Predicts at targets [B, N, d_x] in chunks that take at most `max_bytes` of memory each."""
+    max_bytes = require_count("max_bytes", max_bytes, at_least=1)
+    encoding = context if isinstance(context, Encoding) else encode(model, context)
+    x_target = model.prepared_x(on_device(model, "x_target", x_target))
+    if x_target.shape[0] != encoding.batch:
+        raise ValueError(
+            f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
+            "must have as many"
+        )
+    chunk = max_bytes // (encoding.batch * bytes_per_target(model))
+    parts = [encoding.decode(model, x) for x in x_target.split(max(1, chunk), dim=1)]
+    parameters = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return Prediction(parameters, model.config.sigma_min, model.normalization)
+
+
+def decode(model: Network, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
     """Runs targets through the blocks and returns mixture parameters, as `Encoding.decode` does.
 
     Targets give queries, and no keys or values.
@@ -336,7 +353,7 @@ def decode(model: TransformerNP, encoding: Encoding, x_target: torch.Tensor) -> 
     return model.heads(h, update)
 
 
-def bytes_per_target(model: TransformerNP) -> int:
+def bytes_per_target(model: Network) -> int:
     """Returns roughly how many bytes of memory the prediction of one target takes.
 
     It counts a block's stream, norm, queries, attention and hidden layer, and the mixture heads.

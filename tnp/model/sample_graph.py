@@ -16,7 +16,7 @@ from tnp.model.prediction import Encoding, draw
 from tnp.ops._shared.casting import WeightCasts
 
 if TYPE_CHECKING:
-    from tnp.model.network import TransformerNP
+    from tnp.model.network import Network
 
 
 class Draws:
@@ -29,7 +29,7 @@ class Draws:
     """
 
     def __init__(
-        self, model: TransformerNP, x_target: torch.Tensor, captures: Captures | None = None
+        self, model: Network, x_target: torch.Tensor, captures: Captures | None = None
     ) -> None:
         self._model, self._captures = model, captures
         self._x = model.prepared_x(x_target)

@@ -14,25 +14,24 @@ import torch
 from tnp.cuda_graphs import Captures
 from tnp.model.buffer_rows import behind
 from tnp.model.causal_buffer import log_densities, require_buffer
-from tnp.model.prediction import as_context, on_device, require_on_host
+from tnp.model.prediction import as_context, encode, on_device, predict, require_on_host
 from tnp.model.sample_graph import Draws
-from tnp.tasks import Context, Task
-from tnp.tasks.task import is_padding, require_tasks, without_padding
+from tnp.tasks.task import Context, Task, is_padding, require_tasks, without_padding
 from tnp.util.checks import require_count
 
 if TYPE_CHECKING:
-    from tnp.model.network import TransformerNP
+    from tnp.model.network import Network
 
 
 def sample(
-    model: TransformerNP,
+    model: Network,
     context: Context,
     x_target: torch.Tensor,
     n_samples: int,
     buffer: bool | None,
     cuda_graph: bool,
 ) -> torch.Tensor:
-    """What `TransformerNP.sample_jointly` says."""
+    """Does what `TransformerNP.sample_jointly` says."""
     n_samples = require_count("n_samples", n_samples, at_least=1)
     context = as_context(model, context)
     x_target = on_device(model, "x_target", x_target)
@@ -51,16 +50,16 @@ def sample(
     draws = Draws(model, x_target, Captures(device) if cuda_graph else None) if size > 1 else None
     for x in x_target.split(size, 1):
         if draws is None:
-            y = model.predict(_repeated(context, repeats), x).sample()
+            y = predict(model, _repeated(context, repeats), x).sample()
         else:
-            y = draws.run(model.encode(context), x.shape[1])
+            y = draws.run(encode(model, context), x.shape[1])
         drawn.append(y.to(context.y.dtype))
         context, repeats = _joined(_repeated(context, repeats), x, y), 1
     return torch.cat(drawn, 1).unflatten(0, (n_samples, -1))
 
 
-def log_density(model: TransformerNP, task: Task, buffer: bool | None) -> torch.Tensor:
-    """What `TransformerNP.joint_log_density` says."""
+def log_density(model: Network, task: Task, buffer: bool | None) -> torch.Tensor:
+    """Does what `TransformerNP.joint_log_density` says."""
     require_tasks("task", [task])
     size, lengths, context = _run_size(model, buffer), task.target_lengths, task.context
     x_target, y_target = (without_padding(x, lengths) for x in (task.x_target, task.y_target))
@@ -74,7 +73,7 @@ def log_density(model: TransformerNP, task: Task, buffer: bool | None) -> torch.
     return densities.sum(1)
 
 
-def _run_size(model: TransformerNP, buffer: bool | None) -> int:
+def _run_size(model: Network, buffer: bool | None) -> int:
     """Targets of a run: the first sees the context alone, and all but the last enter."""
     if buffer:
         require_buffer(model)

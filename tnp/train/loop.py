@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tnp.model.network import TransformerNP
-from tnp.tasks import Task
-from tnp.tasks.task import require_tasks
+from tnp.model.transformer_np import TransformerNP
+from tnp.tasks.task import Task, require_tasks
 from tnp.train.step import TrainingStep
 from tnp.util import tensor_archive
 from tnp.util.checks import require_count, require_real

@@ -16,14 +16,16 @@ import torch
 from tqdm import tqdm
 
 from tnp.model.buckets import Buckets
-from tnp.model.network import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.store.schemas import check_fits
-from tnp.tasks import GaussianProcessTasks, ImageTasks, Task
-from tnp.tasks.gaussian_process import PUBLISHED, SMOOTH
+from tnp.tasks.gaussian_process import PUBLISHED, SMOOTH, GaussianProcessTasks
+from tnp.tasks.images import ImageTasks
 from tnp.tasks.sizes import varying_sizes
 from tnp.tasks.sources import MAX_POINTS
+from tnp.tasks.task import Task
 from tnp.train.loop import LATEST, WATCHED, Report, cosine, fit, load_state
 from tnp.train.step import TrainingStep
 from tnp.util import tensor_archive

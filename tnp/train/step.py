@@ -18,14 +18,13 @@ from tnp.model.buckets import Buckets
 from tnp.model.causal_buffer import n_entering
 from tnp.model.checkpoint import require_no_weight_in_padding
 from tnp.model.layers import HiddenLayer
-from tnp.model.network import TransformerNP
 from tnp.model.packing import Capacity, capacity_for
+from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import COMPILE_MODES
 from tnp.ops._shared.casting import WeightCasts
 from tnp.ops._shared.ranges import asserts
-from tnp.tasks import Task
 from tnp.tasks.sizes import Sizes
-from tnp.tasks.task import require_tasks
+from tnp.tasks.task import Task, require_tasks
 from tnp.train import warm
 from tnp.train.step_graphs import MOST_GRAPHS, StepGraphs, Watched
 from tnp.util.checks import require_real

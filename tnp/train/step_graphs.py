@@ -16,7 +16,7 @@ from torch import nn
 from tnp.cuda_graphs import Captures
 from tnp.model.packing import Capacity
 from tnp.ops._shared.casting import WeightCasts
-from tnp.tasks import Task
+from tnp.tasks.task import Task
 
 # Steps that are run eagerly before any is captured: cuBLAS, Triton and the optimizer create their
 # state in them. One of each size is among them, or follows, which finds the kernels of that size.

@@ -33,9 +33,9 @@ from tnp.model.config import TNPConfig
 from tnp.util.cli import Parser, end_with, option, size
 
 if TYPE_CHECKING:
-    from tnp.model.network import TransformerNP
     from tnp.model.packing import Capacity
-    from tnp.tasks import Task
+    from tnp.model.transformer_np import TransformerNP
+    from tnp.tasks.task import Task
 
 log = logging.getLogger("tnp.train.warm")
 # Sizes of a model that its kernels depend on.
@@ -169,7 +169,7 @@ def _dry_step(
     import torch
 
     from tnp.dispatch.private import DisableAutocast
-    from tnp.model.network import TransformerNP
+    from tnp.model.transformer_np import TransformerNP
 
     variant = replace(model.variant, recompute_above=None)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -205,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     import torch
 
-    from tnp.model.network import TransformerNP
-    from tnp.tasks import Task
+    from tnp.model.transformer_np import TransformerNP
+    from tnp.tasks.task import Task
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         return _refuse("kernels are interpreted, not compiled: unset TRITON_INTERPRET")

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, dict]]:
     """Benchmarks of the operators that a step has, with all that "auto" may choose."""
     from tnp.bench.outcome import op_job
-    from tnp.model.network import TNPConfig
+    from tnp.model.config import TNPConfig
 
     default = TNPConfig()
     model = {name: getattr(wanted, name) or getattr(default, name) for name in OF_MODEL}
