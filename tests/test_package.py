@@ -138,7 +138,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 ROPE = ["--batch=1", "--heads=2", "--kv-heads=2", "--n-tokens=8", "--head-dim=64"]
 TUNE = ["--batch=2", "--n-context=20", "--n-target=10"]
-MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tuning.tune", *TUNE], ["tnp.tuning.fit_costs"]]
+MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tuning", *TUNE], ["tnp.tuning.fit_costs"]]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
