@@ -20,8 +20,8 @@ from tnp.model.packing import Packing
 from tnp.model.recomputing import recomputing
 from tnp.model.variants import Variant
 from tnp.tasks.normalization import Normalization
-from tnp.tasks.task import Context, Task, without_padding
-from tnp.tasks.units import Units, in_units, require_points
+from tnp.tasks.task import Context, Task, require_points, without_padding
+from tnp.tasks.units import Units, in_units
 
 
 class Network(nn.Module):
