@@ -103,7 +103,9 @@ class Captures:
 
 @dataclass
 class Graph(Generic[Inputs]):
-    """Work on inputs of one size: it runs eagerly at first, and is then captured and replayed."""
+    """Holds work on inputs of one size: it runs eagerly at first, and is then captured and
+    replayed.
+    """
 
     inputs: Inputs  # static: the graph reads them
     has_run: bool = False
@@ -130,7 +132,7 @@ class GraphCache(Generic[Inputs]):
 
     @property
     def first(self) -> Graph[Inputs] | None:
-        """The graph of the size that was met first."""
+        """Returns the graph of the size that was met first, or None."""
         return next(iter(self._by_size.values()), None)
 
     def get(self, size: Hashable, make_inputs: Callable[[], Inputs]) -> Graph[Inputs] | None:
