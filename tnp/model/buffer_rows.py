@@ -166,7 +166,7 @@ class BufferedRows:
     lengths: torch.Tensor | None  # int32 [B], of the context
 
     def refuses(self, implementation: str | None, q: torch.Tensor, k: torch.Tensor) -> str | None:
-        """Returns why this implementation of `buffered_attention` cannot serve q and keys, or None."""
+        """Returns why this `buffered_attention` cannot serve q and keys, or None."""
         if implementation is None:
             return "the variant's attention has no counterpart that takes all kinds of rows at once"
         if torch.compiler.is_compiling():

@@ -209,7 +209,7 @@ class Attention(nn.Module):
         return (torch.cat([weight, *others]) if others else weight).to(dtype)
 
     def project_cast(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiplies rows by `projection_weight` in one product: [B, n_parts · n_heads, rows, D]."""
+        """Multiplies rows by `projection_weight`: [B, n_parts · n_heads, rows, D]."""
         return self._as_heads(linear(x, weight, implementation=self.variant.projection))
 
     def norm_and_project_cast(

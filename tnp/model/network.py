@@ -84,7 +84,7 @@ class Network(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Returns the dtype of activations and matmuls, on the device where the parameters are now."""
+        """Returns the dtype of activations and matmuls, on the device of the parameters."""
         if self.asked_dtype is not None:
             return self.asked_dtype
         return torch.bfloat16 if self.embed.input.is_cuda else torch.float32

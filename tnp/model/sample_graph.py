@@ -66,7 +66,7 @@ class Draws:
         return self._y[:, first : self._drawn]
 
     def _follow(self) -> None:
-        """Draws a target behind the one before it: launched at first, then captured, then replayed."""
+        """Draws a target behind another: launched at first, then captured, then replayed."""
         if self._captures is None or not self._has_run:
             with self._casts.step():
                 self._enter_and_draw()

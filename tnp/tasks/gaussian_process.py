@@ -83,7 +83,7 @@ class GaussianProcessTasks:
         return Normal(mean, variance.sqrt()).log_prob(y_target).mean((1, 2))
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """Returns the same, [B], without the context: under a Gaussian with the variance of all y."""
+        """Returns the same, [B], without the context: under a Gaussian fitted to all y."""
         low, high = self.process.scale
         variance = (low * low + low * high + high * high) / 3 + self.process.noise**2
         return Normal(0.0, math.sqrt(variance)).log_prob(task.y_target.double()).mean((1, 2))

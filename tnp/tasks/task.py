@@ -137,7 +137,7 @@ class Task:
         return tuple(self.batch * n if x is None else int(x.sum()) for x, n in sizes)
 
     def _known_counts(self) -> tuple[int, int] | None:
-        """Returns the counts, or None where lengths on a device were never counted or have changed."""
+        """Returns the counts, or None where lengths on a device are new or have changed."""
         if all(x is None or x.is_cpu for x in (self.context_lengths, self.target_lengths)):
             return self._sums()
         is_known = self._counts is not None and self._counts[1] == self._versions()
@@ -149,7 +149,7 @@ class Task:
         return self
 
     def _versions(self) -> tuple[int | None, ...]:
-        """Returns versions that differ where lengths were changed in place, outside inference mode."""
+        """Returns versions that differ where lengths were changed in place."""
         lengths = self.context_lengths, self.target_lengths
         return tuple(None if x is None or x.is_inference() else x._version for x in lengths)
 

@@ -149,7 +149,7 @@ def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[
 
 
 class Evaluation:
-    """Computes held-out log-likelihoods in nats per target value, over the same tasks every time."""
+    """Computes held-out log-likelihoods in nats per target value, always over the same tasks."""
 
     def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
         vary = parameters.get("held_out_vary")
@@ -187,7 +187,7 @@ class Evaluation:
         }
 
     def _joint(self, model: TransformerNP) -> dict[str, float | None]:
-        """Returns the `joint_…` columns, from the first held-out batch: each target takes a pass."""
+        """Returns the `joint_…` columns of the first held-out batch: each target takes a pass."""
         columns = "joint_log_likelihood", "joint_log_likelihood_anew", "joint_difference_stderr"
         if model.config.buffer is None:
             return dict.fromkeys(columns)
