@@ -22,7 +22,18 @@ from tnp.ops.swiglu import OPERATOR
 from tnp.tuning import device
 
 ROOT = Path(__file__).parents[2]
-ODD_ROPE = ["--batch", "1", "--heads", "2", "--kv-heads", "2", "--n-tokens", "8", "--head-dim", "7"]
+ODD_ROPE = [
+    "--batch",
+    "1",
+    "--n-heads",
+    "2",
+    "--n-kv-heads",
+    "2",
+    "--n-tokens",
+    "8",
+    "--head-dim",
+    "7",
+]
 SIZES = ["--rows", "6", "--width", "40", "--dtype", "float32"]
 
 

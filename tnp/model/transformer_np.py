@@ -69,7 +69,7 @@ class TransformerNP(Network):
         loss = mixture_nll(
             parameters,
             y_target,
-            self.config.sigma_min,
+            sigma_min=self.config.sigma_min,
             n_targets=n_targets,
             implementation=self.variant.mixture_nll,
         )

@@ -265,8 +265,8 @@ OPERATOR = Operator(
 def mixture_nll(
     parameters: torch.Tensor,
     y: torch.Tensor,
-    sigma_min: float = 0.0,
     *,
+    sigma_min: float = 0.0,
     n_targets: torch.Tensor | None = None,
     implementation: str = "torch",
 ) -> torch.Tensor:
