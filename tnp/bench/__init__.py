@@ -1,1 +1,1 @@
-"""How things are measured: timing, memory, provenance, isolation. No model code."""
+"""Measures things: timing, memory, provenance, isolation. No model code."""

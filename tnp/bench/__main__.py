@@ -43,7 +43,7 @@ SPELLED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where nothing could be timed; 2 for arguments that are wrong."""
+    """Ends with exit code 0, 1 where nothing could be timed, or 2 for wrong arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     outer = Parser(prog=PROGRAM, description=__doc__, add_help=False,
                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -236,7 +236,7 @@ def _microseconds(row: dict | None) -> str:
 
 
 def _rate(row: dict) -> str:
-    """Of the operations where there are any to count, else of the bytes."""
+    """Returns the rate of operations where there are any to count, else of bytes."""
     if row["tflops"]:
         return f"{row['tflops']:.4g} TFLOP/s"
     return f"{row['gb_per_s']:.4g} GB/s"

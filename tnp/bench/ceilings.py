@@ -1,4 +1,4 @@
-"""The device's own limits: large matmuls, a memory copy and a read, through PyTorch."""
+"""Measures the device's own limits: large matmuls, a memory copy and a read, through PyTorch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What is timed, as `tnp.bench.contenders.Contenders` says it of an operator."""
+    """Is timed like an operator: it has the methods of `tnp.bench.contenders.Contenders`."""
 
     call: Callable[[], torch.Tensor]
     least: Work
     pairs: Callable[[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
 
     def require_supported(self, contender: str) -> None:
-        """Of what the device cannot do there is no ceiling: `of` has refused it."""
+        """Checks nothing: `of` has refused what the device cannot do."""
 
     def calls(self, contender: str) -> list[Callable[[], torch.Tensor]]:
         """One, on one set of inputs that no cache holds."""
@@ -40,11 +40,11 @@ class Ceiling:
         return None
 
     def precision(self, contender: str) -> str:
-        """Returns the dtype's own."""
+        """Returns the dtype's own precision."""
         return ""
 
     def plan_ms(self, contender: str) -> float | None:
-        """Nothing is planned."""
+        """Returns None: nothing is planned."""
         return None
 
     def check(
@@ -55,7 +55,7 @@ class Ceiling:
 
 
 def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
-    """Of a job whose operator is one of `tnp.store.schemas.CEILINGS`.
+    """Returns the ceiling of a job whose operator is one of `tnp.store.schemas.CEILINGS`.
 
     Raises Unsupported for a number format that the device does not multiply in.
     """
@@ -65,7 +65,7 @@ def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
 
 
 def _matmul(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
-    """[n, n] @ [n, n] through PyTorch, n = 8192 unless `n_q` says.
+    """Returns [n, n] @ [n, n] through PyTorch, n = 8192 unless `n_q` says.
 
     The job's `dtype` is a number format: a dtype of PyTorch, or one of "tf32", "int8" and "e4m3".
     """
@@ -91,7 +91,7 @@ def _matmul(parameters: dict, device: torch.device, generator: torch.Generator) 
 
 
 def _product(kind: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """a @ b. In 8 bits the second operand lies column by column, as cuBLAS wants it."""
+    """Returns a @ b. In 8 bits the second operand lies column by column, as cuBLAS wants it."""
     if kind == "int8":
         columns = b.t().contiguous().t()
         return lambda: torch._int_mm(a, columns)
@@ -106,7 +106,7 @@ def _product(kind: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.
 
 
 def _read(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
-    """1 GiB read and nearly nothing written: sums of rows of bfloat16, 4,096 numbers each."""
+    """Reads 1 GiB and writes nearly nothing: sums of rows of bfloat16, 4,096 numbers each."""
     rows = READ_BYTES // (2 * READ_COLUMNS)
     shape, dtype = (rows, READ_COLUMNS), torch.bfloat16
     source = torch.randn(shape, dtype=dtype, device=device, generator=generator)

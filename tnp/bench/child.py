@@ -1,4 +1,4 @@
-"""The process a measurement runs in: `python -m tnp.bench.child KIND PARENT REPORT`.
+"""Runs one measurement in a process of its own: `python -m tnp.bench.child KIND PARENT REPORT`.
 
 `reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement.
 This one reports "tables", table → rows, or "timed", rows of no table. And "suspects", the
@@ -66,7 +66,7 @@ def main(kind: str, parent: str, report: str) -> None:
 
 @contextmanager
 def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., None]]]:
-    """What a child was asked for, and `note(**known)`, which reports it at once.
+    """Gives the parameters of a child, and `note(**known)`, which reports at once.
 
     "environment", a row, is noted first, and as "failure", status and reason, whatever is raised
     inside. Where the device is not here, "missing" says so and nothing else is done.

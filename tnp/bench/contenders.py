@@ -1,4 +1,4 @@
-"""What one pass of one problem of an operator runs, for each contender, and what that must give.
+"""Runs one pass of one problem of an operator for each contender, and checks its results.
 
 A contender is an implementation by its name, or one with kernels and configurations forced: a
 tuning trial. All contenders of a job run on the same numbers, in as many sets as together exceed
@@ -65,7 +65,7 @@ def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Fo
 
 
 def listed(parameters: dict) -> dict:
-    """Returns what changes in a job that leaves it open which kernels and configurations it forces.
+    """Returns the changes of a job that leaves it open which kernels and configurations it forces.
 
     Only a process that has imported the kernels, and sees the device, can list its trials. A
     contender that has none stays as it is.
@@ -94,7 +94,7 @@ def listed(parameters: dict) -> dict:
 
 
 class Contenders:
-    """A job in one pass: inputs, calls, and the check afterwards.
+    """Holds a job in one pass: inputs, calls, and the check afterwards.
 
     Args:
         parameters: what `tnp.bench.outcome.op_job` gives.
@@ -183,12 +183,12 @@ class Contenders:
         return partial(torch.autograd.grad, outputs, of, gradients, retain_graph=True)
 
     def work(self, contender: str) -> Work:
-        """Returns what it must do at least."""
+        """Returns the least work that it must do."""
         declared = self.plans[contender].found.work or self.operator.work
         return declared(self.case, self.pass_)
 
     def launch_config(self, contender: str) -> str | None:
-        """JSON of what was chosen, by itself or for it; None where there was nothing to choose."""
+        """Returns JSON of the choice that was made, or None where there was nothing to choose."""
         plan = self.plans[contender]
         content: dict[str, Any] = plan.described()
         if is_automatic(implementation_of(contender)):
@@ -229,7 +229,7 @@ class Contenders:
 
     @cached_property
     def _exact(self) -> dict[str, tuple[Any, torch.Tensor | None]]:
-        """Results of the first set: what `spot` computes of them, or all of them."""
+        """Returns float64 results of the first set: all of them, or the part that `spot` computes."""
         operator, inputs, upstream = self.operator, self.sets[0], self.upstreams[0]
         wanted = operator.differentiated if self.pass_ == "backward" else ()
         wanted = tuple(name for name in wanted if inputs[name] is not None)

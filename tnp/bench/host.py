@@ -1,4 +1,5 @@
-"""What a call costs the host: operators launched eagerly, at sizes where the device waits for it.
+"""Measures what a call costs the host: operators launched eagerly, at sizes where the device waits
+for it.
 
 Implementations take turns in one process. A round of each is `CALLS` calls without a look at the
 device, few enough for its queue to hold all their launches; the time is the host's alone. Ours, and
@@ -65,7 +66,7 @@ def measure_host(parameters: dict) -> list[dict]:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Inside, no kernel of ours is launched: what is left is the Python around it."""
+    """Launches no kernel of ours inside the block: only the Python around it is left."""
     with patch.object(Bound, "__call__", lambda self, *arguments: None):
         forget()
         yield
@@ -105,7 +106,10 @@ def _of_problem(
 def _call(
     operator: Operator, case: Case, name: str, wanted: tuple[str, ...], device: torch.device
 ) -> Output:
-    """Returns what calls an implementation; RuntimeError where it cannot run, with the reason."""
+    """Returns a function that calls an implementation.
+
+    Raises RuntimeError with the reason where it cannot run.
+    """
     if name == BARE:
         return _bare
     numbers, options = operator.numbers, operator.call_options(case.problem)
@@ -148,7 +152,7 @@ def _bare(*inputs: torch.Tensor | None) -> torch.Tensor:
 
 
 def _runs(operator: Operator, case: Case, name: str, pass_: str, device: torch.device) -> list[Run]:
-    """Returns what to time: one call; for the pass "chain" a single one and a chain of them."""
+    """Returns the functions to time: one call; for the pass "chain" a single one and a chain."""
     drawn = operator.draw(case, Random(case, device))
     inputs = [drawn.get(one) for one in operator.tensors]
     wanted = () if pass_ == "forward" else tuple(n for n in operator.differentiated if n in drawn)

@@ -62,7 +62,7 @@ Run = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where this device cannot run the variant; 2 for arguments that are wrong."""
+    """Ends with exit code 0, 1 where this device cannot run the variant, or 2 for wrong arguments."""
     parser = Parser(prog="python -m tnp.bench.host_counts", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--shape", required=True, metavar="NAME", help="of config.yaml's shapes")
@@ -149,7 +149,7 @@ def count_step(parameters: dict, target: devices.Target) -> dict:
 
 @contextmanager
 def _as_on(target: devices.Target) -> Iterator[None]:
-    """Inside, the CPU is taken for a target on which launches do nothing."""
+    """Makes the CPU stand for a target inside the block. Launches do nothing there."""
     import torch
 
     from tnp.bench.host import launching_nothing
@@ -218,7 +218,7 @@ def of_events(events: Sequence) -> tuple[Counter, Counter]:
 
 @contextmanager
 def _launches_seen() -> Iterator[None]:
-    """Inside, each launch of ours is an event of the profiler."""
+    """Makes each launch of ours an event of the profiler inside the block."""
     from torch.profiler import record_function
 
     from tnp.dispatch.launcher import Bound

@@ -1,4 +1,4 @@
-"""One process per measurement: its memory, its compile state and its crash stay its own."""
+"""Runs each measurement in its own process: memory, compile state and crash stay there."""
 
 import uuid
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from tnp.store.schemas import TABLES
 
 
 def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
-    """Measure one configuration in a child process; table → rows, provenance included.
+    """Measures one configuration in a child process. Returns {table: rows}, provenance included.
 
     Never raises for what the measurement does: running out of memory, missing support, a crash, a
     kill and the time limit are rows with that status and the reason. The caller holds the device's

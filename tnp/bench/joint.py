@@ -1,4 +1,4 @@
-"""Benchmark of a model with a buffer: joint samples through it and anew, and its training step.
+"""Times a model with a buffer: joint samples through it and anew, and its training step.
 
 Forms, which take turns in one process:
 
@@ -73,7 +73,7 @@ def measure_joint(parameters: dict, started: float) -> dict[str, list[dict[str, 
 def _calls(
     parameters: dict, variant: Variant, device: torch.device
 ) -> tuple[dict[str, tuple[Run, int]], dict[str, str]]:
-    """{form: (a call, how many times it does what is timed)}, and what rows say of some forms."""
+    """Returns {form: (a call, how many times it does what is timed)}, and columns of some forms."""
     torch.manual_seed(0)
     on_cuda = device.type == "cuda"
     n_context, n_target = parameters["n_context"], parameters["n_target"]

@@ -1,4 +1,4 @@
-"""Benchmark of one operator: its contenders in turn, on the same inputs, with cold caches.
+"""Times one operator: its contenders in turn, on the same inputs, with cold caches.
 
 Outputs are checked again after timing. What contenders run is of `tnp.bench.contenders`.
 """
@@ -55,11 +55,11 @@ MAX_RELATIVE_ERROR |= {"e4m3": 1e-1, "int8": 5e-2, "int4": 2.5e-1, "tf32": 5e-3}
 
 
 class Inaccurate(ValueError):
-    """An output that was timed is wrong."""
+    """Says that an output which was timed is wrong."""
 
 
 class AboveCeiling(ValueError):
-    """A rate that the device cannot reach: the timing is wrong."""
+    """Says that a rate is more than the device can reach: the timing is wrong."""
 
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Contender:
-    """An implementation whose kernels are compiled and whose calls have all run once."""
+    """Holds an implementation whose kernels are compiled and whose calls have all run once."""
 
     calls: list[Callable[[], Output]]
     compile_s: float
@@ -78,7 +78,10 @@ class Contender:
     def of(
         cls, calls: list[Callable[[], Output]], compile_s: float, device: torch.device
     ) -> "Contender":
-        """Of calls that have all run, the first of which is timed and its memory read."""
+        """Makes a contender of calls that have all run.
+
+        The first is timed, and its memory is read.
+        """
         if device.type != "cuda":
             return cls(calls, compile_s, call_ms(calls[0], device))
         torch.cuda.reset_peak_memory_stats(device)
@@ -136,7 +139,7 @@ def measure_op(
 
 
 def _code(parameters: dict, name: str) -> Code:
-    """Returns what the implementation runs on as far as that is known before it runs."""
+    """Returns the code that the implementation runs, as far as it is known before it runs."""
     definitions = parameters.get("definitions", {}).get(name, {})
     declared = "problem" in parameters and not is_automatic(name)
     theirs = catalog().listed(parameters["op"], name).packages if declared else {}
@@ -160,7 +163,7 @@ def _measure_pass(
     outcomes: dict[str, tuple[dict[str, object], list[dict[str, object]]]] = {}
 
     def each(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-        """`work` of those for which it succeeds; the others' outcome is their failure."""
+        """Does `work` for each contender. One that fails keeps its failure as its outcome."""
         done = {}
         for name in names:
             suspect([name])
@@ -226,12 +229,14 @@ def _measure_pass(
 
 
 def capturable_stream(device: torch.device) -> AbstractContextManager:
-    """On CUDA a stream of its own: the default one cannot be captured."""
+    """Runs the block on a stream of its own on CUDA: the default stream cannot be captured."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
 
 def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> int:
-    """1 where all are launched one by one; else of whole rotations of the inputs, from a graph."""
+    """Returns 1 where all are launched one by one; else the launches of whole rotations of the
+    inputs, from a graph.
+    """
     fastest = min(contenders, key=lambda contender: contender.call_ms, default=None)
     if device.type != "cuda" or fastest is None or fastest.call_ms >= GRAPH_BELOW_MS:
         return 1
@@ -241,7 +246,7 @@ def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> i
 def replayed(
     calls: list[Callable[[], Output]], n_launches: int
 ) -> tuple[list[Callable[[], object]], Callable[[], Output]]:
-    """Returns what to time, and how to get the output for the first inputs afterwards."""
+    """Returns the function to time, and one that gives the output for the first inputs afterwards."""
     if n_launches == 1:
         return calls, calls[0]
     graph = torch.cuda.CUDAGraph()

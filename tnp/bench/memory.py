@@ -1,4 +1,6 @@
-"""Peak memory of a step: allocator bytes on a GPU, resident bytes of the process on the CPU."""
+"""Measures the peak memory of a step: allocator bytes on a GPU, resident bytes of the process on
+the CPU.
+"""
 
 import re
 from pathlib import Path
@@ -10,7 +12,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak since the last `reset()`, in bytes, parameters and optimizer state included.
+    """Measures the peak since the last `reset()`, in bytes, with parameters and optimizer state.
 
     CUDA: `torch.cuda.max_memory_allocated`. CPU: the kernel's high-water mark of resident memory
     above what the process held when this object was made, so make it before the model; None where

@@ -1,4 +1,4 @@
-"""NVIDIA Nsight Compute, `ncu`: how it is called, and what its table says of each kernel.
+"""Calls NVIDIA Nsight Compute, `ncu`, and reads its table of kernels.
 
 A profile is taken into a report, which Nsight Compute's own window opens, and the report is printed
 as a table afterwards: what the profiled program prints is then not between its lines. Options and
@@ -63,7 +63,7 @@ MOST_CHARACTERS = 120  # of a kernel's name
 
 
 class Failed(RuntimeError):
-    """A profile that was started came to nothing."""
+    """Says that a profile which was started came to nothing."""
 
 
 def executable() -> str:
@@ -78,14 +78,16 @@ def executable() -> str:
 
 
 def version(ncu: str) -> str:
-    """Of what `ncu --version` says, "2025.3.1.0"; "" where it says nothing like it."""
+    """Returns the version that `ncu --version` prints, "2025.3.1.0"; "" where it says nothing like
+    it.
+    """
     said = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Version (\S+)", said)
     return found[1] if found else ""
 
 
 def profile(ncu: str, sections: str, report: Path, command: Sequence[str]) -> list[dict]:
-    """Run `command` under `ncu` and return a row of table "profiles" for each kernel that it saw.
+    """Runs `command` under `ncu` and returns a row of table "profiles" for each kernel that it saw.
 
     Kernels are profiled from `cudaProfilerStart` to `cudaProfilerStop`. Each is run several times,
     with caches emptied before each. Clocks are left as they are, so that durations are those of the
@@ -129,8 +131,9 @@ def profile(ncu: str, sections: str, report: Path, command: Sequence[str]) -> li
 
 
 def _run(command: Sequence[str]) -> str:
-    """Returns what a program prints; numbers in it have points for decimals and commas for
-    thousands.
+    """Returns the output of a program.
+
+    Numbers in it have points for decimals and commas for thousands.
     """
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(
@@ -193,7 +196,7 @@ def _stalls(cycles: dict[str, float]) -> Iterator[tuple[str, str | float]]:
 
 
 def _number(text: str | None) -> float | None:
-    """Returns none of what is no number, as "n/a" and "nan"."""
+    """Returns None for text that is no number, such as "n/a" and "nan"."""
     try:
         number = float((text or "").replace(",", ""))
     except ValueError:
@@ -204,7 +207,10 @@ def _number(text: str | None) -> float | None:
 def _scaled(
     name: str, values: dict[str, str], units: dict[str, str], known: dict[str, float]
 ) -> float | None:
-    """In the unit that has 1 in `known`; what a thread or a block has is in "Kbyte/block"."""
+    """Returns the value in the unit that has 1 in `known`.
+
+    Values of a thread or block are in "Kbyte/block".
+    """
     value, unit = _number(values.get(name)), units.get(name, "").partition("/")[0]
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Benchmark of predictions over one context: encoded anew for each, and encoded once.
+"""Times predictions over one context: encoded anew for each, and encoded once.
 
 Forms, which take turns in one process:
 
@@ -92,7 +92,7 @@ def measure_predictions(parameters: dict, started: float) -> dict[str, list[dict
 def _model_and_task(
     parameters: dict, variant: Variant, device: torch.device, dtype: str
 ) -> tuple[TransformerNP, Task]:
-    """Equal weights and inputs in every dtype."""
+    """Returns a model and a task, with equal weights and inputs in every dtype."""
     torch.manual_seed(0)
     with torch.device(device):
         config = TNPConfig(**parameters["model"])
@@ -102,7 +102,7 @@ def _model_and_task(
 
 
 def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
-    """Returns what makes one prediction, or encoding, of each form that is launched from Python."""
+    """Returns a function for each form launched from Python: it makes one prediction, or encodes."""
     kept = model.encode(task.context)
     return {
         "anew": lambda: model.predict(task.context, task.x_target, MAX_BYTES),
@@ -114,7 +114,7 @@ def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
 def _replayed(
     model: TransformerNP, task: Task, device: torch.device
 ) -> dict[str, tuple[Run, float]]:
-    """Returns the same of each form that replays a graph, and the seconds that came before."""
+    """Returns the same for each form that replays a graph, and the seconds that came before."""
     encoding = model.encode(task.context, cuda_graph=True)
 
     def predict() -> object:
@@ -126,7 +126,7 @@ def _replayed(
 
 
 def in_a_row(run: Run, device: torch.device) -> Callable[[], None]:
-    """`IN_A_ROW` runs, which find an idle device."""
+    """Makes `IN_A_ROW` runs, which find an idle device."""
 
     def call() -> None:
         synchronize(device)
@@ -138,7 +138,7 @@ def in_a_row(run: Run, device: torch.device) -> Callable[[], None]:
 
 @torch.no_grad()
 def _errors(parameters: dict, variant: Variant, device: torch.device) -> dict[str, float]:
-    """Of forms with an encoding: how far their mixture parameters are from those made anew.
+    """Returns how far the mixture parameters of forms with an encoding are from those made anew.
 
     In float32 with the same weights, the largest difference over the largest parameter. Empty where
     the variant's kernels do not take float32. RuntimeError where it is more than `MOST_ERROR`.

@@ -1,4 +1,4 @@
-"""A measurement's own process, and whose turn it is on a device.
+"""Runs a measurement in its own process, and takes turns on a device.
 
 A kernel that crashes the process, or never ends, is then that measurement's result and nobody
 else's. Gates, benchmarks and tuning trials all start their processes here.
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class DeviceMissing(RuntimeError):
-    """The device that rows would be recorded under is not here; the message says what is."""
+    """Says that the device that rows would be recorded under is not here."""
 
 
 def run_child(
@@ -38,7 +38,7 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     heard: Callable[[dict], None] = lambda known: None,
 ) -> dict:
-    """Returns what `python -m COMMAND… PARENT REPORT` reported until it ended, however that was.
+    """Runs `python -m COMMAND… PARENT REPORT` and returns its report, however it ended.
 
     The child reads `parameters`, as JSON, from its standard input, and writes to the file
     descriptor REPORT (`tnp.bench.child.reporting`). All its files are anonymous, so that nothing is

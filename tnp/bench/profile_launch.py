@@ -31,7 +31,7 @@ def main(asked: str, failure: str) -> None:
 
 
 def launch(parameters: dict) -> None:
-    """One launch of a pass between the profiler's start and stop, after one that compiles.
+    """Launches a pass once between the profiler's start and stop, after one that compiles.
 
     Of inputs there is one set: the profiler empties the caches before each kernel.
     """

@@ -17,7 +17,7 @@ from tnp.experiment.failures import classify
 
 
 class NotLaunched(RuntimeError):
-    """The pass did not run: status and reason."""
+    """Says that the pass did not run: status and reason."""
 
 
 def measure_profiles(parameters: dict) -> list[dict[str, object]]:

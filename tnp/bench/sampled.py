@@ -1,4 +1,4 @@
-"""What rows say of how they were timed: columns of a measurement, and its raw samples."""
+"""Makes the columns that say how a row was timed, and the rows of raw samples."""
 
 from tnp.bench.provenance import Conditions
 from tnp.bench.timing import Measurement

@@ -32,8 +32,10 @@ def in_step(operator: Operator, model: dict, run: dict) -> tuple[Problem, dict[s
 
 
 def columns(op: str, shape: dict, model: dict) -> dict[str, int]:
-    """Sizes of an operator's row in a step: those that rows have had since before problems stood
-    in them, so that old and new ones are the same question. None of another operator.
+    """Returns the sizes in an operator's row of a step.
+
+    Rows had them before problems stood in rows: so old and new rows have the same comparison key.
+    Other operators have none.
 
     Args:
         op: its name.

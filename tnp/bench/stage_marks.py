@@ -32,7 +32,7 @@ def text(stage: str, pass_: str) -> str:
 
 
 def parsed(name: str) -> tuple[str, str] | None:
-    """Stage and pass of a mark of this name; None of any other range."""
+    """Returns stage and pass of a mark of this name, or None for any other range."""
     first, *rest = name.split(":")
     return tuple(rest) if first == MARK and len(rest) == 2 else None
 
@@ -59,7 +59,7 @@ def _mark(stage: str, pass_: str) -> None:
 
 
 class _Marks:
-    """Of the step on this thread: where it is, and which numbers autograd's nodes have there."""
+    """Follows the step on this thread: its stage, and the numbers of autograd's nodes there."""
 
     def __init__(self, model: TransformerNP) -> None:
         self._modules = [(s, m) for m in model.modules() if (s := STAGE_OF.get(type(m).__name__))]
@@ -74,7 +74,7 @@ class _Marks:
         _mark(stage, self._pass)
 
     def around(self, nll: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`nll`, after which the backward pass begins."""
+        """Calls `nll`, after which the backward pass begins."""
 
         def run(*task: torch.Tensor | None) -> torch.Tensor:
             self._pass, self._first = "forward", []
@@ -132,7 +132,9 @@ def _nodes(loss: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
 
 @contextmanager
 def _marks_in_generated_code() -> Iterator[None]:
-    """What Inductor compiles in here, nothing of it cached, marks the stage of each kernel.
+    """Makes code that Inductor compiles inside the block mark the stage of each kernel.
+
+    Nothing is cached.
 
     All that was compiled before or in here is compiled anew when it runs next.
     """

@@ -1,4 +1,5 @@
-"""Where a training step's device time goes: the profiler's times of its kernels, by stage and pass.
+"""Splits the device time of a training step: the profiler's times of its kernels, by stage and
+pass.
 
 A profile of undisturbed steps, replays of a CUDA graph among them, has each kernel's name and time,
 and nothing of who launched it. So the same step also runs once uncaptured, with marks
@@ -35,12 +36,12 @@ log = logging.getLogger("tnp.bench.stages")
 
 
 class Mismatch(RuntimeError):
-    """Two profiles that are not of the same kernels in the same order."""
+    """Says that two profiles are not of the same kernels in the same order."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One that a step launches, and where it belongs."""
+    """Holds one kernel that a step launches, and its stage and pass."""
 
     name: str
     place: Place
@@ -116,7 +117,7 @@ def placed(events: list[Event]) -> list[Kernel]:
 def by_place(
     events: list[Event], kernels: list[Kernel], n_steps: int
 ) -> list[dict[Place, list[float]]]:
-    """Of each step the microseconds of the kernels and copies of each place.
+    """Returns for each step the microseconds of the kernels and copies of each stage and pass.
 
     A copy or a memset is ahead of the kernel that it is made for, and of its place. What precedes a
     step's first kernel, or follows the last of all, are the task and the loss.

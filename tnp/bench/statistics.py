@@ -1,4 +1,4 @@
-"""The seven numbers every timing is summarized by; the raw samples are stored beside them."""
+"""Summarizes timings by seven numbers. The raw samples are stored beside them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import numpy as np
 
 
 def summarize(samples: Sequence[float], prefix: str) -> dict[str, float | None]:
-    """`{prefix}_mean`, `_std`, `_min`, `_max`, `_p50`, `_p95`, `_p99` of `samples`, same unit.
+    """Returns `{prefix}_mean`, `_std`, `_min`, `_max`, `_p50`, `_p95`, `_p99` of `samples`, same
+    unit.
 
     `std` is the sample deviation (n − 1), None for a single sample; percentiles interpolate
     linearly. Nothing is trimmed. Raises ValueError without samples and on one that is not finite.

@@ -46,7 +46,9 @@ def step_attention_flops(
     groups = n_followed(entering, n_target)
 
     def pairs(known: int, in_turn: int) -> int:
-        """Of queries and keys in a layer, by rows that are known and groups that see the buffer."""
+        """Counts the pairs of queries and keys in a layer, by rows that are known and groups that
+        see the buffer.
+        """
         return (known + n_target) * n_context + in_turn * entering * (entering + 1) // 2
 
     everyone = pairs(n_context + entering, 1 + groups)

@@ -1,4 +1,4 @@
-"""Benchmark of one training step: time, tokens/s, peak memory, operations, stages."""
+"""Times one training step: time, tokens/s, peak memory, operations, stages."""
 
 import json
 import math
@@ -145,7 +145,7 @@ def _stream(parameters: dict) -> list[list[Sizes]]:
 
 
 def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:
-    """Of the rows that are computed outside attention, those that are no point of a sample."""
+    """Returns the share of rows outside attention that are padding."""
     points = sum(sum(task.count()) for task in tasks)
     return 1.0 - points / sum(step.n_rows(task) for task in tasks)
 
@@ -153,7 +153,7 @@ def _padded_share(step: TrainingStep, tasks: list[Task]) -> float:
 def random_task(
     parameters: dict, config: TNPConfig, device: torch.device, sizes: list[Sizes]
 ) -> Task:
-    """Normal inputs, a function of the replicate, never zeros, of samples of these sizes."""
+    """Draws normal inputs of these sizes, a function of the replicate and never zero."""
     generator = torch.Generator().manual_seed(parameters["replicate"])
     n_context, n_target = (max(numbers) for numbers in zip(*sizes, strict=True))
 
@@ -197,7 +197,7 @@ def require_supported(parameters: dict, variant: Variant, device: torch.device) 
 
 
 def _choices(variant: Variant) -> str | None:
-    """Returns what "auto" chose in this process, as JSON; None where the variant leaves it no
+    """Returns the choices of "auto" in this process, as JSON; None where the variant leaves it no
     choice.
     """
     automatic = any(map(is_automatic, variant.implementations().values()))

@@ -1,4 +1,4 @@
-"""Timing: warm until settled, then a pair of marks around every call.
+"""Times calls: warms up until times are steady, then puts a pair of marks around every call.
 
 A mark is a CUDA event on the current stream, or a reading of the host clock on the CPU. Events
 bound what the device did between them, launch gaps included, so the samples of a loop add up to
@@ -40,7 +40,7 @@ Rounds = Callable[[int], list[Spans]]  # takes so many rounds of all contenders
 
 @dataclass(frozen=True)
 class Measurement:
-    """Raw samples in milliseconds, in the order taken, and how they came about.
+    """Holds raw samples in milliseconds, in the order taken, and how they came about.
 
     A sample is the mean of `n_launches`. It ended `ended_s` seconds after sampling began, which was
     at `began` on the host's `time.perf_counter`.
@@ -55,7 +55,7 @@ class Measurement:
     measure_s: float
 
     def of_each(self, n: int) -> "Measurement":
-        """Of launches that each do n times what is timed."""
+        """Returns the measurement of launches that each do the timed work n times."""
         samples = [sample / n for sample in self.samples_ms]
         return replace(self, samples_ms=samples, n_launches=n * self.n_launches)
 
@@ -104,7 +104,7 @@ def first_call(call: Call, device: torch.device) -> float:
 
 
 def measure(calls: Sequence[Call], device: torch.device, policy: Policy) -> Measurement:
-    """Time `calls` in rotation, each of which has run before."""
+    """Times `calls` in rotation, each of which has run before."""
     (measurement,) = measure_interleaved([calls], device, policy)
     return measurement
 
@@ -115,7 +115,7 @@ def measure_interleaved(
     policy: Policy,
     launches_per_call: int = 1,
 ) -> list[Measurement]:
-    """Time several contenders in rounds, one call of each a round, so that drift hits all alike.
+    """Times several contenders in rounds, one call of each a round, so that drift hits all alike.
 
     Every call has run before. The order in a round is drawn anew, so that nobody always follows the
     same one. Each call takes the next of its contender's inputs, so that none finds in cache what
@@ -138,7 +138,7 @@ def measure_interleaved(
 def measure_latency(
     contenders: Sequence[Sequence[Call]], device: torch.device, policy: Latency
 ) -> list[Measurement]:
-    """Time single calls of several contenders in rounds, one call of each a round.
+    """Times single calls of several contenders in rounds, one call of each a round.
 
     As in `measure_interleaved`, but for this: the L2 cache is overwritten before each call, outside
     its marks, and nothing is captured, repeated or added. While the device does that the host
@@ -174,7 +174,10 @@ def _measurements(
     n_warmup: int,
     launches_per_call: int,
 ) -> list[Measurement]:
-    """Of each contender, from the marks of its calls; `start` is when warm-up began."""
+    """Returns a measurement of each contender from the marks of its calls.
+
+    Warm-up began at `start`.
+    """
     measure_s = time.perf_counter() - start
     has_settled = settled(
         [sum(elapsed_ms(*span) for span in one) for one in zip(*taken, strict=True)]
@@ -194,7 +197,7 @@ def _measurements(
 
 
 def _turns(contenders: Sequence[Sequence[Call]]) -> Iterator[tuple[int, Call]]:
-    """Whose turn it is, and the call, round after round."""
+    """Yields whose turn it is, and the call, round after round."""
     turns, order = itertools.count(), list(range(len(contenders)))
     while True:
         random.shuffle(order)
@@ -244,7 +247,7 @@ def settled(rounds_ms: Sequence[float]) -> bool:
 
 
 def half_width(samples: Sequence[float]) -> float:
-    """Of the 95 % interval of the samples' mean, as a share of it, from means of ten batches."""
+    """Returns the half width of the 95 % interval of the mean, as a share of it, from ten batches."""
     if len(samples) < N_BATCHES:
         return math.inf
     size = len(samples) // N_BATCHES
@@ -254,7 +257,7 @@ def half_width(samples: Sequence[float]) -> float:
 
 
 def _warm_up(rounds: Rounds, round_ms: float, policy: Policy) -> int:
-    """Run until all have settled, or for too long; returns the number of rounds."""
+    """Runs until all times are steady, or for too long; returns the number of rounds."""
     least, most = CHUNK_CALLS
     chunk = min(max(round(policy.warmup_s * 250 / max(round_ms, 1e-3)), least), most)
     start = time.perf_counter()

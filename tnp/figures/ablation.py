@@ -1,4 +1,4 @@
-"""What each of our components gains, added alone to uncompiled PyTorch and taken from ours.
+"""Shows what each of our components gains, added alone to uncompiled PyTorch and taken from ours.
 
 Reads the view `ablation`. One panel per device and shape, one line per component, two bars in it.
 PyTorch's step is the configured one, not the fastest: components show what they gain where nothing
@@ -40,7 +40,7 @@ QUERY = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Returns two bars a component, in ms of a training step, with their intervals."""
+    """Draws two bars a component, in ms of a training step, with their intervals."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
@@ -113,7 +113,7 @@ def _ends(rows: list[Row]) -> list[str]:
 
 
 def _by_gain(rows: list[Row]) -> list[str]:
-    """Components, that which gains the largest share of a step first."""
+    """Orders components: the largest gain of a step comes first."""
     gains: dict[str, float] = {}
     for row in rows:
         largest = max(row["speedup_alone"] or 0.0, row["speedup_last"] or 0.0)

@@ -1,4 +1,6 @@
-"""What every figure asks the database: rows, which devices they come from, which variants exist."""
+"""Answers the questions of every figure to the database: rows, which devices they come from, which
+variants exist.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +47,7 @@ def drawing(rows: list[Row]) -> alt.Chart:
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
-    """Slug → slug and name of each device with rows in `view`; GPUs first, largest first."""
+    """Returns {slug: slug and name of each device with rows in `view`; GPUs first, largest first."""
     found = query(
         connection,
         f"""
@@ -59,7 +61,7 @@ def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
 
 
 def of_first(devices: dict[str, Row], rows: Sequence[Row]) -> tuple[list[Row], str]:
-    """Those of `rows` that the first device with any has, and its name; none and "" without."""
+    """Returns the rows of the first device that has any, and its name; else no rows and ""."""
     for slug, device in devices.items():
         if found := [row for row in rows if row["device"] == slug]:
             return found, device["name"]
@@ -101,12 +103,13 @@ def recorded(
 
 
 def joined(said: Sequence[str]) -> str:
-    """Returns what is known about how something was measured, in one line."""
+    """Returns how something was measured, in one line."""
     return " · ".join(filter(None, said))
 
 
 def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
-    """Variant or implementation with rows → role: "baseline" first, then "peer", then "own".
+    """Returns {variant or implementation with rows: role}: "baseline" first, then "peer", then
+    "own".
 
     A variant that was only trained has no role in its rows: it counts as our own.
     """

@@ -1,4 +1,4 @@
-"""The README's chart: training speed of plain PyTorch, of PyTorch at its best, and of ours.
+"""Draws the chart of README: training speed of plain PyTorch, of PyTorch at its best, and of ours.
 
 Reads the view `speedup`. Three bars a shape, on the first device that has rows with evidence. It
 stands on light pages and on dark ones: no background, text in a grey between the two.
@@ -60,7 +60,7 @@ DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and sp
 
 
 def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
-    """Horizontal bars from zero with their 95 % intervals, 800 px wide, without a background."""
+    """Draws horizontal bars from zero with their 95 % intervals, 800 px wide, without a background."""
     devices = data.devices(connection, "speedup")
     proven = {row["device"] for row in data.query(connection, DEVICES_WITH_EVIDENCE)}
     for slug in sorted(devices, key=lambda slug: slug not in proven):  # stable
@@ -86,7 +86,7 @@ def _shapes(rows: list[Row]) -> list[list[Row]]:
 
 
 def finding(shapes: list[list[Row]], device: str) -> str:
-    """By how much ours is faster than PyTorch's best, if it is at every shape drawn."""
+    """Says by how much ours is faster than PyTorch's best, if it is at every shape drawn."""
     own = [row for of_shape in shapes for row in of_shape if row["role"] == "own"]
     if all(row["verdict_best"] == "faster" for row in own):
         ratios = [row["speedup_best"] for row in own]

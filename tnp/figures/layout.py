@@ -1,5 +1,5 @@
-"""The room that a chart has: a screen, where panels stand abreast and labels left of their lines,
-or a phone, where panels stand one below the other and labels above their lines.
+"""Describes the room that a chart has: a screen, where panels stand abreast and labels left of
+their lines, or a phone, where panels stand one below the other and labels above their lines.
 """
 
 import textwrap
@@ -17,7 +17,7 @@ CHARACTER_WIDTH = 0.49  # of the font size, on average
 
 @dataclass(frozen=True)
 class Layout:
-    """What differs between a chart for a screen and the same chart for a phone."""
+    """Holds what differs between a chart for a screen and one for a phone."""
 
     narrow: bool
 
@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def side(self) -> str:
-        """Where the numbers of a y axis stand: on a phone all plots start at its left edge."""
+        """Returns the side of the numbers of a y axis: on a phone all plots start at its left edge."""
         return "right" if self.narrow else "left"
 
     def columns(self, wide: int) -> int:

@@ -1,4 +1,4 @@
-"""Every configuration in tables: speedup, time and memory, by checkpointing and CUDA graph.
+"""Shows every configuration in tables: speedup, time and memory, by checkpointing and CUDA graph.
 
 Reads the view `matrix`. One table per device and shape: a line per variant, a column per
 combination of switches, a cell of speedup over step time and peak memory.
@@ -106,7 +106,7 @@ def _cells(row: Row) -> list[Row]:
 
 
 def _small(values: Row, memory: float | None) -> list[str]:
-    """Returns what stands under a cell's speedup: time and memory, or why there are none."""
+    """Returns the text under a cell's speedup: time and memory, or why there are none."""
     if values["counts"] is False and values["status"] == "ok":
         return [theme.status_text("not_counted")]
     if values["step_ms"] is not None:

@@ -1,4 +1,4 @@
-"""How much memory a training step needs at its peak, in each configuration.
+"""Shows how much memory a training step needs at its peak, in each configuration.
 
 Reads the view `memory`. One panel per device and shape, one line per variant, on it a mark per
 combination of checkpointing and CUDA graph.
@@ -163,7 +163,7 @@ def _panel(
 
 
 def _most(rows: list[Row], *columns: str) -> list[Row]:
-    """Of the rows that are equal in `columns` the one with most memory."""
+    """Returns the row with most memory among those equal in `columns`."""
     most: dict[tuple, Row] = {}
     for row in sorted(rows, key=lambda row: row["peak_memory_gib"]):
         most[tuple(row[column] for column in columns)] = row

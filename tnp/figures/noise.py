@@ -1,4 +1,4 @@
-"""How far two equal things differ, and how often they would wrongly be called different.
+"""Shows how far two equal things differ, and how often they would wrongly be called different.
 
 Reads the views `equal_things` and `noise`. One panel per device, one line per operator's pass or
 size of a step, on it a mark per comparison of two copies of one implementation, or of two runs of

@@ -1,4 +1,4 @@
-"""How each operator of ours compares with the fastest of everybody else's, size by size.
+"""Shows how each operator of ours compares with the fastest of everybody else's, size by size.
 
 Reads the view `operator_speedup`. One panel per device, operator and study, one line per size, one
 mark per pass: of our implementations the fastest at that size. A study of many sizes is drawn as a

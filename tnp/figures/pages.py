@@ -1,4 +1,4 @@
-"""HTML around the charts: read on a phone, in the dark and without a network."""
+"""Writes HTML around the charts: read on a phone, in the dark and without a network."""
 
 import functools
 import html
@@ -119,7 +119,7 @@ def _page(title: str, body: str) -> str:
 
 
 def _navigation(name: str) -> str:
-    """To the index, and to what comes next in the story."""
+    """Returns links to the index and to the next figure."""
     names = [figure for figures in STORY.values() for figure in figures]
     links = '<a href="index.html">All figures</a>'
     for following in names[names.index(name) + 1 :][:1]:
@@ -128,7 +128,7 @@ def _navigation(name: str) -> str:
 
 
 def _untitled(specification: dict[str, Any]) -> dict[str, Any]:
-    """Without the title, which is the page's, and the rows, which both specifications share."""
+    """Removes the title, which is the page's, and the rows, which both specifications share."""
     return {key: value for key, value in specification.items() if key not in ("title", "datasets")}
 
 

@@ -1,4 +1,5 @@
-"""What limits each kernel: shares of the GPU's peaks and occupancy, as Nsight Compute counts them.
+"""Shows what limits each kernel: shares of the GPU's peaks and occupancy, as Nsight Compute counts
+them.
 
 Reads the view `profiled_passes`. One panel per device, operator and problem, one line per pass and
 implementation, and on it what its dominant kernel reaches of each peak.
@@ -44,7 +45,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Percent of each peak, a line per pass and implementation."""
+    """Draws percent of each peak, a line per pass and implementation."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows("no kernel was profiled", "snakemake --cores 1 profiles", layout)
@@ -74,7 +75,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row]) -> str:
-    """Of ours, or where none of ours has a profile of all, the kernel nearest to a peak."""
+    """Names the kernel nearest to a peak: one of ours if any has a profile."""
     known = [row for row in rows if _nearest(row)]
     if not known:
         return "No kernel could be profiled"

@@ -1,4 +1,4 @@
-"""RESULTS.md, and README.md's tables and chart, from the recorded rows: `python -m
+"""Writes RESULTS.md, and README.md's tables and chart, from the recorded rows: `python -m
 tnp.figures.report`.
 
 Every table is a query, a file of workflow/report. Its first comment lines are the section's title
@@ -115,7 +115,7 @@ def _short(names: list[str], rows: list[tuple]) -> str:
 
 
 def _cell(value: object) -> str:
-    """`value` as a reader wants it: four significant digits, thousands apart, a dash for null."""
+    """Formats `value`: four significant digits, thousands apart, a dash for null."""
     match value:
         case None:
             return "–"
@@ -143,7 +143,7 @@ def _filled(text: str, tables: dict[str, Table]) -> str:
 
 
 def main() -> None:
-    """Write both files, or with `--check` say which differ from what would be written."""
+    """Writes both files, or with `--check` say which differ from what would be written."""
     parser = argparse.ArgumentParser(
         prog="python -m tnp.figures.report", description=__doc__.split("\n")[0]
     )

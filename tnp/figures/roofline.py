@@ -1,4 +1,4 @@
-"""How near each operator comes to what its device can do.
+"""Shows how near each operator comes to the limits of its device.
 
 Reads the view `roofline`. Per device: TFLOP/s of the operator with most operations under the
 measured ceilings of matmul and memory copy; and of each operator the share of its roofline that was
@@ -55,7 +55,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Log-log roofline of the first operator, then the shares of all, shape by shape."""
+    """Draws a log-log roofline of the first operator, then the shares of all, shape by shape."""
     rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
         return theme.no_rows(
@@ -93,8 +93,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Who of ours comes nearest to its roofline, and the best peer there: of the operator that is
-    drawn first, on the first device.
+    """Names the operator of ours nearest to its roofline, and the best peer there: of the operator
+    that is drawn first, on the first device.
 
     A share above 1 says that the ceiling was measured too low, and nothing of the kernel.
     """
@@ -151,7 +151,7 @@ def _points(rows: list[Row], pass_: str) -> list[Row]:
 
 
 def _rate(row: Row) -> str:
-    """TFLOP/s, or GB/s where no operations are counted."""
+    """Returns TFLOP/s, or GB/s where no operations are counted."""
     if row["tflops"] is None:
         return f"{theme.number(row['gb_per_s'])} GB/s"
     return f"{theme.number(row['tflops'])} TFLOP/s"
@@ -194,7 +194,7 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
 
 
 def _marks(points: list[Row], **position: alt.X | alt.Y) -> list[alt.Chart]:
-    """Colour, shape and size by what a point stands for."""
+    """Encodes colour, shape and size by what a point stands for."""
     colors, shapes, sizes = zip(*MARKS.values(), strict=True)
     kinds = list(MARKS)
     base = data.drawing(points).encode(
@@ -221,7 +221,7 @@ def _roof(rows: list[Row]) -> list[Row]:
 
 
 def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
-    """Without what none of `rows` has: an operator that only moves bytes has no FLOP/s."""
+    """Leaves out what none of `rows` has: an operator that only moves bytes has no FLOP/s."""
     empty = {name for row in rows[:1] for name in row if all(row[name] is None for row in rows)}
     return [shown for shown in TOOLTIP if shown.shorthand.split(":")[0] not in empty]
 
@@ -287,7 +287,7 @@ def _shares(
 
 
 def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
-    """Returns what ours reaches at `shape`, and the fastest of the others."""
+    """Returns the rate of ours at `shape`, and of the fastest of the others."""
     said = {row["own"]: row for row in best if row["shape"] == shape}
     texts = []
     if ours := said.get(True):
@@ -300,7 +300,7 @@ def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
 
 
 def _not_drawn(rows: list[Row], pass_: str) -> list[str]:
-    """Returns what was tried without a time that counts, and where, in a sentence."""
+    """Returns a sentence: what was tried without a valid time, and where."""
     shapes: dict[str, list[str]] = {}
     of_pass = [row for row in rows if row["pass"] == pass_]
     for row in of_pass:

@@ -1,4 +1,4 @@
-"""How much faster each configuration trains than plain PyTorch, and than PyTorch at its best.
+"""Shows how much faster each configuration trains than plain PyTorch, and than PyTorch at its best.
 
 Reads the view `speedup`. One panel per device and shape, one line per variant, on it a mark per
 combination of checkpointing and CUDA graph, the fastest in full.
@@ -69,7 +69,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Returns what the rows of the first device that timed anything say, in one sentence."""
+    """Summarizes the rows of the first device that timed anything in one sentence."""
     timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
     if not timed:
         return "No configuration could be timed yet"
@@ -109,7 +109,7 @@ def _own(rows: list[Row]) -> list[Row]:
 
 
 def _leading(of_shape: list[Row]) -> Row:
-    """Of our steps at one shape that whose lead is surest."""
+    """Returns our step at a shape whose lead is surest."""
     return max(_own(of_shape), key=_surest)
 
 
@@ -215,7 +215,7 @@ def _label(row: Row) -> str:
 
 
 def _why_not_drawn(row: Row) -> str:
-    """In place of the mark of a step that was timed."""
+    """Returns the text in place of the mark of a step that was timed."""
     if row["counts"] is False:
         return "not_counted"
     return f"{theme.duration(row['step_ms'])}; {row['why_no_speedup']}"
@@ -228,8 +228,8 @@ def _over_best(row: Row) -> Row:
 
 
 def _why_over_best(rows: list[Row]) -> str:
-    """Returns why a shape's steps are not compared with plain PyTorch's, and what is shown in
-    place.
+    """Returns why a shape's steps are not compared with plain PyTorch's, and the comparison shown
+    instead.
     """
     reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["counts"] is not False)
     why = theme.sentence("; ".join(filter(None, reasons)) or f"{PLAIN} was not timed")

@@ -1,4 +1,4 @@
-"""Where the device time of a training step goes: ours beside PyTorch's best, stage by stage.
+"""Shows where the device time of a training step goes: ours beside PyTorch's best, stage by stage.
 
 Reads the view `stage_share`. One panel per device and shape, one line per stage and pass, and on it
 a bar for the fastest step of ours and one for the fastest of the others.
@@ -67,7 +67,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def line(row: Row) -> str:
-    """Returns what the row's line is called."""
+    """Returns the name of the row's line."""
     return row["stage"] if row["stage"] == row["pass"] else f"{row['stage']} {row['pass']}"
 
 
@@ -80,8 +80,8 @@ def alike(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Where ours gains most, as a share of PyTorch's step, on the first device with both; or else
-    the largest stage of any step.
+    """Says where ours gains most, as a share of PyTorch's step, on the first device with both; or
+    else the largest stage of any step.
     """
     gains = []
     for slug, device in devices.items():
@@ -151,7 +151,7 @@ def _panel(
 
 
 def _notes(rows: list[Row]) -> list[str]:
-    """Of each step of a panel how much of its time kernels take; the rest are gaps between them."""
+    """Returns for each step of a panel how much of its time kernels take. The rest is gaps."""
     steps: dict[str, list[Row]] = {}
     for row in rows:
         steps.setdefault(switches.configuration(row), []).append(row)

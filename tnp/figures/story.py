@@ -1,4 +1,4 @@
-"""The order in which a reader comes to ask, and the figures that answer."""
+"""Orders the figures as a reader comes to ask."""
 
 # Question → figures, of which each is a module of `tnp.figures`.
 STORY = {

@@ -21,7 +21,7 @@ def name(row: Row) -> str:
 
 
 def configuration(row: Row) -> str:
-    """ "separate with checkpointing", or "separate" where no switch is on."""
+    """Returns "separate with checkpointing", or "separate" where no switch is on."""
     switches = [label for label in NAMES[1:3] if name(row) in (label, "both")]
     return " with ".join([row["variant"], *([" + ".join(switches)] if switches else [])])
 
@@ -40,7 +40,7 @@ def panel_title(row: Row, layout: Layout, notes: Sequence[str] = ()) -> alt.Titl
 
 
 def shape_encoding() -> alt.Shape:
-    """Mark shape by switches, with the legend that all panels share."""
+    """Encodes switches as the shape of a mark, with the legend that all panels share."""
     return alt.Shape("switch:N", scale=alt.Scale(domain=NAMES, range=SHAPES), title=None).legend(
         symbolOpacity=1
     )

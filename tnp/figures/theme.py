@@ -1,4 +1,4 @@
-"""How every figure looks and speaks: colours, numbers as text, the page around the chart.
+"""Defines how every figure looks and speaks: colours, numbers as text, the page around the chart.
 
 Colours are Okabe and Ito's and Paul Tol's, distinguishable with any colour vision: grey and cool
 hues are PyTorch's own variants, warm hues are this project's. No figure relies on hue alone.
@@ -82,36 +82,36 @@ def one_line(reason: str | None) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, with the zeros that are measured: 2 is "2.00", 1234 is "1,234"."""
+    """Returns three significant digits, with the zeros that are measured: 2 is "2.00", 1234 is
+    "1,234".
+    """
     return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def times(ratio: float) -> str:
-    """1.934 as "1.93×"."""
+    """Formats 1.934 as "1.93×"."""
     return f"{number(ratio)}×"
 
 
 def span(ratios: Sequence[float]) -> str:
-    """(1.24, 1.34, 1.3) as "1.24× to 1.34×"."""
+    """Formats (1.24, 1.34, 1.3) as "1.24× to 1.34×"."""
     return " to ".join(dict.fromkeys([times(min(ratios)), times(max(ratios))]))
 
 
 def duration(milliseconds: float) -> str:
-    """In ms below a second and in s from there."""
+    """Formats a time in ms below a second, and in s from there."""
     if milliseconds < 999.5:
         return f"{number(milliseconds)} ms"
     return f"{number(milliseconds / 1000)} s"
 
 
 def evidence(counts: bool | None) -> str:
-    """Returns what a tooltip says of a row that is drawn: filled where it counts, else hollow."""
+    """Returns the tooltip of a drawn row: filled where it is valid, else hollow."""
     return "kept, and the row counts" if counts else WITHOUT_EVIDENCE
 
 
 def verdict(ratio: float, decided: str | None) -> str:
-    """Returns what may be said of a ratio of speeds: view `contrasts` has decided, or None could
-    be.
-    """
+    """Returns the sentence about a ratio of speeds that view `contrasts` has decided, or None."""
     match decided:
         case "faster" | "slower":
             return f"{times(ratio)} as fast as"
@@ -123,19 +123,19 @@ def verdict(ratio: float, decided: str | None) -> str:
 
 
 def sentence(text: str) -> str:
-    """`text` with a capital at its start, and nothing else changed."""
+    """Returns `text` with a capital at its start, and nothing else changed."""
     return text[:1].upper() + text[1:]
 
 
 def listed(names: Sequence[str]) -> str:
-    """("a", "b", "c") as "a, b and c"."""
+    """Formats ("a", "b", "c") as "a, b and c"."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def page(
     chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str], layout: Layout
 ) -> alt.TopLevelMixin:
-    """`chart` under its finding and under how that was measured, in the house style."""
+    """Puts `chart` under its finding and under how that was measured, in the house style."""
     heading = alt.Title(
         _balanced(title, TITLE_CHARACTERS),
         subtitle=[line for text in subtitle for line in textwrap.wrap(text, SUBTITLE_CHARACTERS)],
@@ -147,14 +147,16 @@ def page(
 
 
 def _balanced(text: str, width: int) -> list[str]:
-    """As few lines as `width` allows, as even as these allow: no last line of a single word."""
+    """Breaks text into as few lines as `width` allows, as even as these allow: no last line of a
+    single word.
+    """
     n_lines = len(textwrap.wrap(text, width))
     narrower = (textwrap.wrap(text, w) for w in range(len(text) // n_lines, width + 1))
     return next(lines for lines in narrower if len(lines) == n_lines)
 
 
 def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
-    """Device above device, each starting at the left edge."""
+    """Stacks device above device, each starting at the left edge."""
     stack = alt.concat(*blocks, columns=1, spacing=40, align="none")
     return stack.resolve_scale(yOffset="independent")
 
@@ -170,9 +172,7 @@ def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Ch
 
 
 def in_place(rows: list[Row], lines: Encodings) -> list[alt.Chart]:
-    """Returns why what would stand on `lines` has no mark: texts, each with its reason as a
-    tooltip.
-    """
+    """Says why `lines` have no mark: texts, each with its reason as a tooltip."""
     base = drawing(rows).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines)
     return text(base, fontStyle="italic", color=MUTED)
 
@@ -196,7 +196,7 @@ def text(base: alt.Chart, **style: object) -> list[alt.Chart]:
 
 
 def nothing(why: str, width: int, title: alt.Title) -> alt.TopLevelMixin:
-    """In place of a panel that would have no mark."""
+    """Returns a text in place of a panel that would have no mark."""
     line = drawing([{"text": why}]).mark_text(align="left", fontStyle="italic", color=MUTED)
     line = line.encode(text="text:N", x=alt.value(0), y=alt.value(8))
     return line.properties(width=width, height=16, title=title)

@@ -1,4 +1,4 @@
-"""Whether the model learns from its context, and whether it learns alike through our kernels.
+"""Shows whether the model learns from its context, and whether it learns alike through our kernels.
 
 Where view `training_equivalence` compares runs, their losses and differences
 (`training_differences`) come first. Then view `training_curves`, one panel per device and run:
@@ -54,7 +54,7 @@ PAIRED_DIFFERENCES = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Learning curves with a 95 % band over held-out tasks."""
+    """Draws learning curves with a 95 % band over held-out tasks."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
@@ -122,7 +122,7 @@ def _alike(pair: Row) -> str:
 
 
 def _learned(last: Row, where: str) -> str:
-    """Returns what a run's last evaluation says, in one sentence."""
+    """Summarizes a run's last evaluation in one sentence."""
     run, from_context = last["run"], last["nats_from_context"]
     if from_context is None:
         return f"{run} is not shown to use its context {where}: shuffling it costs too little"
@@ -192,7 +192,7 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 
 def _study_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
-    """Held-out log-likelihood of every run; what is far below the best is cut off."""
+    """Draws the held-out log-likelihood of every run; what is far below the best is cut off."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     exact = {row["exact_log_likelihood"] for row in rows} - {None}
     top = max([*(row["heldout_log_likelihood"] for row in rows), *exact])
@@ -226,7 +226,7 @@ def _study_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 
 def _said(last: Row) -> list[str]:
-    """Returns what was trained on what, and what the panel shows at its last step."""
+    """Describes a run and its tasks, and the panel's values at the last step."""
     source = last["source"].replace("_", " ")
     sizes = f"{last['batch']} tasks of {last['n_context']:,} + {last['n_target']:,} points"
     said = [f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"]

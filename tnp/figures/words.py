@@ -1,4 +1,4 @@
-"""What names of configurations are called in figures: the words of a reader who has no config.yaml.
+"""Translates names of configurations for a reader who has no config.yaml.
 
 A name that is not listed, such as a variant of a reader's own, stands for itself.
 """
@@ -104,10 +104,10 @@ SIZES = {
 
 
 def words(name: str) -> str:
-    """`name` in a reader's words."""
+    """Returns `name` in a reader's words."""
     return WORDS.get(name, name)
 
 
 def explained(name: str) -> str:
-    """`name` in as many words as it needs."""
+    """Returns `name` in as many words as it needs."""
     return EXPLAINED.get(name, words(name))

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate's place in the specification, and the operator whose implementations its checks name,
-    unless a check names one itself. `ours`: it runs models whose operators are all of our own.
+    """Holds a gate's place in the specification, and the operator whose implementations its checks
+    name, unless a check names one itself. `ours`: it runs models whose operators are all of our
+    own.
     """
 
     phase: int
@@ -72,7 +73,7 @@ def generic_gates() -> list[str]:
 
 
 def gate(name: str) -> Gate:
-    """Of a gate by its name; ValueError for one that does not exist."""
+    """Returns a gate by its name. Raises ValueError for one that does not exist."""
     if name in GATES:
         return GATES[name]
     if name in generic_gates():
@@ -88,7 +89,7 @@ def gates_of(op: str, name: str) -> list[str]:
 
 
 def gates_of_training(op: str, name: str) -> list[str]:
-    """Returns what training waits for besides, where gradients are narrower than their problem."""
+    """Returns the further gates of training, where gradients are narrower than their problem."""
     own = [catalog().listed(op, one).own for one in catalog().candidates(op, name)]
     narrow = any(one and one.precision and one.differentiable for one in own)
     return ["batch_noise"] * narrow
@@ -124,7 +125,7 @@ def gates_for(
 
 
 class Blocked(NamedTuple):
-    """Why gates stop something: the status of its rows, and the reason."""
+    """Says why gates stop something: the status of its rows, and the reason."""
 
     status: str  # "gate_failed", or "killed" or "timeout" where a gate is not finished
     reason: str

@@ -1,4 +1,4 @@
-"""Phase 5: what operators in 8 bits change in a gradient is small beside what batches differ by.
+"""Checks phase 5: operators in 8 bits change a gradient less than batches do.
 
 A model with all operators of ours is trained a little in 16 bits. Then gradients of the same
 batches are computed by it and, with the same weights, with one operator in 8 bits. For each
@@ -52,7 +52,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """(family, operator, implementation) that trains in fewer bits than its problem has."""
+    """Yields (family, operator, implementation) that trains in fewer bits than its problem has."""
     config, (batch, n_context, n_target) = TNPConfig(), SIZES
     model = asdict(config) | {"d_ff_storage": storage_width(config.d_ff)}
     run = {"batch": batch, "n_context": n_context, "n_target": n_target, "dtype": "bfloat16"}
@@ -88,7 +88,9 @@ def _like(model: TransformerNP, variant: Variant) -> TransformerNP:
 
 
 def ratios(model: TransformerNP, other: TransformerNP, batches: Sequence[Task]) -> dict[str, float]:
-    """By parameter: the difference of two models' gradients over the deviation between batches."""
+    """Returns by parameter the difference of two models' gradients over the deviation between
+    batches.
+    """
     total, squares, differences = {}, {}, {}
     for batch in batches:
         _, gradients = models.gradients_by_tensor(model, batch)
@@ -108,7 +110,7 @@ def ratios(model: TransformerNP, other: TransformerNP, batches: Sequence[Task]) 
 
 @torch.no_grad()
 def round_mlp_to_2_bits(model: TransformerNP) -> None:
-    """Weights of every MLP become −1, 0 or 1 times a scale for each row."""
+    """Rounds the weights of every MLP to −1, 0 or 1 times a scale for each row."""
     for block in model.blocks:
         for weight in (block.mlp.up, block.mlp.down):
             scale = 1.5 * weight.abs().mean(-1, keepdim=True).clamp(min=1e-12)

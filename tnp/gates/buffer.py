@@ -1,4 +1,4 @@
-"""Phase 10: what goes through the buffer is the computation in full, under an explicit mask.
+"""Checks phase 10: the buffer gives the results of the full computation under an explicit mask.
 
 In float64 the training loss and its gradients, the joint density of one pass, and that of points
 which enter one by one are those of `masked`, to the rounding of sums in another order. In the
@@ -42,7 +42,8 @@ def masked(
     x_target: torch.Tensor,
     n_seen: torch.Tensor,
 ) -> torch.Tensor:
-    """Mixture parameters [B, N, K, 1 + 2·d_y] by a pass of all rows under a mask: the definition.
+    """Returns mixture parameters [B, N, K, 1 + 2·d_y] by a pass of all rows under a mask: the
+    definition.
 
     Args:
         model: with a buffer.
@@ -72,7 +73,7 @@ def masked(
 
 
 def visible(context: Context, n_buffer: int, n_seen: torch.Tensor) -> torch.Tensor:
-    """bool [B, 1, rows, rows] of context, buffer and targets: which row sees which."""
+    """Returns bool [B, 1, rows, rows] of context, buffer and targets: which row sees which."""
     m, n = context.x.shape[1], n_buffer
     row = torch.arange(m + n + len(n_seen), device=context.x.device)
     place = row - m  # in the buffer
@@ -86,7 +87,9 @@ def visible(context: Context, n_buffer: int, n_seen: torch.Tensor) -> torch.Tens
 
 
 def masked_log_density(model: TransformerNP, task: Task, more: int = 0) -> torch.Tensor:
-    """log p(y_i | x_i, context, targets before i), [B, N], of `masked`; or of `more` targets."""
+    """Returns log p(y_i | x_i, context, targets before i), [B, N], of `masked`; or of `more`
+    targets.
+    """
     context = Context(*model.prepared_context(*task.context), task.context_lengths)
     points = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
     n_seen = torch.arange(task.n_target, device=task.x_target.device) + more
@@ -103,7 +106,7 @@ def in_training(n_target: int, room: int) -> tuple[list[int], list[int]]:
 
 
 def masked_loss(model: TransformerNP, task: Task) -> torch.Tensor:
-    """`model.loss` by `masked`."""
+    """Computes `model.loss` by `masked`."""
     entering, n_seen = in_training(task.n_target, model.config.buffer)
     context = Context(*model.prepared_context(*task.context), task.context_lengths)
     x, y = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
@@ -168,7 +171,10 @@ def _of_variants(
     batch: Task,
     variants: Iterator[tuple[str, Variant]],
 ) -> Iterator[Check]:
-    """In the model's dtype, against float64 by the mask; PyTorch's formula is the unit."""
+    """Checks variants in the model's dtype against float64 by the mask.
+
+    PyTorch's error is the unit.
+    """
     loss, gradients = _by_mask(exact, batch.to(dtype=torch.float64))
     _, own = _by_mask(plain, batch)
     one_run = _one_run(batch)
@@ -194,14 +200,14 @@ def _of_variants(
 
 
 def _ragged(task: Task) -> Task:
-    """Over contexts of two sizes."""
+    """Checks contexts of two sizes."""
     most = task.n_context
     lengths = torch.tensor([most, most // 3], dtype=torch.int32, device=task.x_context.device)
     return replace(task, context_lengths=lengths.repeat(task.batch // 2))
 
 
 def _one_run(task: Task) -> Task:
-    """As many of its targets as go through the buffer in one run."""
+    """Returns the task with as many targets as pass the buffer in one run."""
     n = ROOM[task.x_target.device.type] + 1
     return replace(task, x_target=task.x_target[:, :n], y_target=task.y_target[:, :n])
 
@@ -218,7 +224,7 @@ def _densities(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Te
 
 
 def _draws(model: TransformerNP, task: Task) -> list[torch.Tensor]:
-    """Joint samples of several runs from equal noise: by CUDA graphs, and launched."""
+    """Checks joint samples of several runs from equal noise: by CUDA graphs, and launched."""
     x_target, found = task.x_target[:, : 2 * ROOM["cuda"] + 3], []
     for cuda_graph in (True, False):
         torch.manual_seed(0)
@@ -236,7 +242,7 @@ def _broken(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tenso
 
 
 def _near(task: Task) -> Task:
-    """Of contexts that lie on chip with the buffer."""
+    """Checks contexts that fit on chip with the buffer."""
     n, lengths = NEAR, task.context_lengths.clamp(max=NEAR)
     return replace(
         task, x_context=task.x_context[:, :n], y_context=task.y_context[:, :n],
@@ -246,7 +252,7 @@ def _near(task: Task) -> Task:
 
 @dataclass(frozen=True)
 class _Apart(Variant):
-    """A variant that takes kinds of rows apart, also where one launch could take all."""
+    """Computes kinds of rows separately, also where one launch could take all."""
 
     buffered_attention = None
 

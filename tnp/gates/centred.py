@@ -1,4 +1,5 @@
-"""Phase 3: with centred keys the gradient of queries is accurate on tensors of trained models.
+"""Checks phase 3: with centred keys the gradient of queries is accurate on tensors of trained
+models.
 
 Keys of a trained model share a vector that is several times as long as what tells them apart. The
 backward pass takes Σ_d do·o off the gradient of each score, with o as it was rounded. Rows of that
@@ -70,7 +71,9 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _in_real_numbers(device: torch.device) -> Iterator[Check]:
-    """In float64 a model gives the same loss and gradients with centred keys as without."""
+    """Checks that in float64 a model gives the same loss and gradients with centred keys as
+    without.
+    """
     model = models.build_model(device, Variant("plain", attention="reference"))
     batch = models.task(device, 0).to(dtype=torch.float64)
     (loss, gradients), (centred_loss, centred) = (
@@ -88,7 +91,7 @@ _OWN = {own.name for own in OPERATOR.implementations if own.forward is not None}
 
 
 def _keys(parts: torch.Tensor, projection: str, centred: bool) -> torch.Tensor:
-    """[n_k, D] in the dtype of parts [n_k, 2, D], which the projection adds up."""
+    """Returns keys [n_k, D] in the dtype of parts [n_k, 2, D], which the projection adds up."""
     n_k, _, head_dim = parts.shape
     weight = torch.zeros(6 * head_dim, 2 * head_dim, dtype=parts.dtype, device=parts.device)
     one = torch.eye(head_dim, dtype=parts.dtype, device=parts.device)

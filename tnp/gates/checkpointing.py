@@ -1,4 +1,4 @@
-"""Phase 9: recomputing blocks in the backward pass changes neither loss nor gradients."""
+"""Checks phase 9: recomputing blocks in the backward pass changes neither loss nor gradients."""
 
 from collections.abc import Iterator
 from statistics import median

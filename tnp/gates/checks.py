@@ -1,4 +1,4 @@
-"""What a correctness gate is made of: one `Check` a comparison, and the distances it measures."""
+"""Holds the parts of a correctness gate: one `Check` a comparison, and its distances."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `value` measured, `bound` allowed.
+    """Records one comparison: `value` measured, `bound` allowed.
 
     `implementation` names the one implementation the check is about ("" where it is about all), of
     operator `op` ("" for the gate's): a red check stops only what uses it. `larger_is_better` turns
@@ -28,7 +28,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """NaN and infinity never pass."""
+        """Returns whether the check passed. NaN and infinity never pass."""
         if not math.isfinite(self.value):
             return False
         return self.value >= self.bound if self.larger_is_better else self.value <= self.bound
@@ -56,22 +56,24 @@ class LeftOut:
 
 
 class Unsupported(Exception):
-    """Raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
+    """Is raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
 
 
 def distance(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖out − reference‖ in float64; infinite where `out` is not finite."""
+    """Returns ‖out − reference‖ in float64; infinite where `out` is not finite."""
     out, reference = out.detach().double(), reference.detach().double()
     return (out - reference).norm().item() if torch.isfinite(out).all() else math.inf
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖out − reference‖ / ‖reference‖ in float64; infinite where `out` is not finite."""
+    """Returns ‖out − reference‖ / ‖reference‖ in float64; infinite where `out` is not finite."""
     return distance(out, reference) / max(reference.detach().double().norm().item(), 1e-300)
 
 
 def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """max |out − reference| in float64; infinite where `out` is not finite, 0 for empty tensors."""
+    """Returns max |out − reference| in float64; infinite where `out` is not finite, 0 for empty
+    tensors.
+    """
     out, reference = out.detach().double(), reference.detach().double()
     if not torch.isfinite(out).all():
         return math.inf

@@ -1,4 +1,4 @@
-"""Compile every kernel of ours for every GPU it is meant for, without a GPU.
+"""Compiles every kernel of ours for every GPU it is meant for, without a GPU.
 
 `compile_all` gives rows of table `kernels`: registers, stack, shared memory, and what ptxas says.
 
@@ -92,8 +92,9 @@ def _compiled(index: int) -> dict:
 
 
 def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
-    """Returns what `launches` compile, once each; afterwards nothing can be launched in this
-    process.
+    """Returns the kernels of `launches`, once each.
+
+    Afterwards nothing can be launched in this process.
 
     Triton keeps what it compiled by device: each capability is a device of its own here.
     """

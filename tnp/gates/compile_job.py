@@ -1,4 +1,4 @@
-"""One Triton kernel to compile for one target."""
+"""Compiles one Triton kernel for one target."""
 
 import io
 import json
@@ -20,7 +20,7 @@ WARNING = re.compile(r"^.*(?:\(C75\d\d\)|\bwarning\b).*$", re.MULTILINE | re.IGN
 
 @dataclass
 class Job:
-    """One kernel to compile, and the implementations that launch it, as (operator, name)."""
+    """Holds one kernel to compile, and the implementations that launch it, as (operator, name)."""
 
     source: Any
     target: Any

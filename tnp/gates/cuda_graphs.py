@@ -1,5 +1,6 @@
-"""Phase 10: a captured training step gives the losses and weights of the eager one, and predictions
-that are replayed are those that are launched.
+"""Checks phase 10: a captured training step gives the losses and weights of the eager one.
+
+Replayed predictions equal launched ones.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterator[Check]:
-    """Of one variant; `name` is the implementation of attention."""
+    """Checks one variant. `name` is the implementation of attention."""
 
     def run(cuda_graph: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
         model = models.build_model(device, variant)
@@ -69,9 +70,7 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
 
 @torch.no_grad()
 def _replayed_error(device: torch.device, variant: Variant) -> float:
-    """Returns largest difference of what is replayed for other targets than those that were
-    captured.
-    """
+    """Returns the largest difference of replays for other targets than those that were captured."""
     model, batch = models.build_model(device, variant), models.task(device, 0)
     launched = model.encode(batch.context)
     replayed = model.encode(batch.context, cuda_graph=True)

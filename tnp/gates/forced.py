@@ -1,4 +1,4 @@
-"""An implementation whose kernels are forced: the pairs of kernels that a gate goes through."""
+"""Forces kernels of an implementation: the pairs of kernels that a gate goes through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tnp.gates.results import Results, Setting, compute
 
 
 class Form(NamedTuple):
-    """A kernel with one of its configurations."""
+    """Holds a kernel with one of its configurations."""
 
     kernel: Kernel
     config: object
@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """The forced kernels of the two passes.
+    """Holds the forced kernels of the two passes.
 
     Both are None where PyTorch differentiates the implementation's function. `backward` is None
     where no gradient is wanted.
@@ -41,12 +41,12 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """As it stands in rows."""
+        """Returns the name in rows."""
         return ", ".join(form.name for form in self.forms)
 
     @property
     def moving(self) -> set[str]:
-        """Results that may differ between runs."""
+        """Returns the results that may differ between runs."""
         return {name for form in self.forms for name in form.kernel.moving}
 
 
@@ -70,7 +70,10 @@ def pairs_of(found: Implementation, what: Call) -> list[Pair]:
 
 
 class Forced:
-    """The implementation with a pair of kernels, for some gradients: called as its reference is."""
+    """Runs the implementation with a pair of kernels, for some gradients.
+
+    It is called as its reference is.
+    """
 
     def __init__(
         self, setting: Setting, pair: Pair, wanted: tuple[str, ...], apart: bool = False
@@ -93,11 +96,11 @@ class Forced:
         return self.plan.run(arguments[:n], arguments[n:])
 
     def alone(self, name: str) -> Forced:
-        """For the gradient of one input."""
+        """Returns the same for the gradient of one input."""
         return Forced(self.setting, self.pair, (name,))
 
     def results(self, inputs: dict | None = None, upstream: Any = None) -> Results:
-        """Of the setting's inputs and gradients where none are given."""
+        """Computes results, of the setting's inputs and gradients where none are given."""
         inputs, upstream = inputs or self.setting.inputs, upstream or self.setting.upstream
         asked = self.setting.operator, self.setting.case.problem
         return compute(*asked, self, inputs, self.wanted, upstream)

@@ -1,4 +1,4 @@
-"""Phase 11: every committed kernel configuration compiles for its targets as it should.
+"""Checks phase 11: every committed kernel configuration compiles for its targets as it should.
 
 Nothing spills, shared memory suffices, and ptxas warns of nothing: a wgmma that waits for the one
 before it costs more than any tuning gains. Needs no GPU. What the compiler reports goes into table

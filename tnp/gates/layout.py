@@ -1,4 +1,4 @@
-"""Whether a launch leaves what `Kernel.empty` says: all that a compiler knows of it."""
+"""Checks that a launch leaves tensors as `Kernel.empty` says: a compiler knows only these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tnp.gates.results import Setting
 
 
 def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[str]:
-    """Returns what a launch of a plan returns otherwise than its kernels say, a sentence each."""
+    """Returns a sentence for each result of a launch that differs from what its kernels declare."""
     operator, numbers = setting.operator, setting.operator.numbers
     inputs = tuple(setting.inputs.values())
     wanted = plan.what.wanted
@@ -46,7 +46,10 @@ def _different(names: tuple[str, ...], results: tuple, says: tuple) -> Iterator[
 
 
 def _looks(x: torch.Tensor | None) -> tuple | None:
-    """Returns what compiled code relies on; strides of dimensions of one element are nobody's."""
+    """Returns the properties that compiled code relies on.
+
+    Strides of dimensions of one element are not.
+    """
     if x is None:
         return None
     steps = tuple(

@@ -1,4 +1,4 @@
-"""A small model and its tasks, the same for every gate that trains one."""
+"""Builds a small model and its tasks, the same for every gate that trains one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Scale:
-    """What a device can bear: the specification's width on a GPU, a toy on the CPU."""
+    """Holds the sizes for a device: the specification's width on a GPU, a toy on the CPU."""
 
     config: TNPConfig
     d_ff_storage: int
@@ -115,7 +115,9 @@ def gradients(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, torch.Te
 def gradients_by_tensor(
     model: TransformerNP, batch: Task, nll: Callable[..., torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss, and gradients by the parameter's name; of `nll`, the model compiled, where given."""
+    """Returns the loss, and gradients by the parameter's name; of `nll`, the model compiled, where
+    given.
+    """
     model.zero_grad(set_to_none=True)
     loss = (nll or model.nll)(*batch)
     loss.backward()

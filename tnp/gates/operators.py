@@ -1,4 +1,4 @@
-"""The gate of one implementation of an operator, generic: `op--swiglu--triton`.
+"""Checks one implementation of an operator, generically: gate `op--swiglu--triton`.
 
 The gate runs each case that the implementation serves, with each pair of its kernels for the
 forward and the backward pass. It checks:
@@ -159,7 +159,8 @@ def _is_red(setting: Setting, broken: Any) -> bool:
 
 
 def _of_pair(run: Forced, thorough: bool, is_new: bool) -> Iterator[Check]:
-    """On a GPU all is checked of every case; in the interpreter of the first with its options.
+    """Checks a pair of kernels: all checks in every case on a GPU, and in the interpreter in the
+    first case with its options.
 
     Numbers out of range are checked of the first alone: `is_new`.
     """
@@ -205,7 +206,7 @@ def _same(run: Forced, first: Results, others: Iterable[Results], how: str) -> I
 
 
 def _of_memory(run: Forced, first: Results) -> Iterator[Check]:
-    """Yields every element of a result is written, none beside an input is read, no input is
+    """Checks that every element of a result is written, none beside an input is read, no input is
     changed.
     """
     own = run.setting.inputs
@@ -218,7 +219,7 @@ def _of_memory(run: Forced, first: Results) -> Iterator[Check]:
 
 
 def _of_layout(run: Forced, thorough: bool) -> Iterator[Check]:
-    """For all gradients that are wanted, and for each alone."""
+    """Checks layouts for all requested gradients, and for each alone."""
     of_runs = [run.wanted]
     backward = run.pair.backward.kernel if run.pair.backward else None
     if thorough and len(run.wanted) > 1:
@@ -236,7 +237,7 @@ def _of_layout(run: Forced, thorough: bool) -> Iterator[Check]:
 
 
 def _of_gradients(run: Forced) -> Iterator[Check]:
-    """Yields each wanted gradient alone, each output's gradient alone, and gradients of other
+    """Checks each requested gradient alone, each output's gradient alone, and gradients of other
     layouts.
     """
     setting = run.setting
@@ -271,7 +272,7 @@ def _of_one(upstream: Gradient, output: str, name: str, like: torch.Tensor) -> t
 
 
 def _expanded(name: str, like: torch.Tensor) -> torch.Tensor:
-    """As `y.sum().backward()` gives it: strides of 0."""
+    """Returns a gradient as `y.sum().backward()` gives it, with strides of 0."""
     return torch.ones((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 

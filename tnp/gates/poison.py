@@ -1,4 +1,4 @@
-"""Memory that a kernel must not rely on: what it allocated and did not write, what it may not read.
+"""Poisons memory that a kernel must not rely on: unwritten results, and what it may not read.
 
 A kernel that leaves part of its result unwritten, or reads past the end of an input, is right as
 long as that memory happens to hold zeros. Here it holds NaN, and integers their largest value.
@@ -20,7 +20,7 @@ GUARD = 256
 
 
 class Poisoned(TorchDispatchMode):
-    """Inside, every tensor that PyTorch leaves uninitialized is filled with NaN."""
+    """Fills every tensor that PyTorch leaves uninitialized inside the block with NaN."""
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -30,7 +30,7 @@ class Poisoned(TorchDispatchMode):
 
 
 def fill(x: torch.Tensor) -> torch.Tensor:
-    """`x`, overwritten with NaN, or with the largest integer."""
+    """Overwrites `x` with NaN, or with the largest integer."""
     if x.is_floating_point():
         return x.fill_(float("nan"))
     return x if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 
 class Progress:
-    """A gate's progress: its rows, its finished parts, and the kernels that it launched.
+    """Keeps a gate's progress: its rows, its finished parts, and the kernels that it launched.
 
     Args:
         path: the file; None keeps nothing.

@@ -1,4 +1,4 @@
-"""Phase 10: samples of sizes of their own are computed as if each stood alone.
+"""Checks phase 10: samples of different sizes are computed as if each stood alone.
 
 In float64 loss and gradients of a padded batch, and of a packed one, are those of its samples one
 by one, to the rounding of sums in another order, with NaN for padding. In the model's dtype every

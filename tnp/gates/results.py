@@ -1,4 +1,4 @@
-"""What a function computes of a case, by name, and how far that may be from float64."""
+"""Computes the results of a case by name, and how far they may be from float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compute(
 
 @dataclass(frozen=True)
 class Setting:
-    """A case with its inputs, and what is expected of an implementation there."""
+    """Holds a case with its inputs, and the results expected of an implementation."""
 
     operator: Operator
     found: Implementation
@@ -98,12 +98,12 @@ class Setting:
         return devices.of_device(self.device)
 
     def results(self, function: Callable, inputs: Inputs, upstream: Gradient) -> Results:
-        """Of a function that is called as the reference is."""
+        """Returns the results of a function that is called as the reference is."""
         asked = self.operator, self.case.problem
         return compute(*asked, function, inputs, self.wanted, upstream, **self.options)
 
     def with_upstream(self, upstream: Gradient) -> Setting:
-        """Returns the same with other gradients of the outputs, and what is expected then."""
+        """Returns the same with other gradients of the outputs, and their expected results."""
         inputs, budget = self.inputs, self.budget
         held = inputs if budget.emulate is None else inputs | budget.emulate(self.case, inputs)
 
@@ -121,7 +121,7 @@ class Setting:
         )  # fmt: skip
 
     def check(self, what: str, metric: str, value: float, bound: float, kernel: str = "") -> Check:
-        """Of the implementation in this case."""
+        """Makes a check of the implementation in this case."""
         return Check(
             f"{what}, {self.case}", metric, value, bound, self.found.name, op=self.operator.name,
             problem=self.case.problem.json, kernel=kernel,
@@ -134,7 +134,8 @@ class Setting:
             yield self.check(what, "error_ratio", ratio, bound, kernel)
 
     def judged(self, got: Results) -> Iterator[tuple[str, float, float]]:
-        """Name, error ratio and bound of each result, and of emulated ones against the originals.
+        """Returns name, error ratio and bound of each result, and of emulated ones against the
+        originals.
 
         A result that is missing, of another shape than PyTorch's or of a narrower dtype, is
         infinitely wrong.
@@ -149,9 +150,7 @@ class Setting:
                 yield f"{name} of the originals", ratio, self.budget.emulated
 
     def _emulated(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns what the number format makes of a result, handed on in `dtype` where it is
-        rounded.
-        """
+        """Returns a result as the number format leaves it, in `dtype` where it is rounded."""
         found = self.rounded.get(name)
         return self.exact[name] if found is None else found.to(dtype)
 
@@ -175,7 +174,7 @@ class Setting:
 
 
 def in_float64(inputs: Inputs) -> Inputs:
-    """Floating-point inputs in float64, whole numbers as they are."""
+    """Returns floating-point inputs in float64, whole numbers as they are."""
     return {
         name: x.double() if x is not None and x.is_floating_point() else x
         for name, x in inputs.items()

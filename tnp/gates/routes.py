@@ -21,7 +21,10 @@ BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """Other packages' and PyTorch's own forms are called as they are; ours go every way."""
+    """Checks the routes.
+
+    Forms of PyTorch and other packages are called as they are; ours go every way.
+    """
     found, device, call = setting.found, setting.device.type, _call(setting)
     yield from setting.against_float64(_results(setting, call), ", eager,")
     if found.provider != OWN or found.compile:
@@ -65,7 +68,9 @@ def _results(setting: Setting, function: Callable) -> Results:
 
 
 def _captured(results: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
-    """Returns what a CUDA graph leaves its results in, NaN before it ran, and what replays it."""
+    """Returns the results that a CUDA graph writes, NaN before it ran, and the function that
+    replays it.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -111,7 +116,7 @@ def _opcheck(setting: Setting) -> Check:
 
 
 def _text(setting: Setting, inputs: tuple) -> str:
-    """Returns what decides the launch, as `tnp.dispatch.custom_op.call` says it."""
+    """Returns the text that decides the launch, as `tnp.dispatch.custom_op.call` makes it."""
     first = next(x for x in inputs if x is not None)
     problem = setting.case.problem
     given = tuple(name for name in setting.operator.optional if problem[name])

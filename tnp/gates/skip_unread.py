@@ -1,4 +1,5 @@
-"""Phase 6: leaving out what reaches no result, and all operators of ours at once, change no result.
+"""Checks phase 6: skipping rows that reach no result, with all operators of ours, changes no
+result.
 
 In float64 the model that skips gives the loss and gradients of the one that does not, to the
 rounding of sums in another order. In the model's dtype, with every operator of ours, loss and each
