@@ -1,3 +1,4 @@
+-- topic: steps
 -- # Every step
 -- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
 -- is the peak during a step. Times are medians over runs; a run is one process. "Against best" is

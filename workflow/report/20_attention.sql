@@ -1,3 +1,4 @@
+-- topic: attention
 -- # Attention
 -- 8 heads of 64, bfloat16; a shape is tasks × (queries × keys). All implementations of a shape are
 -- timed in turn in one process, with cold caches. `fused` and `separate` are ours and run the same

@@ -1,3 +1,4 @@
+-- topic: attention
 -- # Attention of other kinds
 -- Heads of language models: causal, with a sliding window, several sequences packed into one, and
 -- fewer heads of keys than of queries (`n_kv_heads`); the same without a mask; sizes of kernel

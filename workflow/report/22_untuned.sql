@@ -1,3 +1,4 @@
+-- topic: attention
 -- # Attention at sizes that nobody tuned for
 -- Study `untuned`: 8 heads of 64, 1 to 64 tasks, 100 to 20,000 queries and 1 to 20,000 keys, none
 -- of which has an entry in the table that our kernels are chosen by. At each size the faster of our

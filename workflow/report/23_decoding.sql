@@ -1,3 +1,4 @@
+-- topic: decoding
 -- # Decoding
 -- New tokens (`n_queries`) of each sequence over up to `n_keys` cached ones. `b64_32k` is 64
 -- sequences of 32,768 tokens; of `ragged` ones the lengths are drawn up to that. `paged` caches lie

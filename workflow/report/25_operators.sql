@@ -1,3 +1,4 @@
+-- topic: operators
 -- # The other operators
 -- Ours beside the fastest of the others, as in the table of attention: what stands around it in the
 -- model, and operators beyond the model at sizes of language models and of kernel exercises.

@@ -1,3 +1,4 @@
+-- topic: operators
 -- # What a single launch takes
 -- Microseconds of one launch among many single ones, each between two events of its own, without a
 -- CUDA graph. The L2 cache is overwritten before each, and implementations take turns. p95 and p99

@@ -1,3 +1,4 @@
+-- topic: noise
 -- # What equal things differ by
 -- Two runs of the same code differ. The standard deviation within a run is of a typical run's
 -- samples, the one between runs of their medians in one sitting; "a ratio" is how far two equal

@@ -1,3 +1,4 @@
+-- topic: noise
 -- # What equal things are called
 -- Each pair of equal things is judged by the rules that judge all others. To call one of them
 -- faster or slower is wrong: at most 1 % may be. An interval should contain 1: at least 93 % must.

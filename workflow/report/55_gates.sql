@@ -1,3 +1,4 @@
+-- topic: evidence
 -- # Gates
 -- A gate is a set of checks that a kernel must pass before its times count. The worst check is
 -- shown as a share of its bound: 1 is just allowed. `batch_noise` asks whether a step may train in

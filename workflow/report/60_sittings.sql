@@ -1,3 +1,4 @@
+-- topic: evidence
 -- # When, and on what
 -- A sitting is a series of runs on one GPU without a gap of more than half an hour. Sittings
 -- without the GPU's own number were recorded before evidence was kept. The commit is that of the

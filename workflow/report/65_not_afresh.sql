@@ -1,3 +1,4 @@
+-- topic: evidence
 -- # Not measured afresh
 -- These were recorded before rows kept their evidence: which code ran, on which GPU, whether a gate
 -- was green for that very code. They still stand, without interval and without verdict, until they

@@ -1,3 +1,4 @@
+-- topic: undecided
 -- # Compared and not decided
 -- What was compared with something else, with evidence, and is neither faster, slower nor the same,
 -- and how many more runs we expect to decide it. Where a dash stands no number of runs would: the
