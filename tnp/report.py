@@ -5,9 +5,10 @@ text. Its columns are the table's, with spaces for underscores. A first line `--
 puts the section on the page results/attention.md; sections without a topic are in RESULTS.md. The
 order is that of the files' names.
 
-README.md and docs/operators.md have tables where a block names one: `<!-- report: headline -->` to
-`<!-- end -->` holds the table of workflow/report/10_headline.sql. Block `catalog` holds the
-operators that `tnp.ops` declares. One line below such a table says what all of its rows share.
+README.md and pages of docs/ have tables where a block names one: `<!-- report: headline -->` to
+`<!-- end -->` holds the table of workflow/report/10_headline.sql. Blocks `catalog`, `figures` and
+`questions` list operators, figures and ready queries by their own first sentences. One line below
+such a table says what all of its rows share.
 """
 
 import argparse
@@ -24,12 +25,13 @@ from tnp.catalog import OWN, catalog
 from tnp.figures import headline
 from tnp.files import parquet_files
 from tnp.store import build_database
+from tnp.story import STORY
 
-QUERIES = Path("workflow/report")
+QUERIES, QUESTIONS = Path("workflow/report"), Path("workflow/questions")
 RECORDED = Path("data/recorded")
 VIEWS = Path("workflow/sql")
 RESULTS, PAGES = Path("RESULTS.md"), Path("results")
-WITH_BLOCKS = (Path("README.md"), Path("docs/operators.md"))
+WITH_BLOCKS = (Path("README.md"), Path("docs/operators.md"), Path("docs/running.md"))
 CHART = Path("figures/headline.svg")
 
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -83,7 +85,7 @@ def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
         pages.setdefault(topic[1] if topic else "", []).append(section)
     main = pages.pop("", [])
     links = [_link(topic, sections) for topic, sections in pages.items()]
-    tables["catalog"] = _operators()
+    tables |= {"catalog": _operators(), "figures": _figures(), "questions": _questions()}
     return {
         **{path: _filled(path, tables) for path in WITH_BLOCKS},
         RESULTS: "\n".join([f"{INTRODUCTION}{''.join(links)}", *main]),
@@ -120,11 +122,31 @@ def _operators() -> Table:
             packages.setdefault(package, []).append(operator)
     rows = []
     for package, operators in packages.items():
-        text = " ".join(importlib.import_module(package).__doc__.split("\n\n")[0].split())
+        text = _summary(package)
         ours = [one.name for op in operators for one in op.implementations if one.provider == OWN]
         names = [operator.name for operator in operators]
         rows.append((_code(names), _code([package]), text, _code(list(dict.fromkeys(ours)))))
     return ["operators", "package", "what it computes", "ours"], rows
+
+
+def _figures() -> Table:
+    """Returns a row for each figure, in the order of the index: its name, and what it shows."""
+    names = [name for group in STORY.values() for name in group]
+    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in names]
+
+
+def _questions() -> Table:
+    """Returns a row for each ready query: its question, and a link from a page of docs/."""
+    rows = []
+    for path in sorted(QUESTIONS.glob("*.sql")):
+        question, mark, _ = path.read_text().removeprefix("-- ").partition("?")
+        rows.append((question + mark, f"[`{path.name}`](../{path})"))
+    return ["question", "file"], rows
+
+
+def _summary(module: str) -> str:
+    """Returns the first paragraph of a module's docstring, in one line."""
+    return " ".join(importlib.import_module(module).__doc__.split("\n\n")[0].split())
 
 
 def _code(names: list[str]) -> str:
