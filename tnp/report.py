@@ -110,7 +110,7 @@ def _heading(sql: str) -> str:
 def _link(topic: str, sections: list[str]) -> str:
     """Returns a line of RESULTS.md that leads to a page and lists its sections."""
     titles = [section.partition("\n")[0].removeprefix("## ") for section in sections]
-    return f"- [{PAGES}/{topic}.md]({PAGES}/{topic}.md): {', '.join(titles)}\n"
+    return f"- [{PAGES}/{topic}.md]({PAGES}/{topic}.md): {'; '.join(titles)}\n"
 
 
 def _operators() -> Table:
