@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tnp.variants import named_specs
+from tnp.model.variants import named_specs
 
 PATTERNS = ("*.md", "docs/**/*.md", "results/*.md", "tnp/ops/*/NOTES.md", "*/README.md")
 DOCUMENTS = sorted({path for pattern in PATTERNS for path in Path().glob(pattern)})
