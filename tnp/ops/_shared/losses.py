@@ -1,4 +1,4 @@
-"""What losses share whose gradient is made along with them: its scaling in the backward pass."""
+"""Scales, in the backward pass, a gradient that the forward pass of a loss has made."""
 
 import triton
 import triton.language as tl
