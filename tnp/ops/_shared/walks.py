@@ -66,7 +66,7 @@ def walk(*tensors: torch.Tensor) -> Walk:
 def _groups(
     tensors: tuple[torch.Tensor, ...], leading: list[int], width: int, copied: list[bool]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns sizes and strides of the leading dimensions, joined where they are one step in each."""
+    """Returns sizes and strides of the leading dimensions, joined where they are one step."""
     found: list[tuple[int, tuple[int, ...]]] = []
     for at, size in enumerate(leading):
         if size == 1:

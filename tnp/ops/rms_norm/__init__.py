@@ -43,7 +43,7 @@ def add_reference(x, update, weight, eps):
 
 
 def describe(x, weight, name="weight") -> dict:
-    """Returns the sizes; raises ValueError, with the weight by its name, where tensors do not fit."""
+    """Returns the sizes; raises ValueError that names the weight where tensors do not fit."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or len(weight) == 0:
         raise ValueError(
             f"x is {tuple(x.shape)} and {name} {tuple(weight.shape)}: they must be [..., D] and "
