@@ -46,9 +46,9 @@ INTRODUCTION = """\
 `make report` writes this page from the rows in `data/recorded`. No number here was typed. Each
 table is a query in [`workflow/report`](workflow/report).
 
-- **Evidence.** A row has evidence if it names its code and its GPU, the gates passed on that very
-  code, its times had settled, and the GPU was not too hot. A gate is a set of checks that a kernel
-  must pass. Times have settled if their first and last third differ by less than 1 %.
+- **Evidence.** A row with evidence names its code and its GPU. The gates passed on that very code,
+  its times are precise enough, and the GPU was not too hot. A gate is a set of checks that a kernel
+  must pass. Times are precise enough if their first and last third differ by less than 1 %.
 - **Interval and verdict.** They need two rows with evidence that were timed beside each other. The
   interval is one of 95 %. *Faster* and *slower* mean by more than 1 %, corrected for the number of
   comparisons in the table. *Same* means within 1 %. *Ambiguous* means that more runs are needed.
