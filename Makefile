@@ -2,7 +2,7 @@
 # make figures draw every figure from the rows that are there; measures nothing
 # make test    set up .venv, then run the tests
 # make lint    style of Python, SQL and workflow
-# make report  write RESULTS.md and the tables of README.md from data/recorded
+# make report  write RESULTS.md, results/ and the marked tables of other pages from data/recorded
 # make record  copy what this machine measured into data/recorded
 # make bundle  wheels for a GPU host without network (see workflow/bundle.sh)
 

@@ -1,4 +1,4 @@
-"""README and docs/: their code runs, links and commands lead somewhere, lists are whole."""
+"""README and other pages: their code runs, links, paths and commands lead somewhere."""
 
 import importlib.util
 import math
@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tnp.dispatch.registry import catalog
-from tnp.figures.story import STORY
 from tnp.model.variants import named_specs
 
-DOCUMENTS = [
-    Path(name)
-    for name in (
-        "README.md", "docs/model.md", "docs/operators.md", "docs/running.md", "RESULTS.md",
-        "SPECIFICATION.md", "CONTRIBUTING.md", "CHANGELOG.md", "DESIGN.md", "config/README.md",
-        "examples/README.md",
-    )
-]  # fmt: skip
-README, MODEL, OPERATORS, RUNNING = (path.read_text() for path in DOCUMENTS[:4])
+PATTERNS = ("*.md", "docs/**/*.md", "results/*.md", "tnp/ops/*/NOTES.md", "*/README.md")
+DOCUMENTS = sorted({path for pattern in PATTERNS for path in Path().glob(pattern)})
+README, OPERATORS = Path("README.md").read_text(), Path("docs/operators.md").read_text()
 TRAIN, GPU, DATA, LOOP, PREDICT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 LAYERS, ATTENTION = re.findall(r"```python\n(.*?)```", OPERATORS, re.DOTALL)
 TITLE = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -105,17 +97,20 @@ def test_commands_of_documents_exist():
         assert importlib.util.find_spec(module), module
 
 
-def test_lists_of_documents_are_whole():
-    questions = {path.name for path in Path("workflow/questions").glob("*.sql")}
-    assert set(re.findall(r"\(\.\./workflow/questions/(\w+\.sql)\)", RUNNING)) == questions
-    for figure in ("index", *(name for names in STORY.values() for name in names)):
-        assert f"| `{figure}` |" in RUNNING
-    for operator in catalog().operators:
-        assert f"`{operator}`" in OPERATORS
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_paths_that_pages_name_exist(document):
+    named = re.findall(r"`((?:tnp|tests|workflow|docs|examples)/[\w./-]+)`", document.read_text())
+    gone = [one for one in named if not Path(one).exists() and not Path(f"{one}.py").exists()]
+    assert not gone
+
+
+def test_variants_of_the_readme_exist():
     in_readme = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
     assert "auto" in in_readme and in_readme <= named_specs().keys()
 
 
-def test_the_readme_stays_short():
-    """The rest stands in docs/."""
+def test_pages_stay_short():
+    """Only the tables of results/ may be long."""
     assert len(README.encode()) <= 12_000
+    pages = (path for path in DOCUMENTS if path.parts[0] not in ("results", "peers", "examples"))
+    assert sum(path.stat().st_size for path in pages) <= 160_000

@@ -10,6 +10,7 @@ from tnp.util.lazy import offers
 __getattr__, __dir__, __all__ = offers(
     __name__,
     {
+        "tnp.model.buckets": ("Buckets",),
         "tnp.model.config": ("TNPConfig",),
         "tnp.model.transformer_np": ("TransformerNP",),
         "tnp.model.variants": ("Variant",),
@@ -21,7 +22,7 @@ __getattr__, __dir__, __all__ = offers(
         "tnp.tasks.sizes": ("draw_sizes",),
         "tnp.tasks.tables": ("functions_of_table",),
         "tnp.tasks.task": ("Context", "Task"),
-        "tnp.train.loop": ("fit",),
+        "tnp.train.loop": ("HeldOut", "cosine", "fit"),
         "tnp.train.step": ("TrainingStep",),
     },
 )

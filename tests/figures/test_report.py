@@ -1,5 +1,6 @@
-"""What is published is what the recorded rows say, and the ten questions have answers."""
+"""Published tables are those of the recorded rows; questions and queries of pages have answers."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 from tnp.figures import report
 
 QUESTIONS = sorted(Path("workflow/questions").glob("*.sql"))
+PAGES = sorted(
+    [*Path("docs").rglob("*.md"), *Path("tnp/ops").glob("*/NOTES.md"), Path("README.md")]
+)
+QUERY = re.compile(r"`(select [^`]+)`|```sql\n(.+?)```", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +39,8 @@ def one_query(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_block_that_names_no_query_is_refused(recorded, monkeypatch, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("<!-- report: gate -->\n<!-- end -->\n")
-    monkeypatch.setattr(report, "README", readme)
-    with pytest.raises(ValueError, match="'gate'.*must be one of gates$"):
+    monkeypatch.setattr(report, "WITH_BLOCKS", (readme,))
+    with pytest.raises(ValueError, match="'gate'.*must be one of gates, catalog"):
         report.documents(recorded)
 
 
@@ -43,7 +48,7 @@ def test_a_block_that_names_no_query_is_refused(recorded, monkeypatch, tmp_path)
 def test_a_block_is_filled_and_what_is_around_it_stays(recorded, monkeypatch, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- report: gates -->\nold\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(report, "README", readme)
+    monkeypatch.setattr(report, "WITH_BLOCKS", (readme,))
     text = report.documents(recorded)[readme]
     assert text.startswith("before\n<!-- report: gates -->\n\n| device |")
     assert text.endswith("|\n\n<!-- end -->\nafter\n")
@@ -61,6 +66,19 @@ def test_text_that_all_rows_share_stands_below_the_table():
     other = [*rows, ("c", 1.5, 3, "same")]
     assert report._short(names, other) == report._markdown(names, other)
     assert report._short(names, rows[:1]) == report._markdown(names, rows[:1])
+
+
+def test_sections_with_a_topic_have_a_page(recorded):
+    texts = report.documents(recorded)
+    for page in report.PAGES.glob("*.md"):
+        assert page in texts and f"]({page})" in texts[report.RESULTS]
+    assert not any("topic:" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_queries_of_a_page_have_answers(recorded, page):
+    for query in map("".join, QUERY.findall(page.read_text())):
+        assert recorded.sql(query).fetchall(), query
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda path: path.stem)

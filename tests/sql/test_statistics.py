@@ -117,7 +117,10 @@ def test_students_quantile_agrees_with_scipy(judge: Judge) -> None:
 
 
 def by_hand(differences: np.ndarray, equal_variance: float) -> tuple[float, float, float]:
-    """Mean, standard error and p of (sittings, runs) differences, as DESIGN.md has them."""
+    """Returns mean, standard error and p of (sittings, runs) differences.
+
+    The formulas are those of docs/store-and-statistics.md.
+    """
     n_sittings, n = len(differences), differences.size
     variance = differences.var(ddof=1) if n > 1 else 0.0
     pooled = (4 * equal_variance + (n - 1) * variance) / (n + 3)

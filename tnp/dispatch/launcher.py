@@ -3,7 +3,7 @@
 A `Bound` is a kernel whose grid, integers and constants a plan has decided. Its first call goes
 through Triton, which specializes, compiles and loads it. Later calls hand the compiled kernel's
 launcher in C what Triton would hand it: Triton's own path takes 16 µs of a slow CPU for a kernel of
-22 arguments, this one 1 to 2 (`DESIGN.md`). What Triton specializes a kernel for, the type and
+22 arguments, this one 1 to 2. What Triton specializes a kernel for, the type and
 alignment of each tensor and the value of each integer, must be decided by the plan.
 
 Where somebody watches launches, or Triton is one that is not known here, every call goes through

@@ -1,14 +1,18 @@
-"""Writes RESULTS.md, and README.md's tables and chart, from the recorded rows: `python -m
-tnp.figures.report`.
+"""Writes the published tables and the chart from the recorded rows: `python -m tnp.figures.report`.
 
-Every table is a query, a file of workflow/report. Its first comment lines are the section's title
-and text, and its columns are the table's, with spaces for underscores. RESULTS.md has all sections,
-in the order of the files' names. README.md has tables where a block names one:
-`<!-- report: headline -->` to `<!-- end -->` is the table of workflow/report/10_headline.sql.
-README.md says once, below a table, what all of its rows have in common.
+A table is a query, a file of workflow/report. Its first comment lines are the section's title and
+text. Its columns are the table's, with spaces for underscores. A first line `-- topic: attention`
+puts the section on the page results/attention.md; sections without a topic are in RESULTS.md. The
+order is that of the files' names.
+
+README.md and pages of docs/ have tables where a block names one: `<!-- report: headline -->` to
+`<!-- end -->` holds the table of workflow/report/10_headline.sql. Blocks `catalog`, `figures` and
+`questions` list operators, figures and ready queries by their own first sentences. One line below
+such a table says what all of its rows share.
 """
 
 import argparse
+import importlib
 import re
 import sys
 import tempfile
@@ -17,68 +21,137 @@ from pathlib import Path
 import duckdb
 import vl_convert
 
+from tnp.dispatch.registry import OWN, catalog
 from tnp.figures import headline
+from tnp.figures.story import STORY
 from tnp.store.files import build_database
 from tnp.util.atomic_files import parquet_files
 
-QUERIES = Path("workflow/report")
+QUERIES, QUESTIONS = Path("workflow/report"), Path("workflow/questions")
 RECORDED = Path("data/recorded")
 VIEWS = Path("workflow/sql")
-README, RESULTS = Path("README.md"), Path("RESULTS.md")
+RESULTS, PAGES = Path("RESULTS.md"), Path("results")
+WITH_BLOCKS = (Path("README.md"), Path("docs/operators.md"), Path("docs/running.md"))
 CHART = Path("figures/headline.svg")
 
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBERED = re.compile(r"\d+_")
+TOPIC = re.compile(r"-- topic: (\w+)\n")
 
 Table = tuple[list[str], list[tuple]]  # names of columns, rows
 
 INTRODUCTION = """\
 # Results
 
-Written by `make report` from the rows in `data/recorded`: no number here was typed. Each table is
-a query in [`workflow/report`](workflow/report).
+`make report` writes this page from the rows in `data/recorded`. No number here was typed. Each
+table is a query in [`workflow/report`](workflow/report).
 
-A row has **evidence** where it says which code ran on which GPU, the gates of that very code were
-green there, its times had settled, and the GPU was not too hot. A gate is a set of checks that a
-kernel must pass. Times have settled where the first and the last third of them differ by less than
-1 %. Of operators, whole rounds are judged: all implementations of an operator are timed in turn in
-one job, and a round is one turn of each.
+- **Evidence.** A row with evidence names its code and its GPU. The gates passed on that very code,
+  its times are precise enough, and the GPU was not too hot. A gate is a set of checks that a kernel
+  must pass. Times are precise enough if their first and last third differ by less than 1 %.
+- **Interval and verdict.** They need two rows with evidence that were timed beside each other. The
+  interval is one of 95 %. *Faster* and *slower* mean by more than 1 %, corrected for the number of
+  comparisons in the table. *Same* means within 1 %. *Ambiguous* means that more runs are needed.
+- **A ratio without an interval** divides two medians. Evidence is missing, or the two were not
+  timed together. It proves nothing, so its verdict is a dash.
+- **Any other dash** stands for a value that does not exist.
 
-Two rows with evidence that were timed beside each other are compared: their ratio has a 95 %
-interval and a verdict. *Faster* and *slower* mean by more than 1 %, with all comparisons of a table
-taken into account; *same* means within 1 %; *ambiguous* means that more runs are needed.
+[docs/glossary.md](docs/glossary.md) explains the words. Longer tables have pages of their own:
 
-A ratio without an interval is of two plain medians, because evidence is missing or because the two
-were timed on different occasions. It proves nothing, and has a dash in place of a verdict. Any
-other dash is a value that does not exist.
+"""
+
+PAGE = """\
+# Results: {topic}
+
+`make report` writes this page. [RESULTS.md](../RESULTS.md) says what evidence and verdicts are.
 """
 
 
 def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
-    """Returns what README.md and RESULTS.md should hold, by the rows of an open store.
+    """Returns the text of every generated document, by its path.
 
-    Raises ValueError for a block of README.md that names no query.
+    Args:
+        connection: an open store.
+
+    Raises ValueError for a block that names no query.
     """
     queries = {NUMBERED.sub("", path.stem, count=1): path for path in sorted(QUERIES.glob("*.sql"))}
     queries = {name: path.read_text() for name, path in queries.items()}
     tables = {name: _rows(connection, sql) for name, sql in queries.items()}
-    sections = [f"{_heading(sql)}\n\n{_markdown(*tables[name])}" for name, sql in queries.items()]
+    pages: dict[str, list[str]] = {}
+    for name, sql in queries.items():
+        topic = TOPIC.match(sql)
+        section = f"{_heading(sql)}\n\n{_markdown(*tables[name])}"
+        pages.setdefault(topic[1] if topic else "", []).append(section)
+    main = pages.pop("", [])
+    links = [_link(topic, sections) for topic, sections in pages.items()]
+    tables |= {"catalog": _operators(), "figures": _figures(), "questions": _questions()}
     return {
-        README: _filled(README.read_text(), tables),
-        RESULTS: "\n".join([INTRODUCTION, *sections]),
+        **{path: _filled(path, tables) for path in WITH_BLOCKS},
+        RESULTS: "\n".join([f"{INTRODUCTION}{''.join(links)}", *main]),
+        **{
+            PAGES / f"{topic}.md": "\n".join([PAGE.format(topic=topic), *sections])
+            for topic, sections in pages.items()
+        },
     }
 
 
 def _heading(sql: str) -> str:
-    """Returns the comment that `sql` begins with, as Markdown: a title of second level, and text.
-    """
+    """Returns the comment that `sql` begins with as Markdown: a title of second level, and text."""
     lines = []
-    for line in sql.splitlines():
+    for line in TOPIC.sub("", sql, count=1).splitlines():
         if not line.startswith("--"):
             break
         lines.append(line.removeprefix("--").strip())
     title, *text = lines
     return f"#{title}\n" + "\n".join(text)
+
+
+def _link(topic: str, sections: list[str]) -> str:
+    """Returns a line of RESULTS.md that leads to a page and lists its sections."""
+    titles = [section.partition("\n")[0].removeprefix("## ") for section in sections]
+    return f"- [{PAGES}/{topic}.md]({PAGES}/{topic}.md): {'; '.join(titles)}\n"
+
+
+def _operators() -> Table:
+    """Returns a row for each package of `tnp.ops`: functions, what they compute, names of ours."""
+    packages: dict[str, list] = {}
+    for operator in catalog().operators.values():
+        package = ".".join(operator.describe.__module__.split(".")[:3])
+        if package.startswith("tnp.ops."):
+            packages.setdefault(package, []).append(operator)
+    rows = []
+    for package, operators in packages.items():
+        text = _summary(package)
+        ours = [one.name for op in operators for one in op.implementations if one.provider == OWN]
+        names = [operator.name for operator in operators]
+        rows.append((_code(names), _code([package]), text, _code(list(dict.fromkeys(ours)))))
+    return ["operators", "package", "what it computes", "ours"], rows
+
+
+def _figures() -> Table:
+    """Returns a row for each figure, in the order of the index: its name, and what it shows."""
+    names = [name for group in STORY.values() for name in group]
+    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in names]
+
+
+def _questions() -> Table:
+    """Returns a row for each ready query: its question, and a link from a page of docs/."""
+    rows = []
+    for path in sorted(QUESTIONS.glob("*.sql")):
+        question, mark, _ = path.read_text().removeprefix("-- ").partition("?")
+        rows.append((question + mark, f"[`{path.name}`](../{path})"))
+    return ["question", "file"], rows
+
+
+def _summary(module: str) -> str:
+    """Returns the first paragraph of a module's docstring, in one line."""
+    return " ".join(importlib.import_module(module).__doc__.split("\n\n")[0].split())
+
+
+def _code(names: list[str]) -> str:
+    """Returns `names` as a list of code in Markdown."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _rows(connection: duckdb.DuckDBPyConnection, sql: str) -> Table:
@@ -116,7 +189,7 @@ def _short(names: list[str], rows: list[tuple]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Formats `value`: four significant digits, thousands apart, a dash for null."""
+    """Returns `value` for a reader: four significant digits, commas, and a dash for null."""
     match value:
         case None:
             return "–"
@@ -129,22 +202,20 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|")
 
 
-def _filled(text: str, tables: dict[str, Table]) -> str:
-    """Returns `text` with the table of each block in it."""
+def _filled(path: Path, tables: dict[str, Table]) -> str:
+    """Returns the text of `path` with the table of each block in it."""
 
     def table(block: re.Match[str]) -> str:
         start, name, end = block.groups()
         if name not in tables:
-            raise ValueError(
-                f"{README} has a block {name!r}: it must be one of {', '.join(tables)}"
-            )
+            raise ValueError(f"{path} has a block {name!r}: it must be one of {', '.join(tables)}")
         return f"{start}\n{_short(*tables[name])}\n{end}"
 
-    return BLOCK.sub(table, text)
+    return BLOCK.sub(table, path.read_text())
 
 
 def main() -> None:
-    """Writes both files, or with `--check` say which differ from what would be written."""
+    """Writes all documents, or with `--check` names those that differ from the recorded rows."""
     parser = argparse.ArgumentParser(
         prog="python -m tnp.figures.report", description=__doc__.split("\n")[0]
     )
@@ -157,17 +228,21 @@ def main() -> None:
         build_database(parquet_files(RECORDED), VIEWS, database)
         with duckdb.connect(str(database), read_only=True) as connection:
             texts = documents(connection)
-            if not check:  # not compared: where its letters stand depends on a machine's fonts
+            if not check:  # not compared: the places of letters depend on a machine's fonts
                 svg = vl_convert.vegalite_to_svg(headline.draw(connection).to_dict())
                 CHART.write_text(svg)
+    stale = set(PAGES.glob("*.md")) - texts.keys()
     differing = [
         path for path, text in texts.items() if not path.exists() or path.read_text() != text
     ]
     if not check:
+        PAGES.mkdir(exist_ok=True)
+        for path in stale:
+            path.unlink()
         for path in differing:
             path.write_text(texts[path])
-    elif differing:
-        names = " and ".join(map(str, differing))
+    elif differing or stale:
+        names = " and ".join(map(str, [*differing, *sorted(stale)]))
         sys.exit(f"not as the recorded rows say: {names}; run make report")
 
 

@@ -14,7 +14,7 @@ class TNPConfig:
 
     `heads_gain` scales the first weights of the heads' last layer. At 0.1 all components start near
     N(0, 1). At 1, as other layers are drawn, some start with deviations of 0.08, gradients are many
-    times what Adam has seen, and the loss leaps (DESIGN.md).
+    times what Adam has seen, and the loss leaps (docs/decisions).
 
     `buffer` is how many points training puts behind a context, in a buffer that later targets see
     (`tnp.model.causal_buffer`), and how many a joint sample does before the context is encoded

@@ -1,14 +1,16 @@
 -- # The training step
--- One training step: forward, backward and optimizer. The shape is tasks × (context points, target
--- points). "Plain PyTorch" is the model as anybody would first write it, with PyTorch's
--- FlashAttention. "PyTorch's best" is the fastest that we could make it without a kernel of ours:
--- cuDNN's attention, a hidden width that suits the hardware, nothing computed that reaches no
--- result, `torch.compile`, a CUDA graph where that helps. "Ours" is, of our steps that have
--- evidence, the one that is surest to be fast: the lower end of its interval against PyTorch's best
--- is the highest. Its variant stands first; those behind it are as fast, within 1 %. A ratio above
--- 1 says how many times as fast ours is, with its 95 % interval.
--- An interval stands where the two were timed in the same sittings; such a ratio may differ a
--- little from that of two times in the table. A ratio without one is of two medians alone.
+-- One training step is forward pass, backward pass and optimizer. A shape is tasks × (context
+-- points, target points).
+--
+-- "Plain PyTorch" is the model as anybody would first write it, with PyTorch's FlashAttention.
+-- "PyTorch's best" is the fastest that we could make it without a kernel of ours: cuDNN's
+-- attention, a padded hidden width, no unread rows, `torch.compile`, and a CUDA graph where that
+-- helps. "Ours" is the step of ours that is surest to be fast: the interval of its ratio to
+-- PyTorch's best begins highest. Its variant is named first; variants behind it are within 1 %.
+--
+-- A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
+-- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
+-- different ratio.
 with ours as (
     from speedup
     -- Steps whose sizes vary have a table of their own.

@@ -1,8 +1,9 @@
+-- topic: steps
 -- # Every step
 -- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
--- is the peak during a step. Times are medians over runs; a run is one process. "Against best" is
--- against the fastest of PyTorch's rows at this shape, or one within 1 % of it that was timed
--- beside ours.
+-- is the peak during a step. Times are medians over runs, and a run is one process. "Against best"
+-- compares with the fastest of PyTorch's rows at this shape. If it was not timed beside ours, a row
+-- within 1 % of it may replace it.
 with measured as (
     select
         device,

@@ -1,12 +1,15 @@
+-- topic: attention
 -- # Attention
--- 8 heads of 64, bfloat16; a shape is tasks × (queries × keys). All implementations of a shape are
--- timed in turn in one process, with cold caches. `fused` and `separate` are ours and run the same
--- forward kernel; `separate` has gradients that are equal from run to run. `sdpa_flash` and
--- `sdpa_cudnn` are PyTorch's `scaled_dot_product_attention` with the backend named, `flex` is its
--- `flex_attention`, `fa3` and `fa4` are the packages FlashAttention-3 (forward only) and
--- FlashAttention-4. The ratio is the time of the fastest that is not ours over ours, in the
--- runs that timed both; it may differ a little from that of two times in the table. TFLOP/s count
--- 4 · tasks · heads · queries · keys · 64 operations forward and 2.5 times as many backward.
+-- The problem has 8 heads of 64 in bfloat16. A shape is tasks × (queries × keys). All
+-- implementations of a shape are timed in turn in one process, with cold caches.
+--
+-- `fused` and `separate` are ours and share the forward kernel. `separate` has gradients that are
+-- equal from run to run. `sdpa_flash` and `sdpa_cudnn` are backends of PyTorch's
+-- `scaled_dot_product_attention`, and `flex` is its `flex_attention`. `fa3` and `fa4` are the
+-- packages FlashAttention-3 (forward only) and FlashAttention-4.
+--
+-- The ratio is the time of the fastest other over ours, in runs that timed both. TFLOP/s count 4 ·
+-- tasks · heads · queries · keys · 64 operations forward, and 2.5 times as many backward.
 select
     device,
     pass,

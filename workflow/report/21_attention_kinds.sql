@@ -1,11 +1,15 @@
+-- topic: attention
 -- # Attention of other kinds
--- Heads of language models: causal, with a sliding window, several sequences packed into one, and
--- fewer heads of keys than of queries (`n_kv_heads`); the same without a mask; sizes of kernel
--- exercises. `base2` is what a layer of the neural process asks for: its q carries the scale.
--- Names are as in the table above. `fa4_deterministic` has gradients that are equal from run to
--- run, as `separate` has. `wmma` and `cute` are CUDA C++ to learn from. For each pair of
--- a query and a key that it sees, and each dimension of each head, TFLOP/s count 4 operations
--- forward and 10 backward. A row without a ratio was timed in another run than its fastest peer.
+-- These are heads of language models: causal, with a sliding window, with several sequences packed
+-- into one, and with fewer heads of keys than of queries (`n_kv_heads`). Some have no mask, and
+-- some are sizes of kernel exercises.
+--
+-- `base2` is the form that a layer of the neural process asks for: its q carries the scale.
+-- `fa4_deterministic` has gradients that are equal from run to run, like `separate`. `wmma` and
+-- `cute` are CUDA C++ to learn from. Other names are as in the table above.
+--
+-- For each visible pair of query and key, and each dimension of each head, TFLOP/s count 4
+-- operations forward and 10 backward. A row without a ratio was not timed beside its fastest peer.
 select
     device,
     pass,

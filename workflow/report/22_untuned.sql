@@ -1,11 +1,12 @@
+-- topic: attention
 -- # Attention at sizes that nobody tuned for
--- Study `untuned`: 8 heads of 64, 1 to 64 tasks, 100 to 20,000 queries and 1 to 20,000 keys, none
--- of which has an entry in the table that our kernels are chosen by. At each size the faster of our
--- `separate` and `fused` beside the fastest of the others: PyTorch's flash and cuDNN, and
--- FlashAttention-3 and -4. The ratio is the time of the others' fastest over ours; sizes without
--- evidence for one are left out. "Clearly below 97 percent" are sizes of which the whole interval
--- lies below 0.97. What `auto` loses by its choice of these is in the table "What the automatic
--- choice costs".
+-- Study `untuned` has 8 heads of 64, 1 to 64 tasks, 100 to 20,000 queries and 1 to 20,000 keys. The
+-- table that our kernels are chosen by has no entry for these sizes. At each size the table
+-- compares the faster of `separate` and `fused` with the fastest of PyTorch's flash and cuDNN,
+-- FlashAttention-3 and FlashAttention-4.
+--
+-- The ratio is the time of the fastest other over ours. Sizes without evidence are left out.
+-- "Clearly below 97 percent" counts sizes whose whole interval lies below 0.97.
 with fastest as (
     select * from own_operators
     where op = 'attention' and config_id like 'untuned--%' and time_ms is not null

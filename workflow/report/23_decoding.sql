@@ -1,9 +1,12 @@
+-- topic: decoding
 -- # Decoding
--- New tokens (`n_queries`) of each sequence over up to `n_keys` cached ones. `b64_32k` is 64
--- sequences of 32,768 tokens; of `ragged` ones the lengths are drawn up to that. `paged` caches lie
--- in pages, and `sdpa` and `compiled` first gather them. "Share of the ceiling" is of the rate at
--- which PyTorch's sum reads 1 GiB on a GPU of the same model, which a longer read can surpass. A
--- plan is the host's, once for each composition of a batch, and no time has it.
+-- New tokens (`n_queries`) of each sequence read up to `n_keys` cached ones. `b64_32k` is 64
+-- sequences of 32,768 tokens. In `ragged` problems the lengths are drawn up to that number. `paged`
+-- caches lie in pages; `sdpa` and `compiled` first gather them.
+--
+-- "Share of the ceiling" is relative to the rate at which PyTorch's sum reads 1 GiB on a GPU of
+-- this model. A longer read can exceed it. A plan is made on the host, once for each composition of
+-- a batch. Planning time is not part of the time.
 select
     device,
     shape || ': ' || in_words(problem) || ' ' || dtype as shape,

@@ -1,12 +1,16 @@
+-- topic: operators
 -- # The other operators
--- Ours beside the fastest of the others, as in the table of attention: what stands around it in the
--- model, and operators beyond the model at sizes of language models and of kernel exercises.
--- `torch` is PyTorch's plain form, `compiled` the same under `torch.compile`; `loop`, `bmm` and
--- `grouped_mm` are other ways that PyTorch can do the heads. `addmm_activation` is cuBLAS with GELU
--- in its epilogue, which has no backward pass. `quack` and `liger` are packages. Embedding and
--- projections have gates and no benchmark of their own; the ablation times them.
--- Where a row has evidence and no ratio, the fastest of the others was not timed beside it.
--- `torch.compile` does not choose alike on every machine: DESIGN.md, "Known limits", has a case.
+-- Each row has ours beside the fastest of the others. The operators are those around attention in
+-- the model, and some of language models and kernel exercises.
+--
+-- `torch` is PyTorch's plain form, and `compiled` the same under `torch.compile`. `loop`, `bmm` and
+-- `grouped_mm` are other ways that PyTorch can compute the heads. `addmm_activation` is cuBLAS with
+-- GELU in its epilogue, which has no backward pass. `quack` and `liger` are packages.
+--
+-- Embedding and projections have gates and no benchmark of their own; the ablation times them. A
+-- row with evidence and without a ratio was not timed beside its fastest peer.
+-- [docs/limits.md](../docs/limits.md) has a case where `torch.compile` chose differently on two
+-- machines.
 select
     device,
     op as operator,

@@ -1,8 +1,9 @@
+-- topic: operators
 -- # What a single launch takes
--- Microseconds of one launch among many single ones, each between two events of its own, without a
--- CUDA graph. The L2 cache is overwritten before each, and implementations take turns. p95 and p99
--- are what 95 and 99 of 100 launches stay below. None of it is compared with the tables of times
--- that are means of many launches, and there is no verdict here.
+-- The table has microseconds of one launch among many single ones. Each launch stands between two
+-- events of its own, without a CUDA graph. The L2 cache is overwritten before each, and
+-- implementations take turns. 95 and 99 of 100 launches stay below p95 and p99. These rows are not
+-- compared with means of many launches, and have no verdict.
 select
     device,
     op as operator,

@@ -1,6 +1,6 @@
 -- # Memory at the largest shape
--- Peak memory of one step with 200,000 context points, smallest first. Checkpointing keeps of each
--- transformer block only its input and computes the rest again.
+-- Peak memory of one step with 200,000 context points, smallest first. With checkpointing, a
+-- transformer block keeps only its input and computes the rest again.
 select
     device,
     variant,

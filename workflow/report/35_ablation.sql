@@ -1,8 +1,7 @@
 -- # What each component is worth
--- "Gains added" is by how many ms a step gets shorter when the component alone is added to PyTorch
--- with cuDNN's attention and a padded hidden width, uncompiled. "Gains last" is by how many it gets
--- shorter when the component is added to all others of ours. `skip_unread` leaves out what reaches
--- no result.
+-- "Gains added" is the time that a step saves when the component alone is added to PyTorch with
+-- cuDNN's attention and a padded hidden width, uncompiled. "Gains last" is the time that it saves
+-- when it is added to all others of ours. `skip_unread` leaves out rows that reach no result.
 select
     device,
     shape,

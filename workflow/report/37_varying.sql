@@ -1,13 +1,13 @@
 -- # Sizes that vary
--- Training steps over a stream of 64 tasks, whose sizes are drawn at random for each task, or, at
--- `varying_samples`, for each sample of one. A step is the stream's mean. Rows are context and
--- target points; padding is none, and has a column: its share of the rows that are computed
--- outside attention. Sizes are rounded up to buckets, each with a graph of its own where there are
--- graphs. PyTorch's best is compiled once for all sizes, and without graphs it is not padded.
--- Variants that end in `_packed` put the samples of a batch one behind the other. `small` and
--- `mid` are the largest of streams `varying` and `varying_mid`. Pairs are of runs that were made
--- together: an interval rests on them. A row of PyTorch's within 1 % of its fastest stands in for
--- that where it was timed beside ours.
+-- Training steps over a stream of 64 tasks. Sizes are drawn at random for each task, or for each
+-- sample at `varying_samples`. A step is the stream's mean. Rows are context and target points
+-- without padding. "Padding" is the share of padded rows among the rows that are computed outside
+-- attention.
+--
+-- Sizes are rounded up to buckets. Each bucket has a graph of its own where there are graphs.
+-- PyTorch's best is compiled once for all sizes, and not padded without graphs. Variants that end
+-- in `_packed` put the samples of a batch one behind the other. `small` and `mid` are the largest
+-- sizes of streams `varying` and `varying_mid`.
 with streams as (
     select distinct device
     from step_summary

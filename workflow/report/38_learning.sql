@@ -1,9 +1,9 @@
--- # What was learnt
--- Training runs at their end, judged on tasks that they were not trained on: the mean logarithmic
--- likelihood of a target value, in nats, higher is better, with its 95 % interval. Shuffled is that
--- of the same tasks with the context's values interchanged: a model that uses its context must fall
--- below the interval there. The last column is how far a run came from the prior, 0 %, to the exact
--- posterior, 100 %, where that is known.
+-- # What the model learned
+-- Training runs are judged at their end, on tasks that they were not trained on. The value is the
+-- mean log-likelihood of a target in nats, with its 95 % interval; higher is better. "Shuffled" has
+-- the context's values interchanged: a model that uses its context must fall below the interval
+-- there. The last column says how far a run came from the prior, 0 %, to the exact posterior, 100
+-- %, where that is known.
 select
     device,
     run,

@@ -1,8 +1,9 @@
 -- # Whether it trains alike
--- The loss of a run minus that of a run through PyTorch, from the same weights on the same tasks,
--- over the last half of the steps; 90 % intervals. They are called equivalent where the interval
--- lies within the margin: three times what two of PyTorch's own backends differ by, or 0.01 nats
--- where that is more. One run each and one seed.
+-- The table has the loss of a run minus that of a run through PyTorch, over the last half of the
+-- steps. Both start from the same weights and see the same tasks. Intervals are of 90 %. Two runs
+-- are called equivalent if the interval lies within the margin. The margin is three times the
+-- difference of two of PyTorch's own backends, or 0.01 nats if that is more. Each is one run with
+-- one seed.
 select
     device,
     run,

@@ -1,7 +1,7 @@
 -- # Joint densities
--- Log-likelihood of all targets together after training, in nats a target, of held-out tasks:
--- through the buffer, and of the same model with the context encoded again for each target. "Error"
--- is the standard error of the difference.
+-- The values are log-likelihoods of all targets together after training, in nats a target, of
+-- held-out tasks. One column is through the buffer. The other encodes the context again for each
+-- target, with the same model. "Error" is the standard error of the difference.
 select
     device,
     run,

@@ -1,8 +1,8 @@
 -- # What the automatic choice costs
--- `auto` takes for each operator what a table says is fastest. A choice is judged where it and what
--- else it could have been were timed beside each other, and all of these times have evidence. Cost
--- is how much slower the choice is than the best of these, forward and backward together. "nearest"
--- means that the table has no entry of this size, "default" that it has none of this operator.
+-- `auto` takes for each operator the fastest implementation of a table. A choice is judged if it
+-- and its alternatives were timed beside each other, all with evidence. Cost says how much slower
+-- the choice is than the best of them, forward and backward together. "Nearest" means that the
+-- table has no entry of this size, and "default" that it has none of this operator.
 select
     device,
     source as table_entry,

@@ -1,9 +1,9 @@
 -- # What a training step costs the host
--- Milliseconds from the call of a step until it returns, on a GPU that has nothing left to do, and
--- of a step in a loop of several. Where the loop takes hardly longer than the host, it waits for
--- the host. All forms of a shape took turns in one process, on the processor that is named. Beside
--- them stand the host's time over that of PyTorch's fastest form without a CUDA graph, and the time
--- of a step in a loop over that of the same variant as a CUDA graph.
+-- Host time is the time from the call of a step until it returns, on an idle GPU. Step time is that
+-- of a step in a loop. If both are nearly equal, the GPU waits for the host. All forms of a shape
+-- took turns in one process, on the processor that is named. Two ratios follow: host time over that
+-- of PyTorch's fastest form without a CUDA graph, and step time over that of the same variant with
+-- one.
 select
     device,
     coalesce(processor, 'unknown') as processor,

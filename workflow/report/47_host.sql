@@ -1,8 +1,8 @@
 -- # What an eager call costs the host
--- Microseconds of the host for one call that is launched asynchronously at a size where the device
--- waits, without a CUDA graph. "recorded" is a forward pass that autograd records, "training" has
--- its backward pass, and "chain" is one of many such calls in a row. PyTorch's plain form was timed
--- in turn in the same process, called as a user of PyTorch calls it.
+-- The table has microseconds of the host for one asynchronous call, without a CUDA graph, at a size
+-- where the device waits. "Recorded" is a forward pass that autograd records. "Training" has its
+-- backward pass. "Chain" is one of many such calls in a row. PyTorch's plain form was timed in turn
+-- in the same process.
 select
     host.device,
     concat(op, ' ', in_words(problem)) as problem,

@@ -1,10 +1,10 @@
 -- # Predictions over one context
--- Milliseconds of one prediction among many in a row, timed in turn. "Anew" encodes the context
--- each time, "kept" reads what `encode` has kept, "replayed" is the same with `cuda_graph=True`,
--- and "bare" is the targets' own work, a CUDA graph with nothing around it. "A hundred" says how
--- many times as fast as anew a hundred predictions are that are replayed, with the encoding and
--- the capture. "Off by" is the difference from what an encoding made anew gives, in float32, of the
--- largest mixture parameter.
+-- The table has milliseconds of one prediction among many in a row, timed in turn. "Anew" encodes
+-- the context each time. "Kept" reads the result of `encode`. "Replayed" is the same with
+-- `cuda_graph=True`. "Bare" is the targets' work alone, in a CUDA graph. "A hundred" says how many
+-- times as fast as anew a hundred replayed predictions are, encoding and capture included. "Off by"
+-- is the difference from an encoding made anew, in float32, relative to the largest mixture
+-- parameter.
 select
     device,
     format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,

@@ -1,9 +1,9 @@
 -- # Joint samples
--- Milliseconds of one target of a joint sample, for all tasks of the batch together. "Through the
--- buffer" is a whole sample's time, encodings and capture among it, over its number of targets.
--- "Anew" is one target of a context that is encoded for it alone, with half of the targets in it:
--- 20 of them in a row were timed, not one for each target. "Trained" is a training step of the same
--- model, "plain" that of the model without a buffer. Study `joint`.
+-- The table has milliseconds of one target of a joint sample, for all tasks of the batch together.
+-- "Through the buffer" is a whole sample's time over its number of targets, encodings and capture
+-- included. "Anew" is one target of a context that is encoded for it alone, with half of the
+-- targets in it; 20 of them in a row were timed. "Trained" is a training step of the same model,
+-- and "plain" one of the model without a buffer.
 select
     device,
     format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,

@@ -1,7 +1,8 @@
--- # What equal things differ by
--- Two runs of the same code differ. The standard deviation within a run is of a typical run's
--- samples, the one between runs of their medians in one sitting; "a ratio" is how far two equal
--- things that were timed together differ. Verdicts take all of it into account.
+-- topic: noise
+-- # How much equal things differ
+-- Two runs of the same code differ. One standard deviation is of the samples within a typical run,
+-- the other of the runs' medians in one session. "A ratio" says how far two equal things that were
+-- timed together differ. Verdicts take all of this into account.
 select
     device,
     kind,

@@ -1,9 +1,10 @@
--- # What equal things are called
--- Each pair of equal things is judged by the rules that judge all others. To call one of them
--- faster or slower is wrong: at most 1 % may be. An interval should contain 1: at least 93 % must.
+-- topic: noise
+-- # How equal things are judged
+-- Each pair of equal things is judged by the rules that judge all others. A verdict of faster or
+-- slower is wrong here: at most 1 % may be. An interval should contain 1: at least 93 % must.
 -- Several pairs of the same two are one comparison. Intervals are wide on purpose, because few runs
--- say little of their own spread (DESIGN.md). The shapes are those where pairs were timed, with the
--- number of comparisons of each.
+-- say little about their own spread ([statistics](../docs/store-and-statistics.md#statistics)). The
+-- table has the shapes where pairs were timed, and the number of comparisons of each.
 with of_shapes as (
     select
         device,

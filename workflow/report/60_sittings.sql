@@ -1,8 +1,9 @@
--- # When, and on what
--- A sitting is a series of runs on one GPU without a gap of more than half an hour. Sittings
--- without the GPU's own number were recorded before evidence was kept. The commit is that of the
--- code that was run. Packages are the others that implementations came from. A sitting in which
--- nothing was timed is not listed.
+-- topic: evidence
+-- # When, and on which machine
+-- A session (`sitting`) is a series of runs on one GPU without a gap of more than half an hour.
+-- Sessions without the GPU's own number were recorded before evidence was kept. The commit is that
+-- of the code that ran. Packages are the others that implementations came from. Sessions without
+-- timings are left out.
 with machines_of_runs as (
     select distinct
         device,

@@ -1,7 +1,8 @@
--- # Not measured afresh
--- These were recorded before rows kept their evidence: which code ran, on which GPU, whether a gate
--- was green for that very code. They still stand, without interval and without verdict, until they
--- are measured again. Figures draw them hollow, stages pale.
+-- topic: evidence
+-- # Not measured again yet
+-- These rows were recorded before rows kept their evidence: the code, the GPU, and the gates of
+-- that very code. They have no interval and no verdict until they are measured again. Figures draw
+-- them hollow, and stages pale.
 with standing_without as (
     select
         device,

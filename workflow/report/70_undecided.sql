@@ -1,8 +1,9 @@
+-- topic: undecided
 -- # Compared and not decided
--- What was compared with something else, with evidence, and is neither faster, slower nor the same,
--- and how many more runs we expect to decide it. Where a dash stands no number of runs would: the
--- ratio lies too near to 0.99 or 1.01, between which two things are the same. Comparisons of
--- something with its own earlier code, mostly within 1 %, are in view `undecided` too.
+-- These comparisons have evidence, and are neither faster, slower nor the same. The table says how
+-- many more runs we expect to decide each. A dash means that no number of runs would, because the
+-- ratio is too near to 0.99 or 1.01. Comparisons with earlier code, mostly within 1 %, are in view
+-- `undecided` too.
 select
     device,
     replace(question, device || ' ', '') as question,

@@ -1,5 +1,5 @@
 -- Macros: what a contrast is judged by. Times are compared by their logarithms, so a difference of
--- 0.01 is 1 %. DESIGN.md, "Statistics", says why each is as it is.
+-- 0.01 is 1 %. docs/store-and-statistics.md says why each is as it is.
 
 -- The difference that matters: 1 %.
 create or replace macro margin() as ln(1.01);

@@ -4,7 +4,7 @@ A floor is computed in float64 from the inputs alone. One rounding is off by at 
 what it rounds; evenly spread, its variance is u²/3 times the square. Roundings count as
 independent, and first derivatives carry their variances to the result. A floor is the square root
 of all these variances added up over a result's elements: what ‖computed − exact‖ is expected to be.
-DESIGN.md says the same in words.
+docs/decisions/008-error-budget.md says the same in words.
 """
 
 import torch
