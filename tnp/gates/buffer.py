@@ -109,7 +109,7 @@ def masked_loss(model: TransformerNP, task: Task) -> torch.Tensor:
     x, y = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
     seen = torch.tensor(n_seen, device=x.device)
     found = masked(model, context, (x[:, entering], y[:, entering]), x, seen)
-    return mixture_nll(found, y, model.config.sigma_min)
+    return mixture_nll(found, y, sigma_min=model.config.sigma_min)
 
 
 def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:

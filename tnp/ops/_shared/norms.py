@@ -61,7 +61,7 @@ class BackwardConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class ColumnsConfig:
-    """Columns and rows of a tile, programs per multiprocessor, stages of the loads ahead."""
+    """Sets columns and rows of a tile, programs per multiprocessor, stages of the loads ahead."""
 
     columns: int
     rows: int
@@ -83,7 +83,7 @@ COLUMNS = (ColumnsConfig(256, 8, 4, 4, 3), ColumnsConfig(512, 4, 4, 4, 2))
 
 
 def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Candidates for rows held in registers."""
+    """Returns the candidates for rows held in registers."""
     block = triton.next_power_of_2(call.problem["width"])
     if block <= NARROW:
         return NARROW_FORWARD
@@ -96,7 +96,7 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 
 def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """Candidates for rows held in registers, whose loads ahead fit into shared memory."""
+    """Returns the candidates for rows held in registers, whose loads ahead fit into shared memory."""
     block = triton.next_power_of_2(call.problem["width"])
     if block <= NARROW:  # 1,024 elements are too many for one warp: LayerNorm's takes 250 registers
         one, *others = NARROW_BACKWARD
@@ -109,7 +109,7 @@ def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
 
 
 def columns_configs(call: Call) -> tuple[ColumnsConfig, ...]:
-    """Candidates for stripes of columns."""
+    """Returns the candidates for stripes of columns."""
     return COLUMNS
 
 

@@ -20,7 +20,7 @@ E4M3_NAN = tl.constexpr(480.0)
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
+    """Sets what a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
 
     def kernel_arguments(self) -> dict[str, int]:
         """The sizes in capitals, as the kernels name them."""

@@ -32,7 +32,7 @@ GROUP_M = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class MatmulConfig(KernelConfig):
-    """Tile of the result, and how much of the inner dimension is multiplied at a time."""
+    """Sets tile of the result, and how much of the inner dimension is multiplied at a time."""
 
     block_m: int
     block_n: int

@@ -24,7 +24,7 @@ from tnp.ops.embedding import GIVEN
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and columns a program holds at a time, programs per multiprocessor, loads ahead.
+    """Sets rows and columns a program holds at a time, programs per multiprocessor, loads ahead.
 
     `block_d` counts columns of 16 bits; of 32 bits it is half as many.
     """

@@ -45,7 +45,7 @@ MOST_FEW_ROWS = 16  # and at least that high
 
 @dataclass(frozen=True)
 class HeadsConfig(KernelConfig):
-    """Rows and hidden units of a tile, and how much of x's width is multiplied at a time."""
+    """Sets rows and hidden units of a tile, and how much of x's width is multiplied at a time."""
 
     block_m: int
     block_f: int

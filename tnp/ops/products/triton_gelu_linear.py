@@ -30,7 +30,7 @@ PROGRAMS = 4
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Tile of dz that a program works on at a time, walking down the rows, and loads ahead."""
+    """Sets tile of dz that a program works on at a time, walking down the rows, and loads ahead."""
 
     block_m: int
     block_n: int

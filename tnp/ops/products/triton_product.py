@@ -191,7 +191,7 @@ class Operand:
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Candidates for a matmul, the default first."""
+    """Returns the candidates for a matmul, the default first."""
     return candidates(call, *(call.problem[name] for name in "mnk"))
 
 

@@ -93,7 +93,7 @@ def _centre_kernel(
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Candidates, the default first: the largest tile of which there are enough."""
+    """Returns the candidates, the default first: the largest tile of which there are enough."""
     problem, found = call.problem, CONFIGS[call.problem.itemsize]
 
     def serves(config: MatmulConfig) -> bool:

@@ -77,7 +77,7 @@ def _centred(rows, weight, n_keys):
 
 
 def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False) -> dict:
-    """Sizes; ValueError where they do not go together."""
+    """Returns the sizes; raises ValueError where they do not go together."""
     from tnp.util.checks import require_lengths
 
     require_product(x, weight)
@@ -110,8 +110,8 @@ def out_of_range(case, inputs):
 
 
 def draw(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in, gradients that lie as our attention leaves them;
-    where keys are centred, rows that share a vector.
+    """Draws normal x, weights scaled by their fan-in, gradients that lie as our attention leaves
+    them; where keys are centred, rows that share a vector.
 
     As in a trained model it is a few times as long as what tells rows apart.
     """
@@ -148,7 +148,7 @@ def condition(operator, case, inputs) -> dict[str, float]:
 
 
 def work(case, pass_) -> Work:
-    """As of `linear`, of the rows that are asked for."""
+    """Counts as `linear` does, of the rows that are asked for."""
     problem = case.problem
     batch, rows, d, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     x, qkv = batch * rows * d * problem.itemsize, batch * (n_q + 2 * n_k) * d * problem.itemsize
@@ -214,7 +214,7 @@ def cases(operator, target) -> list[Case]:
 
 
 def within(operator, model, run):
-    """Of a block that projects every row."""
+    """Returns the problem of a block that projects every row."""
     rows = run["n_context"] + run["n_target"]
     return operator.problem(
         run["dtype"], batch=run["batch"], rows=rows, d_model=model["d_model"],

@@ -35,7 +35,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Config:
-    """Rows that a program holds at a time."""
+    """Sets rows that a program holds at a time."""
 
     rows: int
     num_warps: int
@@ -43,7 +43,7 @@ class Config:
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """And programs a multiprocessor, and stages of the loads ahead."""
+    """Sets and programs a multiprocessor, and stages of the loads ahead."""
 
     per_multiprocessor: int
     num_stages: int

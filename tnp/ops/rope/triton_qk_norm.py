@@ -43,7 +43,7 @@ from tnp.ops.rope.triton_rope import (
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """A tile, programs per multiprocessor, and stages of the loads ahead."""
+    """Sets a tile, programs per multiprocessor, and stages of the loads ahead."""
 
     per_multiprocessor: int
     num_stages: int
