@@ -142,7 +142,7 @@ MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tuning", *TUNE], ["tnp.tuning.f
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    """What a command of the package prints with nothing but the core."""
+    """Runs a command of the package with nothing but the core installed."""
     call = [sys.executable, "-c", COMMAND, ",".join(BEYOND_THE_CORE), *arguments]
     return subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
 

@@ -57,7 +57,7 @@ def test_samples_are_of_one_prediction_and_of_the_rows_they_are_summarized_in(ta
 
 
 def test_a_call_is_many_predictions_of_its_form(monkeypatch):
-    """Those anew encode each time, those from an encoding never."""
+    """Predictions made anew encode each time; those from an encoding never do."""
     encode, n_encoded = predictions.TransformerNP.encode, []
     monkeypatch.setattr(
         predictions.TransformerNP,

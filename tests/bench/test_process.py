@@ -173,7 +173,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
 
 
 def test_a_kill_leaves_no_files_behind(own_temporary_folder, tmp_path):
-    """Of the process that measures, `kill -9`."""
+    """Ends the measuring process by `kill -9`."""
     code = "from tests.bench.configurations import step_parameters as p; "
     code += "from tnp.bench.isolate import run_isolated; run_isolated('step', p(), 600)"
     started = tmp_path / "started"

@@ -1,4 +1,4 @@
-"""Every figure over every kind of database: valid, self-contained, complete."""
+"""Every figure is valid, self-contained and complete over every kind of database."""
 
 import json
 import re

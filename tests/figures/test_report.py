@@ -1,4 +1,4 @@
-"""What is published is what the recorded rows say, and the ten questions have answers."""
+"""Published tables equal those of the recorded rows, and the ten questions have answers."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -28,7 +28,7 @@ def kernels(own: Implementation) -> set[str]:
 
 
 def gates() -> list:
-    """Of all implementations; those of operators that PyTorch multiplies for meet its BLAS.
+    """Returns gates of all implementations. Some operators compare with PyTorch's BLAS.
 
     In the interpreter without those whose kernels are some of another's, which takes no other path.
     """
@@ -391,7 +391,7 @@ def test_a_function_of_ours_is_gated_too(of_swiglu):
 
 
 def test_an_emulated_format_is_judged_apart_from_its_kernel(of_swiglu):
-    """What the format holds is rounded to bfloat16; the kernel computes exactly with that."""
+    """The format holds inputs rounded to bfloat16. The kernel computes exactly with them."""
 
     def held(case, inputs):
         return {name: x.bfloat16().float() for name, x in inputs.items()}

@@ -95,7 +95,7 @@ def test_ignored_targets_have_no_gradient(some):
 
 
 def test_a_scaled_loss_keeps_float16s_gradients():
-    """Of 1e-7 a logit: what float16 rounds to 0 unless the scale comes before the rounding."""
+    """Gradients of 1e-7 a logit: float16 rounds them to 0 unless the scale comes first."""
     logits, target = normal(64, 600).half(), classes(64, 600)
     x, weight = normal(64, 16).half(), (normal(600, 16) / 4).half()
     for compute, leaves in ((cross_entropy, [logits]), (linear_cross_entropy, [x, weight])):

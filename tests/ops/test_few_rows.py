@@ -1,4 +1,4 @@
-"""What kernels of a few rows share: when a kernel waits for those before it, and what it may do
+"""Tests when kernels of a few rows wait for those before them, and what they may do
 ahead of that; and products in parts.
 """
 

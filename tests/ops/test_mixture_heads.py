@@ -123,7 +123,7 @@ def test_gradients_of_a_saved_z_alone_and_of_an_expanded_gradient():
 
 
 def test_padding_is_exact_and_has_no_gradient():
-    """What a hidden unit of weight 0 gets through SiLU is 0, and so is what it sends back."""
+    """A hidden unit of weight 0 is 0 behind SiLU, and so are its gradients."""
     found = by(heads(), "fused")
     assert (found["dup"][:, 42:] == 0).all() and (found["ddown"][..., 42:] == 0).all()
     assert found["out"].dtype == torch.float32  # as it was summed
@@ -175,7 +175,7 @@ def test_which_kernel_serves():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_parts_of_the_hidden_width_add_up(dtype):
-    """Of 16 rows, the last part ragged; a gradient may be asked for as well."""
+    """The last part of 16 rows is ragged. A gradient may be asked for as well."""
     problem = heads(rows=16, d_ff=200, real=170, dtype=dtype)
     assert triton_heads.FEW_ROWS_CONFIGS[2].block_f < 200
     found, again = by(problem, "fused"), by(problem, "fused")

@@ -51,7 +51,7 @@ def test_views_are_read_in_place_and_copies_give_the_same(implementation):
 
 @ours
 def test_padding_is_exact_and_has_no_gradient(implementation):
-    """What a hidden unit of weight 0 gets through SiLU is 0, and so is what it sends back."""
+    """A hidden unit of weight 0 is 0 behind SiLU, and so are its gradients."""
     found = by(layer(), implementation)
     assert (found["dup"][42:] == 0).all() and (found["ddown"][:, 42:] == 0).all()
 

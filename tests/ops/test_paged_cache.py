@@ -217,7 +217,7 @@ def test_decode_attention_over_it_is_attention_over_plain_tensors(implementation
 
 
 def captured(step):
-    """What replays a step: on a GPU its graph, elsewhere the step itself."""
+    """Returns a function that replays a step: on a GPU its graph, elsewhere the step itself."""
     if DEVICE.type != "cuda":
         return step
     stream = torch.cuda.Stream()
@@ -294,7 +294,7 @@ def test_what_a_table_has_no_room_for_is_found_out():
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_page_that_is_written_has_one_owner(monkeypatch, traced):
-    """Of a table in a tensor of the caller's, which the cache did not give."""
+    """The table lies in a tensor of the caller's, which the cache did not give."""
     kind, sentence = ValueError, r"page \d of sample 0 has {} owners: a page that is written must"
     if traced:  # as on CUDA, where the host does not know the owners
         monkeypatch.setattr(paged, "numbers_on_host", lambda *_: None)

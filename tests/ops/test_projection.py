@@ -24,7 +24,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def weight_gradients(dtype: torch.dtype, rows: int = 4096) -> dict[str, torch.Tensor]:
-    """Those of both functions for gradients of one: sums of `rows` products x · 1."""
+    """Returns weight gradients of both functions for gradients of 1: sums of products x · 1."""
     x = draw(2, rows // 2, 16, dtype=dtype)
     weight = draw(48, 16).requires_grad_()
     q, k, v = project_qkv(x, weight, 2, implementation="fused")
@@ -143,7 +143,7 @@ def test_keys_and_values_are_one_product_each_way(n_k, first):
 
 
 def test_of_one_row_halves_are_two():
-    """What lies behind the only row of dk can be another tensor's memory."""
+    """The memory behind the only row of dk can be another tensor's."""
     dk, dv = halves(1, 1, 2, 12)
     assert not products._can_be_halves(dk, dv)
     assert products._can_be_halves(*halves(2, 1, 2, 12))
@@ -293,7 +293,7 @@ def test_padding_has_no_part_in_what_is_taken_off():
 
 @pytest.mark.parametrize("n_k", [70, 4100])
 def test_rows_may_lie_in_any_order(n_k):
-    """Of x whose last dimension is not contiguous, and of which some rows are keys."""
+    """The last dimension of x is not contiguous, and some of its rows are keys."""
     x, weight = draw(2, 32, n_k + 5).transpose(1, 2), draw(96, 32)
     found, expected = (
         project_qkv(rows, weight, 2, n_k=n_k, centred=True, implementation=name)

@@ -23,7 +23,7 @@ def drawn(*sizes, dtype=torch.float32, n_positions=None):
 
 
 def gradients(outputs, inputs):
-    """Of a weighted sum of the outputs, of the first four inputs."""
+    """Returns gradients of the first four inputs, of a weighted sum of the outputs."""
     weights = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outputs]
     loss = sum((x.float() * weight).sum() for x, weight in zip(outputs, weights, strict=True))
     return torch.autograd.grad(loss, inputs[:4])
