@@ -233,9 +233,11 @@ def test_a_case_that_does_not_fit_is_left_out_with_its_reason(of_swiglu, monkeyp
 
 
 def test_a_wrong_gradient_is_red(of_swiglu):
+    """It is wrong by some 25 roundings: budgets are that narrow."""
+
     def wrong(gradients, n):
         dgate, dup = gradients
-        return dgate, None if dup is None else dup * 1.001
+        return dgate, None if dup is None else dup * (1 + 3e-6)
 
     found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, wrong)))
     assert "dup against float64, " + str(_cases()[0]) in found
