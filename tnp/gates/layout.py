@@ -52,7 +52,7 @@ def _different(names: tuple[str, ...], results: tuple, says: tuple) -> Iterator[
 
 
 def _looks(x: torch.Tensor | None) -> tuple | None:
-    """What compiled code relies on; strides of dimensions of one element are nobody's."""
+    """Returns what compiled code relies on; strides of dimensions of one element are nobody's."""
     if x is None:
         return None
     steps = tuple(

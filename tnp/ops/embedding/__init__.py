@@ -40,7 +40,7 @@ def reference(x_context, y_context, x_target, weight, like):
 
 
 def describe(x_context, y_context, x_target, weight, like) -> dict:
-    """Returns the sizes, and the result's dtype; ValueError where the tensors do not go together."""
+    """Returns sizes and the result's dtype; raises ValueError where tensors do not go together."""
     given = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
     require_floats(**given, weight=weight, dtype=like)
     if (x_context is None) != (y_context is None):

@@ -92,7 +92,9 @@ def cases(target) -> list[Case]:
 
 
 def condition(case, inputs) -> float:
-    """What rounding the logits costs the loss, a mean in which PyTorch's own error may cancel."""
+    """Estimates the error that rounding the logits leaves in the loss, a mean in which PyTorch's
+    own error may cancel.
+    """
     import torch
 
     x, weight, target = (inputs[name] for name in ("x", "weight", "target"))

@@ -70,7 +70,10 @@ def _bmm(x, up, down):
 
 
 def _grouped_mm(x, up, down):
-    """As `_bmm`; O is zero-padded to the width that grouped_mm wants rows to be multiples of."""
+    """Does the same as `_bmm`.
+
+    O is zero-padded to the width that grouped_mm wants rows to be multiples of.
+    """
     from torch.nn.functional import grouped_mm, pad, silu
 
     n_out = down.shape[1]
@@ -164,7 +167,7 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of rows whose z is saved: those kernels that save nothing serve them too. And of few."""
+    """Yields problems to compile: of rows whose z is saved, and of few rows."""
     sizes = {"d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": N_OUTPUTS}
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (2, 32_000):

@@ -129,7 +129,7 @@ def _mixture_heads_bwd_kernel(
 
 
 def empty(wanted, inputs):
-    """Of the forward operation, as all kernels leave it."""
+    """Allocates the result of the forward operation, in the layout of all kernels."""
     x, _up, down = inputs
     return (x.new_empty((*x.shape[:-1], *down.shape[:2]), dtype=torch.float32),), ()
 

@@ -138,7 +138,7 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of rows whose hidden layer is saved, and of more."""
+    """Yields problems to compile: of rows whose hidden layer is saved, and of more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (44_000, 70_000):
             yield OPERATOR.problem(dtype, rows=rows, d_model=512, d_ff=1408)

@@ -98,7 +98,7 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> list[Problem]:
-    """Of a few rows, for which alone there is a kernel of ours: the model's widths."""
+    """Yields problems to compile: a few rows of the model's widths, which alone have a kernel."""
     sizes = {"rows": 2, "n_out": 512}
     return [OPERATOR_LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
 

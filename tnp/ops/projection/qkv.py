@@ -25,7 +25,7 @@ CENTRE_ROWS = 64  # of a sample, whose mean is taken off its keys
 
 
 def query_factor(d_model: int, n_heads: int, base2: bool) -> float:
-    """What queries are multiplied by: 1, or scale · log2(e)."""
+    """Returns the factor of queries: 1, or scale · log2(e)."""
     return log2(e) * (d_model // n_heads) ** -0.5 if base2 else 1.0
 
 
@@ -130,8 +130,8 @@ def draw(case, random) -> dict:
 
 
 def condition(operator, case, inputs) -> dict[str, float]:
-    """What float32 loses, which rounds a sum as often as it adds, and of centred keys a difference
-    of longer vectors.
+    """Estimates the error of float32: each addition rounds, and centred keys are a difference of
+    longer vectors.
     """
     import torch
 
@@ -223,6 +223,6 @@ def within(operator, model, run):
 
 
 def coordinates(problem) -> tuple[float, ...]:
-    """What the cost of projections depends on; the number of heads is how they are read."""
+    """Returns the sizes that the cost of projections depends on. The number of heads is not one."""
     batch, _rows, d_model, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     return batch * n_q, batch * n_k, d_model

@@ -43,9 +43,7 @@ def add_reference(x, update, weight, eps):
 
 
 def describe(x, weight, name="weight") -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together, with the weight by its
-    name.
-    """
+    """Returns the sizes; raises ValueError that names the weight where tensors do not fit."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or len(weight) == 0:
         raise ValueError(
             f"x is {tuple(x.shape)} and {name} {tuple(weight.shape)}: they must be [..., D] and "
@@ -57,7 +55,7 @@ def describe(x, weight, name="weight") -> dict:
 
 
 def add_describe(x, update, weight, name="weight") -> dict:
-    """As `describe`, with an update like x."""
+    """Does the same as `describe`, with an update like x."""
     sizes = describe(x, weight, name)
     require_equal(x=x, update=update)
     return sizes

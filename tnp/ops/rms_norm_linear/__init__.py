@@ -39,9 +39,7 @@ def reference(x, update, norm_weight, weight, eps, silu=False):
 
 
 def describe(x, update, norm_weight, weight, silu=False) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together, or a gradient is asked
-    for.
-    """
+    """Returns the sizes; raises ValueError where tensors do not fit, or a gradient is requested."""
     tensors = {"x": x, "update": update, "norm_weight": norm_weight, "weight": weight}
     require_no_gradient("rms_norm_linear", **tensors)
     require_floats(weight=weight)
@@ -73,7 +71,7 @@ def work(case, pass_) -> Work:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of a few rows, whole and in parts, and of more."""
+    """Yields problems to compile: of a few rows, whole and in parts, and of more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows, width in ((2, 512), (2, 1024), (40, 512)):
             yield OPERATOR.problem(dtype, rows=rows, width=width, n_out=1536, silu=True)

@@ -22,7 +22,7 @@ from tnp.ops._shared.triton_matmul import load_tile, silu, store_tile
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Sets rows and outputs of a tile, columns at a time, and parts in which these are multiplied."""
+    """Sets rows and outputs of a tile, columns at a time, and the parts that are multiplied."""
 
     block_m: int
     block_n: int

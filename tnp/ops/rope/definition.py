@@ -1,4 +1,4 @@
-"""What rotary embeddings are measured by, alone and with norms in front: formula, inputs, work."""
+"""Defines rotary embeddings, alone and with norms in front: formula, inputs, work."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def require_rows(positions: Tensor | None, cos: Tensor) -> None:
 
 
 def pairing_options(pairing: str) -> tuple:
-    """What a call passes of a pairing; ValueError where there is none of that name."""
+    """Returns the options of a pairing. Raises ValueError where there is none of that name."""
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing is {pairing!r}: choose from {', '.join(PAIRINGS)}")
     return (("interleaved", True),) if pairing == "interleaved" else ()

@@ -79,7 +79,7 @@ def _weights_exchanged(q, k, q_weight, k_weight, *rest, **options):
 
 
 def _one_norm_of_all_heads(q, k, q_weight, k_weight, *rest, interleaved=False):
-    """Of a token's heads together, as OLMo 2 has it."""
+    """Normalizes all heads of a token together, as OLMo 2 does: a negative control."""
     *rest, eps = rest
     q, k = (
         x * (x.square().mean((1, 3), True) + eps).rsqrt().to(x.dtype) * weight.to(x.dtype)

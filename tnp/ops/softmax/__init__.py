@@ -48,7 +48,8 @@ def work(case, pass_) -> Work:
 
 
 def condition(case, inputs) -> float:
-    """What rounding x − max x, its exponential and the quotient to float32 leaves of y.
+    """Estimates the error of y when x − max x, its exponential and the quotient are rounded to
+    float32.
 
     Of one row one element is nearly all of y: PyTorch may have luck with its three roundings.
     """
@@ -70,7 +71,7 @@ def _fits_registers(call) -> Reason:
 
 
 def _without_first_half(x):
-    """As a loop that forgets what it carried from block to block."""
+    """Imitates a loop that forgets its maximum and sum from block to block: a negative control."""
     n = x.shape[-1] // 2
     return (x - x.amax(-1, True)).exp() / (x[..., n:] - x.amax(-1, True)).exp().sum(-1, True)
 

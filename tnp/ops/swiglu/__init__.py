@@ -75,7 +75,8 @@ def within(model, run) -> Problem | None:
 
 
 def condition(case, inputs) -> float:
-    """What a sigmoid costs in float32: an exponential, right to two units, and four roundings.
+    """Estimates the error of a sigmoid in float32: an exponential, right to two units, and four
+    roundings.
 
     In a result of one element PyTorch's own error may be none, by chance.
     """
