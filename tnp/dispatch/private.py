@@ -192,7 +192,7 @@ def prepare_interpreter_once() -> None:
 
 @contextmanager
 def interpreter_at_rest() -> Iterator[None]:
-    """Lets Triton's interpreter skip the bodies of kernels. Host code around launches still runs."""
+    """Lets Triton's interpreter skip the bodies of kernels. Host code still runs."""
     from triton.runtime.interpreter import GridExecutor
 
     interpret = GridExecutor.__call__
