@@ -91,6 +91,13 @@ def test_context_and_target_with_equal_coordinates_differ():
     assert (context - target).abs().max() > 1e-2
 
 
+def test_checkpointing_changes_nothing():
+    task = make_task()
+    plain, recomputed = (loss_and_gradients(build(checkpoint=on), task) for on in (False, True))
+    for name, x in plain.items():
+        assert torch.equal(recomputed[name], x)
+
+
 def loss_and_gradients(model: TransformerNP, task: Task) -> dict[str, torch.Tensor]:
     loss = model.loss(task)
     loss.backward()
