@@ -1,4 +1,4 @@
-"""Models with a causal buffer and their tasks, as tests have them."""
+"""Builds models with a causal buffer, and their tasks."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ LENGTHS = torch.tensor([7, 4], dtype=torch.int32)
 
 
 def with_role(model: TransformerNP) -> TransformerNP:
-    """Tells the buffer from the context, as a trained model does."""
+    """Gives the buffer's role a value, as a trained model has."""
     with torch.no_grad():
         model.embed.role.copy_(torch.linspace(-1, 1, len(model.embed.role)))
     return model

@@ -1,4 +1,4 @@
-"""float32 as a parameter of tests."""
+"""Marks float32 as a parameter of tests."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""CUDA graphs for tests without a GPU."""
+"""Stands for CUDA graphs in tests without a GPU."""
 
 import torch
 
@@ -29,4 +29,4 @@ class Replays(Captures):
 
 
 class _Written:
-    """What the last replay wrote; nobody reads more of it than a copy."""
+    """Holds the result of the last replay, of which nobody reads more than a copy."""

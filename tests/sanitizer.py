@@ -88,7 +88,7 @@ def buffered(head_dim: int, kind: str) -> None:
 
 
 def draw(head_dim: int, kind: str) -> None:
-    """What a drawn target launches of ours, of one sample or four."""
+    """Launches our kernels of a drawn target, for one sample or four."""
     from tnp.dispatch import devices
     from tnp.ops.kv_cache.append_kernel import entry
     from tnp.ops.projection import linear
@@ -117,7 +117,7 @@ def run(problem: str) -> None:
 
 
 def outcome(program: str, tool: str, problem: str) -> str:
-    """What became of a child: "nothing", or what was found."""
+    """Returns the end of a child: "nothing", or the problems that were found."""
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
     command += [sys.executable, "-m", "tests.sanitizer", "--problem", problem]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -1,4 +1,4 @@
-"""What can be run with `python -m` says how, instead of starting work or raising."""
+"""Commands of `python -m` say how they are used, instead of starting work or raising."""
 
 import subprocess
 import sys

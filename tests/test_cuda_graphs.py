@@ -1,4 +1,4 @@
-"""What captures do beside capturing, which needs a GPU: gate `cuda_graphs` has that."""
+"""Tests what captures do beside capturing. Gate `cuda_graphs` captures, on a GPU."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The examples run as they stand, in a few steps."""
+"""The examples run in a few steps."""
 
 import os
 import subprocess
@@ -11,17 +11,43 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_from_any_folder(example, tmp_path):
+# Runs each example for three steps in a folder of its own, and keeps its output there.
+PROGRAM = """
+import contextlib, os, pathlib, runpy, sys, traceback
+for example in sys.argv[1:]:
+    folder = pathlib.Path(FOLDER, pathlib.Path(example).stem)
+    folder.mkdir()
+    os.chdir(folder)
+    sys.argv = [example, "3"]
+    with open("output.txt", "w") as output, contextlib.redirect_stdout(output):
+        try:
+            runpy.run_path(example, run_name="__main__")
+        except BaseException:
+            pathlib.Path("error.txt").write_text(traceback.format_exc())
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Runs all examples in one process, which imports PyTorch once."""
+    folder = tmp_path_factory.mktemp("examples")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    program = PROGRAM.replace("FOLDER", repr(str(folder)))
     done = subprocess.run(
-        [sys.executable, example, "3"],
-        cwd=tmp_path, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", program, *EXAMPLES],
+        cwd=folder, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    return folder
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_from_any_folder(example, folders):
+    folder = folders / example.stem
+    assert not (folder / "error.txt").exists(), (folder / "error.txt").read_text()
+    assert (folder / "output.txt").read_text()
     for name in example.read_text().split('.save("')[1:]:
-        assert (tmp_path / name.partition('"')[0]).exists()
+        assert (folder / name.partition('"')[0]).exists()
 
 
 def test_the_list_of_examples_is_whole():

@@ -32,7 +32,7 @@ def step_parameters(**changes) -> dict:
 
 
 def op_parameters(op: str = "attention", **changes) -> dict:
-    """Of PyTorch's plain form; `sizes` are those of another operator than attention."""
+    """Returns parameters of PyTorch's plain form. Attention alone has default `sizes`."""
     sizes = changes.pop("sizes", {"batch": 2, "n_heads": 2, "n_q": 21, "n_k": 13, "head_dim": 16})
     operator = catalog().operator(op)
     baseline = operator.implementations[0].name

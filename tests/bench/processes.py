@@ -1,4 +1,4 @@
-"""What tests ask of processes that they did not start themselves."""
+"""Asks about processes that a test did not start itself."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a call costs the host: who is called, how, and what its rows say. No test asserts a time."""
+"""Tests rows of host times: which calls are timed, and how. No test asserts a time."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What happens to a measurement that does not end well."""
+"""Tests measurements that do not end well."""
 
 import signal
 import subprocess

@@ -14,6 +14,7 @@ from tnp.bench.isolate import run_isolated
 from tnp.bench.outcome import FORMS
 from tnp.bench.predictions import IN_A_ROW, measure_predictions
 from tnp.experiment.failures import Unsupported
+from tnp.model import prediction
 from tnp.model.prediction import Encoding
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
@@ -57,10 +58,10 @@ def test_samples_are_of_one_prediction_and_of_the_rows_they_are_summarized_in(ta
 
 
 def test_a_call_is_many_predictions_of_its_form(monkeypatch):
-    """Those anew encode each time, those from an encoding never."""
-    encode, n_encoded = predictions.TransformerNP.encode, []
+    """Predictions made anew encode each time; those from an encoding never do."""
+    encode, n_encoded = prediction.encode, []
     monkeypatch.setattr(
-        predictions.TransformerNP,
+        prediction,
         "encode",
         lambda *arguments, **options: n_encoded.append(1) or encode(*arguments, **options),
     )

@@ -98,16 +98,11 @@ def test_what_was_noted_outlives_a_kill_in_the_middle_of_a_line(child):
 
 
 @pytest.mark.parametrize(
-    ("line", "failure"),
-    [
-        ("os._exit(0)", ("error", "its process ended without a result")),
-        ("os._exit(3)", ("error", "exit code 3")),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", ("error", "crashed by signal SIGSEGV")),
-        ("raise KeyError('w')", ("error", "KeyError: 'w'")),
-    ],
+    ("status", "reason"), [(0, "its process ended without a result"), (3, "exit code 3")]
 )
-def test_how_it_ended_is_the_failure(child, line, failure):
-    assert tuple(child(line)["failure"]) == failure
+def test_an_exit_is_the_failure(child, status, reason):
+    """Other ends are rows in `test_isolate.py`."""
+    assert tuple(child(f"os._exit({status})")["failure"]) == ("error", reason)
 
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(1)", "time.sleep(600)"])
@@ -178,7 +173,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
 
 
 def test_a_kill_leaves_no_files_behind(own_temporary_folder, tmp_path):
-    """Of the process that measures, `kill -9`."""
+    """Ends the measuring process by `kill -9`."""
     code = "from tests.bench.configurations import step_parameters as p; "
     code += "from tnp.bench.isolate import run_isolated; run_isolated('step', p(), 600)"
     started = tmp_path / "started"

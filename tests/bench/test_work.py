@@ -67,7 +67,7 @@ def test_a_buffers_rows_are_counted_too():
 
 
 def work(op: str, pass_: str, dtype: str = "bfloat16", d_ff_real: int = 0, **sizes: int) -> Work:
-    """What an operator declares."""
+    """Returns the work that an operator declares."""
     operator = catalog().operator(op)
     return operator.work(Case(operator.problem(dtype, **sizes), (("d_ff_real", d_ff_real),)), pass_)
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tnp.dispatch import private
+from tnp.ops.swiglu import swiglu
 
 
 @pytest.mark.parametrize("name", [*private.PLACES, *private.CUDA_PLACES])
@@ -131,3 +132,12 @@ def test_the_interpreter_prepares_once():
     assert interpreter._get_np_dtype.__module__ == private.__name__
     assert interpreter.interpreter_builder.options.sanitize_overflow is False
     assert interpreter._get_np_dtype(triton.language.bfloat16).itemsize == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_the_interpreter_at_rest_leaves_results_alone():
+    x = torch.ones(2, 8)
+    expected = swiglu(x, x, implementation="triton")
+    with private.interpreter_at_rest():
+        assert not torch.equal(swiglu(x, x + 1, implementation="triton"), 2 * expected)
+    assert torch.equal(swiglu(x, x + 1, implementation="triton"), 2 * expected)

@@ -16,7 +16,7 @@ COMPILER = shutil.which("g++")
 
 
 def loaded(source: nvrtc.Source, architecture: str) -> nvrtc.Launch:
-    """What runs a kernel on tensors in this CPU's memory, block after block."""
+    """Returns a function that runs a kernel on tensors of this CPU, block after block."""
     return _compiled(source, source.path.read_text())
 
 

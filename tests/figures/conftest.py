@@ -113,7 +113,7 @@ def steps(
 
 
 def role(name: str) -> str:
-    """Of the names in these tests."""
+    """Returns the role of a name in these tests."""
     if name in ("sdpa_flash", "torch"):
         return "baseline"
     return "peer" if name.startswith(("sdpa_", "fa", "pytorch_")) else "own"
@@ -134,7 +134,7 @@ def stage_rows(
     counts: bool | None = True,
     fastest: bool = True,
 ) -> dict:
-    """Of a step from {(stage, pass): milliseconds}; a tenth of the step is between its kernels."""
+    """Returns rows of a step from {(stage, pass): ms}; a tenth of it is between its kernels."""
     total = sum(times.values())
     key = {"device": device, "variant": variant, "dtype": "bfloat16"} | sized(shape)
     key |= {"checkpoint": False, "cuda_graph": True, "role": role(variant)}

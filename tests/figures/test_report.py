@@ -1,4 +1,4 @@
-"""Published tables are those of the recorded rows; questions and queries of pages have answers."""
+"""Published tables equal those of the recorded rows, and the ten questions have answers."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a narrower format changes in gradients, beside what batches differ by."""
+"""Tests how much a narrower format changes gradients, beside the differences of batches."""
 
 import copy
 
@@ -20,7 +20,7 @@ def test_equal_models_do_not_differ():
 
 
 def test_it_is_the_difference_over_the_standard_deviation():
-    """Of a model whose gradients are twice another's: the difference is the gradient itself."""
+    """One model's gradients are twice another's, so the difference is the gradient itself."""
     model, twice = build(), build()
     twice.nll = lambda *task: 2.0 * TransformerNP.nll(twice, *task)
     name = "blocks.0.mlp.up"

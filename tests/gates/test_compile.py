@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -31,8 +32,7 @@ IN_CUDA = {
     ("attention", "cute"): "attention_cute",
 }
 
-# What a test adds: `rows` of launches of `attention` with 200 queries and 500 keys, where config
-# None is the default.
+# Launches of `attention` with 200 queries and 500 keys. Config None is the default.
 PREAMBLE = """
 import json, torch
 from tnp.dispatch import devices as targets
@@ -52,10 +52,6 @@ def attention(name, dtype, head_dim, capability, config=None):
     def call():
         launches._launch(OPERATOR, own, problem, target, (), forced)
     return [launches.Launch(capability, dtype, ((OPERATOR.name, name),), call)]
-
-def rows(*launched):
-    jobs = compile.collect(launch for each in launched for launch in each)
-    print(json.dumps([job.known() | job.compiled() for job in jobs]))
 """
 
 # Codes of a kernel's jobs as it is, and with what is changed of it; and how many are kept of each.
@@ -65,6 +61,8 @@ from pathlib import Path
 from tnp.experiment.kernel_code import kernel_hash
 from tnp.gates import kept
 
+twice = [attention(name, "bfloat16", 64, 80) for name in ("separate", "separate", "fused")]
+known = [job.known() for job in compile.collect(launch for each in twice for launch in each)]
 jobs = compile.collect(iter(attention("fused", "bfloat16", 64, 90)))
 
 def codes():
@@ -91,13 +89,8 @@ def reads(old, new):
 """
 
 
-def rows(*launches: str) -> list[dict]:
-    """Rows of the launches, compiled here and now."""
-    return in_child(f"{PREAMBLE}\nrows({', '.join(launches)})")
-
-
 def in_child(script: str) -> list[dict]:
-    """What it prints in a process that can compile."""
+    """Returns the JSON that `script` prints in a process that can compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     logging = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
     child = subprocess.run(
@@ -154,35 +147,38 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     assert all(row["registers"] > 0 for row in rows)
 
 
-def test_a_spill_is_seen():
-    """The control: float32 tiles of 128 × 32 are too large for the registers."""
-    small, large = rows(
-        'attention("fused", "float32", 64, 90, LaunchConfig(16, 16, 4, 1))',
-        'attention("fused", "float32", 64, 90, LaunchConfig(128, 32, 4, 1))',
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """Rows of forward kernels with good and bad tiles, compiled by one process."""
+    sizes = (
+        ("float32", 64, "16, 16, 4, 1"),
+        ("float32", 64, "128, 32, 4, 1"),
+        ("bfloat16", 128, "128, 256, 4, 1"),
+        ("bfloat16", 128, "64, 128, 4, 6"),
     )
+    launched = (
+        f'attention("fused", "{dtype}", {head_dim}, 90, LaunchConfig({config}))'
+        for dtype, head_dim, config in sizes
+    )
+    lines = """
+    jobs = compile.collect(launch for each in launched for launch in each)
+    print(json.dumps([job.known() | job.compiled() for job in jobs]))
+    """
+    return in_child(f"{PREAMBLE}\nlaunched = [{', '.join(launched)}]\n{dedent(lines)}")
+
+
+def test_a_spill_is_seen(compiled):
+    """The control: float32 tiles of 128 × 32 are too large for the registers."""
+    small, large, *_ = compiled
     assert small["spill_bytes"] == 0 < large["spill_bytes"]
     assert small["users"] == [["attention", "fused"]]
     assert json.loads(large["launch_config"])["BLOCK_M"] == 128
 
 
-def test_a_serialized_matmul_and_an_overrun_are_seen():
-    serialized, overrun = rows(
-        'attention("fused", "bfloat16", 128, 90, LaunchConfig(128, 256, 4, 1))',
-        'attention("fused", "bfloat16", 128, 90, LaunchConfig(64, 128, 4, 6))',
-    )
+def test_a_serialized_matmul_and_an_overrun_are_seen(compiled):
+    *_, serialized, overrun = compiled
     assert "wgmma.mma_async instructions are serialized" in serialized["warnings"]
     assert overrun["shared_bytes"] > overrun["shared_limit_bytes"]
-
-
-def test_equal_launches_compile_once_and_know_who_launches_them():
-    separate, fused = (f'attention("{name}", "bfloat16", 64, 80)' for name in ("separate", "fused"))
-    compiled = rows(separate, separate, fused)
-    users = {row["kernel"]: row["users"] for row in compiled}
-    assert len(users) == len(compiled)
-    assert users["delta"] == [["attention", "fused"], ["attention", "separate"]]
-    assert users["attention_fwd"] == users["delta"]
-    assert users["attention_bwd_dq"] == [["attention", "separate"]]
-    assert users["attention_bwd_fused"] == [["attention", "fused"]]
 
 
 GOOD = {
@@ -224,8 +220,9 @@ def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):
         assert blocked(rows, {"attention": "fused", "mlp": mlp}) is None
 
 
-def test_a_result_is_kept_for_the_code_that_it_is_of_and_no_other():
-    """Which codes of attention's kernels change with the forward kernel's source."""
+@pytest.fixture(scope="module")
+def collected() -> tuple[list[dict], list[dict]]:
+    """Returns jobs that are launched twice, and codes of jobs after each change."""
     lines = """
 found.append(again(lambda: reads("BLOCK_M", "BLOCK_M")))
 found.append(again(lambda: reads("tl.maximum(", "tl.minimum(")))
@@ -241,9 +238,23 @@ for job in jobs:
     job.options["num_stages"] -= 1
     job.source.constants[next(iter(job.source.constants))] = 99
 found.append(codes())
-print(json.dumps(found))
+print(json.dumps([known, found]))
 """
-    as_it_is, again, unchanged, changed, *others = in_child(PREAMBLE + CODES + lines)
+    return in_child(PREAMBLE + CODES + lines)
+
+
+def test_equal_launches_compile_once_and_know_who_launches_them(collected):
+    users = {row["kernel"]: row["users"] for row in collected[0]}
+    assert len(users) == len(collected[0])
+    assert users["delta"] == [["attention", "fused"], ["attention", "separate"]]
+    assert users["attention_fwd"] == users["delta"]
+    assert users["attention_bwd_dq"] == [["attention", "separate"]]
+    assert users["attention_bwd_fused"] == [["attention", "fused"]]
+
+
+def test_a_result_is_kept_for_its_own_code_alone(collected):
+    """Codes of attention's kernels change with the forward kernel's source."""
+    as_it_is, again, unchanged, changed, *others = collected[1]
     assert as_it_is == again == unchanged
     assert changed["attention_fwd"] != as_it_is["attention_fwd"]
     assert changed["delta"] == as_it_is["delta"]
@@ -289,12 +300,13 @@ def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monke
 
 
 def test_what_is_kept_is_what_the_compiler_says():
-    """Compiles a few of the fastest kernels anew, and compares with the kept results."""
+    """Compiles one of the fastest kernels anew, and compares with its kept result."""
     script = """
 import json
 from tnp.gates import compile, kept, launches
-jobs = compile.collect(launches.committed_launches())
-few = [job for job in jobs if job.known()["kernel"] in ("delta", "layer_norm_fwd")][:2]
+own = [one for one in launches.committed_launches() if one.users[0][0] == "layer_norm"]
+few = [job for job in compile.collect(own[:1]) if job.known()["kernel"] == "layer_norm_fwd"]
+assert few
 rows = [[job.compiled(), kept.results(kept.FILE).get(kept.code(job))] for job in few]
 print(json.dumps(rows))
 """

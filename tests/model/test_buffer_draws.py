@@ -89,7 +89,7 @@ def test_replayed_draws_are_the_launched_ones(lengths, n_samples, monkeypatch):
 
 
 def test_draws_follow_the_mixture():
-    """Of 20,000 draws: shares of components, and mean and deviation of each."""
+    """Compares shares of components, and mean and deviation of each, over 20,000 draws."""
     mu = torch.tensor([-30.0, 50.0])
     log_sigma = torch.tensor([0.5, 2.0]).log()
     log_weight = torch.tensor([0.2, 0.8]).log()

@@ -1,4 +1,4 @@
-"""What a block of a model with a buffer moves around attention: rows there and back, gradients."""
+"""Tests how a block with a buffer moves rows around attention and back, and their gradients."""
 
 import pytest
 import torch

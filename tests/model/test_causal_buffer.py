@@ -231,7 +231,7 @@ def test_a_step_sends_two_rows_through_the_model(monkeypatch):
 
 @pytest.mark.parametrize("n_samples", [1, 9])
 def test_norms_of_few_rows_go_with_their_products(n_samples, monkeypatch):
-    """Of 16 rows at most, and predictions are those of norms and products apart."""
+    """Checks 16 rows at most: predictions equal those of separate norms and products."""
     model, task, calls = exact(), task_of(ROOM + 1), []
     for block in model.blocks:
         for norm in (block.attention.norm, block.mlp.norm):

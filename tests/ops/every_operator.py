@@ -1,4 +1,4 @@
-"""A small problem of each operator that ours serve here, for tests of what all have in common."""
+"""Gives a small problem of each operator that our kernels serve here."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Outputs = Callable[..., list[torch.Tensor]]
 
 
 def smallest(operator: Operator, found: Implementation) -> Case | None:
-    """The case of the gate with the fewest numbers that an implementation serves here."""
+    """Returns the gate's case with the fewest numbers that an implementation serves here."""
 
     def served(case: Case) -> bool:
         what = Call(case.problem, HERE, wanted_of(operator, found, case))
@@ -31,7 +31,7 @@ def smallest(operator: Operator, found: Implementation) -> Case | None:
 
 
 def of_every_operator() -> list:
-    """The last implementation of ours that runs here: routes are the operator's."""
+    """Returns parameters: each operator with its last implementation of ours that runs here."""
     found = []
     for operator in catalog().operators.values():
         ours = [one for one in operator.implementations if one.forward is not None]
@@ -46,7 +46,7 @@ EVERY = pytest.mark.parametrize(("operator", "found", "case"), of_every_operator
 
 
 def drawn(operator: Operator, found: Implementation, case: Case) -> tuple[list, Outputs]:
-    """Differentiable inputs of a case, or all floats where there are none; outputs of these."""
+    """Returns differentiable inputs of a case (or all floats), and a function of their outputs."""
     values = operator.draw(case, Random(case, DEVICE))
     inputs = {name: values.get(name) for name in operator.tensors}
     wanted = wanted_of(operator, found, case) or tuple(

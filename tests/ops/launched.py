@@ -1,4 +1,4 @@
-"""What kernels were launched on, for tests that nothing was copied."""
+"""Records the tensors that kernels are launched on, for tests that nothing was copied."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What tests of operators on rows share: results by name, and budgets over PyTorch's own error."""
+"""Helps tests of operators on rows: results by name, and budgets over PyTorch's own error."""
 
 import torch
 
@@ -58,7 +58,7 @@ def kernels_forced(operator: Operator, inputs: Results) -> list[selection.Forced
 
 
 def ratios(operator: Operator, results: Results, inputs: Results) -> dict[str, float]:
-    """Of each result's error to what must be expected, `tnp.gates.checks.error_ratio`."""
+    """Returns each result's error over the expected error: `tnp.gates.checks.error_ratio`."""
     exact = {name: x.double() for name, x in inputs.items()}
     wanted = tuple(name for name in operator.differentiated if f"d{name}" in results)
     own = differentiated(operator, "torch", inputs, wanted)

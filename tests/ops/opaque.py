@@ -12,7 +12,7 @@ from tnp.dispatch.spec import Operator
 def told(
     implementation: str, wanted: list[str], options: list | None = None, given: list | None = None
 ) -> str:
-    """What a custom operator is told of a call in bfloat16: its argument `call`."""
+    """Returns the argument `call` of a custom operator for a call in bfloat16."""
     content = {"implementation": implementation, "saves": "", "wanted": wanted, "shown": []}
     content["given"] = given or []  # optional inputs
     return json.dumps(content | {"options": options or [], "dtype": "bfloat16"})

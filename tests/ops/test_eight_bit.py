@@ -165,7 +165,7 @@ def test_auto_takes_it_only_where_it_is_asked_for():
 
 @pytest.mark.parametrize("left_out", ["order", "vector"])
 def test_emulation_tells_a_wrong_order_of_keys_and_a_lost_vector(left_out):
-    """What `rounded` allows is far less than either mistake."""
+    """`rounded` allows far less than either mistake."""
     q, k, v = drawn(40, 400)
     inputs, case = named(q, k, v), OPERATOR.case("bfloat16", 1, 2, 40, 400, eight_bit.HEAD_DIM)
     exact = OPERATOR.reference(*(x.double() for x in (q, k, v)), None, None, None, 0.125)

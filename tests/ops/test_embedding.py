@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.opaque import told
-from tests.ops.problems import DEVICE, results, setting
+from tests.ops.problems import DEVICE, setting
 from tnp.dispatch import custom_op
 from tnp.gates.checks import max_abs_error
 from tnp.ops.embedding import GIVEN, OPERATOR, embed_rows
@@ -95,18 +95,6 @@ def test_auto_takes_what_gives_the_gradients_that_are_wanted():
     assert x_target.grad is not None
     with pytest.raises(RuntimeError, match="'fused' cannot run here: .* no gradient of x_target"):
         embed_rows(*arguments, implementation="fused")
-
-
-def test_compiles_in_one_graph():
-    problem = small()
-
-    def call(*inputs):
-        return embed_rows(*inputs[:4], torch.float32, implementation="fused")
-
-    eager = results(problem, call)
-    compiled = results(problem, torch.compile(call, fullgraph=True, backend="aot_eager"))
-    for name, x in eager.items():
-        assert max_abs_error(compiled[name], x) <= 1e-6, name
 
 
 def arguments(**change) -> dict:

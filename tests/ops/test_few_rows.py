@@ -1,4 +1,4 @@
-"""What kernels of a few rows share: when a kernel waits for those before it, and what it may do
+"""Tests when kernels of a few rows wait for those before them, and what they may do
 ahead of that; and products in parts.
 """
 
@@ -38,15 +38,15 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 def found():
-    for capability in (80, 90):
+    for capability, ops in ((80, ["linear"]), (90, PROBLEMS)):
         target = targets.of_capability(capability)
-        for op, sizes in PROBLEMS.items():
+        for op in ops:
             operator = catalog().operator(op)
-            yield from launches(operator, operator.problem("bfloat16", **sizes), target)
-        def enter(target=target):
-            write = entry(target, meta(1, 16, 1000, 64), 2)
-            write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))
-        yield Launch(capability, "bfloat16", (("buffer", "enter"),), enter)
+            yield from launches(operator, operator.problem("bfloat16", **PROBLEMS[op]), target)
+    def enter():
+        write = entry(target, meta(1, 16, 1000, 64), 2)
+        write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))
+    yield Launch(90, "bfloat16", (("buffer", "enter"),), enter)
 
 rows = []
 for job in collect(found()):
@@ -61,9 +61,8 @@ KERNELS = {"few_rows", "rms_norm_linear", "decode", "add_parts", "enter"}
 
 def test_nothing_is_read_or_written_ahead_of_the_wait():
     rows = [row for row in in_child(WAITS) if row[0] in KERNELS]
-    assert {(name, capability) for name, capability, *_ in rows} == {
-        (name, capability) for name in KERNELS for capability in (80, 90)
-    }
+    seen = {(name, capability) for name, capability, *_ in rows}
+    assert seen >= {("few_rows", 80), *((name, 90) for name in KERNELS)}
     for name, capability, launched_ahead, touches in rows:
         assert launched_ahead == (capability >= 90)
         if not launched_ahead:

@@ -1,4 +1,4 @@
-"""What operators refuse although a cast would make something of it; rows that SDPA cannot read."""
+"""Tests inputs that operators refuse rather than cast, and rows that SDPA cannot read."""
 
 import pytest
 import torch

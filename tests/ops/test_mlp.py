@@ -9,7 +9,6 @@ import torch
 from tests.ops.problems import DEVICE, assert_equal, assert_within_budget, by, results, setting
 from tnp.dispatch import devices, tuned_tables
 from tnp.dispatch.spec import OWN, Call
-from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops.mlp import OPERATOR, composed, mlp
 
@@ -52,7 +51,7 @@ def test_views_are_read_in_place_and_copies_give_the_same(implementation):
 
 @ours
 def test_padding_is_exact_and_has_no_gradient(implementation):
-    """What a hidden unit of weight 0 gets through SiLU is 0, and so is what it sends back."""
+    """A hidden unit of weight 0 is 0 behind SiLU, and so are its gradients."""
     found = by(layer(), implementation)
     assert (found["dup"][42:] == 0).all() and (found["ddown"][:, 42:] == 0).all()
 
@@ -129,20 +128,6 @@ def test_inference_neither_writes_nor_keeps_hidden_rows():
     assert len(trained.grad_fn.saved_tensors) == 5 and y.grad_fn is None
     outputs, saved = composed.FORWARD_AGAIN.empty((), inputs)
     assert len(outputs) == 1 and saved == ()
-
-
-@pytest.mark.parametrize("implementation", ["torch", "fused"])
-def test_compiles_in_one_graph(implementation):
-    problem = layer()
-
-    def call(*inputs):
-        return mlp(*inputs, implementation=implementation)
-
-    eager = results(problem, call)
-    compiled = results(problem, torch.compile(call, fullgraph=True, backend="aot_eager"))
-    for name, x in eager.items():
-        assert compiled[name].stride() == x.stride()
-        assert max_abs_error(compiled[name], x) <= 1e-2 * x.abs().max()
 
 
 def bad_inputs():

@@ -1,4 +1,4 @@
-"""What operators that multiply declare: cases that draw what they say, work, broken references."""
+"""Tests what operators that multiply declare: cases, work, broken references."""
 
 import subprocess
 import sys

@@ -23,7 +23,7 @@ def drawn(*sizes, dtype=torch.float32, n_positions=None):
 
 
 def gradients(outputs, inputs):
-    """Of a weighted sum of the outputs, of the first four inputs."""
+    """Returns gradients of the first four inputs, of a weighted sum of the outputs."""
     weights = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outputs]
     loss = sum((x.float() * weight).sum() for x, weight in zip(outputs, weights, strict=True))
     return torch.autograd.grad(loss, inputs[:4])
@@ -63,17 +63,6 @@ def test_in_16_bits_it_rounds_once():
         assert (x == y.bfloat16()).float().mean() > 0.999
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2, 5, 16), (2, 6, 3, 7, 6), (1, 5, 5, 3, 80)])
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_sizes(sizes, pairing):
-    close(drawn(*sizes), pairing=pairing)
-
-
-def test_positions():
-    inputs = *drawn(2, 4, 2, 5, 16, n_positions=40), torch.randint(40, (2, 10))[:, ::2]
-    close(inputs)
-
-
 def configs():
     forward = [
         (one, triton_qk_norm.BACKWARD_CONFIGS[0]) for one in triton_qk_norm.FORWARD_CONFIGS[1:]
@@ -85,7 +74,7 @@ def configs():
 
 @pytest.mark.parametrize("forward, backward", configs())
 def test_every_configuration_where_programs_walk_several_tiles(forward, backward):
-    inputs = drawn(2, 4, 2, 67, 64)
+    inputs = drawn(2, 4, 2, 67, 16)
     forced = {
         "qk_norm_rope.forward": ("triton", forward), "qk_norm_rope.backward": ("triton", backward)
     }  # fmt: skip
@@ -113,24 +102,6 @@ def test_one_launch_forward_and_one_more_backward_that_adds_up_the_weights():
     assert len(launches) == 2
 
 
-@pytest.mark.parametrize("route", ["eager", "compiled"])
-@pytest.mark.parametrize("used", [0, 1])
-def test_an_output_that_nobody_uses(route, used):
-    inputs = drawn(2, 4, 2, 5, 16)
-    function = qk_norm_rope
-    if route == "compiled":
-        torch._dynamo.reset()
-        function = torch.compile(qk_norm_rope, fullgraph=True, backend="aot_eager")
-    found = function(*inputs, implementation="triton")[used].sum()
-    found = torch.autograd.grad(found, inputs[:4], allow_unused=True)
-    want = torch.autograd.grad(qk_norm_rope(*inputs)[used].sum(), inputs[:4], allow_unused=True)
-    for x, y in zip(found, want, strict=True):
-        if y is None:
-            assert x is None or not x.any()
-        else:
-            torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
-
-
 def test_weights_of_16_bits_and_with_strides():
     q, k, *weights, cos, sin = drawn(2, 4, 2, 5, 16)
     weights = [torch.randn(32).bfloat16()[::2].requires_grad_() for _ in weights]
@@ -138,18 +109,6 @@ def test_weights_of_16_bits_and_with_strides():
     found, want = results(inputs, implementation="triton"), results(inputs)
     assert found[4].dtype == found[5].dtype == torch.bfloat16
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-2)
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_compiled_with_dynamic_sizes(pairing):
-    torch._dynamo.reset()
-    function = torch.compile(qk_norm_rope, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n_tokens in (5, 7):
-        inputs = drawn(2, 4, 2, n_tokens, 16)
-        outputs = function(*inputs, pairing=pairing, implementation="triton")
-        found = *(x.detach() for x in outputs), *gradients(outputs, inputs)
-        want = results(inputs, pairing=pairing)
-        torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-5)
 
 
 def test_positions_that_the_host_does_not_see_give_no_wrong_number():

@@ -133,7 +133,7 @@ def test_the_host_says_what_it_knows(call, ours, sentence, name):
 
 @pytest.mark.parametrize("wrong", [0, 9])
 def test_the_reference_gives_nan(wrong):
-    """Of a tensor that the host cannot read, as on a GPU."""
+    """Uses a tensor that the host cannot read, as on a GPU."""
     found = catalog().load("attention", "reference").run
     o, right = (found(ROWS, ROWS, ROWS, int32(8, n), None, None, 0.25) for n in (wrong, 8))
     assert o[1].isnan().all() and torch.equal(o[0], right[0])

@@ -1,4 +1,4 @@
-"""What float32 is expected to lose, against float32 sums that lose it."""
+"""Compares the expected loss of float32 with float32 sums that lose it."""
 
 import pytest
 import torch

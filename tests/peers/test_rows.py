@@ -1,4 +1,4 @@
-"""What we hand to quack, Liger and Cut Cross-Entropy and take back, with stand-ins for them.
+"""Tests what quack, Liger and Cut Cross-Entropy are given and return, with stand-ins for them.
 
 The stand-ins have the arguments, results and habits of quack-kernels 0.6.5, liger-kernel 0.8.5 and
 cut-cross-entropy 25.1.1: they write over what those write over.
@@ -68,7 +68,7 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
 
 
 def quack_rotary(x, cos, sin, interleaved=False, inplace=False):
-    """Of x [B, L, H, D], into new memory."""
+    """Rotates x [B, L, H, D] into new memory."""
     assert not inplace and cos.shape == (x.shape[1], x.shape[3] // 2)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
@@ -107,7 +107,7 @@ def quack_softmax(x):
 
 
 class ReadsContiguous(torch.autograd.Function):
-    """What quack's kernels take of gradients."""
+    """Checks which gradients quack's kernels take."""
 
     @staticmethod
     def forward(ctx, y):

@@ -1,4 +1,4 @@
-"""What we hand to torchao and take back, with a stand-in for it, and with it where it is installed.
+"""Tests what torchao is given and returns, with a stand-in for it, and with it where installed.
 
 The stand-in has the arguments and results of torchao 0.17.0.
 """

@@ -171,7 +171,7 @@ def test_what_no_row_can_hold_is_said_before_training(tmp_path, sampled, changes
 
 
 def test_a_model_with_a_buffer_says_its_joint_likelihood_both_ways(tmp_path):
-    """Of the first held-out batch; a model without one has nothing to say."""
+    """Compares the first held-out batch. A model without a buffer has null."""
     said = parameters()
     rows, model = run(tmp_path / "with", model=said["model"] | {"buffer": 3})
     last = rows[-1]
@@ -246,7 +246,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
 
 
 def damaged(folder) -> str:
-    """What is said of a checkpoint, in one line and without a word of PyTorch's."""
+    """Returns the error's sentence for a checkpoint: one line, without a word of PyTorch's."""
     with pytest.raises(ValueError) as error:
         run(folder)
     sentence = str(error.value)

@@ -99,7 +99,7 @@ def test_what_a_captured_step_trains_must_stay_where_it_was():
 @pytest.mark.parametrize("checkpoint", [False, True])
 @torch._inductor.config.patch({"cpp.simdlen": 1})  # without vectors it compiles sooner
 def test_compiled_step_is_the_eager_one(checkpoint):
-    """Of two blocks, and of one that is computed again: each takes Inductor some seconds."""
+    """Compiles two blocks, and one that is computed again."""
     task, losses = make_task(), []
     config = replace(CONFIG, n_layers=1 if checkpoint else 2)
     for compile in (False, True):

@@ -39,7 +39,7 @@ def scale(device: torch.device) -> Scale:
         return Scale(
             config, 1408, torch.bfloat16, batch=4, n_context=331, n_target=186, learning_rate=1e-4
         )
-    config = TNPConfig(d_model=64, n_layers=2, n_heads=4, d_ff=85, n_components=3)
+    config = TNPConfig(d_model=32, n_layers=2, n_heads=2, d_ff=85, n_components=3)
     return Scale(config, 96, torch.float32, batch=2, n_context=19, n_target=14, learning_rate=1e-3)
 
 
