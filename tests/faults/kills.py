@@ -160,7 +160,7 @@ def identities(database: Path) -> dict[str, list[tuple]]:
         found = {}
         for table, schema in TABLES.items():
             columns = [f'"{name}"' for name in IDENTITY if name in schema.names]
-            query = f"select distinct {', '.join(columns) or 'device'} from {table}"
+            query = f"select distinct {', '.join(columns) or 'origin'} from {table}"
             found[table] = store.sql(f"{query} order by all").fetchall()
         return found
 

@@ -393,15 +393,26 @@ TABLES: dict[str, pa.Schema] = {
             ("stall_3_percent", pa.float64()),
             *RUN,
         ],
-        "code": [  # what a run of a gate or a measurement ran on
+        "code": [  # the code that a gate or a measurement ran
             *RUN,
             ("implementation", pa.string()),  # "" for a gate or a step
+            # As in `code_parts`, in rows of earlier layouts: a row for each part of each run.
+            ("part", pa.string()),
+            ("name", pa.string()),
+            ("hash", pa.string()),
+            ("code_set", pa.string()),  # names rows of `code_parts`; null in earlier layouts
+        ],
+    }.items()
+} | {
+    "code_parts": pa.schema(  # each set of code once, whoever ran it
+        [
+            ("code_set", pa.string()),  # a digest of the set's rows: `tnp.store.code_sets`
             # "kernel" | "package" (its version is the hash) | "definition"; earlier rows: "module"
             ("part", pa.string()),
             ("name", pa.string()),
             ("hash", pa.string()),
-        ],
-    }.items()
+        ]
+    )
 }
 
 
