@@ -34,7 +34,7 @@ IDENTITY = (
     "step", "status",
 )  # fmt: skip
 # What else tells the rows of one run apart; how many there are may depend on time.
-WITHIN_A_RUN = ("sample", "part", "name", "kernel", "target", "dtype", "launch_config")
+WITHIN_A_RUN = ("sample", "kernel", "target", "dtype", "launch_config")
 
 
 def configuration() -> dict:

@@ -1,7 +1,7 @@
-"""The result store: Parquet files that git can keep, and one DuckDB file built from all of them.
+"""Keeps results in Parquet files, and builds one DuckDB file from all of them.
 
 A file holds rows of one table and lies at `data/{recorded,runs}/<device>/<table>/<stem>.parquet`:
-`recorded` is what was committed, `runs` what this machine measured.
+`recorded` holds committed rows, `runs` the rows that this machine measured.
 """
 
 import hashlib
@@ -125,7 +125,7 @@ def _check_columns(path: Path, table: str, found: pa.Schema, schema: pa.Schema) 
 
 
 def all_files() -> list[Path]:
-    """Every file of rows below the working directory: recorded ones, and those of its runs."""
+    """Returns every file of rows below the working directory, recorded ones first."""
     return parquet_files(Path("data/recorded")) + parquet_files(Path("data/runs"))
 
 
@@ -162,12 +162,14 @@ def read_tables(files: Iterable[Path]) -> dict[str, pa.Table]:
 
 
 def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None:
-    """Build `database` from `files`: every table with a column `origin`, every view of `sql_dir`.
+    """Builds `database` from `files`: every table with a column `origin`, every view of `sql_dir`.
 
-    Equal rows count once, however many files hold them; what is recorded says so. `database` is
-    replaced at the end, by one that was read back, so that readers keep the old one until then and
-    errors leave it alone. A database that `is_current` stays as it is. Raises StoreError for a file
-    that cannot be used, before anything is written, and where there is no room for the new one.
+    Equal rows count once, however many files hold them; `origin` is "recorded" if one of these is.
+    The new database is read back, and then replaces the old one at once. A database that
+    `is_current` stays as it is.
+
+    Raises:
+        StoreError: a file cannot be used (nothing has been written then), or there is no room.
     """
     files, database = list(map(Path, files)), Path(database)
     if is_current(database, files, sql_dir):
@@ -180,14 +182,17 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
         except duckdb.Error as error:
             raise cannot_write(database, error) from error
         # A log that another program left would be played into the new file, and spoil it. It goes
-        # before the new file comes, so that a kill in between cannot bring the two together.
+        # first, so that a kill in between cannot bring the two together.
         Path(f"{database}.wal").unlink(missing_ok=True)
 
 
 def is_current(database: Path, files: Iterable[Path], sql_dir: Path) -> bool:
-    """Whether `database` is whole, and was built from these files, views and code.
+    """Returns whether `database` is whole, and was built from these files, views and code.
 
-    Contents decide, not times of change. Raises StoreError for a file that cannot be read.
+    Contents decide, not times of change.
+
+    Raises:
+        StoreError: a file cannot be read.
     """
     if not Path(database).is_file() or Path(f"{database}.wal").exists():
         return False
@@ -200,10 +205,12 @@ def is_current(database: Path, files: Iterable[Path], sql_dir: Path) -> bool:
 
 
 def record(runs: Path, recorded: Path) -> None:
-    """Copy the rows under `runs` that `recorded` lacks to `<device>/<table>/<now>.parquet` there.
+    """Copies the rows under `runs` that `recorded` lacks to `<device>/<table>/<now>.parquet` there.
 
-    Rows stay as they were measured, and every file of `recorded` is listed in its manifest. Raises
-    StoreError where `runs` is no folder or one of the files cannot be used.
+    Rows stay as they were measured. Every file of `recorded` is then listed in its manifest.
+
+    Raises:
+        StoreError: `runs` is no folder, or one of the files cannot be used.
     """
     runs, recorded = Path(runs), Path(recorded)
     if not runs.is_dir():
@@ -239,10 +246,11 @@ def _views(sql_dir: Path) -> list[Path]:
 
 
 def _inputs(files: Iterable[Path], sql_dir: Path) -> str:
-    """A digest of all that a database is built from: rows, manifests, views, code, DuckDB."""
+    """Returns a digest of all inputs of a database: rows, manifests, views, code, DuckDB."""
     rows = sorted(set(map(Path, files)))
     manifests = {path.absolute().parents[2] / manifest.NAME for path in rows}
-    code = [Path(module.__file__) for module in (schemas, store_views)] + [Path(__file__)]
+    modules = (schemas, store_views, code_sets, manifest)
+    code = [Path(__file__), *(Path(module.__file__) for module in modules)]
     digest = hashlib.sha256(f"{duckdb.__version__} {_implementations().to_pylist()}".encode())
     for path in [*rows, *filter(Path.exists, sorted(manifests)), *_views(sql_dir), *code]:
         digest.update(f"{path} {hashlib.sha256(_bytes(path)).hexdigest()}\n".encode())
@@ -282,7 +290,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _origin(path: Path) -> str:
-    """ "recorded" or "runs": the folder that holds `<device>/<table>/<stem>.parquet`."""
+    """Returns "recorded" or "runs", the folder that holds `<device>/<table>/<stem>.parquet`."""
     return "recorded" if path.absolute().parents[2].name == "recorded" else "runs"
 
 
@@ -330,9 +338,9 @@ def _check_runs(connection: duckdb.DuckDBPyConnection, table: str, loaded: pa.Ta
 
 
 def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path], inputs: str) -> None:
-    """Write `tables` and `views` to the new file `database` and hold it against what was meant.
+    """Writes `tables` and `views` to the new file `database`, and reads it back.
 
-    Closing a database swallows that its checkpoint failed, for want of space; `checkpoint` raises.
+    Closing a database hides that its checkpoint found no space; `checkpoint` raises.
     """
     with duckdb.connect(str(database), config=DUCKDB_FORMAT) as connection:
         _load(connection, tables)
@@ -348,9 +356,9 @@ def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path], inputs
 
 
 def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table]) -> None:
-    """Create each of `tables`, with equal rows once, and the table of implementations.
+    """Creates each of `tables`, with equal rows once, and the table of implementations.
 
-    `tables` have columns `origin` and `file`. A table that is there already is replaced.
+    `tables` have columns `origin` and `file`. A table that exists is replaced.
     """
     for table, rows in tables.items():
         connection.register("loaded", rows)
@@ -367,7 +375,7 @@ def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table])
 
 
 def _implementations() -> pa.Table:
-    """What the catalog knows of every implementation, for views to join with."""
+    """Returns a row for every implementation of the catalog, for views to join with."""
     rows = [
         {
             "op": op,
@@ -384,9 +392,9 @@ def _implementations() -> pa.Table:
 
 
 def _contents(connection: duckdb.DuckDBPyConnection) -> str:
-    """A digest of the names of the views, and of the number and the rows of every table.
+    """Returns a digest of the names of the views, and of the rows of every table.
 
-    Tables are those of rows and those that a file of SQL creates; views follow from them.
+    Files of SQL create some of the tables; views follow from tables.
     """
     views = connection.execute("select view_name from duckdb_views() where not internal")
     found: dict[str, object] = {"views": sorted(views.fetchall())}
@@ -414,7 +422,7 @@ def _write(path: Path, table: str, content: pa.Table) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit code 2 for arguments that are wrong, 1 where rows cannot be recorded."""
+    """Exits with 2 for wrong arguments, and with 1 if rows cannot be recorded."""
     parser = Parser(prog="python -m tnp.store", description="Keeps rows that a run has written.")
     commands = parser.add_subparsers(dest="command", required=True)
     of_record = commands.add_parser("record", help="add a folder's rows to those recorded")
