@@ -149,10 +149,8 @@ def test_what_auto_may_choose_is_its_source_and_gate():
 def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
     """Otherwise an edit of it would leave its rows proven by gates that never saw the edit."""
     model = re.compile(
-        (
-            r"tnp\.(ops|train\.step|model\.(network|transformer_np|causal_buffer|prediction|sampling|"
-            r"sample_graph))(\.|:|$)"
-        )
+        r"tnp\.(ops|train\.step|model\.(network|transformer_np|causal_buffer|prediction|sampling|"
+        r"sample_graph))(\.|:|$)"
     )
 
     def unproven(found: dict[str, str], gates: list[str]) -> set[str]:

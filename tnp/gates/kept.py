@@ -27,7 +27,7 @@ from tnp.gates.compile_cuda import CudaJob
 from tnp.util.atomic_files import replacing
 
 if TYPE_CHECKING:
-    from tnp.gates.compile import Job
+    from tnp.gates.compile_job import Job
 
 FILE = Path(__file__).with_name("compiled.csv")
 _NAMES = ("kernel", "target", "dtype")  # for a reader: lines are found by their code alone

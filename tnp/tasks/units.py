@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tnp.tasks.task import check_lengths
-from tnp.util.checks import require_floats
-
 if TYPE_CHECKING:
     from tnp.tasks.normalization import Normalization
 
@@ -41,7 +38,8 @@ class Units:
 
     @property
     def largest(self) -> float:
-        """The largest value that a model takes: a sixteenth of the maximum of `compute_dtype`.
+        """Returns the largest value that a model takes: a sixteenth of the maximum of
+        `compute_dtype`.
 
         The first layer multiplies values by its weights, and returns that dtype.
         """
@@ -65,35 +63,3 @@ def in_units(
     if normalization is not None:
         values = getattr(normalization, of)(values)
     return values if compute_dtype == torch.float64 else values.float()
-
-
-def require_points(
-    name: str, x: torch.Tensor, width: int, lengths: torch.Tensor | None = None
-) -> None:
-    """Raises an error unless x is a float tensor [B, rows, width] with at least one sample and row.
-
-    Args:
-        name: name of the argument, such as "x_context".
-        x: the value to check.
-        width: number of dimensions that the model takes.
-        lengths: int32 [B], or None.
-
-    Raises:
-        TypeError: x is no tensor.
-        ValueError: x is no float tensor, has another shape, or the lengths do not fit it.
-    """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
-            "torch.as_tensor(…, dtype=torch.float64) makes one"
-        )
-    require_floats(**{name: x})
-    if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(
-            f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's d_{name[0]}"
-        )
-    if 0 in x.shape[:2]:
-        what = "target" if name == "x_target" else "context point"
-        what = "sample" if len(x) == 0 else what
-        raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
-    check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])
