@@ -1,12 +1,12 @@
-"""Which of a job's files counts, so that what is measured again takes no earlier row's place.
+"""Chooses the files of a job's next attempt, so that no measured row is ever lost.
 
-`STEM.parquet` is a job's first attempt, `STEM--a2.parquet` its second. What was ended from outside
-is tried again by the next run of the workflow; what a user names (`again`) is measured once more.
-A job that Snakemake runs anew, after an edit for example, writes the same files again: what they
-held stays as `STEM--of-<when it was written>.parquet`.
+`STEM.parquet` is a job's first attempt, `STEM--a2.parquet` its second. A killed job is tried again
+by the workflow's next run; a job that a user names (`again`) is measured once more. A job that
+Snakemake runs again, for example after an edit, writes the same files: the old rows stay as
+`STEM--of-<when they were written>.parquet`.
 
-`STEM.state` beside a benchmark's file says of which code and parameters it is, where no red gate
-refused a part of it. Until these change, its gates may run again without it.
+`STEM.state` beside a benchmark's file identifies its code and parameters, unless a red gate refused
+part of it. While these are unchanged, its gates may run again without it.
 """
 
 import os
@@ -26,19 +26,19 @@ from tnp.experiment.failures import TRANSIENT
 from tnp.store.schemas import TABLES
 
 ATTEMPTS = 3
-# What the stem of a file ends in, for the wildcards of the rules.
+# The end of a file's stem, for the wildcards of the rules.
 PATTERN = r"(?:--a\d+)?"
 
 Job = TypeVar("Job")
 
 
 class Attempts:
-    """The files `runs`/<table>/<stem><attempt>.parquet of one device, as they are when asked first.
+    """Finds the files `runs`/<table>/<stem><attempt>.parquet of one device, once for each table.
 
     Args:
         runs: folder of the device.
-        planning: whether what was ended from outside gets another attempt. A process that the
-            workflow started for one of its jobs must find the files that were planned before.
+        planning: whether killed jobs get another attempt. A process that the workflow started for
+            one of its jobs must find the files that were planned before.
     """
 
     def __init__(self, runs: Path | str, planning: bool = True) -> None:
@@ -48,14 +48,14 @@ class Attempts:
         self.planned = cache(self._planned)
 
     def _planned(self, table: str, stem: str, again: bool = False) -> str:
-        """How the stem of the file ends that counts: the last one's, or the one's to be written."""
+        """Returns the end of the stem of the last attempt's file, or of the one to be written."""
         last = self._last(table).get(stem, 0)
         if again or self.to_be_tried_again(table, stem):
             last += 1
         return f"--a{last}" if last > 1 else ""
 
     def to_be_tried_again(self, table: str, stem: str) -> bool:
-        """Whether the last attempt was killed or timed out, and fewer than three were made.
+        """Returns whether the last attempt was killed or timed out, and fewer than three exist.
 
         A gate is always tried again: it goes on where it stopped.
         """
@@ -74,18 +74,18 @@ class Attempts:
         return any(status in TRANSIENT for status in statuses)
 
     def last(self, table: str, stem: str) -> Path:
-        """The file of the last attempt that was made."""
+        """Returns the file of the last attempt."""
         last = self._last(table).get(stem, 0)
         return self._runs / table / f"{stem}{f'--a{last}' if last > 1 else ''}.parquet"
 
     def replicates(self, table: str, config_id: str) -> list[int]:
-        """Those of a benchmark that have a file."""
+        """Returns the replicates of a benchmark that have a file."""
         pattern = re.compile(rf"{re.escape(config_id)}--r(\d+)")
         found = map(pattern.fullmatch, self._last(table))
         return sorted(int(match[1]) for match in found if match)
 
     def _find(self, table: str) -> dict[str, int]:
-        """{stem: number of its last attempt}"""
+        """Returns {stem: number of its last attempt}."""
         last: dict[str, int] = {}
         for file in self._runs.joinpath(table).glob("*.parquet"):
             stem, number = attempt(file)
@@ -100,12 +100,12 @@ def attempt(file: Path) -> tuple[str, int]:
 
 
 def is_last_attempt(table: str, number: int) -> bool:
-    """Whether what is ended from outside at this attempt is not tried again without being asked."""
+    """Returns whether a job that is killed at this attempt is tried again only on request."""
     return table != "gates" and number >= ATTEMPTS
 
 
 def is_of(file: Path, state: str) -> bool:
-    """Whether a result is there, and was noted to be of this code and these parameters."""
+    """Returns whether a result exists and has this state: a digest of code and parameters."""
     try:
         return file.is_file() and file.with_suffix(".state").read_text() == state
     except OSError:
@@ -113,9 +113,9 @@ def is_of(file: Path, state: str) -> bool:
 
 
 def note_state(file: Path, state: str, refused: bool) -> None:
-    """Note of which code and parameters the result is that will be written to `file`.
+    """Notes the state of the result that will be written to `file`.
 
-    Nothing is noted of one that a red gate refused: it waits for its gates until they are green.
+    A result that a red gate refused has none: it waits for its gates until they are green.
     """
     noted = file.with_suffix(".state")
     noted.unlink(missing_ok=True)
@@ -125,10 +125,10 @@ def note_state(file: Path, state: str, refused: bool) -> None:
 
 
 def keep(files: Iterable[str]) -> None:
-    """Give those of `files` that are there a second name, under which the store reads them too.
+    """Gives each existing file a second name, under which the store reads it too.
 
-    Snakemake deletes a job's outputs before it runs it. Until then both names are of one file, of
-    which the store counts each row once, so that a kill at any moment changes nothing.
+    Snakemake deletes a job's outputs before it runs it. Until then both names are of one file, and
+    the store counts each row once, so a kill at any moment changes nothing.
 
     Raises:
         ValueError: a file cannot have a second name.
@@ -156,12 +156,12 @@ def keep(files: Iterable[str]) -> None:
 def named(
     names: str | Iterable[str], jobs: Mapping[str, Job], elsewhere: Mapping[str, str]
 ) -> set[Job]:
-    """The jobs of all ids that are named, in full or by how they begin: a study, an operator, …
+    """Returns the jobs of all ids that are named, in full or by their first parts.
 
     Args:
-        names: a list, or text with commas between.
+        names: a list, or text with commas between. "mlp" names all jobs of operator or study `mlp`.
         jobs: id → job; the parts of an id are joined by "--".
-        elsewhere: id of what only another device can measure → a sentence that says so.
+        elsewhere: id that only another device can measure → a sentence that says so.
 
     Raises:
         ValueError: a name that no id begins with.

@@ -1,4 +1,4 @@
-"""Keeps Snakemake's own messages to what a reader wants: errors, and nothing a job says better."""
+"""Hides Snakemake's own messages, except errors: each job reports its result itself."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ SILENT = {
 
 
 class Progress(logging.Filter):
-    """Counts the jobs, for the next one to say "[12/34]", in place of the messages it drops."""
+    """Drops messages, and counts the jobs so that the next one can say "[12/34]"."""
 
     def __init__(self, total: int) -> None:
         super().__init__()

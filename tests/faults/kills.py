@@ -34,7 +34,7 @@ IDENTITY = (
     "step", "status",
 )  # fmt: skip
 # What else tells the rows of one run apart; how many there are may depend on time.
-WITHIN_A_RUN = ("sample", "part", "name", "kernel", "target", "dtype", "launch_config")
+WITHIN_A_RUN = ("sample", "kernel", "target", "dtype", "launch_config")
 
 
 def configuration() -> dict:
@@ -160,7 +160,7 @@ def identities(database: Path) -> dict[str, list[tuple]]:
         found = {}
         for table, schema in TABLES.items():
             columns = [f'"{name}"' for name in IDENTITY if name in schema.names]
-            query = f"select distinct {', '.join(columns) or 'device'} from {table}"
+            query = f"select distinct {', '.join(columns) or 'origin'} from {table}"
             found[table] = store.sql(f"{query} order by all").fetchall()
         return found
 

@@ -13,6 +13,7 @@ import pytest
 from tnp.bench.outcome import together
 from tnp.store.files import _load, build_database, read_tables, write_table
 from tnp.store.views import in_order
+from tnp.util.atomic_files import parquet_files
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 VIEWS = sorted(
@@ -53,8 +54,8 @@ def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
         files = []
         for origin, tables in (("runs", together(parts)), ("recorded", together(recorded))):
             for (table, rows), copy in product(tables.items(), range(copies)):
-                files.append(tmp_path / origin / "gpu" / table / f"{copy}.parquet")
-                write_table(files[-1], table, rows)
+                write_table(tmp_path / origin / "gpu" / table / f"{copy}.parquet", table, rows)
+            files += parquet_files(tmp_path / origin)
         database = filled(empty_store, files, tmp_path / "results.duckdb")
 
         def query(sql: str) -> list[Row]:

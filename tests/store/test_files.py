@@ -19,6 +19,7 @@ import pytest
 from tests.sql.conftest import SQL, VIEWS
 from tnp.store.files import StoreError, build_database, read_table, record, write_table
 from tnp.store.schemas import SCHEMA_VERSION, TABLES
+from tnp.util.atomic_files import parquet_files
 
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 ROW = {
@@ -80,12 +81,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
     write_table(path, "samples", [ROW])
     before = path.read_bytes()
 
-    def full(content: pa.Table, where: Path, **options: object) -> None:
+    write = Path.write_bytes
+
+    def full(where: Path, content: bytes) -> None:
         assert where.suffix != ".parquet" and where.parent.parent == path.parent
-        where.write_bytes(b"half")
+        write(where, b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(StoreError, match="cannot write .*tiny.parquet .*No space left"):
         write_table(path, "samples", [])
     assert path.read_bytes() == before
@@ -96,14 +99,15 @@ def test_a_killed_write_leaves_no_parquet_file(tmp_path: Path) -> None:
     killed = """
 import os, signal, sys
 from pathlib import Path
-import pyarrow.parquet as pq
 from tnp.store.files import write_table
 
-def write(content, where, **options):
-    Path(where).write_bytes(b"half")
+write = Path.write_bytes
+
+def half(where, content):
+    write(where, b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
-pq.write_table = write
+Path.write_bytes = half
 write_table(Path(sys.argv[1]), "samples", [])
 """
     path = samples(tmp_path)
@@ -263,6 +267,72 @@ def test_flipped_bits_never_give_other_rows(tmp_path: Path) -> None:
         except StoreError:
             n_refused += 1
     assert n_refused > 200
+
+
+def test_a_file_edited_by_another_program_is_refused(tmp_path: Path) -> None:
+    """A sound Parquet file, written by a program that keeps the metadata of the old one."""
+    path = samples(tmp_path)
+    write_table(path, "samples", [ROW])
+    edited = pq.ParquetFile(path).read()
+    edited = edited.set_column(edited.column_names.index("time_ms"), "time_ms", pa.array([1.0]))
+    pq.write_table(edited, path)
+    with pytest.raises(StoreError, match="its bytes are not those that were written"):
+        read_table(path, "samples")
+
+
+CODE = [
+    {"device": "cpu", "recorded_at": NOW, "run_id": run, "implementation": name}
+    | {"part": "definition", "name": of, "hash": hash_}
+    for run, name, hash_ in (("a", "", "1"), ("b", "", "1"), ("b", "fused", "2"))
+    for of in ("tnp.y:f", "tnp.x:f")
+]
+
+
+def code(root: Path, origin: str = "runs", stem: str = "tiny") -> Path:
+    return root / "data" / origin / "cpu" / "code" / f"{stem}.parquet"
+
+
+def stored_code(files: list[Path], database: Path) -> tuple[list[tuple], list[tuple]]:
+    build_database(files, SQL, database)
+    rows = query(database, "select run_id, implementation, code_set, origin from code order by all")
+    return rows, query(database, "select code_set, part, name, hash from code_parts order by all")
+
+
+def test_a_set_of_code_is_written_once_and_earlier_layouts_give_the_same(tmp_path: Path) -> None:
+    write_table(code(tmp_path), "code", CODE)
+    sets = code(tmp_path).parents[1] / "code_parts"
+    assert len(list(sets.iterdir())) == 2 and len(read_table(code(tmp_path), "code")) == 3
+    written = {file: file.stat().st_mtime_ns for file in sets.iterdir()}
+    write_table(code(tmp_path, stem="again"), "code", [row | {"run_id": "c"} for row in CODE[:2]])
+    assert {file: file.stat().st_mtime_ns for file in sets.iterdir()} == written
+    new = [*sets.iterdir(), code(tmp_path)]
+    rows, parts = stored_code(new, tmp_path / "new.duckdb")
+    assert [row[:2] for row in rows] == [("a", ""), ("b", ""), ("b", "fused")]
+    assert rows[0][2] == rows[1][2] != rows[2][2]
+    assert [row[1:] for row in parts if row[0] == rows[2][2]] == [
+        ("definition", "tnp.x:f", "2"),
+        ("definition", "tnp.y:f", "2"),
+    ]
+    columns = {
+        name: [row[name] for row in reversed(CODE)] for name in CODE[0] if name != "recorded_at"
+    }
+    old = foreign(code(tmp_path, stem="old"), columns)
+    assert stored_code([old], tmp_path / "old.duckdb") == (rows, parts)
+    with pytest.raises(
+        StoreError, match=f"{code(tmp_path)} names the set of code {rows[0][2]}, wh"
+    ):
+        build_database([code(tmp_path)], SQL, tmp_path / "new.duckdb")
+
+
+def test_sets_of_code_are_recorded_with_the_rows_that_name_them(tmp_path: Path) -> None:
+    runs, recorded = tmp_path / "data" / "runs", tmp_path / "data" / "recorded"
+    write_table(code(tmp_path), "code", CODE[:4])
+    record(runs, recorded)
+    write_table(code(tmp_path, stem="new"), "code", [row | {"run_id": "c"} for row in CODE])
+    record(runs, recorded)
+    files = parquet_files(recorded)
+    assert [len(read_table(file, file.parent.name)) for file in files] == [2, 2, 2, 2]
+    assert len(stored_code(files, tmp_path / "results.duckdb")[0]) == 4
 
 
 def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:

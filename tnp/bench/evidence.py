@@ -1,4 +1,4 @@
-"""What a row carries so that others can judge it: its run, its question's hashes, the code it ran.
+"""Collects a row's evidence: the hashes of its specification and timing, and the code it ran.
 
 Imports no torch: the process that plans, and that records a failure, knows all of it but the
 kernels.
@@ -15,13 +15,13 @@ from tnp.experiment.code_hash import digest
 from tnp.gates import gates_of
 from tnp.model.variants import Variant
 
-# What the numbers of predictions and of a step depend on besides the code: not their names.
+# Parameters on which the numbers of predictions and steps depend, besides the code.
 PREDICTION_SPEC = ("model", "batch", "n_context", "n_target", "dtype", "variant_spec")
 STEP_SPEC = (*PREDICTION_SPEC, "checkpoint", "cuda_graph", "optimizer")
 
 
 def of_step(parameters: dict) -> dict[str, str | None]:
-    """What is known of a step's evidence before it runs."""
+    """Returns the evidence of a step that is known before it runs."""
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash(
@@ -34,7 +34,7 @@ def of_step(parameters: dict) -> dict[str, str | None]:
 
 
 def of_prediction(parameters: dict) -> dict[str, str | None]:
-    """The same of predictions, of all forms alike."""
+    """Returns the evidence of predictions, the same for all forms, known before they run."""
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash({name: parameters[name] for name in PREDICTION_SPEC}),
@@ -43,9 +43,9 @@ def of_prediction(parameters: dict) -> dict[str, str | None]:
 
 
 def of_op(parameters: dict) -> dict[str, object]:
-    """The same of one implementation of an operator, `parameters["implementation"]`.
+    """Returns the evidence of `parameters["implementation"]` that is known before it runs.
 
-    Nothing is imported for it. A ceiling has neither a problem nor a role.
+    The implementation is not imported. A ceiling has neither a problem nor a role.
     """
     op, name = parameters["op"], parameters["implementation"]
     known = _known(parameters, parameters.get("definitions", {}).get(name))
@@ -75,7 +75,7 @@ def of_op(parameters: dict) -> dict[str, object]:
 
 @dataclass
 class Code:
-    """What an implementation, a step or a gate ran on: {name: hash} a part."""
+    """Holds the code that an implementation, a step or a gate ran, {name: hash} for each part."""
 
     kernels: dict[str, str] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Code:
         return _hash([self.kernels, self.packages])
 
     def rows(self, implementation: str = "") -> list[dict[str, str]]:
-        """Rows of table `code`, without provenance."""
+        """Returns the rows of table `code`, without provenance."""
         parts = {
             "kernel": self.kernels,
             "package": self.packages,
@@ -100,7 +100,7 @@ class Code:
 
 
 def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
-    """{name: version} of PyTorch, Triton, cuDNN and those `distributions` that are installed."""
+    """Returns {name: version} of PyTorch, Triton, cuDNN and the installed `distributions`."""
     import torch
 
     versions = {"torch": torch.__version__}
@@ -111,7 +111,7 @@ def packages(distributions: Iterable[str] = ()) -> dict[str, str]:
 
 
 def _known(parameters: dict, definitions: dict[str, str] | None) -> dict[str, str | None]:
-    """Of the code and of how it is timed."""
+    """Returns the hashes of the code and of the timing policy."""
     return {
         "source_hash": _hash(definitions) if definitions else None,
         "timing_hash": _hash(asdict(policy_of(parameters["timing"]))),

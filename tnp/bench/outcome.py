@@ -1,4 +1,4 @@
-"""A measurement that did not happen is a result: rows with a status and a one-line reason."""
+"""Makes the rows of a measurement, also of one that failed: with a status and a reason."""
 
 from collections.abc import Iterable
 
@@ -27,16 +27,16 @@ _KEYS = {
     "op": [*(name for name, _ in OP_KEY + OP_SIZES + CONTRACT), "twin"],
 }
 
-# Ways to a prediction, of which a row each is measured: see `tnp.bench.predictions`.
+# Ways to predict; each has a row of its own: see `tnp.bench.predictions`.
 FORMS = ("anew", "encode", "kept", "replayed", "bare")
-# Of the study of joint samples: see `tnp.bench.joint`.
+# The study of joint samples and its ways: see `tnp.bench.joint`.
 JOINT, JOINT_FORMS = "joint", ("drawn", "drawn_anew", "trained", "trained_plain")
 
 
 def key(kind: str, parameters: dict) -> dict[str, object]:
-    """The columns of a "step", "stage" or "op" row that are known before it is measured.
+    """Returns the columns of a "step", "stage" or "op" row that are known before measuring.
 
-    What does not apply to it is null.
+    Columns that do not apply to it are null.
     """
     row = {name: parameters.get(name) for name in _KEYS[kind]}
     if kind == "stage":
@@ -47,7 +47,7 @@ def key(kind: str, parameters: dict) -> dict[str, object]:
 def op_job(
     problem: Problem, contenders: Iterable[str], config_id: str, draw: dict, **others: object
 ) -> dict:
-    """Parameters of an operator's benchmark, as `tnp.bench.isolate.run_isolated` takes them.
+    """Returns an operator's benchmark, as `tnp.bench.isolate.run_isolated` takes it.
 
     Args:
         problem: what is computed.
@@ -73,7 +73,7 @@ def op_job(
 
 
 def passes(parameters: dict) -> tuple[str, ...]:
-    """Of an operator's job: those that it names, else all that the operator has."""
+    """Returns the passes that an operator's job names, else all that the operator has."""
     if "passes" in parameters:
         return tuple(parameters["passes"])
     trained = "problem" in parameters and catalog().operator(parameters["op"]).differentiated
@@ -81,13 +81,13 @@ def passes(parameters: dict) -> tuple[str, ...]:
 
 
 def only(parameters: dict, contenders: Iterable[str]) -> dict:
-    """An operator's job with these of its contenders."""
+    """Returns an operator's job with these of its contenders."""
     chosen = {name: parameters["implementations"][name] for name in contenders}
     return parameters | {"implementations": chosen}
 
 
 def of_contender(parameters: dict, contender: str) -> dict:
-    """What an operator's job says of one of its contenders: the parameters of its rows."""
+    """Returns the parameters of one contender's rows, from its operator's job."""
     return parameters | {
         "implementation": implementation_of(contender),
         "twin": _TWIN in contender,
@@ -97,7 +97,7 @@ def of_contender(parameters: dict, contender: str) -> dict:
 
 
 def of_form(parameters: dict, form: str) -> dict[str, object]:
-    """The columns of a row of predictions that are known before it is measured."""
+    """Returns the columns of a row of predictions that are known before measuring."""
     about = parameters | {"form": form}
     about["config_id"] += f"{SEPARATOR}{form}"
     known = {name: about[name] for name, _ in PREDICTION_KEY + VARIANT}
@@ -105,7 +105,7 @@ def of_form(parameters: dict, form: str) -> dict[str, object]:
 
 
 def of_profile(parameters: dict, pass_: str) -> dict[str, object]:
-    """The columns of a row of profiles that are known before there is one."""
+    """Returns the columns of a row of profiles that are known before profiling."""
     whole = catalog().operator(parameters["op"]).backward_with_forward and pass_ == "backward"
     about = parameters | {"pass": pass_, "with_forward": whole}
     return {name: about[name] for name, _ in PROFILE_KEY}
@@ -120,19 +120,20 @@ def of_step_form(parameters: dict, form: dict) -> dict[str, object]:
 
 
 def twins(implementation: str, n: int) -> list[str]:
-    """Names of `n` further contenders of the same implementation: what they differ by is noise."""
+    """Returns names of `n` further contenders of one implementation, which differ by noise."""
     return [f"{implementation}{_TWIN}{i}" for i in range(1, n + 1)]
 
 
 def implementation_of(contender: str) -> str:
-    """The name before what tells a twin or a trial from others of the same implementation."""
+    """Returns the implementation's name in the name of a twin or a trial."""
     return contender.partition(SEPARATOR)[0]
 
 
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
-    """Rows saying what was not measured: one a step, one an implementation and pass of an operator,
-    one a form of predictions, one an implementation of a problem or one a form of a step of the
-    host's study.
+    """Returns rows that say why nothing was measured.
+
+    A step has one row, an operator one for each implementation and pass, predictions and steps of
+    the host's study one for each form, and the host's calls one for each implementation.
     """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":
@@ -163,7 +164,7 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
 
 
 def together(parts: Iterable[Rows]) -> Rows:
-    """All rows of `parts`, table by table."""
+    """Returns all rows of `parts`, table by table."""
     tables: Rows = {}
     for part in parts:
         for table, rows in part.items():

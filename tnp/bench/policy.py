@@ -1,8 +1,8 @@
-"""How long to warm up and how often to sample: `timing` in config.yaml. Imports no torch.
+"""Says how long to warm up and how often to sample: `timing` in config.yaml. Imports no torch.
 
-Operators are timed for one of two questions. Throughput is what a launch takes among many: the mean
-of a CUDA graph's, where they are short. Latency is what a single launch takes, and how much longer
-the slowest of a thousand do. Rows say which of the two they answer, in column `timing`.
+Operators are timed in one of two ways, which column `timing` names. Throughput is a launch's mean
+time among many; short launches form a CUDA graph. Latency is the time of a single launch, and of
+the slowest of a thousand.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,9 @@ THROUGHPUT, LATENCY = "throughput", "latency"
 
 @dataclass(frozen=True)
 class Policy:
-    """Warm for at least `warmup_s` seconds and until the times settle, then take `min_samples`.
+    """Warms up for at least `warmup_s` seconds and until times are stable, then samples.
+
+    Takes at least `min_samples` samples.
 
     More follow while the mean of some contender is known less well than `half_width` (a share of
     it) and sampling has lasted less than `max_sampling_s` seconds. A call longer than `long_step_s`
@@ -36,19 +38,20 @@ class Policy:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
 
     def long_rounds(self, round_s: float) -> int:
-        """How many rounds to take of calls longer than `long_step_s`."""
+        """Returns how many rounds of calls to time that are longer than `long_step_s`."""
         return max(self.long_samples, min(int(self.max_sampling_s / round_s), self.min_samples))
 
     @classmethod
     def from_parameters(cls, timing: Mapping) -> "Policy":
-        """Of config.yaml's `timing`, whose other keys are not about sampling."""
+        """Returns the policy in config.yaml's `timing`, whose other keys are not about sampling."""
         return cls(**{field.name: timing[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Call `warmup_calls` times, then sample `launches` single calls, before each of which so many
-    times the L2 cache is overwritten: `timing.latency`.
+    """Warms up with `warmup_calls` calls, then samples `launches` single calls.
+
+    Before each, the L2 cache is overwritten `flushed_caches` times: `timing.latency`.
     """
 
     warmup_calls: int
@@ -57,12 +60,12 @@ class Latency:
 
 
 def question(timing: Mapping) -> str:
-    """What a job's `timing` asks for: of latency it has the numbers, else it has none of them."""
+    """Returns how a job is timed, by `timing`: only for latency does it have latency's numbers."""
     return LATENCY if LATENCY in timing else THROUGHPUT
 
 
 def policy_of(timing: Mapping) -> Policy | Latency:
-    """How the question of a job's `timing` is answered."""
+    """Returns the policy of a job's `timing`."""
     if question(timing) == LATENCY:
         return Latency(**timing[LATENCY])
     return Policy.from_parameters(timing)

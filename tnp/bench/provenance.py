@@ -1,4 +1,4 @@
-"""Where a row comes from: device, software and commit; and what the GPU did while it was timed."""
+"""Reads a row's provenance (device, software, commit) and the GPU's state during timing."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from tnp.util.extras import require
 pynvml = require("pynvml", "measurements", "workflow")
 
 ROOT = Path(__file__).parents[2]
-# What a measurement depends on: other edits do not make it a dirty one.
+# Files that a measurement depends on. Edits of others do not make its commit dirty.
 SOURCES = ("tnp", "workflow", "Snakefile", "config.yaml", "requirements.txt")
 
 SAMPLING_INTERVAL_S = 0.05
@@ -42,7 +42,7 @@ SLOWDOWNS = 0x008 | 0x020 | 0x040 | 0x080
 
 @contextmanager
 def _first_visible_gpu():
-    """NVML handle of the GPU that CUDA calls device 0; None without one, and without NVML."""
+    """Yields the NVML handle of CUDA's device 0, or None without a GPU or NVML."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -59,20 +59,20 @@ def _first_visible_gpu():
 
 
 def device_slug() -> str:
-    """Name of the first visible NVIDIA GPU as in "nvidia-h200", or "cpu". Imports no torch."""
+    """Returns the first visible NVIDIA GPU's name, "nvidia-h200", or "cpu". Imports no torch."""
     with _first_visible_gpu() as gpu:
         return "cpu" if gpu is None else devices.slug(pynvml.nvmlDeviceGetName(gpu))
 
 
 def gpu_uuid() -> str | None:
-    """Of the first visible NVIDIA GPU; None without one. Imports no torch."""
+    """Returns the UUID of the first visible NVIDIA GPU, or None. Imports no torch."""
     with _first_visible_gpu() as gpu:
         found = None if gpu is None else _read(pynvml.nvmlDeviceGetUUID, gpu)
         return found.decode() if isinstance(found, bytes) else found
 
 
 def free_gb() -> float | None:
-    """Free memory of the first visible NVIDIA GPU in GB of 2**30 bytes; None without one."""
+    """Returns the first visible NVIDIA GPU's free memory in GB of 2**30 bytes, or None."""
     with _first_visible_gpu() as gpu:
         found = None if gpu is None else _read(pynvml.nvmlDeviceGetMemoryInfo, gpu)
         return None if found is None else found.free / 2**30
@@ -80,7 +80,7 @@ def free_gb() -> float | None:
 
 @dataclass(frozen=True)
 class Reading:
-    """What NVML said at one moment of `time.perf_counter`; None of what it does not tell."""
+    """Holds NVML's readings at a time of `time.perf_counter`; None where NVML has none."""
 
     at_s: float
     sm_clock_mhz: int | None
@@ -140,13 +140,13 @@ class Conditions:
         return [value for value in values if value is not None]
 
     def sm_clock_mhz(self, at_s: float) -> float | None:
-        """The last clock read before `at_s`, a time of `time.perf_counter`."""
+        """Returns the last clock read before `at_s`, a time of `time.perf_counter`, or None."""
         before = bisect_right(self._readings, at_s, key=lambda reading: reading.at_s)
         clock = self._readings[before - 1].sm_clock_mhz if before else None
         return None if clock is None else float(clock)
 
     def power_w(self, from_s: float, to_s: float) -> float | None:
-        """Mean power between two such times, by the energy counter.
+        """Returns the mean power between two such times, from the energy counter.
 
         None below `SHORTEST_ENERGY_S` seconds, because the counter moves in steps of some 0.1 s.
         """
@@ -180,12 +180,12 @@ def _read(query, *arguments):
 
 
 def throttle_reasons(bits: int) -> str:
-    """The names of NVML's reason bits joined by "|"; "" is none."""
+    """Returns the names of NVML's reason bits, joined by "|"; "" for none."""
     return "|".join(name for bit, name in REASONS.items() if bits & bit)
 
 
 def environment(device_type: str) -> dict[str, object]:
-    """The row of table `environments` without `device` and `recorded_at`.
+    """Returns the row of table `environments` without `device` and `recorded_at`.
 
     `environment_id` is a hash of all the rest: rows measured in the same state share it.
     """
@@ -256,7 +256,7 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def _packages() -> dict[str, str]:
-    """{name: version} of every installed distribution."""
+    """Returns {name: version} of every installed distribution."""
     found = {
         distribution.metadata["Name"]: distribution.version
         for distribution in metadata.distributions()
@@ -265,7 +265,7 @@ def _packages() -> dict[str, str]:
 
 
 def _git() -> dict[str, object]:
-    """Commit, and whether the sources differ from it; None outside a git checkout."""
+    """Returns the commit and whether the sources differ from it; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

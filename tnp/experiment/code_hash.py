@@ -1,4 +1,4 @@
-"""Hashes of the definitions that some code reaches, and of no others.
+"""Computes hashes of the definitions that some code reaches, and of no others.
 
 From "module:name", the top-level statements that define the name are taken, and all that these
 mention: by name, through imports (also inside functions), and through strings that name code
@@ -22,7 +22,8 @@ from tnp.dispatch.nvrtc import CUDA_INCLUDE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("tnp", "workflow")  # whose sources are followed
-# How a problem gets to its kernel: gates and eager steps depend on it, a device's time does not.
+# Modules that bring a problem to its kernel. Gates and eager steps depend on them; a device's time
+# does not.
 HOUSE = frozenset(
     (
         *("tnp.experiment.code_hash", "tnp.experiment.fingerprints"),
@@ -37,10 +38,10 @@ HOUSE = frozenset(
 )
 DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
-# Of CUDA C++: comments, kernels, and headers of ours, whose names are in quotation marks.
+# Finds comments and kernels in CUDA C++. `CUDA_INCLUDE` finds our headers, in quotation marks.
 CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 CUDA_KERNEL = re.compile(r"__global__[^;{]*?\b(\w+)\(\s*(?:const\b|TYPE\b)")
-# Of a syntax tree, what says nothing or differs between versions of Python.
+# Fields of a syntax tree that have no meaning, or differ between versions of Python.
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 EVERYTHING = "*"  # the name that stands for a whole module
@@ -50,7 +51,7 @@ Symbol = tuple[str, str]  # module, name
 
 
 def fingerprint(starts: Iterable[str], without: Iterable[str] = HOUSE) -> str:
-    """16 hexadecimal digits of all that is reached from `starts`, "module:name" each.
+    """Returns 16 hexadecimal digits for all that is reached from `starts`, "module:name" each.
 
     ValueError for a start that is not there. Modules in `without` are passed by.
     """
@@ -58,7 +59,7 @@ def fingerprint(starts: Iterable[str], without: Iterable[str] = HOUSE) -> str:
 
 
 def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[str, str]:
-    """{"module:name": hash} of what `fingerprint` takes together."""
+    """Returns {"module:name": hash} of the definitions that `fingerprint` combines."""
     without = frozenset(without)
     found: dict[str, str] = {}
     for start in starts:
@@ -68,7 +69,7 @@ def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[s
 
 @cache
 def _reached(root: Path, start: str, without: frozenset[str]) -> dict[str, str]:
-    """Of one start."""
+    """Returns {"module:name": hash} of what one start reaches."""
     module, _, name = start.partition(":")
     pending, seen = [_resolve(root, (module, name))], set()
     if pending == [None] and module not in without:
@@ -88,7 +89,7 @@ def _reached(root: Path, start: str, without: frozenset[str]) -> dict[str, str]:
 
 
 def module_hash(text: str) -> str:
-    """Of what a module says by itself, its imports included."""
+    """Returns the hash of one module's text, with its imports and without their contents."""
     tree = _Tree()
     for statement in _without_docstring(ast.parse(text).body):
         tree.write(statement)
@@ -96,17 +97,17 @@ def module_hash(text: str) -> str:
 
 
 def together(found: Mapping[str, str]) -> str:
-    """One hash of definitions, wherever they stand."""
+    """Returns one hash of all definitions, in whatever modules they stand."""
     return digest(sorted(set(found.values())))
 
 
 def digest(content: object) -> str:
-    """16 hexadecimal digits of a value whose `repr` is the same everywhere."""
+    """Returns 16 hexadecimal digits for a value whose `repr` is the same everywhere."""
     return hashlib.sha256(ascii(content).encode()).hexdigest()[:16]
 
 
 def _declares(statement: ast.stmt) -> bool:
-    """Whether a statement is an operator's declaration."""
+    """Returns whether a statement is an operator's declaration."""
     value = getattr(statement, "value", None)
     return isinstance(value, ast.Call) and getattr(value.func, "id", None) == DECLARED[0]
 
@@ -115,7 +116,7 @@ def _declares(statement: ast.stmt) -> bool:
 
 
 class _Source:
-    """A module's top-level statements, by the names that they bind."""
+    """Holds a module's top-level statements by the names that they bind."""
 
     def __init__(self, root: Path, module: str, file: Path) -> None:
         self.root, self.module = root, module
@@ -130,7 +131,10 @@ class _Source:
             self._add(statement)
 
     def read(self, name: str) -> tuple[str, list[Symbol]]:
-        """A definition's hash, "" where there is nothing to hash, and what of ours it mentions."""
+        """Returns a definition's hash and the symbols of ours that it mentions.
+
+        The hash is "" where nothing is to be hashed.
+        """
         if name not in self._read:
             mentions = [(self.module, bound) for bound in self.bound] if name == EVERYTHING else []
             texts = set()
@@ -147,7 +151,7 @@ class _Source:
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
 
     def _statements(self, name: str) -> list[ast.AST]:
-        """Those that define a name, and those that are run for it."""
+        """Returns the statements that define a name, and those that are run for it."""
         if name == EVERYTHING:
             return self._nameless
         if name.startswith(LAMBDA):
@@ -178,7 +182,7 @@ class _Source:
             self.registered.append((run_for, statement))
 
     def _imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, Symbol]:
-        """{name that is bound: (module, name there)}; a whole module has no name there."""
+        """Returns {name that is bound: (module, name there)}; a whole module has `EVERYTHING`."""
         if isinstance(node, ast.Import):
             found = {}
             for a in node.names:
@@ -191,7 +195,7 @@ class _Source:
         return {a.asname or a.name: (base, a.name) for a in node.names}
 
     def _said(self, statement: ast.AST) -> tuple[str, list[Symbol]]:
-        """A statement as text, and the symbols of ours that it mentions."""
+        """Returns a statement as text, and the symbols of ours that it mentions."""
         tree = _Tree()
         tree.write(statement)
         imported = dict(self.imported)
@@ -216,7 +220,7 @@ class _Source:
 
 
 class _CudaSource:
-    """A file of CUDA C++ or a header of ours, which counts whole, less its comments."""
+    """Holds a file of CUDA C++ or a header of ours. All of it is hashed but its comments."""
 
     imported: Mapping[str, Symbol] = {}
 
@@ -228,7 +232,7 @@ class _CudaSource:
         self._mentions = [(".".join(name.parts), EVERYTHING) for name in included]
 
     def read(self, name: str) -> tuple[str, list[Symbol]]:
-        """Its hash, whichever of its kernels is asked for, and the headers that it includes."""
+        """Returns the file's hash, the same for each kernel, and the headers that it includes."""
         return self._hash, self._mentions
 
 
@@ -249,7 +253,7 @@ def _source(root: Path, module: str) -> _Source | _CudaSource | None:
 
 @cache
 def _resolve(root: Path, symbol: Symbol) -> Symbol | None:
-    """Where it is defined, past modules that only hand it on; None where it is not ours."""
+    """Returns where a symbol is defined, or None if it is not ours. Re-exports are followed."""
     module, name = symbol
     if not _is_ours(module):
         return None
@@ -264,7 +268,7 @@ def _resolve(root: Path, symbol: Symbol) -> Symbol | None:
 
 
 def _idle(statement: ast.stmt) -> bool:
-    """Docstrings, and what no import runs: `if TYPE_CHECKING`, `if __name__ == "__main__"`."""
+    """Returns whether an import skips it: a docstring, `if TYPE_CHECKING`, `if __name__ == …`."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return True
     if not isinstance(statement, ast.If):
@@ -274,7 +278,7 @@ def _idle(statement: ast.stmt) -> bool:
 
 
 def _same_scope(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """A statement and those inside it that bind names of the module: of `if`, `try`, `with`."""
+    """Yields a statement and those inside its `if`, `try` or `with`, which bind module names."""
     yield statement
     if isinstance(statement, SCOPES):
         return
@@ -293,7 +297,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _registers(statement: ast.stmt) -> set[str]:
-    """What a function is run for by its decorators: `@op.register_fake`, `@register(op)`."""
+    """Returns the names that a decorator registers a function for, as `@op.register_fake` does."""
     found: set[str] = set()
     for decorator in getattr(statement, "decorator_list", ()):
         function = getattr(decorator, "func", decorator)
@@ -309,7 +313,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 class _Tree:
-    """A syntax tree as text, and the names, imports and strings of code that it mentions."""
+    """Writes a syntax tree as text, and collects its names, imports and strings of code."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -361,7 +365,7 @@ class _Tree:
 
 
 def _chain(node: ast.AST) -> tuple[str, ...]:
-    """("a", "b", "c") of `a.b.c`, ("a",) of `a`; empty where it does not start with a name."""
+    """Returns ("a", "b", "c") for `a.b.c`, ("a",) for `a`; () if it does not start with a name."""
     parts: list[str] = []
     inner: ast.AST = node
     while isinstance(inner, ast.Attribute):
@@ -377,7 +381,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Parts of a formatted string: Python 3.12 adds empty ones, and divides some."""
+    """Returns the merged parts of a formatted string: Python 3.12 adds empty ones, splits some."""
     merged: list[ast.expr] = []
     for value in values:
         last = merged[-1] if merged else None

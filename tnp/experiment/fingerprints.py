@@ -1,7 +1,7 @@
-"""What the results of an implementation, and of everything that uses an operator, depend on.
+"""Computes the code that an implementation's results depend on.
 
-Of ours that is the definitions that it reaches (`tnp.experiment.code_hash`); of somebody else's,
-its packages as they are installed. Nothing of theirs is imported, and neither is torch.
+Our implementations depend on the definitions that they reach (`tnp.experiment.code_hash`). Others
+depend on their packages as installed. Neither torch nor another package is imported.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from tnp.dispatch.registry import OPERATORS, Listed, catalog
 from tnp.dispatch.spec import Implementation
 from tnp.experiment.code_hash import HOUSE, LAMBDA, PACKAGES, definitions, digest
 
-# What a job does with an operator: a training step calls it, a benchmark also draws its inputs and
-# checks its results, a gate tests all that is said of it.
+# Uses of an operator: a training step calls it, a benchmark also draws its inputs and checks its
+# results, and a gate tests all that is declared.
 STEP, BENCHMARK, GATE = "step", "benchmark", "gate"
 
 
 def implementation_definitions(
     listed: Listed, use: str = BENCHMARK, without: Iterable[str] = HOUSE
 ) -> dict[str, str]:
-    """{name: hash} of what the results of an implementation depend on besides its operator.
+    """Returns {name: hash} of an implementation: its code, or its packages as installed.
 
-    Of ours that is its code, of somebody else's its packages as they are installed. Modules in
-    `without` are passed by.
+    The operator itself is left out, and so are modules in `without`.
     """
     one, name = listed.own, f"{listed.op}.{listed.name}"
     if one is None:
@@ -47,9 +46,9 @@ def implementation_definitions(
 def operator_definitions(
     op: str, use: str = BENCHMARK, without: Iterable[str] = HOUSE
 ) -> dict[str, str]:
-    """{name: hash} of what every implementation of an operator is given and compared with.
+    """Returns {name: hash} of an operator: its inputs, reference, limits and test cases.
 
-    Modules in `without` are passed by.
+    Modules in `without` are left out.
     """
     operator = catalog().operator(op)
     functions = [operator.describe]
@@ -74,9 +73,9 @@ def operator_definitions(
 
 
 def installed_hash(distribution: str) -> str:
-    """Of an installed distribution's files, of an editable one's sources; "": not installed.
+    """Returns the hash of a distribution's files; "" if it is not installed.
 
-    Both ways of installing the same sources have the same hash.
+    An editable installation has the same hash as a copied one of the same sources.
     """
     try:
         found = metadata.distribution(distribution)
@@ -105,7 +104,7 @@ def _run_by(one: Implementation, use: str) -> Iterator[Callable | str]:
 
 
 def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -> dict[str, str]:
-    """Definitions of functions and of "module:NAME"; of another package's, its own hash."""
+    """Returns the definitions of functions and of "module:NAME". Other packages have one hash."""
     starts, found = [], {}
     for function in functions:
         for start in [function] if isinstance(function, str) else _starts(function):
@@ -120,7 +119,7 @@ def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -
 
 
 def _starts(function: Callable) -> Iterator[str]:
-    """Where a function is defined, and those that a partial or enclosed one was made with."""
+    """Yields where a function and those that it was made with (partials, cells) are defined."""
     if isinstance(function, partial):
         given = (*function.args, *function.keywords.values())
         yield from _starts(function.func)
@@ -137,13 +136,13 @@ def _starts(function: Callable) -> Iterator[str]:
 
 
 def _brings(package: str) -> str | None:
-    """The distribution that brings operators whose functions lie in this package, if one does."""
+    """Returns the distribution whose operators lie in `package`, or None."""
     entries = metadata.entry_points(group=OPERATORS)
     return next((one.dist.name for one in entries if one.module.split(".")[0] == package), None)
 
 
 def _editable(found: metadata.Distribution) -> Iterator[tuple[str, str]]:
-    """Files of the packages that its entry points are of, as a RECORD holds them."""
+    """Yields the files of its entry points' packages, as a RECORD holds them."""
     for package in sorted({entry.module.split(".")[0] for entry in found.entry_points}):
         spec = importlib.util.find_spec(package)  # imports nothing of a package
         if spec is None or not spec.origin:
@@ -159,5 +158,5 @@ def _editable(found: metadata.Distribution) -> Iterator[tuple[str, str]]:
 
 
 def _of_installer(path: str) -> bool:
-    """What an installation adds: metadata, compiled files."""
+    """Returns whether the installer made a file: metadata or compiled code."""
     return ".dist-info/" in path or path.endswith(".pyc") or path.startswith("../")

@@ -1,4 +1,4 @@
-"""Which kernels of Triton and CUDA C++ a piece of work launches, and a hash of what each says.
+"""Notes which kernels of Triton and CUDA C++ a piece of work launches, each with a hash.
 
 The hash is that of the definitions which the kernel reaches (`tnp.experiment.code_hash`), so that a
 row keeps its proof when a comment is edited. Triton's own cache key holds line numbers, and the
@@ -15,7 +15,7 @@ from typing import Any
 from tnp.experiment.code_hash import PACKAGES, fingerprint
 from tnp.experiment.fingerprints import installed_hash
 
-# Libraries whose kernels stand in a row's package versions.
+# Libraries whose kernels a row identifies by its package versions.
 LIBRARIES = ("triton", "torch")
 
 
@@ -60,7 +60,7 @@ def launches() -> Iterator[dict[str, str]]:
 
 @cache
 def kernel_hash(module: str, name: str) -> str:
-    """Of all that a kernel of ours says; of somebody else's, of its package as it is installed."""
+    """Returns the hash of a kernel's code, or of its installed package if it is not ours."""
     package = module.split(".")[0]
     if package in PACKAGES:
         return fingerprint([f"{module}:{name.split('.')[0]}"])

@@ -1,11 +1,10 @@
-"""The result store: Parquet files that git can keep, and one DuckDB file built from all of them.
+"""Keeps results in Parquet files, and builds one DuckDB file from all of them.
 
 A file holds rows of one table and lies at `data/{recorded,runs}/<device>/<table>/<stem>.parquet`:
-`recorded` is what was committed, `runs` what this machine measured.
+`recorded` holds committed rows, `runs` the rows that this machine measured.
 """
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,10 +13,11 @@ from stat import S_ISREG
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tnp.dispatch.registry import catalog
-from tnp.store import manifest, schemas
+from tnp.store import code_sets, manifest, schemas
 from tnp.store import views as store_views
 from tnp.store.schemas import SCHEMA_VERSION, TABLES
 from tnp.store.views import create_views
@@ -25,12 +25,13 @@ from tnp.util.atomic_files import StoreError, cannot_write, first_line, parquet_
 from tnp.util.cli import Parser
 
 VERSION_KEY = b"tnp_schema_version"
-# Of the rows. Parquet's own checksums are of pages, and not of what says which page is whose.
-DIGEST_KEY = b"tnp_sha256"
+# Repeated strings are read as dictionaries, which takes a third of the time.
+DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 
 BUILT_FROM = """
 comment on table built_from is
-'Digests of all that this database was built from, and of its contents: equal ones are kept.'
+'Digests of everything that this database was built from, and of its contents. A database with
+equal digests is kept.'
 """
 
 # The storage format that DuckDB's command line 1.5 reads too.
@@ -38,12 +39,16 @@ DUCKDB_FORMAT = {"storage_compatibility_version": "v1.5.0"}
 
 
 def write_table(path: Path, table: str, rows: list[dict]) -> None:
-    """Write `rows` as a file of `table`, all of it or nothing; columns not given are null.
+    """Writes `rows` as a file of `table`, whole or not at all; columns not given are null.
 
-    Raises ValueError for an unknown table or column or a value of another type, and StoreError
-    where `path` cannot be written.
+    Rows of table `code` give the parts of each set of code. A set that is new to the device becomes
+    a file of table `code_parts`, and the rows hold its name.
+
+    Raises:
+        ValueError: the table or a column is unknown, or a value has another type.
+        StoreError: `path` cannot be written.
     """
-    schema = _schema(table)
+    schema, path = _schema(table), Path(path)
     for row in rows:
         for column in row:
             if column not in schema.names:
@@ -54,65 +59,101 @@ def write_table(path: Path, table: str, rows: list[dict]) -> None:
         content = pa.Table.from_pylist(rows, schema=schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ValueError(f"a row does not fit the schema of table {table}: {error}") from error
-    _write(Path(path), content)
+    if table == "code":
+        content, parts = code_sets.split(content)
+        for name in parts["code_set"].unique().to_pylist():
+            file = path.parents[1] / "code_parts" / f"{name}.parquet"
+            if not file.exists():
+                _write(file, "code_parts", parts.filter(pc.field("code_set") == name))
+    _write(path, table, content)
 
 
 def read_table(path: Path, table: str) -> pa.Table:
-    """The rows of `path` with exactly the columns of `table`; those an older file lacks are null.
+    """Returns the rows of `path` with exactly the columns of `table`; missing ones are null.
 
-    Raises StoreError for a file that is missing, damaged, not as recorded, or of another schema.
+    Raises:
+        StoreError: the file is missing, damaged, not as recorded, or of another schema.
     """
+    return _read(path, table).cast(_schema(table))
+
+
+def _read(path: Path, table: str) -> pa.Table:
+    """Returns the rows of `path`, its strings encoded as dictionaries: see `read_table`."""
     schema = _schema(table)
     encoded = _bytes(Path(path))
-    is_recorded = manifest.check(Path(path), encoded)
+    manifest.check(Path(path), encoded)
     try:
-        file = pq.ParquetFile(pa.BufferReader(encoded), page_checksum_verification=True)
+        file = pq.ParquetFile(pa.BufferReader(encoded))
+        found = file.schema_arrow
+        _check_columns(path, table, found, schema)
+        strings = [field.name for field in found if field.type == pa.string()]
+        file = pq.ParquetFile(
+            pa.BufferReader(encoded),
+            metadata=file.metadata,
+            read_dictionary=strings,
+            page_checksum_verification=True,
+        )
         content = file.read(use_threads=False)  # files are small: threads cost half the time
-        names = content.column_names  # may be no text
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _damaged(path, first_line(error)) from None
-    _check_version(path, content.schema)
-    for name, field in zip(names, content.schema, strict=True):
+        raise manifest.damaged(path, first_line(error)) from None
+    return pa.concat_tables([_encoded(schema).empty_table(), content], promote_options="default")
+
+
+def _encoded(schema: pa.Schema) -> pa.Schema:
+    """Returns a schema whose strings are dictionaries."""
+    return pa.schema(
+        [field.with_type(DICTIONARY) if field.type == pa.string() else field for field in schema]
+    )
+
+
+def _check_columns(path: Path, table: str, found: pa.Schema, schema: pa.Schema) -> None:
+    """Raises StoreError where the columns `found` in a file are not of the table's `schema`."""
+    _check_version(path, found)
+    for name, field in zip(found.names, found, strict=True):
         if name not in schema.names:
             raise StoreError(
                 f"{path} has a column {name!r} that table {table} lacks: update this "
                 "checkout if the file is of a newer one, or delete the file"
             )
-        if names.count(name) > 1:
+        if found.names.count(name) > 1:
             raise StoreError(f"{path} has two columns {name!r}: delete the file and measure again")
         if field.type != schema.field(name).type:
             raise StoreError(
                 f"{path} has {name} as {field.type}, table {table} as "
                 f"{schema.field(name).type}: delete the file and measure again"
             )
-    # The manifest's digest is of all bytes: it says more, and takes a hundredth of the time.
-    digest = None if is_recorded else content.schema.metadata.get(DIGEST_KEY)
-    if digest is not None and digest != _digest(content):
-        raise _damaged(path, "its rows are not those that were written")
-    complete = pa.concat_tables([schema.empty_table(), content], promote_options="default")
-    return complete.replace_schema_metadata(schema.metadata)
 
 
 def all_files() -> list[Path]:
-    """Every file of rows below the working directory: recorded ones, and those of its runs."""
+    """Returns every file of rows below the working directory, recorded ones first."""
     return parquet_files(Path("data/recorded")) + parquet_files(Path("data/runs"))
 
 
 def read_tables(files: Iterable[Path]) -> dict[str, pa.Table]:
-    """Table → the rows of all its `files`, with columns `origin` and `file`.
+    """Returns table → the rows of all its `files`, with columns `origin` and `file`.
 
-    Raises StoreError for a file that cannot be used, and for two that hold the same run of a table
-    with different rows.
+    Rows of `code` have one row for each set of code, whatever the layout of their file.
+
+    Raises:
+        StoreError: a file cannot be used, two files hold the same run of a table with different
+            rows, or a set of code is missing.
     """
-    parts = {name: [_with_source(schema.empty_table(), "", "")] for name, schema in TABLES.items()}
+    parts = {
+        table: [_with_source(_encoded(schema).empty_table(), "", "")]
+        for table, schema in TABLES.items()
+    }
     for path in map(Path, files):
         table = path.parent.name
         if table not in TABLES:
             raise StoreError(
                 f"{path} lies in a folder {table!r}: it must be one of {', '.join(TABLES)}"
             )
-        parts[table].append(_with_source(read_table(path, table), _origin(path), str(path)))
+        parts[table].append(_with_source(_read(path, table), _origin(path), str(path)))
     tables = {table: pa.concat_tables(content) for table, content in parts.items()}
+    tables["code"], sets = code_sets.split(tables["code"])
+    sets = _with_source(sets, "recorded", "").cast(tables["code_parts"].schema)
+    tables["code_parts"] = pa.concat_tables([tables["code_parts"], sets])
+    code_sets.check(tables["code"], tables["code_parts"])
     with duckdb.connect() as connection:
         for table, loaded in tables.items():
             if len(loaded) and "run_id" in loaded.column_names:
@@ -121,12 +162,14 @@ def read_tables(files: Iterable[Path]) -> dict[str, pa.Table]:
 
 
 def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None:
-    """Build `database` from `files`: every table with a column `origin`, every view of `sql_dir`.
+    """Builds `database` from `files`: every table with a column `origin`, every view of `sql_dir`.
 
-    Equal rows count once, however many files hold them; what is recorded says so. `database` is
-    replaced at the end, by one that was read back, so that readers keep the old one until then and
-    errors leave it alone. A database that `is_current` stays as it is. Raises StoreError for a file
-    that cannot be used, before anything is written, and where there is no room for the new one.
+    Equal rows count once, however many files hold them; `origin` is "recorded" if one of these is.
+    The new database is read back, and then replaces the old one at once. A database that
+    `is_current` stays as it is.
+
+    Raises:
+        StoreError: a file cannot be used (nothing has been written then), or there is no room.
     """
     files, database = list(map(Path, files)), Path(database)
     if is_current(database, files, sql_dir):
@@ -139,14 +182,17 @@ def build_database(files: Iterable[Path], sql_dir: Path, database: Path) -> None
         except duckdb.Error as error:
             raise cannot_write(database, error) from error
         # A log that another program left would be played into the new file, and spoil it. It goes
-        # before the new file comes, so that a kill in between cannot bring the two together.
+        # first, so that a kill in between cannot bring the two together.
         Path(f"{database}.wal").unlink(missing_ok=True)
 
 
 def is_current(database: Path, files: Iterable[Path], sql_dir: Path) -> bool:
-    """Whether `database` is whole, and was built from these files, views and code.
+    """Returns whether `database` is whole, and was built from these files, views and code.
 
-    Contents decide, not times of change. Raises StoreError for a file that cannot be read.
+    Contents decide, not times of change.
+
+    Raises:
+        StoreError: a file cannot be read.
     """
     if not Path(database).is_file() or Path(f"{database}.wal").exists():
         return False
@@ -159,10 +205,12 @@ def is_current(database: Path, files: Iterable[Path], sql_dir: Path) -> bool:
 
 
 def record(runs: Path, recorded: Path) -> None:
-    """Copy the rows under `runs` that `recorded` lacks to `<device>/<table>/<now>.parquet` there.
+    """Copies the rows under `runs` that `recorded` lacks to `<device>/<table>/<now>.parquet` there.
 
-    Rows stay as they were measured, and every file of `recorded` is listed in its manifest. Raises
-    StoreError where `runs` is no folder or one of the files cannot be used.
+    Rows stay as they were measured. Every file of `recorded` is then listed in its manifest.
+
+    Raises:
+        StoreError: `runs` is no folder, or one of the files cannot be used.
     """
     runs, recorded = Path(runs), Path(recorded)
     if not runs.is_dir():
@@ -171,7 +219,9 @@ def record(runs: Path, recorded: Path) -> None:
     # To the microsecond: two calls never write the same file.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
     n_rows = 0
-    for folder in sorted({file.parent for file in parquet_files(runs)}):
+    folders = {file.parent for file in parquet_files(runs)}
+    # Sets of code come before the rows that name them: a copy that ends early can be read.
+    for folder in sorted(folders, key=lambda folder: (folder.name != "code_parts", folder)):
         table = folder.name
         target = recorded / folder.parent.name / table
         measured, known = (_all_rows(source, table) for source in (folder, target))
@@ -180,7 +230,7 @@ def record(runs: Path, recorded: Path) -> None:
             connection.register("known", known)
             rows = connection.sql("from measured except from known order by all").to_arrow_table()
         if len(rows):
-            _write(target / f"{stamp}.parquet", rows.cast(_schema(table)))
+            _write(target / f"{stamp}.parquet", table, rows)
             print(f"{target}: {len(rows)} rows")
             n_rows += len(rows)
     manifest.extend(recorded)
@@ -196,10 +246,11 @@ def _views(sql_dir: Path) -> list[Path]:
 
 
 def _inputs(files: Iterable[Path], sql_dir: Path) -> str:
-    """A digest of all that a database is built from: rows, manifests, views, code, DuckDB."""
+    """Returns a digest of all inputs of a database: rows, manifests, views, code, DuckDB."""
     rows = sorted(set(map(Path, files)))
     manifests = {path.absolute().parents[2] / manifest.NAME for path in rows}
-    code = [Path(module.__file__) for module in (schemas, store_views)] + [Path(__file__)]
+    modules = (schemas, store_views, code_sets, manifest)
+    code = [Path(__file__), *(Path(module.__file__) for module in modules)]
     digest = hashlib.sha256(f"{duckdb.__version__} {_implementations().to_pylist()}".encode())
     for path in [*rows, *filter(Path.exists, sorted(manifests)), *_views(sql_dir), *code]:
         digest.update(f"{path} {hashlib.sha256(_bytes(path)).hexdigest()}\n".encode())
@@ -238,16 +289,8 @@ def _bytes(path: Path) -> bytes:
     raise StoreError(f"{path} {problem}")
 
 
-def _digest(rows: pa.Table) -> bytes:
-    """SHA-256 of column names and values, as text that depends on no library's version."""
-    for index, field in enumerate(rows.schema):
-        if pa.types.is_timestamp(field.type):
-            rows = rows.set_column(index, field.name, rows.column(index).cast(pa.int64()))
-    return hashlib.sha256(json.dumps(rows.to_pydict()).encode()).hexdigest().encode()
-
-
 def _origin(path: Path) -> str:
-    """ "recorded" or "runs": the folder that holds `<device>/<table>/<stem>.parquet`."""
+    """Returns "recorded" or "runs", the folder that holds `<device>/<table>/<stem>.parquet`."""
     return "recorded" if path.absolute().parents[2].name == "recorded" else "runs"
 
 
@@ -258,39 +301,33 @@ def _all_rows(folder: Path, table: str) -> pa.Table:
     )
 
 
-def _damaged(path: Path, why: str) -> StoreError:
-    return StoreError(
-        f"{path} is not a whole Parquet file ({why}): restore it from git, or delete it and run "
-        "the workflow again"
-    )
-
-
 def _with_source(rows: pa.Table, origin: str, file: str) -> pa.Table:
     for name, value in (("origin", origin), ("file", file)):
-        rows = rows.append_column(name, pa.array([value] * len(rows), pa.string()))
+        first = pa.repeat(pa.scalar(0, pa.int32()), len(rows))
+        rows = rows.append_column(name, pa.DictionaryArray.from_arrays(first, [value]))
     return rows
 
 
 def _check_runs(connection: duckdb.DuckDBPyConnection, table: str, loaded: pa.Table) -> None:
-    """StoreError where two files hold one run of `table` with different rows."""
+    """Raises StoreError where two files hold one run of `table` with different rows."""
     connection.register("loaded", loaded)
-    # All rows of a run must lie in the same files. Most runs lie in one.
+    in_two_files = "select run_id from loaded group by run_id having count(distinct file) > 1"
+    shared = [run for (run,) in connection.sql(in_two_files).fetchall() if run is not None]
+    if not shared:  # most runs lie in one file
+        return
+    is_shared = pc.is_in(loaded["run_id"].cast(pa.string()), pa.array(shared, pa.string()))
+    connection.register("shared", loaded.filter(is_shared))
+    # All rows of a run must lie in the same files.
     altered = connection.sql(
         """
-        with shared as (
-            select run_id from loaded group by run_id having count(distinct file) > 1
-        ),
-
-        run_rows as (
-            select * exclude (origin, file), list_sort(list(distinct file)) as files
-            from loaded where run_id in (from shared) group by all
-        )
-
         select run_id, min(files), max(files)
-        from run_rows group by run_id having count(distinct files) > 1 order by run_id
+        from (
+            select * exclude (origin, file), list_sort(list(distinct file)) as files
+            from shared group by all
+        ) as run_rows
+        group by run_id having count(distinct files) > 1 order by run_id
         """
     ).fetchall()
-    connection.unregister("loaded")
     for run, first, last in altered:
         one = min(set(first) ^ set(last))
         other = (last if one in first else first)[0]
@@ -301,9 +338,9 @@ def _check_runs(connection: duckdb.DuckDBPyConnection, table: str, loaded: pa.Ta
 
 
 def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path], inputs: str) -> None:
-    """Write `tables` and `views` to the new file `database` and hold it against what was meant.
+    """Writes `tables` and `views` to the new file `database`, and reads it back.
 
-    Closing a database swallows that its checkpoint failed, for want of space; `checkpoint` raises.
+    Closing a database hides that its checkpoint found no space; `checkpoint` raises.
     """
     with duckdb.connect(str(database), config=DUCKDB_FORMAT) as connection:
         _load(connection, tables)
@@ -319,9 +356,9 @@ def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path], inputs
 
 
 def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table]) -> None:
-    """Create each of `tables`, with equal rows once, and the table of implementations.
+    """Creates each of `tables`, with equal rows once, and the table of implementations.
 
-    `tables` have columns `origin` and `file`. A table that is there already is replaced.
+    `tables` have columns `origin` and `file`. A table that exists is replaced.
     """
     for table, rows in tables.items():
         connection.register("loaded", rows)
@@ -338,7 +375,7 @@ def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table])
 
 
 def _implementations() -> pa.Table:
-    """What the catalog knows of every implementation, for views to join with."""
+    """Returns a row for every implementation of the catalog, for views to join with."""
     rows = [
         {
             "op": op,
@@ -355,9 +392,9 @@ def _implementations() -> pa.Table:
 
 
 def _contents(connection: duckdb.DuckDBPyConnection) -> str:
-    """A digest of the names of the views, and of the number and the rows of every table.
+    """Returns a digest of the names of the views, and of the rows of every table.
 
-    Tables are those of rows and those that a file of SQL creates; views follow from them.
+    Files of SQL create some of the tables; views follow from tables.
     """
     views = connection.execute("select view_name from duckdb_views() where not internal")
     found: dict[str, object] = {"views": sorted(views.fetchall())}
@@ -370,16 +407,22 @@ def _contents(connection: duckdb.DuckDBPyConnection) -> str:
     return hashlib.sha256(str(found).encode()).hexdigest()
 
 
-def _write(path: Path, content: pa.Table) -> None:
-    content = content.replace_schema_metadata(
-        content.schema.metadata | {DIGEST_KEY: _digest(content)}
-    )
+def _write(path: Path, table: str, content: pa.Table) -> None:
+    """Writes a file of `table`, sealed with its digest; columns that `content` lacks are null."""
+    schema = _schema(table)
+    given = {name: content[name] for name in content.column_names}
+    columns = [given.get(f.name, pa.nulls(len(content), f.type)).cast(f.type) for f in schema]
+    encoded = pa.BufferOutputStream()
+    options = {"compression": "zstd", "write_page_checksum": True}
+    with pq.ParquetWriter(encoded, schema, **options) as writer:
+        writer.write_table(pa.table(columns, schema=schema))
+        writer.add_key_value_metadata({manifest.KEY: manifest.ZEROS})
     with replacing(path) as temporary:
-        pq.write_table(content, temporary, compression="zstd", write_page_checksum=True)
+        temporary.write_bytes(manifest.sealed(encoded.getvalue().to_pybytes()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit code 2 for arguments that are wrong, 1 where rows cannot be recorded."""
+    """Exits with 2 for wrong arguments, and with 1 if rows cannot be recorded."""
     parser = Parser(prog="python -m tnp.store", description="Keeps rows that a run has written.")
     commands = parser.add_subparsers(dest="command", required=True)
     of_record = commands.add_parser("record", help="add a folder's rows to those recorded")

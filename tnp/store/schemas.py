@@ -1,8 +1,8 @@
-"""Arrow schemas of the result store: one table per kind of row, one place that names every column.
+"""Declares the tables of the result store and all their columns, as Arrow schemas.
 
-Units are in the names. Every table starts with the columns of `PROVENANCE`. A column may be added
-at the end of a table (older files then read as null); renaming or removing one raises
-`SCHEMA_VERSION`, which every Parquet file carries in its metadata.
+Units are in the names. Every table of measurements starts with the columns of `PROVENANCE`. A new
+column goes to the end of its table, and is null for older files. Renaming or removing one raises
+`SCHEMA_VERSION`, which every Parquet file has in its metadata.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def _statistics(prefix: str) -> list[tuple[str, pa.DataType]]:
     return [(f"{prefix}_{name}", pa.float64()) for name in STATISTICS]
 
 
-# What happened while a timing ran (NVML), and what it cost outside the timing.
+# Conditions while a timing ran (NVML), and time spent outside it.
 CONDITIONS = [
     ("n_samples", pa.int32()),
     ("n_warmup", pa.int32()),
@@ -141,8 +141,8 @@ CONTRACT = [
 # is null, and those of one device and `recorded_at` are a run.
 RUN = [("run_id", pa.string())]
 
-# What rows of one generation agree in, who is compared with whom, and how the timing ended. Hashes
-# are digests (`tnp/bench/evidence.py`); rows from before evidence was kept have null everywhere.
+# Rows of one code version agree in these hashes (`tnp/bench/evidence.py`). Early rows have null in
+# all columns.
 EVIDENCE = [
     ("spec_hash", pa.string()),  # model, sizes, and what the variant's name means
     ("kernels_hash", pa.string()),  # rows of table `code` with part "kernel" or "package"
@@ -393,15 +393,26 @@ TABLES: dict[str, pa.Schema] = {
             ("stall_3_percent", pa.float64()),
             *RUN,
         ],
-        "code": [  # what a run of a gate or a measurement ran on
+        "code": [  # the code that a gate or a measurement ran
             *RUN,
             ("implementation", pa.string()),  # "" for a gate or a step
+            # As in `code_parts`, in rows of earlier layouts: a row for each part of each run.
+            ("part", pa.string()),
+            ("name", pa.string()),
+            ("hash", pa.string()),
+            ("code_set", pa.string()),  # names rows of `code_parts`; null in earlier layouts
+        ],
+    }.items()
+} | {
+    "code_parts": pa.schema(  # each set of code once, whoever ran it
+        [
+            ("code_set", pa.string()),  # a digest of the set's rows: `tnp.store.code_sets`
             # "kernel" | "package" (its version is the hash) | "definition"; earlier rows: "module"
             ("part", pa.string()),
             ("name", pa.string()),
             ("hash", pa.string()),
-        ],
-    }.items()
+        ]
+    )
 }
 
 

@@ -16,7 +16,7 @@ packages as (
     select
         environment_id,
         string_agg(distinct name || ' ' || hash, ', ' order by name || ' ' || hash) as versions
-    from code
+    from code inner join code_parts using (code_set)
     where part = 'package' and name not in ('torch', 'triton', 'cudnn')
     group by environment_id
 )
