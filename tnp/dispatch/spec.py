@@ -11,7 +11,6 @@ with it. Whatever an operator's declaration calls imports torch in its own body.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -346,8 +345,8 @@ class Operator:
     spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
-    fixed: tuple[str, ...] = ()  # sizes and options that a table's entry must share exactly
-    coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
+    # Options that a table's entry must share, and sizes that its costs depend on.
+    fixed: tuple[str, ...] = ()
     drawn: Callable[[Any, str], Problem] | None = (
         None  # (random.Random, dtype) → for `tnp.tuning.fit_costs`
     )
@@ -421,12 +420,6 @@ class Operator:
         if op != self.name:
             raise ValueError(f"a problem of {op} is none of {self.name}")
         return self.problem(dtype, **values)
-
-    def distance(self, one: Problem, other: Problem) -> float:
-        """Σ |log2 of the ratio| over what decides cost."""
-        at = self.coordinates or (lambda problem: tuple(size for _, size in problem.sizes))
-        pairs = zip(at(one), at(other), strict=True)
-        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 
     def controls_for(self, found: Implementation) -> dict[str, Callable[..., Any]]:
         """Broken references that an implementation's gate must find out."""

@@ -275,7 +275,6 @@ OPERATOR = Operator(
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim", "causal", "window"),
-    coordinates=definition.coordinates,
     drawn=lambda random, dtype: definition.drawn(OPERATOR, random, dtype),
 )
 

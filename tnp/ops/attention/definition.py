@@ -209,16 +209,6 @@ def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     return {"dq": (of_queries, torch.cat(dq, 2))} | of_keys
 
 
-KEY_BLOCK = 64  # keys that every kernel reads at a time, or a multiple of it
-
-
-def coordinates(problem: Problem) -> tuple[float, ...]:
-    """What costs: heads of all samples, queries, keys; past one block, in whole blocks."""
-    n_k = problem["n_k"]
-    read = n_k if n_k <= KEY_BLOCK else -(-n_k // KEY_BLOCK) * KEY_BLOCK
-    return problem["batch"] * problem["n_heads"], problem["n_q"], read
-
-
 def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
     """Sizes as neural processes have them, up to half a millisecond forward on an H200.
 

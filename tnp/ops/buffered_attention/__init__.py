@@ -99,8 +99,6 @@ OPERATOR = Operator(
     other_lengths=definition.other_lengths,
     out_of_range=definition.out_of_range,
     compiled=lambda target: definition.compiled(OPERATOR, target),
-    fixed=("head_dim", "n_buffer"),
-    coordinates=definition.coordinates,
 )
 
 

@@ -212,8 +212,6 @@ OPERATOR = Operator(
     other_lengths=definition.other_lengths,
     out_of_range=definition.out_of_range,
     within=lambda model, run: definition.within(OPERATOR, model, run),
-    fixed=("head_dim",),
-    coordinates=definition.coordinates,
 )
 
 

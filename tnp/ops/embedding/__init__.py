@@ -235,7 +235,6 @@ OPERATOR = Operator(
     work=work,
     cases=cases,
     within=within,
-    fixed=("width",),
     controls={
         "the flag is missing": _flag_missing,
         "targets are shifted by a point": _targets_shifted,

@@ -248,7 +248,6 @@ OPERATOR = Operator(
     out_of_range=out_of_range,
     condition=condition,
     within=within,
-    fixed=("d_y",),
     controls={
         "values are shifted by a target": lambda parameters, y, n_targets, sigma_min, floor=False: (
             reference(parameters, y.roll(1, -2), n_targets, sigma_min, floor)

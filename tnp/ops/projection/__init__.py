@@ -173,7 +173,6 @@ OPERATOR_QKV = Operator(
     cases=lambda target: qkv.cases(OPERATOR_QKV, target),
     out_of_range=qkv.out_of_range,
     within=lambda model, run: qkv.within(OPERATOR_QKV, model, run),
-    coordinates=qkv.coordinates,
     condition=lambda case, inputs: qkv.condition(OPERATOR_QKV, case, inputs),
     controls={
         "rows shifted": lambda x, weight, n_keys, **sizes: qkv.reference(

@@ -62,7 +62,6 @@ ROPE = Operator(
         "turned back": _turned_back,
     },
     within=lambda model, run: definition.within(ROPE, model, run, qk_norm=False),
-    fixed=("head_dim",),
 )
 OPERATORS = (ROPE, QK_NORM_ROPE)
 

@@ -115,7 +115,6 @@ QK_NORM_ROPE = Operator(
         "one norm of all heads": _one_norm_of_all_heads,
     },
     within=lambda model, run: definition.within(QK_NORM_ROPE, model, run, qk_norm=True),
-    fixed=("head_dim",),
 )
 
 
