@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tnp.dispatch import custom_op
-from tnp.dispatch.plans import build, key_of, of_operator, plans
+from tnp.dispatch.plans import RefusedPlan, build, key_of, of_operator, plans
 from tnp.dispatch.private import (
     functorch_level,
     in_forward_mode,
@@ -40,39 +40,46 @@ def call(
     inputs: tuple,
     scalars: tuple[float, ...] = (),
     options: tuple = (),
+    or_none: bool = False,
 ) -> Any:
-    """The operator's outputs, one or a tuple.
+    """Returns the operator's outputs, one or a tuple.
 
     Args:
         operator: what to compute.
         implementation: a name, or "auto", or "auto:e4m3" where that precision will do.
         inputs: tensors in the operator's order.
         scalars: numbers in the operator's order.
-        options: (name, value) of those that are on.
+        options: pairs (name, value) of the options that are on.
+        or_none: whether to return None if the implementation cannot run here.
 
     Raises:
         ValueError: the inputs do not go together, or there is no such name.
-        RuntimeError: the implementation cannot run here, with the reason.
+        RuntimeError: the implementation cannot run here, with the reason, unless `or_none`.
     """
     if (
         _compiling() or n_dispatch_modes() or in_function_mode() or functorch_level() is not None
         or in_forward_mode()
     ):  # fmt: skip
-        return custom_op.call(operator, implementation, inputs, scalars, options)
+        return custom_op.call(operator, implementation, inputs, scalars, options, or_none)
     if not _PLAIN.issuperset(map(type, inputs)):  # a subclass may stand for anything
         _require(operator, implementation, inputs)
-        return custom_op.call(operator, implementation, inputs, scalars, options)
+        return custom_op.call(operator, implementation, inputs, scalars, options, or_none)
     known = of_operator.get(operator.name) or plans(operator)
     key = key_of(inputs, implementation, options)
     plan = known.by_key.get(key)
     if plan is None:
-        plan = known.find(key, partial(_built, operator, implementation, inputs, options))
+        plan = known.find(key, partial(_built, operator, implementation, inputs, options, or_none))
+    if or_none and plan.__class__ is RefusedPlan:
+        return None
     return plan.run(inputs, scalars)
 
 
-def _built(operator: Operator, implementation: str, inputs: tuple, options: tuple) -> Any:
+def _built(
+    operator: Operator, implementation: str, inputs: tuple, options: tuple, or_refused: bool
+) -> Any:
     _require(operator, implementation, inputs)
-    return build(operator, implementation, inputs, options, wanted_of(operator, inputs))
+    wanted = wanted_of(operator, inputs)
+    return build(operator, implementation, inputs, options, wanted, or_refused=or_refused)
 
 
 def _require(operator: Operator, implementation: str, inputs: tuple) -> None:

@@ -31,6 +31,7 @@ from tnp.dispatch.plans import Differentiated, KernelPlan, PlainPlan, build, key
 from tnp.dispatch.private import constant_in_graphs, dispatch_modes, in_forward_mode
 from tnp.dispatch.registry import AUTO, catalog
 from tnp.dispatch.selection import (
+    Refused,
     choose_implementation,
     choose_kernel,
     kernels_of,
@@ -50,12 +51,14 @@ _defined: dict[str, CustomOperator] = {}
 # are added while it traces.
 _plain = ModuleType(f"{__name__}.plain")
 _RUN = "run__"
+_REFUSED = "refused"  # in place of the argument `call`
 _grad_enabled = torch.is_grad_enabled
 
 
 def call(
-    operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple
-) -> Any:
+    operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple,
+    or_none: bool = False,
+) -> Any:  # fmt: skip
     """Does the same as `tnp.dispatch.call`, through operators that PyTorch sees."""
     wanted = wanted_of(operator, inputs)
     first = next(x for x in inputs if x is not None)
@@ -67,9 +70,11 @@ def call(
     shown = tuple([(name, index(values[name])) for name in operator.shown if name in values])
     known = (operator.name, implementation, dtype, first.device, wanted, options, shown, given)
     tracing = torch.compiler.is_compiling()
-    text = _decided(*known, None, tracing)
+    text = None if or_none else _decided(*known, None, tracing)
     if text is None:  # the sizes decide: they become constants of the graph
-        text = _decided(*known, tuple([index(size) for size in sizes]), tracing)
+        text = _decided(*known, tuple([index(size) for size in sizes]), tracing, or_none)
+    if text == _REFUSED:
+        return None
     if text.startswith(_RUN):
         return getattr(_plain, text)(*inputs, *scalars, **dict(options))
     if not tracing:
@@ -113,6 +118,7 @@ def _decided(
     given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
     tracing: bool = False,
+    or_none: bool = False,
 ) -> str | None:
     """Returns the custom operator's argument `call`, or the name of a function in `_plain`.
 
@@ -123,10 +129,15 @@ def _decided(
     operator = catalog().operator(op)
     custom = custom_operator(operator)
     about = implementation, dtype, device, wanted, options, shown, given, sizes
-    key = key_of((), "decided", *about)
-    text = custom.plans.find(key, partial(_decide, operator, *about))
-    if not text:
-        return None
+    key = key_of((), "decided", *about, or_none)
+    try:
+        text = custom.plans.find(key, partial(_decide, operator, *about))
+    except Refused:
+        if not or_none:
+            raise
+        text = custom.plans.find(key, lambda: _REFUSED)
+    if not text or text == _REFUSED:
+        return text or None
     if text.startswith(_RUN):
         if not hasattr(_plain, text):
             found = catalog().load(op, text.removeprefix(f"{_RUN}{op}__"))

@@ -26,6 +26,11 @@ from tnp.util.checks import is_expanded, switched_on
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
 CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device numbers that are out of range
 
+
+class Refused(RuntimeError):
+    """A named implementation cannot serve a call; the sentence says why."""
+
+
 Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration
 
 
@@ -100,7 +105,7 @@ def choose_implementation(
 
     Raises:
         ValueError: there is no such name.
-        RuntimeError: it cannot run here, with the reason.
+        Refused: it cannot run here, with the reason.
     """
     if name.partition(":")[0] == AUTO:
         return _automatic(operator, name.partition(":")[2], what)
@@ -109,7 +114,7 @@ def choose_implementation(
     if reason is not None:
         others = [one.name for one in operator.implementations
                   if not one.compile and refuses(one, what) is None]  # fmt: skip
-        raise RuntimeError(refusal(operator, found, reason, others))
+        raise Refused(refusal(operator, found, reason, others))
     return Choice(found.name, source="named"), found
 
 
