@@ -347,7 +347,7 @@ def attention(
             lse that is no bool, or on the CPU n_keys or cu_seqlens that cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if not (base2.__class__ is causal.__class__ is lse.__class__ is bool):
         require_bools(base2=base2, causal=causal, lse=lse)
@@ -377,12 +377,12 @@ def attention(
             require_cumulative("cu_seqlens_k", cu_seqlens_k, "k", k.shape[2])
     if compute_dtype is None:
         inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
-        return call(OPERATOR, implementation, inputs, (scale,), options)
+        return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
     require_16_bits("compute_dtype", compute_dtype)
     require_floats(q=q, k=k, v=v)
     require_alike(q=q, k=k)
     require_alike(q=q, v=v)
     cast = tuple([x.to(compute_dtype) for x in (q, k, v)])
     inputs = (*cast, n_keys, cu_seqlens_q, cu_seqlens_k)
-    found = call(OPERATOR, implementation, inputs, (scale,), options)
+    found = dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
     return (found[0].to(q.dtype), found[1]) if lse else found.to(q.dtype)

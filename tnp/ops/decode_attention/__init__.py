@@ -266,7 +266,7 @@ def decode_attention(
             page out of range.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if full.__class__ is not bool:
         require_bools(full=full)
@@ -281,4 +281,4 @@ def decode_attention(
     if full:
         options += (("full", True),)
     inputs = q, k, v, lengths, page_table, k_descale, v_descale
-    return call(OPERATOR, implementation, inputs, (scale,), options)
+    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

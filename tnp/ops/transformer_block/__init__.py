@@ -302,7 +302,7 @@ def transformer_block(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason, unless `or_none`.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
@@ -317,4 +317,4 @@ def transformer_block(
     if centred:
         options += (("centred", True),)
     inputs = (h, update, *weights, n_keys)
-    return call(OPERATOR, implementation, inputs, (eps,), options + layers, or_none)
+    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options + layers, or_none)
