@@ -1,14 +1,14 @@
-"""Leads a call to a launch. A problem is decided once, and the decision is kept as a plan.
+"""Takes a call of an operator to its launch. Each problem is decided once and kept as a plan.
 
-1. `call` makes a key of everything that a plan depends on (`tnp.dispatch.plans.key_of`). A known
-key is a
-   dictionary look-up.
-2. For an unknown key the operator's `describe` checks the arguments, an implementation and its
-   kernels are chosen, and `prepare` gives the launch. This happens under a lock.
-3. The plan runs: PyTorch's forms as they are; operations of ours behind one `autograd.Function`.
+1. `call` makes a key of everything that a plan depends on. A known key costs one look-up.
+2. For an unknown key `tnp.dispatch.plans` builds a plan, under a lock. The operator's `describe`
+   checks the arguments, `tnp.dispatch.selection` chooses the implementation and its kernels, and
+   each kernel's `prepare` makes a launch.
+3. The plan runs. PyTorch's forms are called as they are. Our operations run behind one
+   `autograd.Function`, and `tnp.dispatch.launcher` launches their kernels.
 
-Where PyTorch compiles, traces or watches calls, operations of ours are custom operators instead.
-These run plans too, which the same key finds (`tnp.dispatch.custom_op`).
+If PyTorch compiles, traces or transforms the call, our operations are custom operators instead
+(`tnp.dispatch.custom_op`). They run plans too, found by a key from the same function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tnp.dispatch.spec import Operator
 from tnp.util.checks import require_tensors
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-_compiling = torch.compiler.is_dynamo_compiling  # looked up once, as it costs as much as the call
+_compiling = torch.compiler.is_dynamo_compiling  # a look-up of it costs as much as the call
 
 
 def call(
@@ -83,7 +83,7 @@ def _built(
 
 
 def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
-    """Raises ValueError where the implementation is no name, or what must be a tensor is none."""
+    """Raises ValueError if the implementation is no name, or an input is no tensor."""
     if not isinstance(implementation, str):
         first = operator.implementations[0].name
         raise ValueError(f"implementation is {implementation!r}: it must be a name, as {first!r}")

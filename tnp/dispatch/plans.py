@@ -1,8 +1,9 @@
-"""Builds plans. A plan is the decision, made once, which function or kernels serve a problem.
+"""Builds and keeps plans. A plan says which function or kernels serve a problem.
 
 A plan owns no tensor and no stream: both come with every call. `tnp.dispatch.selection` chooses the
-implementation and the kernels. Eager calls (`tnp.dispatch`) and custom operators
-(`tnp.dispatch.custom_op`) find a plan again in `plans`, by the key that `key_of` makes.
+implementation and the kernels; a plan prepares their launches and runs them. Eager calls
+(`tnp.dispatch.call`) and custom operators (`tnp.dispatch.custom_op`) find a plan again in `plans`,
+by the key that `key_of` makes.
 """
 
 from __future__ import annotations

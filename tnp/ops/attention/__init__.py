@@ -181,7 +181,7 @@ OPERATOR = Operator(
         "n_sequences": int,
         "lse": bool,
     },
-    shown=("n_kv_heads", "n_sequences"),
+    read_off=("n_kv_heads", "n_sequences"),
     differentiated=("q", "k", "v"),
     keeps=("q", "k", "v", "n_keys", "cu_seqlens_q", "cu_seqlens_k", "o"),
     implementations=(
@@ -265,7 +265,7 @@ OPERATOR = Operator(
     draw=definition.draw,
     reference=torch_forms.reference,
     work=definition.work,
-    spot=definition.spot,
+    partial_reference=definition.partial_reference,
     cases=lambda target: cases.cases(OPERATOR, target),
     condition=lambda case, inputs: cases.condition(OPERATOR, case, inputs),
     controls=cases.CONTROLS,
@@ -275,7 +275,7 @@ OPERATOR = Operator(
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim", "causal", "window"),
-    drawn=lambda random, dtype: definition.drawn(OPERATOR, random, dtype),
+    random_problem=lambda random, dtype: definition.random_problem(OPERATOR, random, dtype),
 )
 
 

@@ -168,7 +168,7 @@ ENDS = [0, -1], [0, -1]  # the first head of the first sample, the last of the l
 SCORES_AT_ONCE = 1 << 27  # of them in float64, 1 GiB
 
 
-def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
+def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     """Two heads of keys, and the heads that ask them, some queries at a time: all scores of 200,000
     keys would take terabytes.
     """
@@ -209,7 +209,7 @@ def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     return {"dq": (of_queries, torch.cat(dq, 2))} | of_keys
 
 
-def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
+def random_problem(operator: Operator, chance: random.Random, dtype: str) -> Problem:
     """Sizes as neural processes have them, up to half a millisecond forward on an H200.
 
     Most of them have at most 256 keys, which a kernel of its own takes.

@@ -124,7 +124,7 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
     )  # fmt: skip
 
 
-def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
+def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     """The first head of the first sequence and the last of the last."""
     import torch
 

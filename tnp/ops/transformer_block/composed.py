@@ -267,7 +267,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
 def deterministic(call: Call) -> Reason:
     """Returns None if every gradient is equal in every run, else the reason."""
     layer = Layers(call).attend
-    if layer.wanted and layer.backward_kernel(layer.call)[0].moving:
+    if layer.wanted and layer.backward_kernel(layer.call)[0].nondeterministic:
         return "the backward pass of attention sums dq in an order that differs between runs"
     return None
 
@@ -283,5 +283,5 @@ DETERMINISTIC = Kernel("composed", empty_backward, prepare_backward, determinist
 NONDETERMINISTIC = Kernel(
     "composed_nondeterministic", empty_backward, prepare_backward, _nondeterministic,
     options=OPTIONS,
-    moving=("dh", "dupdate", "dnorm_attention", "dqkv"),
+    nondeterministic=("dh", "dupdate", "dnorm_attention", "dqkv"),
 )  # fmt: skip
