@@ -198,14 +198,15 @@ def test_an_entry_serves_its_own_mode_and_dtype_alone():
 
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": 100}], ids=str)
 def test_an_entry_serves_no_problem_under_another_mask(mask):
-    """As many queries as two consumers have get no tile of three, which a plain problem would."""
-    asked = OPERATOR.problem("bfloat16", batch=64, n_heads=8, n_q=128, n_k=192, head_dim=64, **mask)
+    sizes = {"batch": 64, "n_heads": 8, "n_q": 128, "n_k": 192, "head_dim": 64}
+    plain, asked = (OPERATOR.problem("bfloat16", **sizes, **given) for given in ({}, mask))
     what = Call(asked, H200, OPERATOR.differentiated)
-    _, config, source = chosen(FORWARD, what)
-    assert (config["consumers"], source) == (2, "default")
     three = next(
         one for one in selection.kernels_of(FORWARD)["hopper"].configs(what) if one.consumers == 3
     )
+    tuned_tables.write(H200, [tuned_tables.entry("attention.forward", plain, "hopper", three)])
+    _, config, source = chosen(FORWARD, what)
+    assert (config["consumers"], source) == (2, "default")
     tuned_tables.write(H200, [tuned_tables.entry("attention.forward", asked, "hopper", three)])
     assert chosen(FORWARD, what)[1:] == (tuned_tables.as_json(three), "tuned")
 
