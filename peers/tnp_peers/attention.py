@@ -169,7 +169,7 @@ FA4 = Implementation(
     dtypes=("bfloat16", "float16"),
     options=OPTIONS,
     traceable=False,
-    moving=("dq", "dk", "dv"),
+    nondeterministic=("dq", "dk", "dv"),
 )
 # What `separate` of ours is compared with: gradients that are equal from run to run.
 FA4_DETERMINISTIC = Implementation(

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -16,10 +15,9 @@ from torch.utils.checkpoint import (
 )
 
 from tests.ops.problems import DEVICE
-from tnp.dispatch import call, custom_op, plans, selection
+from tnp.dispatch import custom_op, plans
 from tnp.ops._shared.ranges import asserts
 from tnp.ops.swiglu import OPERATOR, swiglu
-from tnp.util.bounded import Bounded
 
 NAMES = ("triton", "torch", "auto")
 ours = partial(swiglu, implementation="triton")
@@ -82,18 +80,6 @@ def test_one_gradient_alone(wanted, route):
     torch.testing.assert_close(got, want)
 
 
-def test_a_second_call_builds_no_plan(monkeypatch):
-    gate, up = draw(2, 9)
-    results(ours, gate, up)
-    built = []
-    monkeypatch.setattr(call, "build", lambda *a, **k: built.append(a) or plans.build(*a, **k))
-    results(ours, gate, up)
-    assert not built
-    monkeypatch.setenv(selection.AUTO_VARIABLE, "torch")  # part of the key
-    results(ours, gate, up)
-    assert len(built) == 1
-
-
 @pytest.mark.parametrize(("variable", "on", "value"), [("TNP_AUTO", "torch", "pytorch"),
                                                         ("TNP_CHECK", "1", "true")])  # fmt: skip
 def test_a_switch_that_says_nothing_we_know_is_one_sentence(variable, on, value, monkeypatch):
@@ -104,34 +90,6 @@ def test_a_switch_that_says_nothing_we_know_is_one_sentence(variable, on, value,
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=f"{variable} is '{value}' .*: set it to '{on}', or unset"):
         read[variable]()
-
-
-def test_plans_are_bounded(monkeypatch):
-    known = plans.plans(OPERATOR)
-    monkeypatch.setattr(known, "by_key", Bounded(10))
-    for width in range(1, 40):
-        swiglu(torch.zeros(1, width), torch.zeros(1, width))
-    assert 0 < len(known.by_key) <= 10
-
-
-def test_threads_share_a_plan(monkeypatch):
-    gate, up = draw(3, 33)
-    built, wrong = [], []
-    monkeypatch.setattr(call, "build", lambda *a, **k: built.append(a) or plans.build(*a, **k))
-    monkeypatch.setattr(plans.plans(OPERATOR), "by_key", Bounded())
-    want = formula(gate, up)
-
-    def work():  # in PyTorch's form: Triton's interpreter is not thread-safe
-        for _ in range(20):
-            if not torch.equal(swiglu(gate, up), want):
-                wrong.append(1)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 1 and not wrong
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

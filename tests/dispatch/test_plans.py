@@ -120,6 +120,22 @@ def test_a_second_call_decides_nothing(name, route, decisions, monkeypatch):
     assert len(plans.launch_configs()) == (1 if route == "eager" else 2)
 
 
+@pytest.mark.parametrize("route", ["eager", "compiled"])
+def test_a_refusal_is_decided_once_and_may_be_none(route, decisions):
+    inputs = gate_and_up(dtype=torch.float64)
+
+    def refused(or_none, *x):
+        return x[0] if call(SWIGLU, "triton", x, (), (), or_none) is None else x[1]
+
+    for expected in (["describe"] if route == "eager" else [], []):
+        decisions.clear()
+        assert ROUTES[route](partial(refused, True))(*inputs) is not None
+        assert decisions == expected
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="float64: choose torch or auto"):
+            refused(False, *inputs)
+
+
 def n_plans(operator) -> int:
     return len(plans.plans(operator).by_key)
 

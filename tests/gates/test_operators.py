@@ -129,7 +129,9 @@ def test_a_number_out_of_range_must_be_nan_in_its_sequence_alone():
             return change(setting.results(found.run, inputs, setting.upstream), inputs["n_keys"])
 
         drawn = setting.results(found.run, setting.inputs, setting.upstream)
-        run = SimpleNamespace(setting=setting, results=results, moving=set(), check=setting.check)
+        run = SimpleNamespace(
+            setting=setting, results=results, nondeterministic=set(), check=setting.check
+        )
         return red(list(operators.out_of_range.checks(run, drawn)))
 
     def spoiled(got, n_keys):
@@ -297,7 +299,7 @@ def test_what_moves_between_runs_is_red_unless_it_may(of_swiglu):
     kernel = changed(triton_swiglu.FORWARD, moving)
     found = red(of_swiglu(forward=kernel, budget=Budget(10.0, 10.0)))
     assert found and all(what.startswith(("repeats", "memory")) for what in found)
-    may = replace(kernel, moving=("y",))
+    may = replace(kernel, nondeterministic=("y",))
     assert red(of_swiglu(forward=may, budget=Budget(10.0, 10.0))) == []
 
 
@@ -306,7 +308,7 @@ def test_what_may_move_is_held_to_its_bound(of_swiglu):
         (y,), saved = result
         return (y * (1 + (n == 2)),), saved
 
-    may = replace(changed(triton_swiglu.FORWARD, far), moving=("y",))
+    may = replace(changed(triton_swiglu.FORWARD, far), nondeterministic=("y",))
     assert any(what.startswith("y, repeats") for what in red(of_swiglu(forward=may)))
 
 

@@ -12,8 +12,8 @@ from tnp.dispatch.spec import Operator
 def told(
     implementation: str, wanted: list[str], options: list | None = None, given: list | None = None
 ) -> str:
-    """Returns the argument `call` of a custom operator for a call in bfloat16."""
-    content = {"implementation": implementation, "saves": "", "wanted": wanted, "shown": []}
+    """What a custom operator is told of a call in bfloat16: its argument `call`."""
+    content = {"implementation": implementation, "saves": "", "wanted": wanted, "read_off": []}
     content["given"] = given or []  # optional inputs
     return json.dumps(content | {"options": options or [], "dtype": "bfloat16"})
 
@@ -32,7 +32,7 @@ def require_contracts(
         values = operator.describe(*leaves, **dict(options))
         dtype = str(leaves[0].dtype).removeprefix("torch.")
         sizes = tuple(values[name] for name in operator.sizes)
-        shown = tuple((name, values[name]) for name in operator.shown if name in values)
+        shown = tuple((name, values[name]) for name in operator.read_off if name in values)
         named = zip(operator.tensors, leaves, strict=True)
         given = tuple(name for name, x in named if name in operator.optional and x is not None)
         text = custom_op._decided(

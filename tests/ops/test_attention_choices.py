@@ -47,8 +47,8 @@ EXPECTED = {
     "mid": ("fused", MANY),
     "mid_b1": ("fused", MANY),
     "large": ("fused", MANY),
-    "small_b1": ("separate", FEW),
-    "small_b16": ("separate", FEW),
+    "small_b1": ("fused", FEW),
+    "small_b16": ("fused", FEW),
     "few_mid": ("fused", MANY),
     "odd": ("fused", MANY),
     "long_b2": ("fused", MANY),
@@ -67,10 +67,10 @@ def test_what_runs_on_an_h200(shape, options):
     what = call(shape, **options)
     found, _ = selection.choose_implementation(OPERATOR, "auto", what)
     assert found.name == implementation
-    assert found.source == ("nearest" if options else found.source) != "default"
+    assert found.source == ("tuned" if shape in CONFIG["tuning"]["shapes"] else "default")
     for operation, kernel in zip(OPERATIONS, kernels, strict=True):
         name, config, source = chosen(operation, what)
-        assert name == kernel and source in ("tuned", "predicted", "nearest")
+        assert name == kernel and source in ("tuned", "predicted")
         # Nothing is split where samples have lengths, which may be faster with another one.
         assert config == chosen(operation, call(shape))[1] or source == "predicted"
 
@@ -171,27 +171,42 @@ def test_an_entry_whose_problem_is_none_is_passed_over(content):
     assert chosen(FORWARD, call("mid")) == before
 
 
-def test_an_entry_of_the_same_options_comes_before_a_nearer_one_without():
-    """In float32, of which nothing is predicted."""
-    counted, plain = problem("small", "float32", n_keys=True), problem("small_b16", "float32")
-    for mine, kernel in ((counted, "triton"), (plain, "few_keys")):
+def test_an_entry_with_the_calls_options_comes_before_one_without():
+    """In float32, for which nothing is predicted. Other sizes take the default."""
+    for options, kernel in (({}, "triton"), ({"n_keys": True}, "few_keys")):
         config = selection.kernels_of(FUSED)[kernel].configs(call("small", "float32"))[0]
+        mine = problem("small", "float32", **options)
         tuned_tables.write(H200, [tuned_tables.entry("attention.fused", mine, kernel, config)])
-    found = chosen(FUSED, call("small_b1", "float32", n_keys=True))
-    assert found[::2] == ("triton", "nearest")
-    assert chosen(FUSED, call("small_b1", "float32"))[::2] == ("few_keys", "nearest")
+        expected = kernel, tuned_tables.as_json(config), "tuned"
+        assert chosen(FUSED, call("small", "float32", **options)) == expected
+        assert chosen(FUSED, call("small", "float32", n_keys=True)) == expected
+    assert chosen(FUSED, call("small", "float32")) != expected
+    assert chosen(FUSED, call("small_b1", "float32"))[2] == "default"
+
+
+def test_an_entry_serves_its_own_mode_and_dtype_alone():
+    mine = problem("small", "float32")
+    entry = tuned_tables.entry("attention", mine, "separate") | {"mode": "training"}
+    tuned_tables.write(H200, [entry])
+    for wanted, dtype, source in (
+        (OPERATOR.differentiated, "float32", "tuned"), ((), "float32", "default"),
+        (OPERATOR.differentiated, "float16", "default"),
+    ):  # fmt: skip
+        what = replace(call("small", dtype), wanted=wanted)
+        assert selection.choose_implementation(OPERATOR, "auto", what)[0].source == source
 
 
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": 100}], ids=str)
 def test_an_entry_serves_no_problem_under_another_mask(mask):
-    """As many queries as two consumers have get no tile of three, which a plain problem would."""
-    asked = OPERATOR.problem("bfloat16", batch=64, n_heads=8, n_q=128, n_k=192, head_dim=64, **mask)
+    sizes = {"batch": 64, "n_heads": 8, "n_q": 128, "n_k": 192, "head_dim": 64}
+    plain, asked = (OPERATOR.problem("bfloat16", **sizes, **given) for given in ({}, mask))
     what = Call(asked, H200, OPERATOR.differentiated)
-    _, config, source = chosen(FORWARD, what)
-    assert (config["consumers"], source) == (2, "default")
     three = next(
         one for one in selection.kernels_of(FORWARD)["hopper"].configs(what) if one.consumers == 3
     )
+    tuned_tables.write(H200, [tuned_tables.entry("attention.forward", plain, "hopper", three)])
+    _, config, source = chosen(FORWARD, what)
+    assert (config["consumers"], source) == (2, "default")
     tuned_tables.write(H200, [tuned_tables.entry("attention.forward", asked, "hopper", three)])
     assert chosen(FORWARD, what)[1:] == (tuned_tables.as_json(three), "tuned")
 
@@ -395,5 +410,5 @@ def test_an_entry_of_the_same_sizes_comes_before_what_is_predicted():
         H200, [tuned_tables.entry("attention.forward", problem("odd"), "triton", config)]
     )
     assert chosen(FORWARD, call("odd"))[::2] == ("triton", "tuned")
-    assert chosen(FORWARD, call("odd", n_keys=True))[::2] == ("triton", "nearest")
+    assert chosen(FORWARD, call("odd", n_keys=True))[::2] == ("triton", "tuned")
     assert chosen(FORWARD, call("few_mid"))[2] == "predicted"

@@ -115,7 +115,9 @@ def test_a_spot_is_the_formula_of_the_first_and_the_last_head(case, monkeypatch)
     leaves = [exact[name] for name in "qkv"]
     gradients = torch.autograd.grad(list(whole.values()), leaves, list(arriving.values()))
     whole |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    found = definition.spot(case, inputs, None) | definition.spot(case, inputs, arriving)
+    found = definition.partial_reference(case, inputs, None) | definition.partial_reference(
+        case, inputs, arriving
+    )
     assert found.keys() == whole.keys()
     for name, (index, part) in found.items():
         assert part.shape[0] == 2 and not part.requires_grad

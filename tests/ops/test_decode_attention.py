@@ -317,7 +317,7 @@ def test_spot_is_the_reference_of_two_heads(page):
     case = OPERATOR.case("float32", *sizes, lengths="5,96,40", **named)
     drawn = OPERATOR.draw(case, Random(case, torch.device("cpu")))
     inputs = {name: drawn[name] for name in OPERATOR.tensors}
-    at, part = OPERATOR.spot(case, inputs, None)["o"]
+    at, part = OPERATOR.partial_reference(case, inputs, None)["o"]
     whole = OPERATOR.reference(*inputs.values(), *OPERATOR.numbers)
     torch.testing.assert_close(part.float(), whole[at], rtol=1e-4, atol=1e-5)
 

@@ -195,7 +195,7 @@ def test_gradients_are_asked_for_as_the_name_says(packages):
         PEERS[name].run(*qkv(), *lengths)
         PEERS[name].run(*packed, None, *PACKED.values(), SCALE)
         assert packages == [wanted] * 2
-        assert bool(PEERS[name].moving) != wanted
+        assert bool(PEERS[name].nondeterministic) != wanted
 
 
 def test_a_mask_of_flex_is_made_once_for_lengths_as_they_stand(packages):

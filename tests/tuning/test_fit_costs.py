@@ -23,7 +23,7 @@ def rows(us: tuple[float, ...], n: int = 40, noise: float = 0.0) -> list[dict]:
     chance, found = Random(3), []
     kernel = kernels_of(FORWARD)["hopper"]
     for _ in range(n):
-        problem = OPERATOR.drawn(chance, "bfloat16")
+        problem = OPERATOR.random_problem(chance, "bfloat16")
         what = Call(problem, H200)
         config = kernel.configs(what)[0]
         counts = kernel.counts(what, config)
@@ -56,7 +56,7 @@ def test_a_time_that_is_far_from_the_fastest_counts_for_little():
     chance, timed = Random(3), []
     for at in range(40):
         us = 20.0 if at % 2 else 10.0
-        problem = OPERATOR.drawn(chance, "bfloat16").json
+        problem = OPERATOR.random_problem(chance, "bfloat16").json
         of = {"of": "attention.forward", "problem": problem, "choice": "hopper", "counts": (1.0,)}
         timed += [of | {"config": {"other": 1}, "us": us}, of | {"config": {}, "us": 10.0}]
     (other, _), (fastest, _) = fit_costs.fitted(OPERATOR, timed)
@@ -76,7 +76,7 @@ def test_what_was_never_counted_is_not_free():
 
 def test_counts_that_go_together_get_no_negative_time():
     """Three of 40 launches have no sum of parts, and took longer than the others."""
-    problem, chance = OPERATOR.drawn(Random(3), "bfloat16"), Random(5)
+    problem, chance = OPERATOR.random_problem(Random(3), "bfloat16"), Random(5)
     of = {"of": "attention.forward", "problem": problem.json, "choice": "hopper", "config": {}}
     timed = [
         of | {"counts": (1, load, float(i > 2)), "us": 8.0 + load + 4.0 * (i <= 2)}
@@ -88,7 +88,7 @@ def test_counts_that_go_together_get_no_negative_time():
 
 def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
     """Interpreted: that times and counts belong together, not what they are."""
-    monkeypatch.setattr(definition, "drawn", lambda operator, chance, dtype: SMALL)
+    monkeypatch.setattr(definition, "random_problem", lambda operator, chance, dtype: SMALL)
     asked = {"op": "attention", "dtype": "float32", "n_sizes": 1, "seed": 0}
     found = measure_costs(asked | {"device": "cpu", "device_slug": "cpu"})
     what = Call(SMALL, devices.CPU)

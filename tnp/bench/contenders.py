@@ -234,9 +234,9 @@ class Contenders:
         operator, inputs, upstream = self.operator, self.sets[0], self.upstreams[0]
         wanted = operator.differentiated if self.pass_ == "backward" else ()
         wanted = tuple(name for name in wanted if inputs[name] is not None)
-        if operator.spot is not None:
+        if operator.partial_reference is not None:
             gradients = upstream.known if wanted else None
-            return operator.spot(self.case, inputs, gradients)
+            return operator.partial_reference(self.case, inputs, gradients)
         found = compute(
             operator, self.case.problem, lambda *a: operator.reference(*a, **self.options),
             in_float64(inputs), wanted, upstream,

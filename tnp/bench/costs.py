@@ -1,5 +1,4 @@
-"""Times of kernels at sizes drawn at random, and what each is made of: `tnp.tuning.fit_costs` fits
-to them."""
+"""Times kernels at random sizes, with the counts to which `tnp.tuning.fit_costs` fits."""
 
 from __future__ import annotations
 
@@ -18,23 +17,25 @@ from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import Call, Problem
 from tnp.dispatch.tuned_tables import operations
 
-# What is fitted to hundreds of sizes needs no settled mean of each.
+# A fit to hundreds of sizes needs no precise mean of each.
 POLICY = Policy(warmup_s=0.0, min_samples=5, half_width=1.0, max_sampling_s=0.0)
 
 
 def measure_costs(parameters: dict) -> list[dict]:
-    """Of each drawn size, kernel and configuration {"of", "problem", "choice", "config", "counts",
-    "us"}: the counts, and the median time in µs of a launch that finds its inputs in no cache.
+    """Returns a row for each random size, kernel and configuration.
+
+    A row has "of", "problem", "choice", "config", "counts" and "us": the median time in µs of a
+    launch that finds its inputs in no cache.
 
     Args:
-        parameters: `op`, `dtype`, `n_sizes`, `seed` of what is drawn, `device`, `device_slug`.
+        parameters: `op`, `dtype`, `n_sizes`, `seed`, `device`, `device_slug`.
     """
     device = torch.device(parameters["device"])
     operator, random = catalog().operator(parameters["op"]), Random(parameters["seed"])
     rows = []
     with capturable_stream(device):
         for _ in range(parameters["n_sizes"]):
-            problem = operator.drawn(random, parameters["dtype"])
+            problem = operator.random_problem(random, parameters["dtype"])
             for implementation, pass_ in operations(operator).values():
                 rows += _timed(problem, implementation, pass_, parameters, device)
     return rows
@@ -43,7 +44,7 @@ def measure_costs(parameters: dict) -> list[dict]:
 def _timed(
     problem: Problem, implementation: str, pass_: str, parameters: dict, device: torch.device
 ) -> list[dict]:
-    """Rows of the kernels that say their counts, timed in turn."""
+    """Returns rows of the kernels that have counts, timed in turn."""
     operation = getattr(catalog().load(problem.op, implementation), pass_)
     kernels = selection.kernels_of(operation)
     if not any(kernel.counts for kernel in kernels.values()):

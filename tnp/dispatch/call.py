@@ -1,14 +1,14 @@
-"""Leads a call to a launch. A problem is decided once, and the decision is kept as a plan.
+"""Takes a call of an operator to its launch. Each problem is decided once and kept as a plan.
 
-1. `call` makes a key of everything that a plan depends on (`tnp.dispatch.plans.key_of`). A known
-key is a
-   dictionary look-up.
-2. For an unknown key the operator's `describe` checks the arguments, an implementation and its
-   kernels are chosen, and `prepare` gives the launch. This happens under a lock.
-3. The plan runs: PyTorch's forms as they are; operations of ours behind one `autograd.Function`.
+1. `call` makes a key of everything that a plan depends on. A known key costs one look-up.
+2. For an unknown key `tnp.dispatch.plans` builds a plan, under a lock. The operator's `describe`
+   checks the arguments, `tnp.dispatch.selection` chooses the implementation and its kernels, and
+   each kernel's `prepare` makes a launch.
+3. The plan runs. PyTorch's forms are called as they are. Our operations run behind one
+   `autograd.Function`, and `tnp.dispatch.launcher` launches their kernels.
 
-Where PyTorch compiles, traces or watches calls, operations of ours are custom operators instead.
-These run plans too, which the same key finds (`tnp.dispatch.custom_op`).
+If PyTorch compiles, traces or transforms the call, our operations are custom operators instead
+(`tnp.dispatch.custom_op`). They run plans too, found by a key from the same function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tnp.dispatch import custom_op
-from tnp.dispatch.plans import build, key_of, of_operator, plans
+from tnp.dispatch.plans import RefusedPlan, build, key_of, of_operator, plans
 from tnp.dispatch.private import (
     functorch_level,
     in_forward_mode,
@@ -31,7 +31,7 @@ from tnp.dispatch.spec import Operator
 from tnp.util.checks import require_tensors
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-_compiling = torch.compiler.is_dynamo_compiling  # looked up once, as it costs as much as the call
+_compiling = torch.compiler.is_dynamo_compiling  # a look-up of it costs as much as the call
 
 
 def call(
@@ -40,43 +40,50 @@ def call(
     inputs: tuple,
     scalars: tuple[float, ...] = (),
     options: tuple = (),
+    or_none: bool = False,
 ) -> Any:
-    """The operator's outputs, one or a tuple.
+    """Returns the operator's outputs, one or a tuple.
 
     Args:
         operator: what to compute.
         implementation: a name, or "auto", or "auto:e4m3" where that precision will do.
         inputs: tensors in the operator's order.
         scalars: numbers in the operator's order.
-        options: (name, value) of those that are on.
+        options: pairs (name, value) of the options that are on.
+        or_none: whether to return None if the implementation cannot run here.
 
     Raises:
         ValueError: the inputs do not go together, or there is no such name.
-        RuntimeError: the implementation cannot run here, with the reason.
+        RuntimeError: the implementation cannot run here, with the reason, unless `or_none`.
     """
     if (
         _compiling() or n_dispatch_modes() or in_function_mode() or functorch_level() is not None
         or in_forward_mode()
     ):  # fmt: skip
-        return custom_op.call(operator, implementation, inputs, scalars, options)
+        return custom_op.call(operator, implementation, inputs, scalars, options, or_none)
     if not _PLAIN.issuperset(map(type, inputs)):  # a subclass may stand for anything
         _require(operator, implementation, inputs)
-        return custom_op.call(operator, implementation, inputs, scalars, options)
+        return custom_op.call(operator, implementation, inputs, scalars, options, or_none)
     known = of_operator.get(operator.name) or plans(operator)
     key = key_of(inputs, implementation, options)
     plan = known.by_key.get(key)
     if plan is None:
-        plan = known.find(key, partial(_built, operator, implementation, inputs, options))
+        plan = known.find(key, partial(_built, operator, implementation, inputs, options, or_none))
+    if or_none and plan.__class__ is RefusedPlan:
+        return None
     return plan.run(inputs, scalars)
 
 
-def _built(operator: Operator, implementation: str, inputs: tuple, options: tuple) -> Any:
+def _built(
+    operator: Operator, implementation: str, inputs: tuple, options: tuple, or_refused: bool
+) -> Any:
     _require(operator, implementation, inputs)
-    return build(operator, implementation, inputs, options, wanted_of(operator, inputs))
+    wanted = wanted_of(operator, inputs)
+    return build(operator, implementation, inputs, options, wanted, or_refused=or_refused)
 
 
 def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
-    """Raises ValueError where the implementation is no name, or what must be a tensor is none."""
+    """Raises ValueError if the implementation is no name, or an input is no tensor."""
     if not isinstance(implementation, str):
         first = operator.implementations[0].name
         raise ValueError(f"implementation is {implementation!r}: it must be a name, as {first!r}")

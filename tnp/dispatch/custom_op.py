@@ -31,6 +31,7 @@ from tnp.dispatch.plans import Differentiated, KernelPlan, PlainPlan, build, key
 from tnp.dispatch.private import constant_in_graphs, dispatch_modes, in_forward_mode
 from tnp.dispatch.registry import AUTO, catalog
 from tnp.dispatch.selection import (
+    Refused,
     choose_implementation,
     choose_kernel,
     kernels_of,
@@ -50,12 +51,14 @@ _defined: dict[str, CustomOperator] = {}
 # are added while it traces.
 _plain = ModuleType(f"{__name__}.plain")
 _RUN = "run__"
+_REFUSED = "refused"  # in place of the argument `call`
 _grad_enabled = torch.is_grad_enabled
 
 
 def call(
-    operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple
-) -> Any:
+    operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple,
+    or_none: bool = False,
+) -> Any:  # fmt: skip
     """Does the same as `tnp.dispatch.call`, through operators that PyTorch sees."""
     wanted = wanted_of(operator, inputs)
     first = next(x for x in inputs if x is not None)
@@ -64,12 +67,14 @@ def call(
     sizes = tuple([values[name] for name in operator.sizes])
     named = zip(operator.tensors, inputs, strict=True)
     given = tuple([n for n, x in named if n in operator.optional and x is not None])
-    shown = tuple([(name, index(values[name])) for name in operator.shown if name in values])
-    known = (operator.name, implementation, dtype, first.device, wanted, options, shown, given)
+    read_off = tuple([(name, index(values[name])) for name in operator.read_off if name in values])
+    known = (operator.name, implementation, dtype, first.device, wanted, options, read_off, given)
     tracing = torch.compiler.is_compiling()
-    text = _decided(*known, None, tracing)
+    text = None if or_none else _decided(*known, None, tracing)
     if text is None:  # the sizes decide: they become constants of the graph
-        text = _decided(*known, tuple([index(size) for size in sizes]), tracing)
+        text = _decided(*known, tuple([index(size) for size in sizes]), tracing, or_none)
+    if text == _REFUSED:
+        return None
     if text.startswith(_RUN):
         return getattr(_plain, text)(*inputs, *scalars, **dict(options))
     if not tracing:
@@ -98,7 +103,7 @@ def _refuse_transforms(operator: Operator, text: str, inputs: tuple) -> None:
     elif in_forward_mode() and derivatives.has_tangent(inputs):
         asked = derivatives.FORWARD_MODE
     if asked is not None:
-        raise custom_operator(operator).watched(text).refusal(asked)
+        raise custom_operator(operator).call_of(text).refusal(asked)
 
 
 @constant_in_graphs
@@ -109,10 +114,11 @@ def _decided(
     device: torch.device,
     wanted: tuple[str, ...],
     options: tuple,
-    shown: tuple,
+    read_off: tuple,
     given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
     tracing: bool = False,
+    or_none: bool = False,
 ) -> str | None:
     """Returns the custom operator's argument `call`, or the name of a function in `_plain`.
 
@@ -122,11 +128,16 @@ def _decided(
     """
     operator = catalog().operator(op)
     custom = custom_operator(operator)
-    about = implementation, dtype, device, wanted, options, shown, given, sizes
-    key = key_of((), "decided", *about)
-    text = custom.plans.find(key, partial(_decide, operator, *about))
-    if not text:
-        return None
+    about = implementation, dtype, device, wanted, options, read_off, given, sizes
+    key = key_of((), "decided", *about, or_none)
+    try:
+        text = custom.plans.find(key, partial(_decide, operator, *about))
+    except Refused:
+        if not or_none:
+            raise
+        text = custom.plans.find(key, lambda: _REFUSED)
+    if not text or text == _REFUSED:
+        return text or None
     if text.startswith(_RUN):
         if not hasattr(_plain, text):
             found = catalog().load(op, text.removeprefix(f"{_RUN}{op}__"))
@@ -135,20 +146,20 @@ def _decided(
         return text
     if tracing:  # torch.compile runs this while it traces, under the caller's transforms
         if derivatives.is_transforming():
-            raise custom.watched(text).refusal(derivatives.TRANSFORMED)
+            raise custom.call_of(text).refusal(derivatives.TRANSFORMED)
         if in_forward_mode():
-            raise custom.watched(text).refusal(derivatives.FORWARD_MODE)
+            raise custom.call_of(text).refusal(derivatives.FORWARD_MODE)
     return text
 
 
 def _decide(
     operator: Operator, implementation: str, dtype: str, device: torch.device,
-    wanted: tuple[str, ...], options: tuple, shown: tuple, given: tuple[str, ...],
+    wanted: tuple[str, ...], options: tuple, read_off: tuple, given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
 ) -> str | None:  # fmt: skip
     """Returns the same as `_decided`, which keeps it."""
     of_sizes = dict(zip(operator.sizes, sizes or (1,) * len(operator.sizes), strict=True))
-    on = dict.fromkeys(given, True) | dict(options + shown)
+    on = dict.fromkeys(given, True) | dict(options + read_off)
     what = Call(operator.problem(dtype, **on | of_sizes), devices.of_device(device), wanted)
     if sizes is None:
         if implementation.partition(":")[0] == AUTO:
@@ -167,7 +178,7 @@ def _decide(
             return f"{_RUN}{operator.name}__{found.name}"
         saves = choose_kernel(found.forward, operator, what)[0].saves
     content = {"implementation": found.name, "saves": saves, "wanted": wanted, "given": given}
-    return json.dumps(content | {"options": options, "shown": shown, "dtype": dtype})
+    return json.dumps(content | {"options": options, "read_off": read_off, "dtype": dtype})
 
 
 def _require(operator: Operator, found: Implementation, what: Call) -> None:
@@ -195,7 +206,7 @@ def custom_op(operator: Operator) -> Any:
     return custom_operator(operator).forward
 
 
-class _Watched(Differentiated):
+class _CustomCall(Differentiated):
     """The calls whose argument `call` is `text`. Their passes are custom operators."""
 
     def __init__(self, custom: CustomOperator, text: str) -> None:
@@ -204,7 +215,7 @@ class _Watched(Differentiated):
         self.dtype, self.saves = content["dtype"], content["saves"]
         self.wanted = tuple(content["wanted"])
         self.options = tuple((name, value) for name, value in content["options"])
-        self.shown = tuple((name, value) for name, value in content["shown"])
+        self.read_off = tuple((name, value) for name, value in content["read_off"])
         self.given = dict.fromkeys(content["given"], True)  # optional inputs
         self.found = catalog().load(custom.operator.name, self.implementation)
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
@@ -235,7 +246,7 @@ class _Watched(Differentiated):
     def problem(self, sizes: Iterable) -> Problem:
         """Returns the problem of these sizes, which are in the operator's order."""
         named = dict(zip(self.operator.sizes, map(int, sizes), strict=True))
-        options = self.given | dict(self.options + self.shown)
+        options = self.given | dict(self.options + self.read_off)
         return self.operator.problem(self.dtype, **options | named)
 
     def flops(self, problem: Problem, pass_: str) -> int:
@@ -268,7 +279,7 @@ class CustomOperator:
     def __init__(self, operator: Operator) -> None:
         self.operator, self.plans = operator, plans(operator)
         self.n_tensors = len(operator.tensors)
-        self.watched = lru_cache(MOST)(partial(_Watched, self))  # by their argument `call`
+        self.call_of = lru_cache(MOST)(partial(_CustomCall, self))  # by their argument `call`
         optional = ["?" if one in operator.optional else "" for one in operator.tensors]
         inputs = [f"Tensor{o} {one}, " for o, one in zip(optional, operator.tensors, strict=True)]
         scalars = [f"float {one}, " for one in operator.scalars]
@@ -291,11 +302,11 @@ class CustomOperator:
         _formulas[self.backward.overloadpacket] = self._backward_flops
 
     def _differentiable(self, *arguments: Any) -> list[torch.Tensor]:
-        watched, n = self.watched(arguments[-1]), self.n_tensors
-        if not (watched.wanted and _grad_enabled()):
+        custom_call, n = self.call_of(arguments[-1]), self.n_tensors
+        if not (custom_call.wanted and _grad_enabled()):
             return self.forward(*arguments)[0]
         inputs = arguments[:n]
-        outputs = watched.differentiated(inputs, (watched.sizes(inputs), *arguments[n:-1]))
+        outputs = custom_call.differentiated(inputs, (custom_call.sizes(inputs), *arguments[n:-1]))
         return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
     def _forward(self, *arguments: Any) -> tuple:
@@ -310,7 +321,7 @@ class CustomOperator:
         return plan.forward(inputs, arguments[self.n_tensors : -1])
 
     def _forward_plan(self, inputs: tuple, text: str) -> PlainPlan | KernelPlan:
-        asked = self.watched(text)
+        asked = self.call_of(text)
         return build(
             self.operator, asked.implementation, inputs, asked.options, asked.wanted,
             saves=asked.saves, apart=True,
@@ -327,33 +338,33 @@ class CustomOperator:
             made = partial(self._backward_plan, first.device, sizes, rest[-1])
             plan = self.plans.find(key, made)
         results = plan.backward(tuple(gradients), tuple(kept), tuple(saved), rest[:-1])
-        return _apart(results, gradients)
+        return _new_tensors(results, gradients)
 
     def _backward_plan(self, device: torch.device, sizes: list, text: str) -> KernelPlan:
-        asked = self.watched(text)
+        asked = self.call_of(text)
         problem = asked.problem(sizes)
         what = Call(problem, devices.of_device(device), asked.wanted, apart=True)
         chosen = Choice(asked.implementation, source="named")
         return KernelPlan(self.operator, what, asked.found, chosen, device, asked.saves)
 
     def _batched_backward(self, *arguments: Any) -> None:
-        raise self.watched(arguments[-1]).refusal(derivatives.BATCHED)
+        raise self.call_of(arguments[-1]).refusal(derivatives.BATCHED)
 
     def _fake_forward(self, *arguments: Any) -> tuple:
-        outputs, saved = self.watched(arguments[-1]).empty_results(arguments[: self.n_tensors])
+        outputs, saved = self.call_of(arguments[-1]).empty_results(arguments[: self.n_tensors])
         return list(outputs), list(saved)
 
     def _fake_backward(self, gradients: list, *rest: Any) -> list:
         tensors = gradients, *rest[:2]
-        return _apart(self.watched(rest[-1]).empty_gradients(tensors), gradients)
+        return _new_tensors(self.call_of(rest[-1]).empty_gradients(tensors), gradients)
 
     def _forward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
-        watched, inputs = self.watched(arguments[-1]), arguments[: self.n_tensors]
-        return watched.flops(watched.problem(watched.sizes(inputs)), "forward")
+        custom_call, inputs = self.call_of(arguments[-1]), arguments[: self.n_tensors]
+        return custom_call.flops(custom_call.problem(custom_call.sizes(inputs)), "forward")
 
     def _backward_flops(self, *arguments: Any, out_val: Any = None, **_: Any) -> int:
-        watched, sizes = self.watched(arguments[-1]), arguments[3]
-        return watched.flops(watched.problem(sizes), "backward")
+        custom_call, sizes = self.call_of(arguments[-1]), arguments[3]
+        return custom_call.flops(custom_call.problem(sizes), "backward")
 
 
 def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -364,7 +375,7 @@ def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"tnp::{name}", fake, lib=_library)
 
 
-def _apart(results: Iterable, gradients: Iterable) -> list[torch.Tensor]:
+def _new_tensors(results: Iterable, gradients: Iterable) -> list[torch.Tensor]:
     """Returns the results that are new tensors, each of them once.
 
     A kernel may return an incoming gradient, or one tensor for two inputs, as for a sum. But the
@@ -379,8 +390,8 @@ def _apart(results: Iterable, gradients: Iterable) -> list[torch.Tensor]:
 
 
 def _places(results: tuple, gradients: tuple) -> list[int | None]:
-    """Returns each result's place in the incoming gradients followed by `_apart`, or None."""
-    everything = (*gradients, *_apart(results, gradients))
+    """Returns each result's place in the incoming gradients followed by `_new_tensors`, or None."""
+    everything = (*gradients, *_new_tensors(results, gradients))
     places: dict[int, int | None] = {id(x): at for at, x in enumerate(everything)}
     places[id(None)] = None
     return [places[id(x)] for x in results]

@@ -1,6 +1,6 @@
-"""What runs where: the GPU that is here, GPUs that nobody here owns, the interpreter, the CPU.
+"""Describes devices: this machine's GPU, other GPUs by name, Triton's interpreter, the CPU.
 
-The only place that knows how many multiprocessors a GPU has and what its datasheet promises.
+No other module knows a GPU's number of multiprocessors, or its datasheet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("tnp.auto")
 
 @dataclass(frozen=True)
 class Target:
-    """What runs there: a GPU, one that nobody here owns, Triton's interpreter, or a CPU."""
+    """Describes a device to plan for: a GPU, here or not, Triton's interpreter, or a CPU."""
 
     kind: str  # "cuda", "interpreter" or "cpu"
     model: str = ""  # "nvidia-h200": the name of its tuned table
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU by NVIDIA's datasheet; rates are of dense 16-bit products and of device memory."""
+    """Holds a GPU's datasheet: rates of dense 16-bit products and of device memory."""
 
     multiprocessors: int
     capability: int
@@ -75,18 +75,18 @@ CPU, INTERPRETER = Target("cpu"), Target("interpreter")
 
 
 def slug(name: str) -> str:
-    """A product name as it stands in file names: "NVIDIA H200" → "nvidia-h200"."""
+    """Returns a product name as file names hold it: "NVIDIA H200" → "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def datasheet(name: str) -> Datasheet | None:
-    """Of a GPU by its product name or slug; None where it is not listed."""
-    wanted = f"-{slug(name)}-"
-    return next((known for part, known in GPUS.items() if f"-{slug(part)}-" in wanted), None)
+    """Returns the datasheet of a GPU by its product name or slug, or None if not listed."""
+    words = f"-{slug(name)}-"
+    return next((known for part, known in GPUS.items() if f"-{slug(part)}-" in words), None)
 
 
 def named(name: str) -> Target:
-    """A GPU by its product name or slug; ValueError naming what is known."""
+    """Returns a GPU by its product name or slug; ValueError names the known ones."""
     known = datasheet(name)
     if known is None:
         raise ValueError(f"unknown GPU {name!r}: choose from {', '.join(GPUS)}")
@@ -94,19 +94,19 @@ def named(name: str) -> Target:
 
 
 def of_capability(capability: int) -> Target:
-    """A GPU of which only the compute capability is known, 75 for 7.5."""
+    """Returns a GPU of this compute capability, 75 for 7.5."""
     known = [sheet for sheet in GPUS.values() if sheet.capability == capability]
     shared = known[0].shared_bytes if known else SMALLEST_SHARED
     return Target("cuda", "", capability, known[0].multiprocessors if known else 1, shared)
 
 
 def of_slug(device: str) -> Target:
-    """Of a device as rows name it: "cpu", or a GPU's slug."""
+    """Returns the target of a device as rows name it: "cpu", or a GPU's slug."""
     return here_without_gpu() if device == "cpu" else named(device)
 
 
 def here_without_gpu() -> Target:
-    """The CPU, or Triton's interpreter where TRITON_INTERPRET=1 turned it on."""
+    """Returns the CPU, or Triton's interpreter if TRITON_INTERPRET=1 is set."""
     return INTERPRETER if os.environ.get("TRITON_INTERPRET") == "1" else CPU
 
 
@@ -114,7 +114,7 @@ _seen: dict[object, Target] = {}
 
 
 def of_device(device) -> Target:
-    """Of a torch.device; asked once of each."""
+    """Returns the target of a torch.device, which is looked up once."""
     found = _seen.get(device)
     if found is None:
         found = _seen[device] = _look(device)
@@ -123,7 +123,7 @@ def of_device(device) -> Target:
 
 @contextmanager
 def on_meta(target: Target) -> Iterator[None]:
-    """Inside, tensors of the meta device stand for tensors of `target`."""
+    """Makes tensors of the meta device stand for tensors of `target` inside."""
     import torch
 
     device = torch.device("meta")

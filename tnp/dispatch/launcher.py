@@ -1,13 +1,12 @@
-"""Launches without Triton's argument binding.
+"""Launches compiled Triton kernels without Triton's argument binding.
 
-A `Bound` is a kernel whose grid, integers and constants a plan has decided. Its first call goes
-through Triton, which specializes, compiles and loads it. Later calls hand the compiled kernel's
-launcher in C what Triton would hand it: Triton's own path takes 16 µs of a slow CPU for a kernel of
-22 arguments, this one 1 to 2. What Triton specializes a kernel for, the type and
-alignment of each tensor and the value of each integer, must be decided by the plan.
+A plan's launch ends here. A `Bound` is a kernel with a fixed grid, integers and constants. Its
+first call goes through Triton, which specializes, compiles and loads the kernel. Later calls pass
+the same arguments straight to the compiled kernel's launcher in C. So a plan must fix all that
+Triton specializes for: the type and alignment of each tensor, and the value of each integer.
 
-Where somebody watches launches, or Triton is one that is not known here, every call goes through
-Triton: slower and right.
+Every call goes through Triton, slower but right, inside `watched`, under a profiler's launch hooks,
+and with a version of Triton that is not in `KNOWN_LAUNCHERS`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 MAPS_KEPT = 256
 
 _watchers = 0
-_compiled: list[set[Any]] = []  # of each `compiled_only` that is entered, the kernels it met
+_compiled: list[set[Any]] = []  # the kernels met, for each open `compiled_only`
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside, every launch goes through Triton, where whoever replaced a method of it sees it."""
+    """Sends every launch inside through Triton, so that a replaced method of Triton sees it."""
     global _watchers
     _watchers += 1
     try:
@@ -44,9 +43,9 @@ def watched() -> Iterator[None]:
 
 @contextmanager
 def compiled_only() -> Iterator[set[Any]]:
-    """Inside, a launch on tensors of the meta device compiles its kernel, and nothing else.
+    """Makes a launch on tensors of the meta device compile its kernel, and launch nothing.
 
-    Launches on other tensors stay what they are. Yields the set of kernels that were compiled.
+    Launches on other tensors are unchanged. Yields the set of compiled kernels.
     """
     kernels: set[Any] = set()
     _compiled.append(kernels)
@@ -57,16 +56,16 @@ def compiled_only() -> Iterator[set[Any]]:
 
 
 class Bound:
-    """A kernel with all but its tensors and floating-point numbers decided.
+    """Binds a kernel to everything but its tensors and floating-point numbers.
 
     The kernel's arguments are, in this order: tensors read by TMA, other tensors, integers,
     floating-point numbers, constants. A call passes the tensors and the floating-point numbers.
 
     Args:
-        kernel: what `triton.jit` or `gluon.jit` decorated.
+        kernel: a function decorated with `triton.jit` or `gluon.jit`.
         grid: programs in up to three dimensions.
         integers: sizes and strides, the same at every call.
-        maps: for each tensor read by TMA, what makes its descriptor.
+        maps: for each tensor read by TMA, the function that makes its descriptor.
         constexprs: constants and launch options, by name.
     """
 
@@ -162,12 +161,12 @@ def _direct(
 
 
 def _rounded(descriptor: Any) -> bool:
-    """Whether float32 is rounded to TF32 on the way (an option of later versions of Triton)."""
+    """Returns whether TMA rounds float32 to TF32 (an option of later versions of Triton)."""
     return bool(getattr(descriptor, "round_f32_to_tf32", False))
 
 
 def _tensor_maps(descriptor: Any, meta: dict[str, Any]) -> tuple[Callable[[int], Any], tuple]:
-    """The tensor map of a tensor like the descriptor's by its address, and what follows a map."""
+    """Returns a function address → tensor map, and the arguments that follow a map."""
     encode = tensor_map_encoder()
     shape, strides = list(descriptor.shape), list(descriptor.strides)
     kind = TO_HOST.get(meta["elem_type"], meta["elem_type"])

@@ -1,21 +1,23 @@
-"""Builds plans. A plan is the decision, made once, which function or kernels serve a problem.
+"""Builds and keeps plans. A plan says which function or kernels serve a problem.
 
 A plan owns no tensor and no stream: both come with every call. `tnp.dispatch.selection` chooses the
-implementation and the kernels. Eager calls (`tnp.dispatch`) and custom operators
-(`tnp.dispatch.custom_op`) find a plan again in `plans`, by the key that `key_of` makes.
+implementation and the kernels; a plan prepares their launches and runs them. Eager calls
+(`tnp.dispatch.call`) and custom operators (`tnp.dispatch.custom_op`) find a plan again in `plans`,
+by the key that `key_of` makes.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from os import environ
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,6 +40,7 @@ from tnp.dispatch.selection import (
     AUTO_VARIABLE,
     CHECK_VARIABLE,
     Forced,
+    Refused,
     aligned,
     choose_implementation,
     choose_kernel,
@@ -145,7 +148,8 @@ def build(
     forced: Forced | None = None,
     saves: str | None = None,
     apart: bool = False,
-) -> PlainPlan | KernelPlan:
+    or_refused: bool = False,
+) -> PlainPlan | KernelPlan | RefusedPlan:
     """Returns the plan of a call.
 
     Args:
@@ -155,11 +159,21 @@ def build(
         forced: operation → kernel and configuration, for gates and tuning.
         saves: the form in which the forward kernel must save its tensors, or None for any.
         apart: True where results must share no memory.
+        or_refused: whether to return a `RefusedPlan` if the implementation cannot run here.
+
+    Raises:
+        ValueError: the inputs do not go together, or there is no such name.
+        Refused: the implementation cannot run here, with the reason.
     """
     what = replace(describe(operator, inputs, options, wanted, target), apart=apart)
     if _is_empty(what):
         return _empty_plan(operator, implementation, what, inputs, saves)
-    chosen, found = choose_implementation(operator, implementation, what)
+    try:
+        chosen, found = choose_implementation(operator, implementation, what)
+    except Refused as error:
+        if or_refused:
+            return RefusedPlan(what, error)
+        raise
     if found.run is not None:
         return PlainPlan(what, found, chosen)
     first = next(x for x in inputs if x is not None)
@@ -223,6 +237,16 @@ class PlainPlan:
         """Returns the outputs, and tensors like those that a kernel would save."""
         outputs, (_, saved) = self.run(inputs, scalars), self.empty(inputs)
         return outputs if isinstance(outputs, tuple) else (outputs,), saved
+
+
+class RefusedPlan:
+    """The plan of a call that its implementation cannot serve. `run` raises the reason."""
+
+    def __init__(self, what: Call, error: Refused) -> None:
+        self.what, self.error = what, error
+
+    def run(self, inputs: tuple, scalars: tuple) -> NoReturn:
+        raise Refused(*self.error.args)
 
 
 def compiled(found: Implementation) -> Any:
@@ -292,18 +316,14 @@ class KernelPlan(Differentiated):
         super().__init__(operator, found.name)
         self.what, self.found, self.chosen = what, found, chosen
         self.saves, self.forced = saves, forced
-        self.choices: dict[str, dict] = {}
-        self.of_layers: list[dict[str, dict]] = []  # the same of the layers of a composed kernel
+        self.choices: ChainMap[str, dict] = ChainMap()  # of a composed kernel's layers too
         self.device = device.index if device.type == "cuda" else None
         self.backwards = Bounded()
         self.run = self.differentiated if what.wanted else self._plain
 
     def described(self) -> dict[str, dict]:
         """Returns operation → kernel and configuration, those of a composed kernel's layers too."""
-        found = dict(self.choices)
-        for layers in self.of_layers:
-            found |= layers
-        return found
+        return {name: one for part in self.choices.maps for name, one in part.items()}
 
     def bind(self, inputs: tuple) -> None:
         """Chooses and prepares the forward kernel."""
@@ -372,7 +392,7 @@ class KernelPlan(Differentiated):
         with torch.cuda.device(-1 if self.device is None else self.device):
             launch = prepared(kernel, what, picked.config, inputs)
         if hasattr(launch, "choices"):
-            self.of_layers.append(launch.choices)
+            self.choices.maps.append(launch.choices)
         return kernel, launch
 
 

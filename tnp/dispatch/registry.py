@@ -1,10 +1,9 @@
-"""Which operators and implementations there are: packages of `tnp.ops`, and entry points.
+"""Finds operators and implementations: in packages of `tnp.ops`, and by entry points.
 
-Somebody else's implementation is known by the name of its entry point, `operator.implementation`
-in group `tnp.implementations`, and by its distribution's metadata. Its module is imported where it
-is gated, timed or run. An extra of the distribution with the implementation's name lists the
-packages that it needs; their versions stand in its rows. Group `tnp.operators` brings whole
-operators: their modules are imported here, and must not import torch.
+Another distribution's implementation has an entry point `operator.implementation` in group
+`tnp.implementations`. Its module is imported only to gate, time or run it. The distribution's extra
+of the same name lists the packages that it needs; rows hold their versions. Group `tnp.operators`
+brings whole operators: their modules are imported here, and must not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TORCH = "torch"  # every operator takes it for PyTorch's plain form, and "own" f
 
 @dataclass(frozen=True)
 class Listed:
-    """An implementation as far as planning knows it: nothing was imported for it."""
+    """Describes an implementation for planning, without importing anything for it."""
 
     op: str
     name: str
@@ -41,28 +40,28 @@ class Listed:
 
     @cached_property
     def packages(self) -> dict[str, str | None]:
-        """Distributions whose versions stand in its rows; None: not installed."""
+        """Returns the distributions whose versions its rows hold; None if not installed."""
         if self.entry is None:
             return {self.brought_by: version(self.brought_by)} if self.brought_by else {}
         return {name: version(name) for name in (*_required(self.entry), self.entry.dist.name)}
 
     @property
     def provider(self) -> str:
-        """ "own", "torch", or the first package that it needs."""
+        """Returns "own", "torch", or the first package that it needs."""
         return self.own.provider if self.own else next(iter(self.packages))
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot even be tried: a package that is not installed."""
+        """Returns the sentence that names a package that is not installed, or None."""
         absent = [name for name, version in self.packages.items() if version is None]
         return f"package {absent[0]} is not installed: pip install {absent[0]}" if absent else None
 
     @cached_property
     def implementation(self) -> Implementation:
-        """Imported where it is somebody else's.
+        """Returns the implementation. Another distribution's is imported now.
 
-        Raises RuntimeError for a missing package, ValueError where it is not what it says, and
-        whatever importing the package raises.
+        Raises RuntimeError for a missing package, ValueError for an entry point of another type or
+        name, and any error of the import.
         """
         if self.own is not None:
             return self.own
@@ -80,7 +79,7 @@ class Listed:
 
 
 class Catalog:
-    """What there is, and `faults`: a sentence for each thing that could not be taken."""
+    """Holds all operators and implementations, and `faults`: a sentence for each refused one."""
 
     def __init__(self) -> None:
         self.operators: dict[str, Operator] = {}
@@ -93,18 +92,18 @@ class Catalog:
         self._add_foreign_implementations()
 
     def operator(self, op: str) -> Operator:
-        """ValueError naming what there is."""
+        """Returns the operator; ValueError names the known ones."""
         if op not in self.operators:
             raise ValueError(f"unknown operator {op!r}: choose from {', '.join(self.operators)}")
         return self.operators[op]
 
     def names(self, op: str) -> list[str]:
-        """Implementations of an operator, PyTorch's plain form first."""
+        """Returns the names of an operator's implementations, PyTorch's plain form first."""
         self.operator(op)
         return [name for of, name in self._listed if of == op]
 
     def installed(self, op: str) -> list[str]:
-        """Implementations from other packages, those whose packages are missing too."""
+        """Returns the implementations from other packages, also those that miss a package."""
         return [name for name in self.names(op) if self._listed[op, name].entry is not None]
 
     def real(self, op: str, name: str) -> str:
@@ -125,7 +124,7 @@ class Catalog:
         return name
 
     def listed(self, op: str, name: str) -> Listed:
-        """An implementation by a name that `real` knows; ValueError naming what there is."""
+        """Returns an implementation by any of its names; ValueError names the known ones."""
         found = self._listed.get((op, self.real(op, name)))
         if found is None:
             choices = ", ".join(dict.fromkeys([*self.names(op), TORCH, OWN, AUTO]))
@@ -133,13 +132,13 @@ class Catalog:
         return found
 
     def load(self, op: str, name: str) -> Implementation:
-        """ValueError naming what there is; raises as `Listed.implementation` does."""
+        """Returns the implementation. Raises what `listed` and `Listed.implementation` raise."""
         return self.listed(op, name).implementation
 
     def family(self, name: str) -> list[Operator]:
-        """Operators whose implementations a variant names together: rms_norm and add_rms_norm.
+        """Returns the operators that a variant names together, as rms_norm and add_rms_norm.
 
-        ValueError where there is none.
+        Raises ValueError if there is none.
         """
         found = [op for op in self.operators.values() if (op.family or op.name) == name]
         if not found:
@@ -147,7 +146,7 @@ class Catalog:
         return found
 
     def role(self, op: str, name: str) -> str:
-        """Its place in comparisons, one of `tnp.store.schemas.ROLES`."""
+        """Returns its place in comparisons, one of `tnp.store.schemas.ROLES`."""
         if is_automatic(name):
             return OWN
         listed = self.listed(op, name)
@@ -156,7 +155,7 @@ class Catalog:
         return "baseline" if listed.rank == 0 else "peer"
 
     def candidates(self, op: str, name: str) -> list[str]:
-        """What may run where `name` is asked for: itself, or what "auto" may choose from."""
+        """Returns what may run under `name`: itself, or all that "auto" may choose from."""
         if not is_automatic(name):
             return [self.listed(op, name).name]
         listed = [self.listed(op, one) for one in self.names(op)]
@@ -173,7 +172,7 @@ class Catalog:
         try:
             operator = entry.load()
             reason = self._refusal(operator)
-        except (Exception, SystemExit) as error:  # whatever it is, the others go on
+        except (Exception, SystemExit) as error:  # an import may raise anything
             reason = f"{type(error).__name__}: {error}"
         if reason is None and "torch" in sys.modules and not had_torch:
             reason = (
@@ -190,7 +189,7 @@ class Catalog:
         self._add(replace(operator, implementations=theirs), entry.dist.name)
 
     def _refusal(self, operator: object) -> str | None:
-        """Why somebody else's operator is not taken."""
+        """Returns why another distribution's operator is refused, or None."""
         if not isinstance(operator, Operator):
             return "it is no Operator"
         if operator.name in self.operators:
@@ -221,7 +220,7 @@ class Catalog:
 
 
 def is_automatic(name: str) -> bool:
-    """Whether a name leaves the choice to the table: "auto", or "auto:e4m3"."""
+    """Returns whether a name leaves the choice to the table: "auto", or "auto:e4m3"."""
     return name.partition(":")[0] == AUTO
 
 
@@ -241,7 +240,7 @@ def block_of(implementations: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def catalog() -> Catalog:
-    """What there is in this process, found once."""
+    """Returns this process's catalog, which is made once."""
     return Catalog()
 
 
@@ -257,7 +256,7 @@ def _own_operators() -> list[Operator]:
 
 
 def version(name: str) -> str | None:
-    """Of an installed distribution; None: not installed."""
+    """Returns the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -265,7 +264,7 @@ def version(name: str) -> str | None:
 
 
 def _required(entry: metadata.EntryPoint) -> list[str]:
-    """Packages of its distribution's extra that has the implementation's name: tnp-peers[fa3]."""
+    """Returns the packages of the extra with the implementation's name, as tnp-peers[fa3]."""
     wanted = entry.name.partition(".")[2].replace("_", "-").lower()
     names = []
     for line in entry.dist.requires or ():

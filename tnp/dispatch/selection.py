@@ -1,8 +1,9 @@
-"""What serves a call: which implementation of an operator, and which kernel of an operation.
+"""Selects what serves a call: an implementation of the operator, a kernel of each operation.
 
-A call is described from its inputs; named implementations are taken as they are asked for, "auto"
-and kernels as the table of the GPU says (`tnp.dispatch.tuned_tables`), of those that can run here
-and now.
+`tnp.dispatch.plans` asks, once for each plan. `describe` makes a `Call` of the inputs. A named
+implementation is taken if it can run here. "auto", and the kernel and its configuration, are chosen
+by the GPU's table (`tnp.dispatch.tuned_tables`) among those that can. The kernel's `prepare` then
+makes a launch, which ends in `tnp.dispatch.launcher`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from tnp.util.checks import is_expanded, switched_on
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
 CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device numbers that are out of range
 
+
+class Refused(RuntimeError):
+    """A named implementation cannot serve a call; the sentence says why."""
+
+
 Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration
 
 
-# ---------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------ what is requested
 
 
 def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
-    """Inputs whose gradients this call may be asked for."""
+    """Returns the names of the inputs whose gradients this call may have to give."""
     if not torch.is_grad_enabled():
         return ()
     named = zip(operator.tensors, inputs, strict=True)
@@ -45,9 +51,9 @@ def wanted_of(operator: Operator, inputs: tuple) -> tuple[str, ...]:
 
 
 def aligned(tensors: Any, gradients: tuple = ()) -> bool:
-    """Whether every row of every tensor starts at a multiple of 16 bytes, none expanded.
+    """Returns whether every row of every tensor starts at a multiple of 16 bytes.
 
-    An expanded gradient, as a sum has, counts as aligned (`Call.aligned`).
+    An expanded tensor is not aligned, but an expanded gradient, as of a sum, is (`Call.aligned`).
     """
     dense = (x for x in gradients if x is not None and not is_expanded(x))
     for x in (*tensors, *dense):
@@ -68,7 +74,7 @@ def describe(
     wanted: tuple[str, ...] = (),
     target: Target | None = None,
 ) -> Call:
-    """What is asked for; ValueError where the inputs do not go together."""
+    """Returns the call of these inputs; ValueError if they do not go together."""
     values = operator.describe(*inputs, **dict(options))
     first = next(x for x in inputs if x is not None)
     dtype = values.pop("dtype", None) or str(first.dtype).removeprefix("torch.")
@@ -82,13 +88,13 @@ def describe(
 
 
 def refuses(found: Implementation, what: Call) -> Reason:
-    """Why an implementation cannot serve a call here and now, or None."""
-    return found.refuses(what) or _moves(found.moving, what)
+    """Returns why an implementation cannot serve a call here and now, or None."""
+    return found.refuses(what) or _nondeterminism(found.nondeterministic, what)
 
 
-def _moves(moving: tuple[str, ...], what: Call) -> Reason:
-    if moving and what.wanted and torch.are_deterministic_algorithms_enabled():
-        names = ", ".join(moving)
+def _nondeterminism(results: tuple[str, ...], what: Call) -> Reason:
+    if results and what.wanted and torch.are_deterministic_algorithms_enabled():
+        names = ", ".join(results)
         return f"{names} may differ between runs, and PyTorch is asked for deterministic algorithms"
     return None
 
@@ -96,11 +102,11 @@ def _moves(moving: tuple[str, ...], what: Call) -> Reason:
 def choose_implementation(
     operator: Operator, name: str, what: Call
 ) -> tuple[Choice, Implementation]:
-    """By its name, or what the table says.
+    """Returns the implementation of this name, or for "auto" the one that the table chooses.
 
     Raises:
         ValueError: there is no such name.
-        RuntimeError: it cannot run here, with the reason.
+        Refused: it cannot run here, with the reason.
     """
     if name.partition(":")[0] == AUTO:
         return _automatic(operator, name.partition(":")[2], what)
@@ -109,14 +115,14 @@ def choose_implementation(
     if reason is not None:
         others = [one.name for one in operator.implementations
                   if not one.compile and refuses(one, what) is None]  # fmt: skip
-        raise RuntimeError(refusal(operator, found, reason, others))
+        raise Refused(refusal(operator, found, reason, others))
     return Choice(found.name, source="named"), found
 
 
 def refusal(
     operator: Operator, found: Implementation, reason: str, others: Sequence[str] = ()
 ) -> str:
-    """A sentence for an implementation that was named and cannot serve a call; `others` can."""
+    """Returns the sentence for a named implementation that cannot serve a call; `others` can."""
     sentence = f"{operator.name} implementation {found.name!r} cannot run here: {reason}"
     return f"{sentence}: choose {' or '.join([*others, AUTO])}" if others else sentence
 
@@ -131,13 +137,13 @@ def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, 
         plain = next(iter(usable))
         return Choice(plain, source=f"{AUTO_VARIABLE}=torch"), usable[plain]
     broken: list[Offer] = []
-    # Somebody else's is imported only where a table names it.
+    # Another package's implementation is imported only if a table names it.
     for entry in tuned_tables.of_target(what.target):
         name = entry["choice"]
         if entry["of"] == operator.name and name not in usable:
             try:
                 theirs = catalog().load(operator.name, name)
-            except Exception as error:  # whatever it is, the next is taken
+            except Exception as error:  # an import may raise anything; `Choice.refused` names it
                 broken.append((name, None, f"it cannot be loaded: {type(error).__name__}: {error}"))
                 continue
             if theirs.selectable and theirs.precision in ("", precision):
@@ -145,27 +151,27 @@ def _automatic(operator: Operator, precision: str, what: Call) -> tuple[Choice, 
     offers: list[Offer] = [(n, None, refuses(usable[n], what)) for n in _by_default(usable, what)]
     offers += broken
     chosen = choose(operator.name, operator, what, offers, catalog().names(operator.name))
-    _tell(what, chosen)
+    _log(what, chosen)
     return chosen, usable[chosen.name]
 
 
 def _by_default(usable: dict[str, Implementation], what: Call) -> list[str]:
-    """Where nothing was measured: ours on GPUs that they were made for, elsewhere PyTorch's."""
+    """Returns the names in default order: ours first on GPUs that they were made for."""
     ours = [name for name in reversed(usable) if usable[name].provider == OWN]
     made_for = what.target.kind == "cuda" and what.target.capability in tuned_tables.OURS_ON
     return list(dict.fromkeys([*(ours if made_for else []), *usable]))
 
 
-_told = Bounded()  # (problem, mode) → Choice
+_logged = Bounded()  # (problem, mode) → Choice
 _lock = threading.Lock()
 
 
-def _tell(what: Call, chosen: Choice) -> None:
+def _log(what: Call, chosen: Choice) -> None:
     """Logs a decision the first time that it is made."""
     key = what.problem.json, what.mode
-    if _told.get(key) != chosen:
+    if _logged.get(key) != chosen:
         with _lock:
-            _told[key] = chosen
+            _logged[key] = chosen
         refused = f"; {chosen.refused}" if chosen.refused else ""
         tuned_tables.log.info(
             "%s, %s: %s, %s%s", what.problem, what.mode, chosen.name, chosen.source, refused
@@ -173,9 +179,9 @@ def _tell(what: Call, chosen: Choice) -> None:
 
 
 def choices() -> list[dict[str, Any]]:
-    """What "auto" decided in this process, by problem and mode; `op` is the family's name."""
+    """Returns the decisions of "auto" in this process; `op` is the family's name."""
     found = []
-    for (problem, mode), chosen in list(_told.items()):
+    for (problem, mode), chosen in list(_logged.items()):
         operator = catalog().operator(json.loads(problem)["op"])
         about = {"op": operator.family or operator.name, "implementation": chosen.name}
         about |= {"source": chosen.source, "refused": chosen.refused}
@@ -184,21 +190,21 @@ def choices() -> list[dict[str, Any]]:
 
 
 def load(path: str) -> Kernel:
-    """The kernel at "module:NAME"."""
+    """Returns the kernel at "module:NAME"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def kernels_of(operation: Operation, saves: str | None = None) -> dict[str, Kernel]:
-    """Kernels by name; `saves`: those alone that write or read this form of what is saved."""
+    """Returns kernels by name; with `saves` only those that write or read that saved form."""
     found = map(load, operation.kernels)
     return {kernel.name: kernel for kernel in found if saves is None or kernel.saves == saves}
 
 
 def forms(kernel: Kernel, what: Call) -> tuple[object, ...]:
-    """Configurations that run different code: of each setting of what is true or false the first.
+    """Returns configurations that run different code: the first for each set of true switches.
 
-    Sizes of tiles, warps and stages change no branch that a kernel takes.
+    Sizes of tiles, warps and stages change no branch of a kernel.
     """
     found: dict[tuple[str, ...], object] = {}
     for config in kernel.configs(what):
@@ -207,7 +213,7 @@ def forms(kernel: Kernel, what: Call) -> tuple[object, ...]:
 
 
 def switches(config: object) -> tuple[str, ...]:
-    """Names of what is true in a configuration, and in those that it consists of."""
+    """Returns the names of true values in a configuration, also in nested ones."""
 
     def named(content: object) -> Iterator[str]:
         for name, value in content.items() if isinstance(content, dict) else ():
@@ -225,14 +231,14 @@ def choose_kernel(
     saves: str | None = None,
     forced: Forced | None = None,
 ) -> tuple[Kernel, Choice]:
-    """The kernel and the configuration that serve a call; RuntimeError where none can."""
+    """Returns the kernel and the configuration that serve a call; RuntimeError if none can."""
     kernels = kernels_of(operation, saves)
     if forced and operation.name in forced:
         name, config = forced[operation.name]
         return kernels[name], Choice(name, config, "forced")
     offers: list[Offer] = []
     for kernel in kernels.values():
-        reason = kernel.refuses(what) or _moves(kernel.moving, what)
+        reason = kernel.refuses(what) or _nondeterminism(kernel.nondeterministic, what)
         configs = kernel.configs(what) if reason is None else (None,)
         offers += [(kernel.name, config, reason) for config in configs]
 

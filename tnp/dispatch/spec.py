@@ -1,17 +1,16 @@
-"""What an operator is, what a way to compute it is, and what both are asked for.
+"""Defines operators, implementations and kernels, and the calls that they serve.
 
 An *operator* says what is computed. An *implementation* is one way to compute it: it is gated,
-timed, and chosen by its name or by "auto". Implementations of our own are made of *operations*,
-such as "attention.forward", each served by one or more *kernels*.
+timed, and chosen by its name or by "auto". Our own implementations consist of *operations*, such
+as "attention.forward", each served by one or more *kernels*.
 
-This module imports neither torch nor triton: the configuration is checked and jobs are planned
-with it. Whatever an operator's declaration calls imports torch in its own body.
+This module imports neither torch nor triton, because planning jobs must not wait for them. The
+functions that a declaration names import torch in their own bodies.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ Reason = str | None  # why not; None: it can
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed, as far as cost, choice and support depend on it.
+    """Describes a computation, as far as cost, choice and support depend on it.
 
     An option is off unless it is listed: `problem["causal"]` is then False, and the JSON does not
     name it. So an operator can gain options, and every stored problem stays what it was.
@@ -74,10 +73,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how its values are drawn, on which no choice may depend."""
+    """A problem, and how its values are drawn. No choice depends on the values."""
 
     problem: Problem
-    # What the operator's `draw` reads; with ("forward_only", True) no gate asks for gradients.
+    # Read by the operator's `draw`. With ("forward_only", True) no gate asks for gradients.
     draw: Pairs = ()
 
     def __getitem__(self, name: str) -> Value:
@@ -90,19 +89,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Call:
-    """What a plan is made for."""
+    """Describes a call: a plan is made for it."""
 
     problem: Problem
     target: Target
-    wanted: tuple[str, ...] = ()  # inputs whose gradients are asked for
-    # Every row of every tensor starts at a multiple of 16 bytes. Not of an expanded gradient, which
-    # a backward kernel that reads rows copies first.
+    wanted: tuple[str, ...] = ()  # inputs whose gradients are requested
+    # Every row of every tensor starts at a multiple of 16 bytes. An expanded gradient counts as
+    # aligned: a backward kernel that reads rows copies it first.
     aligned: bool = True
     apart: bool = False  # results share no memory, as PyTorch asks of custom operators
 
     @property
     def mode(self) -> str:
-        """ "training" where a gradient is asked for, else "inference"."""
+        """Returns "training" if a gradient is requested, else "inference"."""
         return "training" if self.wanted else "inference"
 
 
@@ -110,12 +109,12 @@ Support = Callable[[Call], Reason]
 
 
 def anywhere(call: Call) -> Reason:
-    """Support for every call."""
+    """Supports every call."""
     return None
 
 
 def on_cuda(least: int, below: int = 9999) -> Support:
-    """Support for GPUs of compute capability `least` (90 is 9.0) up to, not including, `below`."""
+    """Returns a `Support` for GPUs of compute capability from `least` (90 is 9.0) below `below`."""
 
     def supported(call: Call) -> Reason:
         target = call.target
@@ -132,7 +131,7 @@ def on_cuda(least: int, below: int = 9999) -> Support:
 
 
 def triton_from(least: int) -> Support:
-    """Support for Triton kernels: CUDA from this capability on, and the interpreter."""
+    """Returns a `Support` for Triton kernels: CUDA from `least` on, and the interpreter."""
     cuda = on_cuda(least)
 
     def supported(call: Call) -> Reason:
@@ -156,16 +155,16 @@ class Kernel:
 
     `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
     only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
-    `empty(wanted, inputs)` returns the same, uninitialized, laid out as where `Call.apart`; a
-    compiler sees nothing else. Of a forward operation it is also passed `Operator.of_results`.
+    `empty(wanted, inputs)` returns the same, uninitialized, in the layout of `Call.apart`; a
+    compiler sees nothing else. A forward kernel's `empty` also gets `Operator.of_results`.
 
-    Of a backward operation `inputs` are (gradients, kept, saved): gradients of the outputs, the
-    tensors that `Operator.keeps` names, and what the forward kernel saved. There `launch` returns
-    the gradients alone, in the order of `Operator.differentiated`, None where not wanted; so does
-    `empty`.
+    For a backward operation, `inputs` are (gradients, kept, saved): gradients of the outputs, the
+    tensors that `Operator.keeps` names, and the tensors that the forward kernel saved. `launch` and
+    `empty` then return only gradients, in the order of `Operator.differentiated`, None where not
+    requested.
 
-    `counts(call, config)` is what a launch's time is made of: 1 for itself, then the blocks and
-    tiles of a multiprocessor. A GPU's table says how long each takes (`tnp.tuning.fit_costs`).
+    `counts(call, config)` returns the parts of a launch's time: 1 for the launch, then the blocks
+    and tiles of a multiprocessor. A GPU's table says how long each takes (`tnp.tuning.fit_costs`).
     """
 
     name: str
@@ -174,14 +173,14 @@ class Kernel:
     supported: Support = anywhere
     configs: Callable[[Call], tuple[Any, ...]] = lambda call: (None,)  # the default first
     options: tuple[str, ...] = ()  # that it takes
-    saves: str = ""  # the form of what is saved; a backward kernel names the form that it reads
-    moving: tuple[str, ...] = ()  # results that may differ between runs by the order of a sum
+    saves: str = ""  # the form of the saved tensors; a backward kernel names the form it reads
+    nondeterministic: tuple[str, ...] = ()  # results whose sums have no fixed order
     # Where it is None, or returns None for a call, no time is predicted.
     counts: Callable[[Call, Any], tuple[float, ...] | None] | None = None
     compiled_for: tuple[int, ...] = (80, 90, 100)  # capabilities, by the compile gate
 
     def refuses(self, call: Call) -> Reason:
-        """Why it cannot serve the call, or None."""
+        """Returns why it cannot serve the call, or None."""
         for name, value in call.problem.options:
             if name not in self.options:
                 return f"it does not take {name}={value}"
@@ -198,17 +197,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a result may be off, in units of PyTorch's own error against float64 in that dtype.
+    """Bounds a result's error, in units of PyTorch's own error against float64 in that dtype.
 
     An implementation in a narrower format names `emulate`: (case, inputs) → the inputs as that
-    format holds them. Its kernel is then compared with float64 of those, and its result with
-    float64 of the originals, within `emulated` times the emulation's own error.
+    format holds them. Its kernel is compared with float64 of these inputs. Its result is compared
+    with float64 of the originals, within `emulated` times the emulation's own error.
 
-    Where it rounds to that format on the way too, it also names `rounded`: (case, inputs, upstream)
-    → outputs, and gradients by "d" + input where it gives any, in float64, of the inputs as they
-    are, with all its roundings; `upstream` gives the gradient of an output, by its name and a
-    tensor like it. What these are off by then counts as PyTorch's error does, and is the
-    emulation's own.
+    If it also rounds intermediate values to that format, it names `rounded`: (case, inputs,
+    upstream) → outputs and gradients ("d" + input) in float64, with all its roundings. `upstream`
+    gives the gradient of an output, by its name and a tensor like it. The error of these results
+    then serves as the emulation's error.
     """
 
     outputs: float = 2.0
@@ -220,7 +218,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Work:
-    """The least that must be done: operations by number format, bytes read and written once."""
+    """Gives the least work: operations by number format, bytes read and written once."""
 
     flops: Mapping[str, float]
     read: float
@@ -228,16 +226,16 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """Through device memory."""
+        """Returns the bytes through device memory."""
         return self.read + self.written
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator, and all that anybody must know about it.
+    """Declares one way to compute an operator.
 
-    Either `run`, a function with the reference's arguments that PyTorch differentiates, or
-    operations of ours, which `tnp.dispatch` puts behind plans, autograd and torch.compile.
+    It has either `run`, a function with the reference's arguments that PyTorch differentiates, or
+    operations of ours, which `tnp.dispatch` runs behind plans, autograd and torch.compile.
     """
 
     name: str
@@ -255,10 +253,11 @@ class Implementation:
     traceable: bool = True  # torch.compile can look inside `run`
     compile: str = ""  # "default", "max-autotune": `run` compiled, for benchmarks alone
     dispatches: tuple[str, ...] = ()  # operators of PyTorch that do the work, "aten::…"
-    moving: tuple[str, ...] = ()  # of `run`; of operations the kernels say it
+    nondeterministic: tuple[str, ...] = ()  # results of `run`; kernels name their own
     budget: Budget | None = None  # None: the operator's
     work: Callable[[Case, str], Work] | None = None  # None: the operator's
-    # Called as `run` is: what that does once for numbers that stay, and its time leaves out.
+    # Takes the same arguments as `run`. Does the one-time work (a plan for fixed lengths) that the
+    # benchmark does not time.
     plan: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -267,20 +266,20 @@ class Implementation:
 
     @property
     def chosen_from(self) -> bool:
-        """Whether plain "auto" may take it: a choice of precision is the user's."""
+        """Returns whether plain "auto" may take it: a user chooses the precision."""
         return self.selectable and not self.compile and not self.precision
 
     @property
     def differentiable(self) -> bool:
-        """Whether it gives any gradient."""
+        """Returns whether it gives any gradient."""
         return self.gradients != () if self.run else self.backward is not None
 
     def refuses(self, call: Call) -> Reason:
-        """Why it cannot serve the call, or None: its limits first, then what is not installed."""
+        """Returns why it cannot serve the call here, or None."""
         return self.limits(call) or self.missing()
 
     def limits(self, call: Call) -> Reason:
-        """Why it could serve the call nowhere: declared limits first, then its own word."""
+        """Returns why it could serve the call nowhere, or None."""
         problem = call.problem
         if problem.dtype not in self.dtypes:
             return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"
@@ -297,21 +296,20 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Operator:
-    """What all implementations of an operator have in common.
+    """Declares an operator: what all its implementations have in common.
 
-    `condition` gives the relative error that no rounding can undercut, of a case and its inputs by
-    name: one number, or one by result, the gradients called "d" + input.
+    `condition(case, inputs)` returns the relative error that no rounding can undercut: one number,
+    or one for each result, gradients named "d" + input.
 
-    `spot` is for problems of which float64 does not fit: (case, inputs, gradients) → {result:
-    (index, float64)}. It computes a part of the results from the inputs by name. Where `gradients`
-    is None results are outputs; else they are the inputs' gradients, "d" + name, of these gradients
-    of the outputs by name. `index` says which part of a whole result the float64 one is: the last
-    head is (-1, -1). Options are in `case.problem`, scalars are `numbers`.
+    `partial_reference(case, inputs, gradients)` returns {result: (index, float64)}, a part of the
+    results. Gates use it if a float64 reference does not fit in memory. With `gradients` None the
+    results are outputs, else the inputs' gradients, named "d" + input. `index` is the part's place
+    in the whole result: the last head is (-1, -1). Options are in `case.problem`, scalars are
+    `numbers`.
 
-    An output that is called as an option is there where that is on; such outputs come last.
+    An output with an option's name exists only if that option is on. These outputs come last.
 
-    `draw` may give gradients of outputs as well, "d" + output, where a model's have a layout of
-    their own.
+    `draw` may also return gradients of outputs, "d" + output, if a model's have another layout.
     """
 
     name: str
@@ -330,7 +328,7 @@ class Operator:
     scalars: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
     numbered: tuple[str, ...] = ()  # sizes that no tensor shows: calls pass them as options
-    shown: tuple[str, ...] = ()  # options that `describe` reads off tensors: no call passes them
+    read_off: tuple[str, ...] = ()  # options that `describe` reads off tensors; no call passes them
     laid_out_by: tuple[str, ...] = ()  # options that decide the layout of what is saved
     keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
     budget: Budget = Budget()
@@ -343,28 +341,29 @@ class Operator:
     # (case, inputs) → for each number out of range: inputs that have it; inputs that have the
     # nearest in range, {} for those given; and by result, bool, where that must be NaN.
     out_of_range: Callable[[Case, dict], Iterable[tuple[dict, dict, dict]]] = lambda *_: ()
-    spot: Callable[[Case, dict, dict | None], dict[str, Any]] | None = None  # see above
+    partial_reference: Callable[[Case, dict, dict | None], dict[str, Any]] | None = (
+        None  # see above
+    )
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
-    fixed: tuple[str, ...] = ()  # sizes and options that a table's entry must share exactly
-    coordinates: Callable[[Problem], tuple[float, ...]] | None = None  # what "nearest" compares
-    drawn: Callable[[Any, str], Problem] | None = (
-        None  # (random.Random, dtype) → for `tnp.tuning.fit_costs`
-    )
+    # Options that a table's entry must share, and sizes that its costs depend on.
+    fixed: tuple[str, ...] = ()
+    # (random.Random, dtype) → a problem that `tnp.tuning.fit_costs` times.
+    random_problem: Callable[[Any, str], Problem] | None = None
     backward_with_forward: bool = False  # the gradient may be made along with the result
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the inputs."""
+        """Returns the names of the inputs."""
         return tuple(name.removesuffix("?") for name in self.inputs)
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Inputs that may be None: that one is given is an option of the problem."""
+        """Returns the inputs that may be None. Whether one is given is an option of the problem."""
         return tuple(name[:-1] for name in self.inputs if name.endswith("?"))
 
     def outputs_of(self, problem: Problem) -> tuple[str, ...]:
-        """Names of the outputs that are asked for."""
+        """Returns the names of the requested outputs."""
         return tuple(name for name in self.outputs if name not in self.options or problem[name])
 
     def of_results(self, options: Mapping[str, Value]) -> dict[str, Value]:
@@ -374,11 +373,15 @@ class Operator:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Inputs and outputs that the backward pass gets."""
+        """Returns the inputs and outputs that the backward pass gets."""
         return self.tensors if self.keeps is None else self.keeps
 
     def problem(self, dtype: str, /, **values: Value) -> Problem:
-        """Of these sizes and options; ValueError naming what does not exist or is not allowed."""
+        """Returns the problem of these sizes and options.
+
+        Raises:
+            ValueError: a name does not exist, or a value is not allowed.
+        """
         allowed = dict(self.options) | dict.fromkeys(self.optional, bool)
         known = frozenset((*self.sizes, *allowed))
         for name in values:
@@ -404,14 +407,17 @@ class Operator:
         return Problem(self.name, dtype, sizes, tuple(sorted(options.items())), known)
 
     def case(self, dtype: str, *sizes: int, **named: Value) -> Case:
-        """Of sizes in the operator's order. What is named is an option, or how values are drawn."""
+        """Returns the case of sizes in the operator's order.
+
+        A named value is an option of the problem, or says how values are drawn.
+        """
         known = (*self.options, *self.optional)
         of_problem = {name: named.pop(name) for name in known if name in named}
         of_problem |= zip(self.sizes, sizes, strict=True)
         return Case(self.problem(dtype, **of_problem), tuple(named.items()))
 
     def from_json(self, text: str) -> Problem:
-        """The problem whose `json` this is; ValueError where it is none of ours."""
+        """Returns the problem with this `json`; ValueError if it is another operator's."""
         content = json.loads(text)
         try:
             op, dtype = content["op"], content["dtype"]
@@ -422,24 +428,18 @@ class Operator:
             raise ValueError(f"a problem of {op} is none of {self.name}")
         return self.problem(dtype, **values)
 
-    def distance(self, one: Problem, other: Problem) -> float:
-        """Σ |log2 of the ratio| over what decides cost."""
-        at = self.coordinates or (lambda problem: tuple(size for _, size in problem.sizes))
-        pairs = zip(at(one), at(other), strict=True)
-        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
-
     def controls_for(self, found: Implementation) -> dict[str, Callable[..., Any]]:
-        """Broken references that an implementation's gate must find out."""
+        """Returns broken references, which an implementation's gate must reject."""
         taken = (some for option, some in self.controls_of.items() if option in found.options)
         return {name: broken for some in (self.controls, *taken) for name, broken in some.items()}
 
     def call_options(self, problem: Problem) -> Pairs:
-        """What a call of this problem passes as options: those that are on, and sizes."""
-        unsaid = (*self.optional, *self.shown)
-        on = tuple(pair for pair in problem.options if pair[0] not in unsaid)
+        """Returns the options that a call of this problem passes, `numbered` sizes among them."""
+        left_out = (*self.optional, *self.read_off)
+        on = tuple(pair for pair in problem.options if pair[0] not in left_out)
         return on + tuple((name, problem[name]) for name in self.numbered)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The scalars that gates and benchmarks pass."""
+        """Returns the scalars that gates and benchmarks pass."""
         return tuple(self.scalars.values())

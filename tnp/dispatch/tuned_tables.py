@@ -1,15 +1,16 @@
-"""What runs where nobody named it: the tuned tables, one a GPU model.
+"""Chooses what runs where nobody named it, by the tuned table of the GPU model.
 
-`tuned/<gpu>.json` holds one entry a line, {"of", "mode", "problem", "choice", "config"}. Of an
-operator the choice is an implementation; of an operation it is a kernel with its configuration. An
-entry with "us" says what a kernel costs at all sizes: so many microseconds for each of its
+`tables/<gpu>.json` has one entry a line, {"of", "mode", "problem", "choice", "config"}. For an
+operator the choice is an implementation; for an operation it is a kernel with its configuration. An
+entry with "us" holds costs that serve all sizes: microseconds for each of a kernel's
 `Kernel.counts`, whose sum predicts its time (`tnp.tuning.fit_costs`).
 
-A problem takes the entry of its own or of what costs the same, else what is predicted to be the
-fastest, else the entry of the nearest problem whose choice can serve it. Where a GPU model's table
-says nothing of an operator or operation, that of another model of the same compute capability does,
-and the choice says whose. What a user tuned lies in the user's cache and comes before what is
-committed; the environment variable TNP_TABLES names one folder that takes the place of both.
+`choose` takes the problem's own entry, else the shortest predicted time, else the default. If this
+GPU's table has no entry for an operator or operation, the table of another GPU of the same compute
+capability is used; `Choice.source` then names that GPU.
+
+A user's own table lies in the user's cache and comes before the committed one. The environment
+variable TNP_TABLES names one folder that replaces both.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import lru_cache
 from operator import attrgetter, mul
 from pathlib import Path
@@ -29,34 +30,34 @@ from typing import Any
 from tnp.dispatch.devices import Target
 from tnp.dispatch.spec import Call, Operator, Problem, Reason
 from tnp.util.atomic_files import replacing, user_cache
-from tnp.util.bounded import MOST, Bounded
+from tnp.util.bounded import MOST
 
 VERSION = 2
 COMMITTED = Path(__file__).parent / "tables"
 VARIABLE = "TNP_TABLES"
-# Compute capabilities at which ours run where nothing was measured. Some kernels need more shared
-# memory than the 99 KB that a block has on 8.6, 8.9 and 12.0.
+# Compute capabilities on which ours are the default. Some kernels need more shared memory than the
+# 99 KB that a block has on 8.6, 8.9 and 12.0.
 OURS_ON = (90, 100)
-# An implementation declared earlier, PyTorch's first, stays where it takes at most this much of the
-# fastest's time: two runs differ by as much.
+# An implementation declared earlier, PyTorch's first, stays if it takes at most this share of the
+# fastest time: two runs differ by as much.
 STAYS_BELOW = 1.01
-TUNED = "tuned"  # the source of a choice that the problem's own entry made
+TUNED = "tuned"  # the source of a choice by the problem's own entry
 PREDICTED = "predicted"
-EVERY_MODE = ""  # of an entry that serves training and inference
+EVERY_MODE = ""  # the mode of an entry that serves training and inference
 
 Entry = dict[str, Any]
-Offer = tuple[str, object, Reason]  # name, configuration, why not
-Counts = Callable[[str, object], tuple[float, ...] | None]  # of a kernel and its configuration
+Offer = tuple[str, object, Reason]  # name, configuration, why it cannot run here
+Counts = Callable[[str, object], tuple[float, ...] | None]  # called with a kernel's name and config
 log = logging.getLogger("tnp.auto")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`source` is "named", "tuned", "predicted", "nearest", "forced" or "default".
+    """Says what serves a call, and why.
 
-    With the table of a relative it is "tuned on <another model>" or "predicted on <another model>".
-
-    `refused` says why what would have come first cannot run; "" where it can.
+    `source` is "named", "tuned", "predicted", "forced" or "default". With the table of another GPU
+    it is "tuned on <model>" or "predicted on <model>". `refused` is the first reason why something
+    ranked before it cannot run, or "".
     """
 
     name: str
@@ -65,7 +66,7 @@ class Choice:
     refused: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """As it stands in rows."""
+        """Returns the choice as rows hold it."""
         content: dict[str, Any] = {"choice": self.name, "source": self.source}
         if self.config is not None:
             content["config"] = as_json(self.config)
@@ -73,7 +74,7 @@ class Choice:
 
 
 def as_json(config: object) -> object:
-    """A configuration as tables and rows hold it."""
+    """Returns a configuration as tables and rows hold it."""
     return asdict(config) if is_dataclass(config) else config
 
 
@@ -85,41 +86,96 @@ def choose(
     known: Collection[str],
     counts: Counts = lambda name, config: None,
 ) -> Choice:
-    """Of the problem's own entry, predicted, or of the nearest entry; else the first that can run.
+    """Returns the choice of the problem's own entry, else of the shortest predicted time, else the
+    first offer that can run.
 
     Args:
         of: the operator's name, or an operation's.
-        operator: whose problems are compared.
-        call: what is to be served.
-        offers: candidates in the order to be tried where no table says anything.
-        known: names that entries may have, those that are not on offer for this call too.
-        counts: what the time of an offer is made of; None where that is not known.
+        operator: the operator that the problem belongs to.
+        call: the call to serve.
+        offers: candidates, the default first.
+        known: names that an entry may have, also those that are not on offer for this call.
+        counts: returns `Kernel.counts` of an offer, or None if no time can be predicted.
 
     Raises:
-        RuntimeError: none of them can run, with the first reason.
+        RuntimeError: no offer can run; the sentence gives the first reason.
     """
     refused = ""
-    entries = [entry for entry in of_target(call.target) if entry["of"] == of]
-    own, others = _ranked(entries, operator, call)
-    for entry, source in (*own, *_predicted(entries, operator, call, offers, counts), *others):
-        if source == TUNED:
-            _warn_if_gone(entry, offers, known)
-        for name, config, reason in offers:
-            if name != entry["choice"] or as_json(config) != entry.get("config"):
-                continue
-            if reason is None:
-                return Choice(name, config, source, refused)
-            refused = refused or f"{name} cannot run here: {reason}"
-    for name, config, reason in offers:
+    by_key: dict[str, Offer] = {}
+    for offer in offers:
+        by_key.setdefault(_key(offer[0], as_json(offer[1])), offer)
+    for key, source in _ranked(of, operator, call, by_key, known, counts):
+        if key not in by_key:
+            continue
+        name, config, reason = by_key[key]
         if reason is None:
-            return Choice(name, config, "default", refused)
+            return Choice(name, config, source, refused)
         refused = refused or f"{name} cannot run here: {reason}"
     raise RuntimeError(f"nothing serves {call.problem} as {of}: {refused}")
 
 
-def _warn_if_gone(entry: Entry, offers: Sequence[Offer], known: Collection[str]) -> None:
-    """Says once of a problem's own entry that its kernel or configuration is there no more."""
-    # What cannot run here does not say which configurations it has.
+def _ranked(
+    of: str,
+    operator: Operator,
+    call: Call,
+    offers: Mapping[str, Offer],
+    known: Collection[str],
+    counts: Counts,
+) -> Iterator[tuple[str, str]]:
+    """Yields (key of an offer, source of the choice), the best first."""
+    for entry in _own(of, operator, call):
+        if entry["gpu"] == call.target.model:
+            _warn_if_gone(entry, offers.values(), known)
+        yield _key(entry["choice"], entry.get("config")), TUNED + _whose(entry, call.target)
+    yield from _predicted(of, operator, call, offers, counts)
+    yield from ((key, "default") for key in offers)
+
+
+def _own(of: str, operator: Operator, call: Call) -> Iterator[Entry]:
+    """Yields the entries of the problem, then those without its options that change no choice.
+
+    An entry for the call's mode comes before one for every mode.
+    """
+    problem = call.problem
+    kept = tuple(pair for pair in problem.options if pair[0] in operator.fixed)
+    for text in dict.fromkeys((problem.json, replace(problem, options=kept).json)):
+        for mode in (call.mode, EVERY_MODE):
+            yield from _find(call.target, of, mode, text)
+
+
+def _predicted(
+    of: str, operator: Operator, call: Call, offers: Mapping[str, Offer], counts: Counts
+) -> list[tuple[str, str]]:
+    """Returns (key, source) of the offers that can run and have costs, the fastest first."""
+    over = _canonical(_of_costs(operator, call.problem))
+    times: dict[str, float] = {}
+    source = PREDICTED
+    for entry in _find(call.target, of, EVERY_MODE, over):
+        key = _key(entry["choice"], entry["config"])
+        name, config, reason = offers.get(key, ("", None, "not offered"))
+        made_of = counts(name, config) if reason is None and key not in times else None
+        if made_of is None:
+            continue
+        if len(made_of) != len(entry["us"]):
+            _warn_once("a kernel counts other things than the table has costs of", entry)
+            continue
+        times[key] = sum(map(mul, made_of, entry["us"]))  # a user's own costs come first
+        source = PREDICTED + _whose(entry, call.target)
+    return [(key, source) for key in sorted(times, key=times.__getitem__)]
+
+
+def _key(choice: str, config: object) -> str:
+    return f"{choice} {json.dumps(config, sort_keys=True)}"
+
+
+def _whose(entry: Entry, target: Target) -> str:
+    """Returns " on <model>" if the entry is another GPU's, else ""."""
+    return "" if entry["gpu"] == target.model else f" on {entry['gpu']}"
+
+
+def _warn_if_gone(entry: Entry, offers: Collection[Offer], known: Collection[str]) -> None:
+    """Logs one warning if the kernel or configuration of an entry no longer exists."""
+    # A refused offer does not say which configurations it has.
     of_its_name = [
         reason is not None or as_json(config) == entry.get("config")
         for name, config, reason in offers
@@ -139,95 +195,8 @@ def _warn_of(what: str, entry: str) -> None:
     log.warning("%s and is passed over: %s", what, entry)
 
 
-Sourced = list[tuple[Entry, str]]  # entries, each with the source of a choice by it
-
-
-def _predicted(
-    entries: Sequence[Entry],
-    operator: Operator,
-    call: Call,
-    offers: Sequence[Offer],
-    counts: Counts,
-) -> Sourced:
-    """What can run and has its costs in the table, the one of the shortest predicted time first."""
-    over = _of_costs(operator, call.problem)
-    costs = [entry for entry in entries if "us" in entry and entry["problem"] == over]
-    usable = {_name(name, as_json(config)): (name, config)
-              for name, config, reason in offers if costs and reason is None}  # fmt: skip
-    times: dict[str, tuple[float, Entry]] = {}
-    for entry in costs:
-        offered = _name(entry["choice"], entry["config"])
-        if offered not in usable:
-            continue
-        made_of = counts(*usable[offered])
-        if made_of is None:
-            continue
-        if len(made_of) != len(entry["us"]):
-            _warn_once("a kernel counts other things than the table has costs of", entry)
-            continue
-        time = sum(map(mul, made_of, entry["us"]))
-        times.setdefault(offered, (time, entry))  # a user's own come first
-    fastest_first = sorted(times.values(), key=lambda one: one[0])
-    return [(entry, PREDICTED + _whose(entry, call.target)) for _, entry in fastest_first]
-
-
-def _name(choice: str, config: object) -> str:
-    return f"{choice} {json.dumps(config, sort_keys=True)}"
-
-
-def _whose(entry: Entry, target: Target) -> str:
-    """ " on <model>" where it is another GPU's, else ""."""
-    return "" if entry["gpu"] == target.model else f" on {entry['gpu']}"
-
-
-def _ranked(entries: Sequence[Entry], operator: Operator, call: Call) -> tuple[Sourced, Sourced]:
-    """Entries that could serve: those at distance 0, of the problem's own sizes first; then the
-    others, the nearest first.
-    """
-    found = []
-    for entry in entries:
-        if "us" in entry or entry["mode"] not in (EVERY_MODE, call.mode):
-            continue
-        theirs = _comparable(operator, call.problem, entry["problem"])
-        if theirs is not None:
-            distance = operator.distance(call.problem, theirs)
-            other = len(call.problem.options) - len(theirs.options)
-            elsewhere = theirs != call.problem
-            whose = _whose(entry, call.target)
-            source = TUNED + whose if whose or not elsewhere else "nearest"
-            rank = other, distance, elsewhere, entry["mode"] == EVERY_MODE
-            found.append((rank, (entry, source)))
-    found.sort(key=lambda one: one[0])
-    own, others = ([one for rank, one in found if (rank[1] > 0) == far] for far in (False, True))
-    return own, others
-
-
-def _comparable(operator: Operator, problem: Problem, content: dict) -> Problem | None:
-    """An entry's problem where it says something about this one.
-
-    One without an option that is on says something too, after those with it and before a default,
-    unless the option is `Operator.fixed`.
-    """
-    key = operator.name, json.dumps(content)
-    try:
-        theirs = _problems[key]
-    except KeyError:
-        try:
-            theirs = operator.from_json(key[1])
-        except ValueError:  # the operator has changed since
-            theirs = None
-        with _lock:
-            _problems[key] = theirs
-    if theirs is None:
-        return None
-    same = theirs.dtype == problem.dtype and set(theirs.options) <= set(problem.options)
-    fixed = all(theirs[name] == problem[name] for name in operator.fixed)
-    return theirs if same and fixed else None
-
-
 # ------------------------------------------------------------------------------------- the tables
 
-_problems = Bounded()  # (operator, entry's JSON) → its Problem, or None; parsed once
 epoch = 0  # of the tables in this process; part of every plan's key
 _lock = threading.Lock()
 
@@ -236,14 +205,13 @@ def refresh() -> None:
     """Forgets the tables. The next choice reads them again."""
     global epoch
     with _lock:
-        table.cache_clear()
-        _of_model.cache_clear()
-        _problems.clear()
+        for cached in (table, _of_model, _index):
+            cached.cache_clear()
         epoch += 1
 
 
 def folders() -> list[Path]:
-    """Where tables lie, what comes first first."""
+    """Returns the folders of tables, the one that comes first first."""
     if os.environ.get(VARIABLE):
         folder = Path(os.environ[VARIABLE])
         if not folder.is_dir():
@@ -258,22 +226,41 @@ def _warn_of_no_folder(folder: Path) -> None:
 
 
 def of_target(target: Target) -> Sequence[Entry]:
-    """Entries for a GPU, a user's own first; what they say nothing of is taken from a relative."""
+    """Returns a GPU's entries, the user's own first, then those of another GPU for what they lack.
+
+    The other GPU has the same compute capability.
+    """
     if target.kind != "cuda":  # nobody tunes for Triton's interpreter
         return ()
     return _of_model(target.model, target.capability, *folders())
+
+
+def _find(target: Target, of: str, mode: str, problem: str) -> Sequence[Entry]:
+    """Returns the entries for a problem's JSON, the user's own first."""
+    if target.kind != "cuda":
+        return ()
+    return _index(target.model, target.capability, *folders()).get((of, mode, problem), ())
+
+
+@lru_cache(MOST)
+def _index(model: str, capability: int, *folders: Path) -> dict[tuple[str, str, str], list[Entry]]:
+    found: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in _of_model(model, capability, *folders):
+        key = entry["of"], entry["mode"], _canonical(entry["problem"])
+        found.setdefault(key, []).append(entry)
+    return found
 
 
 @lru_cache(MOST)
 def _of_model(model: str, capability: int, *folders: Path) -> tuple[Entry, ...]:
     own = [entry for folder in folders for entry in table(folder / f"{model}.json")]
     named = {entry["of"] for entry in own}
-    relatives = _of_relative(model, capability, folders)
-    return (*own, *(entry for entry in relatives if entry["of"] not in named))
+    others = _of_another(model, capability, folders)
+    return (*own, *(entry for entry in others if entry["of"] not in named))
 
 
-def _of_relative(model: str, capability: int, folders: Iterable[Path]) -> Sequence[Entry]:
-    """Entries of the first table of another model of the same compute capability."""
+def _of_another(model: str, capability: int, folders: Iterable[Path]) -> Sequence[Entry]:
+    """Returns the first table of another GPU model of the same compute capability."""
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
             entries = table(path)
@@ -284,8 +271,9 @@ def _of_relative(model: str, capability: int, folders: Iterable[Path]) -> Sequen
 
 @lru_cache(MOST)
 def table(path: Path) -> tuple[Entry, ...]:
-    """Entries of a file, each with its GPU and that one's capability; none, with a warning, where
-    it is cut short or of another version.
+    """Returns the entries of a file, each with its GPU model and compute capability.
+
+    Returns none, and logs a warning, if the file is cut short or has another version.
     """
     if not path.exists():
         return ()
@@ -322,7 +310,7 @@ def _are_times(us: object) -> bool:
 
 
 def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entry:
-    """What a table holds of an operator's implementation, or of an operation's kernel."""
+    """Returns the entry by which a problem takes an implementation, or a kernel with its config."""
     found = {"of": of, "mode": EVERY_MODE, "problem": json.loads(problem.json), "choice": chosen}
     return found if config is None else found | {"config": as_json(config)}
 
@@ -330,33 +318,38 @@ def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entr
 def cost_entry(
     of: str, operator: Operator, problem: Problem, chosen: str, config: object, us: list[float]
 ) -> Entry:
-    """What a table holds of the costs of an operation's kernel: µs for each of its counts."""
+    """Returns the entry that gives µs for each of the counts of an operation's kernel."""
     found = {"of": of, "mode": EVERY_MODE, "problem": _of_costs(operator, problem)}
     return found | {"choice": chosen, "config": as_json(config), "us": us}
 
 
 def _of_costs(operator: Operator, problem: Problem) -> dict[str, Any]:
-    """What all problems have in common that an entry of costs serves.
+    """Returns what all problems that an entry of costs serves have in common.
 
-    Types of one size are served alike: their products run at one rate.
+    Dtypes of one size share costs: their products run at one rate.
     """
     fixed = {name: problem[name] for name in operator.fixed if name in operator.sizes}
     return {"op": operator.name, "itemsize": problem.itemsize, "sizes": fixed}
 
 
-def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) -> Path:
-    """Add entries to a GPU's table, in the place of those for the same; its path.
+def _canonical(content: object) -> str:
+    """Returns the JSON of an entry's problem in the form of `Problem.json`."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
-    Written whole or not at all: a job may be reading it. `folder` is the first of `folders` where
-    none is given.
+
+def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) -> Path:
+    """Adds entries to a GPU's table and returns its path. They replace entries for the same.
+
+    The file is written whole or not at all, because a job may be reading it. `folder` is the first
+    of `folders` if None.
     """
     path = (folder or folders()[0]) / f"{target.model}.json"
     names = ("of", "mode", "problem", "choice", "config", "us")
     by_key = {}
     for entry in (*table(path), *entries):
-        # Of costs there is an entry a configuration; else the choice is what is replaced.
+        # Each configuration has its own costs; otherwise the choice is replaced.
         about = names[: 5 if "us" in entry else 3]
-        key = json.dumps([entry[name] for name in about], sort_keys=True)
+        key = _canonical([entry[name] for name in about])
         by_key[key] = {name: entry[name] for name in names if name in entry}
     lines = ",\n".join(json.dumps(by_key[key]) for key in sorted(by_key))
     head = f'"version": {VERSION}, "capability": {target.capability}'
@@ -367,9 +360,9 @@ def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) 
 
 
 def operations(operator: Operator) -> dict[str, tuple[str, str]]:
-    """{operation: the first implementation of ours that runs it, and in which pass}
+    """Returns {operation: (the first of our implementations that runs it, its pass)}.
 
-    Of implementations that "auto" may take: what stands for comparison is not tuned.
+    Implementations that "auto" may not take are left out: they are not tuned.
     """
     found: dict[str, tuple[str, str]] = {}
     for own in filter(attrgetter("selectable"), operator.implementations):

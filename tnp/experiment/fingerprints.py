@@ -38,7 +38,7 @@ def implementation_definitions(
     found = _of_functions(_run_by(one, use), without)
     found[f"{name}:compile"] = digest(one.compile)
     if use == GATE:
-        said = (one.gradients, one.dtypes, one.options, one.moving, one.precision)
+        said = (one.gradients, one.dtypes, one.options, one.nondeterministic, one.precision)
         found[f"{name}:limits"] = digest(said)
     return found
 
@@ -62,7 +62,12 @@ def operator_definitions(
         found[f"{op}:values"] = digest(sorted(operator.scalars.items()))
     if use == GATE:
         budget = operator.budget
-        functions += [operator.cases, operator.condition, operator.spot, budget.emulate]
+        functions += [
+            operator.cases,
+            operator.condition,
+            operator.partial_reference,
+            budget.emulate,
+        ]
         controls = dict(operator.controls)
         for some in operator.controls_of.values():
             controls |= some

@@ -45,9 +45,9 @@ class Pair:
         return ", ".join(form.name for form in self.forms)
 
     @property
-    def moving(self) -> set[str]:
-        """Returns the results that may differ between runs."""
-        return {name for form in self.forms for name in form.kernel.moving}
+    def nondeterministic(self) -> set[str]:
+        """Results that may differ between runs."""
+        return {name for form in self.forms for name in form.kernel.nondeterministic}
 
 
 def pairs_of(found: Implementation, what: Call) -> list[Pair]:
@@ -85,7 +85,7 @@ class Forced:
         if pair.backward:
             forced[found.backward.name] = pair.backward.kernel.name, pair.backward.config
         self.setting, self.pair, self.wanted = setting, pair, wanted
-        self.moving = pair.moving | set(found.moving)
+        self.nondeterministic = pair.nondeterministic | set(found.nondeterministic)
         self.plan = plans.build(
             setting.operator, found.name, tuple(setting.inputs.values()),
             tuple(setting.options.items()), wanted, setting.target, forced, apart=apart,

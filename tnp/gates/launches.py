@@ -130,7 +130,7 @@ def _problems(operator: Operator, entry: tuned_tables.Entry) -> Iterator[Problem
         return
     chance, itemsize = Random(0), entry["problem"]["itemsize"]
     dtype = next(one for one in FLOATS if ITEMSIZE[one] == itemsize)
-    yield from (operator.drawn(chance, dtype) for _ in range(N_DRAWN))
+    yield from (operator.random_problem(chance, dtype) for _ in range(N_DRAWN))
 
 
 def _ours(operator: Operator) -> list[Implementation]:

@@ -195,7 +195,7 @@ def _same(run: Forced, first: Results, others: Iterable[Results], how: str) -> I
             # Nearly always they are equal, which is a third of the work to find out.
             same = torch.equal(other[name], value)
             apart = 0.0 if same else max_abs_error(other[name], value)
-            if name not in run.moving:
+            if name not in run.nondeterministic:
                 difference = max(difference, apart)
             elif name not in furthest or apart > furthest[name][0]:
                 furthest[name] = apart, other[name]

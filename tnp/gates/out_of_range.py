@@ -32,7 +32,11 @@ def checks(run: Forced, first: Results) -> Iterator[Check]:
             for name, x in got.items()
             if x is not None
             and _is_faulty(
-                x, right[name], spoiled.get(name), name in names, exact=name not in run.moving
+                x,
+                right[name],
+                spoiled.get(name),
+                name in names,
+                exact=name not in run.nondeterministic,
             )
         ]
         of = ", ".join(wrong)

@@ -120,7 +120,7 @@ def _text(setting: Setting, inputs: tuple) -> str:
     first = next(x for x in inputs if x is not None)
     problem = setting.case.problem
     given = tuple(name for name in setting.operator.optional if problem[name])
-    shown = tuple(pair for pair in problem.options if pair[0] in setting.operator.shown)
+    shown = tuple(pair for pair in problem.options if pair[0] in setting.operator.read_off)
     known = (
         setting.operator.name, setting.found.name, problem.dtype, first.device, setting.wanted,
         tuple(setting.options.items()), shown, given,

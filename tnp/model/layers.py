@@ -28,7 +28,6 @@ from tnp.ops.projection.qkv import query_factor
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
 from tnp.ops.rms_norm_linear import rms_norm_linear
 from tnp.ops.transformer_block import transformer_block
-from tnp.ops.transformer_block.composed import serves
 
 if TYPE_CHECKING:
     from tnp.model.config import TNPConfig
@@ -341,7 +340,7 @@ class Block(nn.Module):
 
     It calls the layers one by one where the variant uses PyTorch's, where samples are packed or
     buffered, where a layer has hooks or was replaced, where rows are more than `recompute_above`,
-    and where tables choose a layer that is not ours (`serves`).
+    and where tables choose a layer that is not ours.
     """
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
@@ -373,11 +372,12 @@ class Block(nn.Module):
                 mlp.norm.weight, mlp.up, mlp.down,
             )  # fmt: skip
             how = {"n_k": n_context, "first": first, "n_keys": n_keys, "centred": self.centred}
-            inputs = h, update, weights, attention.n_heads
-            if not self.automatic or serves(*inputs, **how, layers=self.layers):
-                return transformer_block(
-                    *inputs, **how, eps=NORM_EPS, layers=self.layers, implementation="fused"
-                )
+            found = transformer_block(
+                h, update, weights, attention.n_heads, **how, eps=NORM_EPS, layers=self.layers,
+                implementation="fused", or_none=self.automatic,
+            )  # fmt: skip
+            if found is not None:
+                return found
         return self.mlp(*self.attention(h, update, n_context, n_keys, first, layout))
 
     def _can_run_as_one(self, h: torch.Tensor) -> bool:

@@ -1,13 +1,13 @@
-"""What runs on a GPU, here or on one that is not here, and why the rest does not.
+"""Says what runs on a GPU, also on one that is not here, and why the rest does not.
 
     python -m tnp.tuning.device
     python -m tnp.tuning.device --gpu "NVIDIA A100"
     python -m tnp.tuning.device --capability 7.5
 
-For each operator and implementation the answer is of one problem: the first that the GPU's tuned
-table has of the operator, or else the first that its gate has. Column "auto" stands where "auto"
-takes the implementation, and says by what. Implementations of other packages are asked only under
---load, which imports them.
+The answer for an operator and implementation is for one problem: the first in the GPU's tuned
+table, or else the first case of the operator's gate. Column "auto" says why "auto" takes an
+implementation, and is empty for the others. --load imports implementations of other packages and
+asks them too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = ("operator", "implementation", "provider", "runs", AUTO, "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 2 for arguments that are wrong."""
+    """Prints the table. Returns exit code 0, or 2 for wrong arguments."""
     parser = Parser(prog="python -m tnp.tuning.device", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                        help="a GPU of which only the compute capability is known")  # fmt: skip
     which.add_argument("--gpu", metavar="NAME", help="a GPU by its product name")
     parser.add_argument("--load", action="store_true", help="import other packages' and ask them")
-    wanted = parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
     from tnp.dispatch import devices
 
     try:
-        if wanted.capability:
-            target = devices.of_capability(wanted.capability)
+        if given.capability:
+            target = devices.of_capability(given.capability)
         else:
-            target = _named(wanted.gpu) if wanted.gpu else _here()
+            target = _named(given.gpu) if given.gpu else _here()
     except ValueError as error:
         parser.error(str(error))
-    print("\n".join(about(target, wanted.gpu or target.model)) + "\n")
+    print("\n".join(about(target, given.gpu or target.model)) + "\n")
     operators = catalog().operators.values()
-    rows = [row for operator in operators for row in answers(operator, target, wanted.load)]
+    rows = [row for operator in operators for row in answers(operator, target, given.load)]
     print(table(HEADER, rows))
     for fault in catalog().faults:
         print(f"\n{fault}")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def capability(text: str) -> int:
-    """A compute capability of an option, "8.6" or "86", as 86."""
+    """Returns a compute capability, "8.6" or "86", as 86."""
     from tnp.dispatch import devices
 
     known = {form: one for one in devices.CAPABILITIES for form in (str(one), str(one / 10))}
@@ -95,7 +95,7 @@ def _here() -> Target:
 
 
 def about(target: Target, name: str) -> Iterator[str]:
-    """A GPU in lines, and what "auto" does there."""
+    """Yields lines about a device, and what "auto" does there."""
     from tnp.dispatch import devices, tuned_tables
 
     if target.kind != "cuda":
@@ -117,7 +117,7 @@ def about(target: Target, name: str) -> Iterator[str]:
 
 
 def _by_default(target: Target) -> str:
-    """What "auto" takes of a GPU of whose capability no table says anything, and why."""
+    """Returns what "auto" takes on a GPU without a table for its capability, and why."""
     from tnp.dispatch import tuned_tables
 
     if target.capability in tuned_tables.OURS_ON:
@@ -131,7 +131,7 @@ def _by_default(target: Target) -> str:
 
 
 def answers(operator: Operator, target: Target, load: bool = False) -> Iterator[tuple[str, ...]]:
-    """A row of the table for each implementation of an operator."""
+    """Yields a row of the table for each implementation of an operator."""
     problem = first_problem(operator, target)
     chosen = problem and _chosen(operator, problem, target)
     for name in catalog().names(operator.name):
@@ -142,7 +142,7 @@ def answers(operator: Operator, target: Target, load: bool = False) -> Iterator[
 
 
 def _chosen(operator: Operator, problem: Problem, target: Target) -> Choice | None:
-    """What "auto" takes for a problem, with the gradients that PyTorch's form gives."""
+    """Returns what "auto" takes for a problem, with the gradients that PyTorch's form gives."""
     from tnp.dispatch.selection import choose_implementation
     from tnp.gates.results import wanted_of
 
@@ -154,7 +154,7 @@ def _chosen(operator: Operator, problem: Problem, target: Target) -> Choice | No
 
 
 def first_problem(operator: Operator, target: Target) -> Problem | None:
-    """Of the tuned table, or of the operator's gate; None where neither has one."""
+    """Returns the first problem of the tuned table, or of the operator's gate, or None."""
     import json
 
     from tnp.dispatch import tuned_tables
@@ -171,7 +171,7 @@ def first_problem(operator: Operator, target: Target) -> Problem | None:
 def _answer(
     operator: Operator, listed: Listed, problem: Problem | None, target: Target, load: bool
 ) -> tuple[str, str]:
-    """ "yes", "no" or "?", and why or with what."""
+    """Returns "yes", "no" or "?", and the reason or the kernels."""
     from tnp.gates.results import wanted_of
 
     if problem is None:

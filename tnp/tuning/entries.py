@@ -1,8 +1,7 @@
-"""What is tuned, and entries of tuned tables from rows of table "ops": what was the fastest where
-all took turns.
+"""Makes entries of tuned tables from rows of table "ops": the fastest of all that took turns.
 
-What stands earlier among the candidates, and the default is the first, stays where it takes at
-most `choice.STAYS_BELOW` of the fastest's time.
+An earlier candidate stays if it takes at most `tuned_tables.STAYS_BELOW` times the fastest's time.
+The first candidate is the default.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ TRAINING, INFERENCE = "training", "inference"
 
 
 def of_operations(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
-    """An entry for each operation and problem of which a trial was timed: kernel, configuration.
+    """Returns an entry for each operation and problem with a timed trial: kernel, configuration.
 
-    It serves both modes. Rows that are no trials say nothing here.
+    An entry serves both modes. Rows that are no trials are ignored.
 
     Args:
-        rows: of table "ops", those of one job in the order of its contenders.
+        rows: rows of table "ops", those of one job in the order of its contenders.
     """
     found: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
     for row in rows:
@@ -50,10 +49,10 @@ def of_operations(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
 
 
 def of_operators(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
-    """For each operator and problem the fastest that "auto" may take: for training, for inference.
+    """Returns an entry for each operator, problem and mode: the fastest that "auto" may take.
 
-    Training is forward and backward, each timed; or the backward pass alone where its time holds
-    the forward's. Trials and twins say nothing here.
+    Training counts the forward and the backward pass, or only the backward pass if its time holds
+    the forward's. Trials and twins are ignored.
     """
     found: dict[tuple[str, str], dict[str, dict[str, list[float]]]] = {}
     for row in rows:
@@ -79,7 +78,7 @@ def of_operators(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
 
 
 def time_ms(operator: Operator, times: Mapping[str, float], mode: str) -> float | None:
-    """Of an implementation in a mode, from its passes; None where one of them was not timed."""
+    """Returns an implementation's time in a mode, or None if a pass was not timed."""
     needed = ["forward"]
     if mode == TRAINING:
         needed = ["backward"] if operator.backward_with_forward else ["forward", "backward"]
@@ -87,6 +86,6 @@ def time_ms(operator: Operator, times: Mapping[str, float], mode: str) -> float 
 
 
 def fastest(times: Mapping[Key, float]) -> Key:
-    """The first whose time is the shortest, or as good as that."""
+    """Returns the first whose time is at most `STAYS_BELOW` times the shortest."""
     least = min(times.values())
     return next(one for one, time in times.items() if time <= tuned_tables.STAYS_BELOW * least)

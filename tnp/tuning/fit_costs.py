@@ -1,12 +1,12 @@
-"""What kernels cost on your own GPU, so that "auto" can predict their times where nobody timed.
+"""Measures what kernels cost on your own GPU, so that "auto" can predict times of untimed sizes.
 
     python -m tnp.tuning.fit_costs
 
-A kernel says what its time is made of (`tnp.dispatch.spec.Kernel.counts`): a launch, blocks of keys
-that the busiest multiprocessor goes through, tiles of queries. This times every kernel and
-configuration that does, at sizes drawn at random, in some ten minutes. It fits by least squares
-what each count takes on this GPU, and enters that in a table of your own. The table lies in your
-cache and comes before the one that is installed; TNP_TABLES names another folder.
+A kernel counts the parts of its time (`tnp.dispatch.spec.Kernel.counts`): a launch, blocks of keys
+of the busiest multiprocessor, tiles of queries. This command times every such kernel and
+configuration at random sizes, in some ten minutes. It fits the time of each part by least squares,
+and enters it in your own table. The table lies in your cache and comes before the installed one;
+TNP_TABLES names another folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = ("operation", "kernel", "configuration", "µs of each count", "off by",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where an operator could not be timed; 2 without a GPU."""
+    """Returns exit code 0, 1 if an operator could not be timed, 2 without a GPU."""
     parser = Parser(prog="python -m tnp.tuning.fit_costs", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument(option("dtype"), choices=FLOATS, default=FLOATS[0], help="of all tensors")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     without = []
     for operator in catalog().operators.values():
-        if operator.drawn is None:
+        if operator.random_problem is None:
             continue
         print(f"timing {operator.name} at {N_SIZES} sizes …", file=sys.stderr)
         asked = {"op": operator.name, "dtype": dtype, "n_sizes": N_SIZES, "seed": SEED}
@@ -71,17 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fitted(
     operator: Operator, rows: Iterable[dict]
 ) -> list[tuple[tuned_tables.Entry, tuple[str, ...]]]:
-    """The entry of each kernel and configuration, and its line of the table.
+    """Returns the entry of each kernel and configuration, and its line of the printed table.
 
-    Least squares of relative errors: a short launch counts as much as a long one. The errors of a
-    configuration are multiplied by (time of the size's fastest / its own)², since where it is far
-    from the fastest it is not chosen, however wrong its prediction; "off by" counts all errors
-    alike. A configuration that was timed at too few sizes, or at none with one of its counts, has
-    no entry.
+    The fit minimizes squared relative errors, so a short launch counts as much as a long one. An
+    error is multiplied by (time of the size's fastest / own time)²: a configuration far from the
+    fastest is not chosen anyway. "off by" counts all errors alike. A configuration has no entry if
+    it was timed at too few sizes, or if one of its counts was always 0.
 
     Args:
-        operator: whose operations these are.
-        rows: of `tnp.bench.costs.measure_costs`.
+        operator: the operator of these operations.
+        rows: rows of `tnp.bench.costs.measure_costs`.
     """
     by_config: dict[tuple[str, str, str], list[dict]] = {}
     fastest: dict[tuple[str, str], float] = {}
@@ -112,10 +111,10 @@ def fitted(
 
 
 def _not_negative(relative: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndarray:
-    """What best makes every row 1, nowhere below 0; the launch, counted first, is never left out.
+    """Returns the non-negative times that bring every row closest to 1, by weighted least squares.
 
-    Counts that nearly always go together would else share a time as a gain and a loss, which at
-    other sizes is a negative time. A row's error is multiplied by its weight.
+    Without that bound, two counts that nearly always go together could get a positive and a
+    negative time. The launch, which is the first count, is never left out.
     """
     weighted = relative * weights[:, None]
     best, least = numpy.zeros(relative.shape[1]), numpy.inf

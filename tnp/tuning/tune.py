@@ -2,9 +2,10 @@
 
     python -m tnp.tuning --batch 8 --n-context 2000 --n-target 300
 
-times every implementation that "auto" may choose of every operator of the neural process, forward
-and backward, in processes of their own, and enters the fastest of each, for training and for
-inference, in a table of your own. It lies in your cache and comes before the one that is installed.
+It times, for every operator of the neural process, all implementations that "auto" may choose,
+forward and backward, each in its own process. It enters the fastest for training and for inference
+in your own table, which lies in your cache and comes before the installed one. Only calls of these
+sizes use the entries.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PASSES = ("forward", "backward")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where an operator could not be timed at all; 2 without a GPU."""
+    """Returns exit code 0, 1 if an operator could not be timed at all, 2 without a GPU."""
     wanted = _parser().parse_args(arguments)
     # Behind --help, which needs no package of an extra.
     from tnp.bench.child import require_gpu
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, dict]]:
-    """Benchmarks of the operators that a step has, with all that "auto" may choose."""
+    """Yields a benchmark for each operator of a step, of all that "auto" may choose."""
     from tnp.bench.outcome import op_job
     from tnp.model.config import TNPConfig
 
@@ -101,9 +102,7 @@ def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, d
 def _answers(
     operator: Operator, parameters: dict, rows: Sequence[dict], chosen: Sequence[tuned_tables.Entry]
 ) -> Iterator[tuple[str, ...]]:
-    """A line of the table for each implementation: its times, and what it was chosen for, or why
-    it could not be timed.
-    """
+    """Yields a line for each implementation: its times, its modes, or why it was not timed."""
     for name in parameters["implementations"]:
         own = {row["pass"]: row for row in rows if row["implementation"] == name}
         times = [

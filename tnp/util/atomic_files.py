@@ -1,4 +1,4 @@
-"""Writing result files so that nobody meets half of one, and nothing stays of a killed attempt."""
+"""Writes files whole or not at all, and removes the leftovers of killed processes."""
 
 import errno
 import os
@@ -15,16 +15,16 @@ class StoreError(RuntimeError):
 
 
 def user_cache() -> Path:
-    """The folder for what this user's processes keep: tuned tables, compiled CUDA C++."""
+    """Returns this user's cache folder, with tuned tables and compiled CUDA C++."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnp"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `path` where the block ends without error.
+    """Yields a temporary file that replaces `path` if the block ends without error.
 
-    It lies in a folder of its own beside `path`, which DuckDB's write-ahead log shares. Raises
-    StoreError where the folder is not writable or full; `path` then is as it was.
+    It lies in its own folder beside `path`, with DuckDB's write-ahead log. Raises StoreError if the
+    folder is not writable or full; `path` is then unchanged.
     """
     path = Path(path)
     folder = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def parquet_files(root: Path) -> list[Path]:
-    """All that lies at `root/<device>/<table>/<stem>.parquet`, but what is hidden."""
+    """Returns the files `root/<device>/<table>/<stem>.parquet` that are not hidden."""
     files = Path(root).glob("*/*/*.parquet")
     return sorted(file for file in files if not file.name.startswith("."))
 
@@ -60,7 +60,7 @@ def first_line(error: Exception) -> str:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Temporary folders of processes of this machine that have ended; the others' are theirs."""
+    """Removes temporary folders of this machine's processes that have ended."""
     name = re.compile(rf"\..+\.{re.escape(socket.gethostname())}-(\d+)\.tmp")
     for path in folder.glob(".*.tmp"):
         owner = name.fullmatch(path.name)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_expanded(x: torch.Tensor) -> bool:
-    """Whether elements of x share memory, as those of a sum's gradient do."""
+    """Returns whether elements of x share memory, as those of a sum's gradient do."""
     return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
@@ -59,7 +59,7 @@ def _python_number(value: Any) -> Any:
 
 
 def switched_on(variable: str, on: str, off: tuple[str, ...] = ("",)) -> bool:
-    """Whether an environment variable has the value that switches something on.
+    """Returns whether an environment variable has the value that switches something on.
 
     ValueError where it has neither that value nor one of `off`: it would be ignored.
     """
@@ -134,7 +134,7 @@ def require_alike(**tensors: torch.Tensor) -> None:
 
 
 def positive_number(name: str, value: float) -> float:
-    """The number as a float; ValueError where it is not positive and finite."""
+    """Returns the number as a float; ValueError if it is not positive and finite."""
     require_number(name, value)
     number = require_real(name, value)
     if not 0 < number < math.inf:
@@ -143,7 +143,7 @@ def positive_number(name: str, value: float) -> float:
 
 
 def visible_device(device: torch.device | str) -> torch.device:
-    """The device; ValueError where there is none of that name here."""
+    """Returns the device; ValueError if there is none of that name here."""
     import torch
 
     try:
@@ -192,8 +192,9 @@ def require_lengths(x: torch.Tensor, **lengths: torch.Tensor) -> None:
 
 
 def numbers_on_host(x: torch.Tensor | None, dim: int = 1) -> list | None:
-    """Of an int32 tensor of `dim` dimensions what it holds, where the host can know: of a plain
-    tensor on the CPU that nobody traces, fakes or transforms. None of anything else.
+    """Returns the numbers of an int32 tensor of `dim` dimensions if the host knows them, else None.
+
+    The host knows a plain tensor on the CPU outside compilation, fake tensors and transforms.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What the command lines share: one sentence for a mistake, and tables of text."""
+"""Helps command lines: one sentence for a mistake, and tables of text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tnp.util.extras import MissingExtra
 
 
 class Parser(argparse.ArgumentParser):
-    """Names options in full, and ends with one sentence and exit code 2 where they are wrong."""
+    """Parses options by full names, and ends with one sentence and exit code 2 for a mistake."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse's; an option that there is not is named, before others that are missing."""
+        """Parses as argparse does, but names an unknown option before a missing one."""
         given = sys.argv[1:] if args is None else args
         names = [text.partition("=")[0] for text in given if text.startswith("--")]
         unknown = next((name for name in names if name not in self._option_string_actions), None)
@@ -28,16 +28,16 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Exit code 2."""
+        """Prints the message and ends with exit code 2."""
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with main's exit code; in silence where nobody reads its output any more.
+    """Ends the process with main's exit code, silently if nobody reads its output any more.
 
-    Where a package is missing that an extra brings, a sentence says so and the exit code is 1. What
-    the output's encoding has no character for is written in ASCII: "us" for "µs".
+    If a package of an extra is missing, prints a sentence; the exit code is then 1. Characters that
+    the output's encoding lacks are written in ASCII: "us" for "µs".
     """
     codecs.register_error("tnp.ascii", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
@@ -58,25 +58,25 @@ ASCII = {"µ": "u", "×": "x", "…": "...", "–": "-", "−": "-", "·": "*", 
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """A handler of `codecs`: each character that cannot be encoded as ASCII, or "?"."""
+    """Returns the ASCII form, or "?", of characters that cannot be encoded, for `codecs`."""
     text = error.object[error.start : error.end]
     return "".join(ASCII.get(character, "?") for character in text), error.end
 
 
 def option(name: str) -> str:
-    """ "n_context" as it is written: "--n-context"."""
+    """Returns the option of a name: "--n-context" for "n_context"."""
     return "--" + name.replace("_", "-")
 
 
 def size(text: str) -> int:
-    """A whole number, at least 1, of an option."""
+    """Returns an option's whole number, at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
     return int(text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns of equal width; those whose numbers stand in `right` end at the right."""
+    """Returns text in columns; those whose numbers are in `right` are aligned right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:

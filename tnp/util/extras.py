@@ -1,4 +1,4 @@
-"""What the core does without: packages that a part of tnp needs and that an extra brings."""
+"""Imports optional packages, which only a part of tnp needs and an extra brings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, a name of pyproject.toml; no index has the project."""
+    """Returns the command that installs an extra, a name of pyproject.toml."""
     return f"pip install '.[{extra}]' in a clone of the project"
 
 
@@ -19,16 +19,16 @@ def triton_is_installed() -> bool:
 
 
 class MissingExtra(ImportError):
-    """A package of an extra is not installed; one sentence says which extra brings it."""
+    """Says that a package is not installed, and which extra brings it."""
 
 
 def require(package: str, what: str, extra: str) -> ModuleType:
-    """The package; MissingExtra where it is not installed.
+    """Returns the package; raises MissingExtra if it is not installed.
 
     Args:
-        package: as it is imported, "altair".
-        what: needs it, "plots".
-        extra: brings it, a name of pyproject.toml.
+        package: its import name, "altair".
+        what: the part of tnp that needs it, "plots".
+        extra: the extra that brings it, a name of pyproject.toml.
     """
     try:
         return importlib.import_module(package)

@@ -1,4 +1,4 @@
-"""Files of tensors, written whole or not at all, and verified before they are used.
+"""Writes files of tensors whole or not at all, and verifies them before use.
 
 A file is one of `torch.save`, which is a zip archive. The archive's comment is the SHA-256 digest
 of everything before it: PyTorch itself notices no flipped bit in a weight.
@@ -24,10 +24,10 @@ _NO_COMMENT = (0).to_bytes(2, "little")  # what an archive ends in: the length o
 
 
 def save(path: Path, state: dict) -> None:
-    """Replace `path` by `state`; a kill, or an error, leaves what was there before.
+    """Replaces `path` by `state`. A kill or an error leaves the old file.
 
-    Numbers of numpy are written as Python's, and paths as text. The file is read again before it
-    takes the place of the one before.
+    Numbers of numpy are written as Python's, and paths as text. The new file is read once before it
+    replaces the old one.
 
     Raises:
         StoreError: the folder is not writable or full.
@@ -115,17 +115,17 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def load(path: Path, device: torch.device | str, keys: Set[str], what: str, remedy: str) -> dict:
-    """Returns what `save` wrote, its tensors on `device`; executes no pickled code.
+    """Returns the state that `save` wrote, with tensors on `device`. It runs no pickled code.
 
     Args:
         path: the file.
         device: for the tensors.
-        keys: that it must have.
-        what: it is, "checkpoint", for the error's sentence.
-        remedy: what to do where it cannot be used, the sentence's end.
+        keys: keys that the state must have.
+        what: the file's kind in the error's sentence, "checkpoint".
+        remedy: the end of the error's sentence, which says what to do.
 
     Raises:
-        ValueError: it is damaged, is not what `save` wrote, or lacks a key.
+        ValueError: the file is damaged, was not written by `save`, or lacks a key.
     """
     try:
         whole = _has_its_digest(path)

@@ -181,7 +181,7 @@ OPERATOR = Operator(
         "n_sequences": int,
         "lse": bool,
     },
-    shown=("n_kv_heads", "n_sequences"),
+    read_off=("n_kv_heads", "n_sequences"),
     differentiated=("q", "k", "v"),
     keeps=("q", "k", "v", "n_keys", "cu_seqlens_q", "cu_seqlens_k", "o"),
     implementations=(
@@ -265,7 +265,7 @@ OPERATOR = Operator(
     draw=definition.draw,
     reference=torch_forms.reference,
     work=definition.work,
-    spot=definition.spot,
+    partial_reference=definition.partial_reference,
     cases=lambda target: cases.cases(OPERATOR, target),
     condition=lambda case, inputs: cases.condition(OPERATOR, case, inputs),
     controls=cases.CONTROLS,
@@ -275,8 +275,7 @@ OPERATOR = Operator(
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
     fixed=("head_dim", "causal", "window"),
-    coordinates=definition.coordinates,
-    drawn=lambda random, dtype: definition.drawn(OPERATOR, random, dtype),
+    random_problem=lambda random, dtype: definition.random_problem(OPERATOR, random, dtype),
 )
 
 
@@ -348,7 +347,7 @@ def attention(
             lse that is no bool, or on the CPU n_keys or cu_seqlens that cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if not (base2.__class__ is causal.__class__ is lse.__class__ is bool):
         require_bools(base2=base2, causal=causal, lse=lse)
@@ -378,12 +377,12 @@ def attention(
             require_cumulative("cu_seqlens_k", cu_seqlens_k, "k", k.shape[2])
     if compute_dtype is None:
         inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
-        return call(OPERATOR, implementation, inputs, (scale,), options)
+        return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
     require_16_bits("compute_dtype", compute_dtype)
     require_floats(q=q, k=k, v=v)
     require_alike(q=q, k=k)
     require_alike(q=q, v=v)
     cast = tuple([x.to(compute_dtype) for x in (q, k, v)])
     inputs = (*cast, n_keys, cu_seqlens_q, cu_seqlens_k)
-    found = call(OPERATOR, implementation, inputs, (scale,), options)
+    found = dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
     return (found[0].to(q.dtype), found[1]) if lse else found.to(q.dtype)

@@ -168,7 +168,7 @@ ENDS = [0, -1], [0, -1]  # the first head of the first sample, the last of the l
 SCORES_AT_ONCE = 1 << 27  # of them in float64, 1 GiB
 
 
-def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
+def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     """Two heads of keys, and the heads that ask them, some queries at a time: all scores of 200,000
     keys would take terabytes.
     """
@@ -209,17 +209,7 @@ def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     return {"dq": (of_queries, torch.cat(dq, 2))} | of_keys
 
 
-KEY_BLOCK = 64  # keys that every kernel reads at a time, or a multiple of it
-
-
-def coordinates(problem: Problem) -> tuple[float, ...]:
-    """What costs: heads of all samples, queries, keys; past one block, in whole blocks."""
-    n_k = problem["n_k"]
-    read = n_k if n_k <= KEY_BLOCK else -(-n_k // KEY_BLOCK) * KEY_BLOCK
-    return problem["batch"] * problem["n_heads"], problem["n_q"], read
-
-
-def drawn(operator: Operator, chance: random.Random, dtype: str) -> Problem:
+def random_problem(operator: Operator, chance: random.Random, dtype: str) -> Problem:
     """Sizes as neural processes have them, up to half a millisecond forward on an H200.
 
     Most of them have at most 256 keys, which a kernel of its own takes.

@@ -285,9 +285,9 @@ SEPARATE_BY_HEAD = Kernel(
 )
 FUSED_BY_HEAD = Kernel(
     "hopper_by_head", empty_backward, prepare_fused_by_head, by_head, separate_configs, WITH_LSE,
-    moving=("dq",),
+    nondeterministic=("dq",),
 )  # fmt: skip
 FUSED = Kernel(
     "hopper", empty_backward, prepare_fused, supported, fused_configs, WITH_LSE,
-    moving=("dq",), counts=item_counts,
+    nondeterministic=("dq",), counts=item_counts,
 )  # fmt: skip

@@ -99,8 +99,6 @@ OPERATOR = Operator(
     other_lengths=definition.other_lengths,
     out_of_range=definition.out_of_range,
     compiled=lambda target: definition.compiled(OPERATOR, target),
-    fixed=("head_dim", "n_buffer"),
-    coordinates=definition.coordinates,
 )
 
 
@@ -146,7 +144,7 @@ def buffered_attention(
             cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     # What is no tensor or of other dimensions `describe` and `call` refuse.
     shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
@@ -169,4 +167,4 @@ def buffered_attention(
         options += (("all_rows", True),)
     if base2:
         options += (("base2", True),)
-    return call(OPERATOR, implementation, (q, k, v, n_keys), (scale,), options)
+    return dispatch.call(OPERATOR, implementation, (q, k, v, n_keys), (scale,), options)

@@ -185,13 +185,6 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
     return {name: found[name] for name in ("o", "dq", "dk", "dv")}
 
 
-def coordinates(problem: Problem) -> tuple[float, ...]:
-    """What costs: heads of all samples, rows of both kinds, points of the context."""
-    rows = Rows.of(problem)
-    heads = problem["batch"] * problem["n_heads"]
-    return heads, rows.n_alone, rows.n_beside, rows.n_context, rows.n_buffer
-
-
 # ------------------------------------------------------------------------------ cases of the gate
 
 

@@ -217,8 +217,8 @@ def cross_entropy(
             is no class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if getattr(logits, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
         require_classes(target, logits.shape[1])
-    return call(OPERATOR, implementation, (logits, target))
+    return dispatch.call(OPERATOR, implementation, (logits, target))

@@ -205,15 +205,13 @@ OPERATOR = Operator(
     draw=definition.draw,
     reference=torch_forms.reference,
     work=definition.work,
-    spot=definition.spot,
+    partial_reference=definition.partial_reference,
     cases=lambda target: definition.cases(OPERATOR, target),
     condition=definition.condition,
     controls=definition.CONTROLS,
     other_lengths=definition.other_lengths,
     out_of_range=definition.out_of_range,
     within=lambda model, run: definition.within(OPERATOR, model, run),
-    fixed=("head_dim",),
-    coordinates=definition.coordinates,
 )
 
 
@@ -268,7 +266,7 @@ def decode_attention(
             page out of range.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if full.__class__ is not bool:
         require_bools(full=full)
@@ -283,4 +281,4 @@ def decode_attention(
     if full:
         options += (("full", True),)
     inputs = q, k, v, lengths, page_table, k_descale, v_descale
-    return call(OPERATOR, implementation, inputs, (scale,), options)
+    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

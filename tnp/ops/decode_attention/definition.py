@@ -103,11 +103,6 @@ def work(case: Case, pass_: str) -> Work:
     return Work({p.dtype: flops}, queries + cache, queries)
 
 
-def coordinates(problem: Problem) -> tuple[float, ...]:
-    """What costs: pairs, rows of one, keys."""
-    return problem["batch"] * problem["kv_heads"], rows_of(problem), problem["n_keys"]
-
-
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
     """In a language model, of a batch that has `n_cached` keys, new tokens among them, a sequence;
     in pages where the run says of how many tokens. ValueError for a model whose window hides some.
@@ -129,7 +124,7 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
     )  # fmt: skip
 
 
-def spot(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
+def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
     """The first head of the first sequence and the last of the last."""
     import torch
 

@@ -235,7 +235,6 @@ OPERATOR = Operator(
     work=work,
     cases=cases,
     within=within,
-    fixed=("width",),
     controls={
         "the flag is missing": _flag_missing,
         "targets are shifted by a point": _targets_shifted,
@@ -271,8 +270,8 @@ def embed_rows(
         RuntimeError: the implementation cannot run here, with the reason. `fused` gives no gradient
             of x and y, and takes tokens of at most 8 features, which d_x + d_y + 1 is.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     like = weight.new_empty(0, dtype=dtype)
     inputs = x_context, y_context, x_target, weight, like
-    return call(OPERATOR, implementation, inputs)
+    return dispatch.call(OPERATOR, implementation, inputs)

@@ -167,8 +167,8 @@ def layer_norm(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return call(OPERATOR, implementation, (x, weight, bias), (eps,))
+    return dispatch.call(OPERATOR, implementation, (x, weight, bias), (eps,))

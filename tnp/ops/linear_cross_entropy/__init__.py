@@ -173,8 +173,8 @@ def linear_cross_entropy(
             is no class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if getattr(weight, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
         require_classes(target, weight.shape[0])
-    return call(OPERATOR, implementation, (x, weight, target))
+    return dispatch.call(OPERATOR, implementation, (x, weight, target))

@@ -248,7 +248,6 @@ OPERATOR = Operator(
     out_of_range=out_of_range,
     condition=condition,
     within=within,
-    fixed=("d_y",),
     controls={
         "values are shifted by a target": lambda parameters, y, n_targets, sigma_min, floor=False: (
             reference(parameters, y.roll(1, -2), n_targets, sigma_min, floor)
@@ -295,14 +294,14 @@ def mixture_nll(
             n_targets out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if sigma_min.__class__ is not float or not 0.0 <= sigma_min < math.inf:
         sigma_min = _checked(sigma_min)
     if n_targets is not None and getattr(y, "ndim", 0) == 3:  # else `describe` refuses
         require_between("n_targets", n_targets, 0, y.shape[1])
     floor = (("floor", True),) if sigma_min > 0.0 else ()
-    return call(OPERATOR, implementation, (parameters, y, n_targets), (sigma_min,), floor)
+    return dispatch.call(OPERATOR, implementation, (parameters, y, n_targets), (sigma_min,), floor)
 
 
 def _checked(sigma_min: float) -> float:

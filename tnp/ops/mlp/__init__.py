@@ -267,6 +267,6 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(OPERATOR, implementation, (x, up, down))
+    return dispatch.call(OPERATOR, implementation, (x, up, down))

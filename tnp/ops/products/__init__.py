@@ -111,9 +111,9 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(MATMUL, implementation, (a, b))
+    return dispatch.call(MATMUL, implementation, (a, b))
 
 
 # ------------------------------------------------------------------------------------ gelu_linear
@@ -251,9 +251,9 @@ def gelu_linear(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(GELU_LINEAR, implementation, (x, weight, bias))
+    return dispatch.call(GELU_LINEAR, implementation, (x, weight, bias))
 
 
 OPERATORS = (MATMUL, GELU_LINEAR)

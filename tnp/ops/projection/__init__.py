@@ -173,7 +173,6 @@ OPERATOR_QKV = Operator(
     cases=lambda target: qkv.cases(OPERATOR_QKV, target),
     out_of_range=qkv.out_of_range,
     within=lambda model, run: qkv.within(OPERATOR_QKV, model, run),
-    coordinates=qkv.coordinates,
     condition=lambda case, inputs: qkv.condition(OPERATOR_QKV, case, inputs),
     controls={
         "rows shifted": lambda x, weight, n_keys, **sizes: qkv.reference(
@@ -208,9 +207,9 @@ def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tenso
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(OPERATOR_LINEAR, implementation, (x, weight))
+    return dispatch.call(OPERATOR_LINEAR, implementation, (x, weight))
 
 
 def project_qkv(
@@ -255,7 +254,7 @@ def project_qkv(
     Raises:
         ValueError, RuntimeError: as `linear`.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if n_keys is not None and getattr(x, "ndim", 0) == 3:  # else `describe` refuses
         require_between("n_keys", n_keys, 1, x.shape[1] if n_k is None else n_k)
@@ -277,4 +276,4 @@ def project_qkv(
         options += (("base2", True),)
     if centred:
         options += (("centred", True),)
-    return call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)
+    return dispatch.call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)

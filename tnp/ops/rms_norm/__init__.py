@@ -231,11 +231,11 @@ def rms_norm(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return call(RMS_NORM, implementation, (x, weight), (eps,))
+    return dispatch.call(RMS_NORM, implementation, (x, weight), (eps,))
 
 
 def add_rms_norm(
@@ -253,8 +253,8 @@ def add_rms_norm(
     Raises:
         ValueError, RuntimeError: as `rms_norm`.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return call(ADD_RMS_NORM, implementation, (x, update, weight), (eps,))
+    return dispatch.call(ADD_RMS_NORM, implementation, (x, update, weight), (eps,))

@@ -166,10 +166,10 @@ def rms_norm_linear(
             gradient.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
     options = (("silu", True),) if silu else ()
     inputs = x, update, norm_weight, weight
-    return call(OPERATOR, implementation, inputs, (eps,), options)
+    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options)

@@ -122,8 +122,8 @@ def rms_norm_swiglu(
         ValueError: shapes, dtypes or devices that do not go together, or an eps out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return call(OPERATOR, implementation, (x, gate, weight), (eps,))
+    return dispatch.call(OPERATOR, implementation, (x, gate, weight), (eps,))

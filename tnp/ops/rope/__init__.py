@@ -62,7 +62,6 @@ ROPE = Operator(
         "turned back": _turned_back,
     },
     within=lambda model, run: definition.within(ROPE, model, run, qk_norm=False),
-    fixed=("head_dim",),
 )
 OPERATORS = (ROPE, QK_NORM_ROPE)
 
@@ -100,9 +99,9 @@ def rope(
             the tables do not have, or no such pairing.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     options = definition.pairing_options(pairing)
     if positions is not None:
         definition.require_rows(positions, cos)
-    return call(ROPE, implementation, (q, k, cos, sin, positions), (), options)
+    return dispatch.call(ROPE, implementation, (q, k, cos, sin, positions), (), options)

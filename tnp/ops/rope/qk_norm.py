@@ -115,7 +115,6 @@ QK_NORM_ROPE = Operator(
         "one norm of all heads": _one_norm_of_all_heads,
     },
     within=lambda model, run: definition.within(QK_NORM_ROPE, model, run, qk_norm=True),
-    fixed=("head_dim",),
 )
 
 
@@ -145,7 +144,7 @@ def qk_norm_rope(
     Raises:
         ValueError, RuntimeError: as `rope`.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
@@ -153,4 +152,4 @@ def qk_norm_rope(
     if positions is not None:
         definition.require_rows(positions, cos)
     inputs = q, k, q_weight, k_weight, cos, sin, positions
-    return call(QK_NORM_ROPE, implementation, inputs, (eps,), options)
+    return dispatch.call(QK_NORM_ROPE, implementation, inputs, (eps,), options)

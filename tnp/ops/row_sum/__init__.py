@@ -147,6 +147,6 @@ def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
         ValueError: x has no dimensions, is no float or asks for a gradient.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(OPERATOR, implementation, (x,))
+    return dispatch.call(OPERATOR, implementation, (x,))

@@ -159,6 +159,6 @@ def softmax(x: Tensor, *, implementation: str = "torch") -> Tensor:
         ValueError: x has no dimensions or is no float.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(OPERATOR, implementation, (x,))
+    return dispatch.call(OPERATOR, implementation, (x,))

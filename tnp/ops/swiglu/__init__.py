@@ -119,6 +119,6 @@ def swiglu(gate: Tensor, up: Tensor, *, implementation: str = "torch") -> Tensor
         ValueError: shapes, dtypes or devices that differ.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
-    return call(OPERATOR, implementation, (gate, up))
+    return dispatch.call(OPERATOR, implementation, (gate, up))

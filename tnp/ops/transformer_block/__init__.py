@@ -272,7 +272,8 @@ def transformer_block(
     eps: float = norms.EPS,
     layers: tuple[tuple[str, str], ...] = (),
     implementation: str = "torch",
-) -> tuple[Tensor, Tensor]:
+    or_none: bool = False,
+) -> tuple[Tensor, Tensor] | None:
     """Runs one block, and returns the residual stream and the update that the next block adds.
 
     Args:
@@ -291,15 +292,17 @@ def transformer_block(
         layers: pairs of a name of `LAYERS` and the implementation of that layer, for `fused`. A
             layer that is left out takes the best of ours.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
+        or_none: whether to return None if the implementation cannot run here, as `fused` cannot
+            where tables choose a layer that is not ours.
 
     Returns:
         h₂ and y of the equations above, both [B, L − first, d_model] in h's dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
-        RuntimeError: the implementation cannot run here, with the reason.
+        RuntimeError: the implementation cannot run here, with the reason, unless `or_none`.
     """
-    from tnp.dispatch.call import call
+    import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
@@ -314,4 +317,4 @@ def transformer_block(
     if centred:
         options += (("centred", True),)
     inputs = (h, update, *weights, n_keys)
-    return call(OPERATOR, implementation, inputs, (eps,), options + layers)
+    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options + layers, or_none)

@@ -8,21 +8,16 @@ stops after the last layer that a wanted gradient needs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from operator import index
-from os import environ
 
 import torch
 
-from tnp.dispatch import devices, plans, tuned_tables
-from tnp.dispatch.devices import Target
-from tnp.dispatch.private import constant_in_graphs
-from tnp.dispatch.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
+from tnp.dispatch import devices, plans
+from tnp.dispatch.selection import aligned, choose_implementation, choose_kernel
 from tnp.dispatch.spec import Call, Kernel, Operator, Problem, Reason
 from tnp.dispatch.tuned_tables import Choice
 from tnp.ops.projection.products import are_halves
-from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers, supported
-from tnp.util.bounded import MOST
+from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers
 
 OPTIONS = ("update", "n_keys", "centred", *LAYERS)
 
@@ -272,7 +267,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
 def deterministic(call: Call) -> Reason:
     """Returns None if every gradient is equal in every run, else the reason."""
     layer = Layers(call).attend
-    if layer.wanted and layer.backward_kernel(layer.call)[0].moving:
+    if layer.wanted and layer.backward_kernel(layer.call)[0].nondeterministic:
         return "the backward pass of attention sums dq in an order that differs between runs"
     return None
 
@@ -288,49 +283,5 @@ DETERMINISTIC = Kernel("composed", empty_backward, prepare_backward, determinist
 NONDETERMINISTIC = Kernel(
     "composed_nondeterministic", empty_backward, prepare_backward, _nondeterministic,
     options=OPTIONS,
-    moving=("dh", "dupdate", "dnorm_attention", "dqkv"),
+    nondeterministic=("dh", "dupdate", "dnorm_attention", "dqkv"),
 )  # fmt: skip
-
-
-def serves(
-    h: torch.Tensor,
-    update: torch.Tensor | None,
-    weights: tuple[torch.Tensor, ...],
-    n_heads: int,
-    *,
-    n_k: int,
-    first: int,
-    n_keys: torch.Tensor | None,
-    centred: bool,
-    layers: tuple[tuple[str, str], ...],
-) -> bool:
-    """Returns whether `fused` can run this call. `Block` asks only if tables choose a layer.
-
-    The arguments are those of `transformer_block`. They are not checked.
-    """
-    batch, rows, d_model = map(index, h.shape)
-    sizes = batch, rows, d_model, index(weights[-1].shape[1]), n_heads, rows - first, index(n_k)
-    given = {"update": update is not None, "n_keys": n_keys is not None, "centred": centred}
-    wants = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (h, update, *weights)
-    )
-    dtype = str(h.dtype).removeprefix("torch.")
-    return _serves(dtype, sizes, tuple(given.items()) + layers, h.device, wants)
-
-
-@constant_in_graphs
-def _serves(dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool) -> bool:
-    decides = (
-        environ.get(AUTO_VARIABLE), environ.get(tuned_tables.VARIABLE), tuned_tables.epoch,
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return _served(dtype, sizes, options, devices.of_device(device), wants, decides)
-
-
-@lru_cache(MOST)
-def _served(
-    dtype: str, sizes: tuple, options: tuple, target: Target, wants: bool, _decides: tuple
-) -> bool:
-    named = dict(zip(OPERATOR.sizes, sizes, strict=True))
-    problem = OPERATOR.problem(dtype, **named, **dict(options))
-    return supported(Call(problem, target, OPERATOR.differentiated if wants else ())) is None
