@@ -133,7 +133,8 @@ def require_visible(slug: str) -> None:
 
 
 def started_by_snakemake(arguments: list[str]) -> list[str]:
-    """Returns the arguments; without them, or asked for help, this says who starts such a process.
+    """Returns the arguments; without them, or asked for help, this says who starts such a
+    process.
     """
     if arguments and not arguments[0].startswith("-"):
         return arguments

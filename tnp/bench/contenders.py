@@ -229,7 +229,8 @@ class Contenders:
 
     @cached_property
     def _exact(self) -> dict[str, tuple[Any, torch.Tensor | None]]:
-        """Returns float64 results of the first set: all of them, or the part that `spot` computes.
+        """Returns float64 results of the first set: all of them, or the part that `spot`
+        computes.
         """
         operator, inputs, upstream = self.operator, self.sets[0], self.upstreams[0]
         wanted = operator.differentiated if self.pass_ == "backward" else ()

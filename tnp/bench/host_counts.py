@@ -62,7 +62,8 @@ Run = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ends with exit code 0, 1 where this device cannot run the variant, or 2 for wrong arguments.
+    """Ends with exit code 0, 1 where this device cannot run the variant, or 2 for wrong
+    arguments.
     """
     parser = Parser(prog="python -m tnp.bench.host_counts", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip

@@ -246,7 +246,8 @@ def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> i
 def replayed(
     calls: list[Callable[[], Output]], n_launches: int
 ) -> tuple[list[Callable[[], object]], Callable[[], Output]]:
-    """Returns the function to time, and one that gives the output for the first inputs afterwards.
+    """Returns the function to time, and one that gives the output for the first inputs
+    afterwards.
     """
     if n_launches == 1:
         return calls, calls[0]

@@ -102,7 +102,8 @@ def _model_and_task(
 
 
 def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
-    """Returns a function for each form launched from Python: it makes one prediction, or encodes.
+    """Returns a function for each form launched from Python: it makes one prediction, or
+    encodes.
     """
     kept = model.encode(task.context)
     return {

@@ -130,7 +130,8 @@ def measure_step(
 
 
 def _stream(parameters: dict) -> list[list[Sizes]]:
-    """Returns context and target points of each sample of each task: of one task, or of a stream.
+    """Returns context and target points of each sample of each task: of one task, or of a
+    stream.
     """
     batch = parameters["batch"]
     if "vary" not in parameters:

@@ -247,7 +247,8 @@ def settled(rounds_ms: Sequence[float]) -> bool:
 
 
 def half_width(samples: Sequence[float]) -> float:
-    """Returns the half width of the 95 % interval of the mean, as a share of it, from ten batches.
+    """Returns the half width of the 95 % interval of the mean, as a share of it, from ten
+    batches.
     """
     if len(samples) < N_BATCHES:
         return math.inf

@@ -47,7 +47,8 @@ def drawing(rows: list[Row]) -> alt.Chart:
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
-    """Returns {slug: slug and name of each device with rows in `view`; GPUs first, largest first.
+    """Returns {slug: slug and name of each device with rows in `view`; GPUs first,
+    largest first.
     """
     found = query(
         connection,

@@ -60,7 +60,8 @@ DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and sp
 
 
 def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
-    """Draws horizontal bars from zero with their 95 % intervals, 800 px wide, without a background.
+    """Draws horizontal bars from zero with their 95 % intervals, 800 px wide, without a
+    background.
     """
     devices = data.devices(connection, "speedup")
     proven = {row["device"] for row in data.query(connection, DEVICES_WITH_EVIDENCE)}

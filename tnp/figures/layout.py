@@ -31,7 +31,8 @@ class Layout:
 
     @property
     def side(self) -> str:
-        """Returns the side of the numbers of a y axis: on a phone all plots start at its left edge.
+        """Returns the side of the numbers of a y axis: on a phone all plots start at its
+        left edge.
         """
         return "right" if self.narrow else "left"
 

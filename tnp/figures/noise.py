@@ -93,7 +93,8 @@ def finding(rows: list[Row]) -> str:
 
 
 def counted(rows: list[Row]) -> str:
-    """Returns how many comparisons there are, were called different, and have 1 in their interval.
+    """Returns how many comparisons there are, were called different, and have 1 in their
+    interval.
     """
     n, wrong = len(rows), sum(row["wrong"] for row in rows)
     contain = sum(bool(row["contains_1"]) for row in rows)

@@ -222,7 +222,8 @@ def _why_not_drawn(row: Row) -> str:
 
 
 def _over_best(row: Row) -> Row:
-    """Returns the row with its speedup over PyTorch's fastest in place of that over plain PyTorch.
+    """Returns the row with its speedup over PyTorch's fastest in place of that over plain
+    PyTorch.
     """
     ends = {f"speedup{end}": row[f"speedup_best{end}"] for end in ("", "_low", "_high")}
     return row | ends | {"best_of_variant": row["best_of_variant_over_best"]}

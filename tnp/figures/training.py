@@ -111,7 +111,8 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
 
 
 def _alike(pair: Row) -> str:
-    """Returns whether a run is equivalent to PyTorch's; "" where that was not asked or is unknown.
+    """Returns whether a run is equivalent to PyTorch's; "" where that was not asked or is
+    unknown.
     """
     if pair["is_null_pair"] or pair["margin"] is None:
         return ""
@@ -245,7 +246,8 @@ def _said(last: Row) -> list[str]:
 def _paired_panels(
     connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row], layout: Layout
 ) -> list[alt.TopLevelMixin]:
-    """Returns the losses of all runs, and over the tested steps their differences from the first's.
+    """Returns the losses of all runs, and over the tested steps their differences from
+    the first's.
     """
     runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
     variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]

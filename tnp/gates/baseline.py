@@ -1,4 +1,5 @@
-"""Checks phase 1: the plain-PyTorch model is right, trains, and runs on the backend that was named.
+"""Checks phase 1: the plain-PyTorch model is right, trains, and runs on the backend that
+was named.
 """
 
 from collections.abc import Iterator

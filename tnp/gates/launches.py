@@ -35,7 +35,8 @@ N_DRAWN = 100
 
 @dataclass(frozen=True)
 class Launch:
-    """Holds a launch: `call` launches kernels on meta tensors, for the implementations in `users`.
+    """Holds a launch: `call` launches kernels on meta tensors, for the implementations in
+    `users`.
     """
 
     capability: int

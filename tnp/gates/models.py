@@ -58,7 +58,8 @@ def implementations(device: torch.device) -> Iterator[str]:
 
 
 def ours(device: torch.device, attention: str = "fused") -> Variant:
-    """Returns all operators of ours, of attention `attention`, and the switches that go with them.
+    """Returns all operators of ours, of attention `attention`, and the switches that go
+    with them.
     """
     operators = dict.fromkeys(FAMILIES, "fused") | {"attention": attention}
     width = scale(device).d_ff_storage
