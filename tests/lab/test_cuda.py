@@ -1,4 +1,4 @@
-"""CUDA C++ without a GPU: what it refuses, its launches, and its sources run on this CPU."""
+"""Tests CUDA C++ without a GPU: refusals, launches, and sources that run on this CPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -213,22 +213,17 @@ def assert_within_budget(*arguments, **named):
 
 
 SOFTMAX = [
-    ("bfloat16", 3, 1024, {}),
     ("float16", 9, 64, {}),  # rows that share blocks, the last of which is not full
     ("bfloat16", 9, 100, {"batch": 3, "start": 1}),  # strided, and not at multiples of 16 bytes
-    ("float32", 5, 1000, {"masked": 3}),
-    ("float32", 3, 1025, {"magnitude": 1e3}),
+    ("float32", 5, 1000, {"masked": 3, "magnitude": 1e3}),
     ("float32", 3, 1, {}),
     ("bfloat16", 2, 32_768, {}),
 ]
 ATTENTION = [  # two heads share keys
-    ("float16", 1, 1, 64, {}),
     ("bfloat16", 33, 70, 64, {"n_kv_heads": 2}),
     ("float16", 65, 65, 64, {"causal": True}),
     ("float16", 80, 20, 128, {"causal": True}),  # the first 60 queries see no key
-    ("bfloat16", 20, 130, 128, {"causal": True}),
-    ("float16", 40, 33, 64, {"causal": True, "magnitude": 8.0}),
-    ("float16", 40, 33, 64, {"base2": True}),
+    ("float16", 40, 133, 64, {"base2": True, "magnitude": 8.0}),
 ]
 
 
@@ -260,7 +255,7 @@ def test_attention_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
 @emulates
 @pytest.mark.parametrize(
     "n_q, n_k, kind",
-    [(40, 33, {}), (40, 33, {"causal": True}), (33, 40, {"causal": True, "lse": True})],
+    [(40, 33, {}), (33, 40, {"causal": True, "lse": True})],
 )
 def test_gradients_from_the_lse_of_cuda(n_q, n_k, kind, here):
     case = attention.OPERATOR.case("float16", 1, 1, n_q, n_k, 64, **kind)
@@ -269,7 +264,7 @@ def test_gradients_from_the_lse_of_cuda(n_q, n_k, kind, here):
 
 @emulates
 def test_attention_of_rows_that_are_not_aligned(here):
-    """Copied: sixteen bytes at once would be another address."""
+    """Such rows are copied: a load of 16 bytes would read another address."""
     q, k, v = torch.randn(3, 1, 1, 40, 65).half()[..., 1:].unbind()
     inputs = (q, k, v, None, None, None)
     plan = plans.build(attention.OPERATOR, "wmma", inputs, (), (), H200)
@@ -278,14 +273,10 @@ def test_attention_of_rows_that_are_not_aligned(here):
     torch.testing.assert_close(plan.run(inputs, (0.125,)).double(), expected, atol=2e-3, rtol=0)
 
 
-# What a slip of the hand would make of a source, and a case that must find it out.
+# Controls: a fault in a source, which a case must find.
 SLIPS = [
     ("three_passes", "sum += expf", "sum = expf"),
-    ("one_pass", "u * Threads + thread", "u + Unroll * thread + 1"),
-    ("wmma", "query + shift + 1", "query + shift + 2"),
     ("wmma", "__pipeline_wait_prior(1)", "__pipeline_wait_prior(2)"),
-    ("wmma", "h / group * v_h", "h % (n_heads / group) * v_h"),
-    ("wmma", "out[c].x[i] *= of_row;", ";"),
 ]
 
 
