@@ -103,6 +103,11 @@ class Catalog:
         listed = (self._listed[op, name].own for name in self.names(op))
         return [own for own in listed if own is not None and own.forward is not None]
 
+    def titles(self) -> dict[str, str]:
+        """Returns the titles that operators and their implementations declare, by name."""
+        declared = [*self.operators.values(), *(one.own for one in self._listed.values())]
+        return {one.name: one.title for one in declared if one is not None and one.title}
+
     def installed(self, op: str) -> list[str]:
         """Implementations from other packages, those whose packages are missing too."""
         return [name for name in self.names(op) if self._listed[op, name].entry is not None]

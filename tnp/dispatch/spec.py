@@ -260,6 +260,7 @@ class Implementation:
     work: Callable[[Case, str], Work] | None = None  # None: the operator's
     # Called as `run` is: what that does once for numbers that stay, and its time leaves out.
     plan: Callable[..., Any] | None = None
+    title: str = ""  # its name in figures; "": the words of `tnp.figures.words`, or `name`
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.forward is None):
@@ -352,6 +353,7 @@ class Operator:
         None  # (random.Random, dtype) → for `tnp.tuning.fit_costs`
     )
     backward_with_forward: bool = False  # the gradient may be made along with the result
+    title: str = ""  # its name in figures, as `Implementation.title`
 
     @property
     def tensors(self) -> tuple[str, ...]:

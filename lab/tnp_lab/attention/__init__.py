@@ -31,7 +31,12 @@ _LIMITS = {
     "options": OPTIONS,
 }
 WMMA = by_cuda(
-    "wmma", "attention", "tnp_lab.attention.cuda_attention:FORWARD_WMMA", _in_cuda, **_LIMITS
+    "wmma",
+    "attention",
+    "tnp_lab.attention.cuda_attention:FORWARD_WMMA",
+    _in_cuda,
+    title="CUDA C++ with wmma",
+    **_LIMITS,
 )
 CUTE = by_cuda(
     "cute",
@@ -39,5 +44,6 @@ CUTE = by_cuda(
     "tnp_lab.attention.cuda_attention:FORWARD_CUTE",
     _in_cute,
     nvrtc.missing_for_cute,
+    title="CUDA C++ with CuTe",
     **_LIMITS,
 )

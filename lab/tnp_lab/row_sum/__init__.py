@@ -105,13 +105,24 @@ _INTERPRETED = {
 }
 OPERATOR = Operator(
     "row_sum",
+    title="sum of a row",
     inputs=("x",),
     outputs=("y",),
     sizes=("rows", "width"),
     implementations=(
         *(replace(one, gradients=()) for one in by_pytorch(reference)),
-        by_cuda("tree", "row_sum", "tnp_lab.row_sum.cuda_row_sum:FORWARD_TREE"),
-        by_cuda("shuffles", "row_sum", "tnp_lab.row_sum.cuda_row_sum:FORWARD_SHUFFLES"),
+        by_cuda(
+            "tree",
+            "row_sum",
+            "tnp_lab.row_sum.cuda_row_sum:FORWARD_TREE",
+            title="CUDA C++ by a tree",
+        ),
+        by_cuda(
+            "shuffles",
+            "row_sum",
+            "tnp_lab.row_sum.cuda_row_sum:FORWARD_SHUFFLES",
+            title="CUDA C++ by shuffles",
+        ),
         Implementation(
             "triton",
             forward=Operation("row_sum.forward", ("tnp_lab.row_sum.triton_row_sum:FORWARD",)),

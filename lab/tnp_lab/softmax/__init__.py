@@ -14,8 +14,15 @@ def _fits_registers(call: Call) -> Reason:
 
 
 THREE_PASSES = by_cuda(
-    "three_passes", "softmax", "tnp_lab.softmax.cuda_softmax:FORWARD_THREE_PASSES"
+    "three_passes",
+    "softmax",
+    "tnp_lab.softmax.cuda_softmax:FORWARD_THREE_PASSES",
+    title="CUDA C++ in three passes",
 )
 ONE_PASS = by_cuda(
-    "one_pass", "softmax", "tnp_lab.softmax.cuda_softmax:FORWARD_ONE_PASS", _fits_registers
+    "one_pass",
+    "softmax",
+    "tnp_lab.softmax.cuda_softmax:FORWARD_ONE_PASS",
+    _fits_registers,
+    title="CUDA C++ in one pass",
 )
