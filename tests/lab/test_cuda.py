@@ -263,12 +263,15 @@ def test_gradients_from_the_lse_of_cuda(n_q, n_k, kind, here):
 
 
 @emulates
-def test_attention_of_rows_that_are_not_aligned(here):
-    """Such rows are copied: a load of 16 bytes would read another address."""
-    q, k, v = torch.randn(3, 1, 1, 40, 65).half()[..., 1:].unbind()
+@pytest.mark.parametrize("aligned", [True, False])
+def test_attention_of_other_strides(aligned, here):
+    """Rows that are not aligned are copied: a load of 16 bytes would read another address."""
+    start = 0 if aligned else 1
+    q, k = torch.randn(2, 1, 2, 40, 64 + start).half()[..., start:].unbind()
+    v = torch.randn(1, 40, 2, 64 + start).half()[..., start:].transpose(1, 2)
     inputs = (q, k, v, None, None, None)
     plan = plans.build(attention.OPERATOR, "wmma", inputs, (), (), H200)
-    assert not plan.what.aligned
+    assert plan.what.aligned == aligned
     expected = attention.OPERATOR.reference(*(x.double() for x in inputs[:3]), *inputs[3:], 0.125)
     torch.testing.assert_close(plan.run(inputs, (0.125,)).double(), expected, atol=2e-3, rtol=0)
 
