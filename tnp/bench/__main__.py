@@ -177,7 +177,9 @@ def _measure(
 def _refused(
     operator: Operator, problem: Problem, names: list[str], passes: list[str]
 ) -> dict[str, str]:
-    """Why each implementation cannot run on this CPU; empty where any may, which a child finds."""
+    """Returns why each implementation cannot run on this CPU; empty where any may, which a child
+    finds.
+    """
     from tnp.dispatch import devices
     from tnp.dispatch.selection import refuses
     from tnp.gates.results import wanted_of
@@ -196,7 +198,7 @@ def _refused(
 
 
 def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> list[list[str]]:
-    """A line of the table for each implementation, in the order of `names`."""
+    """Returns a line of the table for each implementation, in the order of `names`."""
     found = {(row["implementation"], row["pass"]): row for row in rows}
     whole = {name: _whole([found[name, pass_] for pass_ in passes]) for name in names}
     first = next((name for name in names if whole[name] is not None), None)
