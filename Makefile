@@ -39,14 +39,16 @@ report: $(VENV)/installed
 bundle: $(VENV)/installed
 	workflow/bundle.sh wheels
 
-# The adapters of peers/ are installed without the packages that they call.
-$(VENV)/installed: requirements.txt peers/pyproject.toml $(wildcard peers/tnp_peers/*.py)
+# peers/ and lab/ are installed without the packages that they call.
+OURS := $(wildcard peers/pyproject.toml peers/tnp_peers/*.py lab/pyproject.toml \
+	lab/tnp_lab/*.py lab/tnp_lab/*.c* lab/tnp_lab/*/*.py lab/tnp_lab/*/*.cu)
+$(VENV)/installed: requirements.txt $(OURS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tnp needs \
 	Python 3.11 or newer, but '$(PYTHON)' is not: name another, as in make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./peers
-	rm -rf peers/build peers/*.egg-info
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./peers ./lab
+	rm -rf peers/build lab/build peers/*.egg-info lab/*.egg-info
 	touch $@
 
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed

@@ -14,7 +14,10 @@ from tnp.dispatch.spec import Call, triton_from
 from tnp.util import extras
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT, LAB = (
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    for folder in (".", "lab")
+)
 # Of requirements.txt, but for what the core needs itself and for what only tests need.
 BEYOND_THE_CORE = (
     "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "jsonschema", "yaml", "skimage",
@@ -91,6 +94,7 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     missing = "triton is not installed, in which it is written"
     assert [missing in line for line in said] == [True, True, False]
     assert said[-1].endswith(f"which {extras.install('images')} brings")
+    assert not list(site.glob("tnp_lab*"))
     assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
 
 
@@ -118,7 +122,8 @@ def test_what_needs_an_extra_names_it():
 def test_every_pin_lies_in_the_packages_ranges():
     from packaging.requirements import Requirement
 
-    ranges = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    extras = PROJECT["optional-dependencies"] | LAB["optional-dependencies"]
+    ranges = [*PROJECT["dependencies"], *sum(extras.values(), [])]
     wanted = {Requirement(text).name: Requirement(text).specifier for text in ranges}
     lines = re.sub(r"#.*", "", (ROOT / "requirements.txt").read_text()).split("\n")
     pins = {}

@@ -53,7 +53,6 @@ _MOVED = {
         "plans": "plans",
         "opaque": "custom_op",
         "launch": "launcher",
-        "cuda": "nvrtc",
         "private": "private",
         "derivatives": "derivatives",
         "autocast": "autocast",
@@ -86,7 +85,6 @@ _MOVED = {
         "values": "random_values",
         "gates.rounding": "rounding_error",
         "ops.casting": "casting",
-        "ops.cuda_rows": "cuda_rows",
         "ops.declared": "declared",
         "ops.e4m3": "e4m3",
         "ops.few_rows": "few_rows",
@@ -111,6 +109,11 @@ _MOVED = {
         "costs": "fit_costs",
         "tune": "tune",
         "device": "device",
+    },
+    "tnp_lab": {
+        "cuda": "nvrtc",
+        "ops.cuda_rows": "cuda_rows",
+        "ops.row_sum": "row_sum",
     },
     "tnp.ops.kv_cache": {
         "cache_entry": "append_kernel",

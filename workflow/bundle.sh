@@ -24,10 +24,10 @@ grep -v -E -e "$pattern" -e '^#' requirements.txt >"$folder/requirements.txt"
 
 # The one dependency that is published as source only; it is pure Python.
 $PIP wheel --quiet --no-deps --wheel-dir "$folder" connection_pool
-# Ours beside tnp: what other packages' kernels are called by, without those packages.
-$PIP wheel --quiet --no-deps --no-build-isolation --wheel-dir "$folder" ./peers
-rm -rf peers/build peers/*.egg-info
-echo tnp-peers >>"$folder/requirements.txt"
+# Our distributions beside tnp, without the packages that they call.
+$PIP wheel --quiet --no-deps --no-build-isolation --wheel-dir "$folder" ./peers ./lab
+rm -rf {peers,lab}/build {peers,lab}/*.egg-info
+printf '%s\n' tnp-peers tnp-lab >>"$folder/requirements.txt"
 platforms=()
 for tag in manylinux_2_{28,27,24,17,12,5}_x86_64 manylinux{2014,2010,1}_x86_64; do
     platforms+=(--platform "$tag")

@@ -23,7 +23,8 @@ def brought(monkeypatch):
     """A catalog where package "pytest" brings an operator that is loaded so."""
 
     def bring(load):
-        entry = SimpleNamespace(name="theirs", dist=SimpleNamespace(name="pytest"), load=load)
+        dist = SimpleNamespace(name="pytest")
+        entry = SimpleNamespace(name="theirs", dist=dist, module="theirs", load=load)
         groups = {registry.OPERATORS: [entry], registry.IMPLEMENTATIONS: []}
         monkeypatch.setattr(registry.metadata, "entry_points", lambda group: groups[group])
         return registry.Catalog()

@@ -11,6 +11,7 @@ import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from tnp.dispatch.registry import Listed, catalog
 from tnp.dispatch.spec import Implementation
 from tnp.experiment import code_hash, fingerprints
 from tnp.ops import swiglu
+from tnp_lab.sources import CudaSource
 
 OPERATOR = '''
 """An operator."""
@@ -211,7 +213,10 @@ def test_a_string_that_names_code_reaches_it(fingerprint) -> None:
     assert fingerprint(start, *moved) == fingerprint(start, named)
 
 
-def test_cuda_and_its_headers_count_less_their_comments(fingerprint) -> None:
+def test_cuda_and_its_headers_count_less_their_comments(fingerprint, monkeypatch) -> None:
+    """A class that a distribution brings reads files that are no Python."""
+    reader = SimpleNamespace(load=lambda: CudaSource)
+    monkeypatch.setattr(code_hash, "source_packages", lambda: {"tnp": reader})
     plain = fingerprint(IN_CUDA)
     for edit in (
         ("tnp/double/twice.cu", "// Twice.", "// Two times.\n"),

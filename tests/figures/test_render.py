@@ -13,6 +13,7 @@ import vl_convert
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import CPU, GPU, Build
+from tnp.dispatch.registry import catalog
 from tnp.figures import FIGURES, draw, render, render_index
 from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
@@ -203,7 +204,7 @@ def test_a_page_holds_both_layouts_and_their_rows_once(build: Build, tmp_path: P
 
 
 def test_every_configured_name_is_said_in_words_of_its_own() -> None:
-    names = [*named_specs(), *WORDS]
+    names = [*named_specs(), *WORDS, *catalog().titles()]
     assert named_specs().keys() <= WORDS.keys()
     assert len({words(name) for name in names}) == len(set(names))
 

@@ -10,12 +10,13 @@ from textwrap import dedent
 
 import pytest
 
-from tnp.dispatch import nvrtc, tuned_tables
+from tnp.dispatch import tuned_tables
 from tnp.dispatch.registry import catalog
 from tnp.gates import blocked, kept, kernels, launches, run_gate
 from tnp.gates import compile as compilation
 from tnp.ops.attention import FUSED, OPERATOR, SEPARATE
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
+from tnp_lab import nvrtc
 
 ROOT = str(Path(compilation.__file__).parents[2])
 TABLE = tuned_tables.COMMITTED / "nvidia-h200.json"
@@ -114,7 +115,7 @@ def in_cuda_that_compiles() -> set[str]:
 def test_every_kernel_compiles_for_every_target_as_it_should():
     """Kept results are not compiled again. Every kernel that changed since is compiled."""
     rows = list(compilation.compile_all())
-    columns = {*dict(PROVENANCE), *rows[0].keys() - {"users", "code"}, *dict(RUN)}
+    columns = {*dict(PROVENANCE), *rows[0].keys() - {"users", "package", "code"}, *dict(RUN)}
     assert columns == set(TABLES["kernels"].names)
     in_cuda = in_cuda_that_compiles()
     of_triton = [row for row in rows if row["kernel"] not in in_cuda]
@@ -127,8 +128,7 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     declared = {
         (operator.name, own.name)
         for operator in catalog().operators.values()
-        for own in operator.implementations
-        if own.forward is not None
+        for own in catalog().ours(operator.name)
     }
     refused = {user for user, kernel in IN_CUDA.items() if kernel not in in_cuda}
     assert declared - users == refused
@@ -138,7 +138,9 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     hopper = {(row["target"], row["dtype"]) for row in rows if "hopper" in row["kernel"]}
     assert hopper == {("sm_90a", "bfloat16"), ("sm_90a", "float16")}
     # The kernel of `kv_cache` is no operator's: drawing compiles it on its first launch.
-    files = (path for path in Path(ROOT, "tnp/ops").rglob("*.py") if path.parent.name != "kv_cache")
+    folders = Path(ROOT, "tnp/ops"), Path(nvrtc.__file__).parent
+    files = (path for folder in folders for path in folder.rglob("*.py"))
+    files = (path for path in files if path.parent.name != "kv_cache")
     sources = (path.read_text() for path in files)
     written = {name for source in sources for name in KERNEL.findall(source)}
     assert {row["kernel"] for row in rows} == written | in_cuda
@@ -207,7 +209,7 @@ def test_each_defect_is_a_red_check_of_the_implementation_it_is_in(monkeypatch):
     users = [(check.op, check.implementation) for check in checks[::3]]
     assert users == [("attention", "fused"), ("attention", "separate"), *[("mlp", "fused")] * 3]
     assert checks[0].check == "k bfloat16 BLOCK_M=64 for sm_80"
-    assert not any({"users", "code"} & row.keys() for row in kernels.kernel_rows())
+    assert not any({"users", "package", "code"} & row.keys() for row in kernels.kernel_rows())
 
 
 def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):

@@ -57,7 +57,7 @@ def _snakemake(
     os.environ.update(environment)
     tempfile.tempdir = None  # it is that of the variable
     sys.dont_write_bytecode = False  # later processes of this folder read it
-    ours = {ROOT, ROOT / "peers"}
+    ours = {ROOT, ROOT / "peers", ROOT / "lab"}
     sys.path[:] = [folder, *(path for path in sys.path if Path(path).absolute() not in ours)]
     sys.argv = ["snakemake", *arguments]
 

@@ -11,7 +11,7 @@ and with a version of Triton that is not in `KNOWN_LAUNCHERS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -53,6 +53,40 @@ def compiled_only() -> Iterator[set[Any]]:
         yield kernels
     finally:
         _compiled.remove(kernels)
+
+
+class OtherLaunch:
+    """A prepared launch of a kernel that Triton does not compile. Each call begins with `tell`."""
+
+    __slots__ = ()
+    kernel: str  # "module:NAME"
+    key: Hashable  # decides the machine code
+
+    def compile(self) -> None:
+        """Compiles the kernel, so that a later launch finds it."""
+        raise NotImplementedError
+
+    def job(self, dtype: str) -> Any:
+        """Returns what `tnp.gates.compile` compiles for tensors of `dtype`; see its `Job`."""
+        raise NotImplementedError
+
+    def tell(self) -> None:
+        """Passes this launch to those that watch."""
+        for note in _notes:
+            note(self)
+
+
+_notes: list[Callable[[OtherLaunch], None]] = []
+
+
+@contextmanager
+def watched_others(note: Callable[[OtherLaunch], None]) -> Iterator[None]:
+    """Inside, `note` is called with every launch of a kernel that Triton does not compile."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
 
 
 class Bound:

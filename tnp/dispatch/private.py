@@ -4,8 +4,8 @@ A new version may move or drop one of them without a word. `tests/dispatch/test_
 for each, so that a new version fails there, in a sentence. A name of `PLACES` is found when a
 module first imports it: triton is imported only where somebody needs it.
 
-Kernels of Gluon, `tnp.util.checks` and `tnp.dispatch.nvrtc` spell some of them out: hashes of
-recorded results cover that code, so they would no longer belong to it.
+Kernels of Gluon, `tnp.util.checks` and `tnp_lab.launch` spell some of them out: hashes of recorded
+results cover that code, so they would no longer belong to it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PLACES = {
 # Only PyTorch for CUDA has these. Elsewhere they are None.
 CUDA_PLACES = {
     "current_device": "torch._C:_cuda_getDevice",  # torch.cuda.current_device does more
-    "current_stream": "torch._C:_cuda_getCurrentRawStream",  # in tnp.dispatch.nvrtc
+    "current_stream": "torch._C:_cuda_getCurrentRawStream",  # in tnp_lab.launch
 }
 # Triton's versions whose launchers take their arguments in an order that `tnp.dispatch.launcher`
 # knows.

@@ -1,9 +1,13 @@
 """Finds operators and implementations: in packages of `tnp.ops`, and by entry points.
 
-Another distribution's implementation has an entry point `operator.implementation` in group
-`tnp.implementations`. Its module is imported only to gate, time or run it. The distribution's extra
-of the same name lists the packages that it needs; rows hold their versions. Group `tnp.operators`
-brings whole operators: their modules are imported here, and must not import torch.
+Somebody else's implementation is known by the name of its entry point, `operator.implementation`
+in group `tnp.implementations`, and by its distribution's metadata. Its module is imported where it
+is gated, timed or run. An extra of the distribution with the implementation's name lists the
+packages that it needs; their versions stand in its rows. Group `tnp.operators` brings whole
+operators: their modules are imported here, and must not import torch.
+
+A distribution of this project names its package in group `tnp.sources`. What it brings is ours: its
+implementations are imported here, and have no package of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from importlib import metadata
 
 from tnp.dispatch.spec import OWN, Implementation, Operator
 
-IMPLEMENTATIONS, OPERATORS = "tnp.implementations", "tnp.operators"
+IMPLEMENTATIONS, OPERATORS, SOURCES = "tnp.implementations", "tnp.operators", "tnp.sources"
 OWN_PACKAGE = "tnp.ops"  # its packages are imported by name: it stands above this one
 AUTO = "auto"  # stands for whatever the tuned table says
 # The operator that a model runs in place of a block's layers, and their families.
@@ -67,15 +71,7 @@ class Listed:
             return self.own
         if self.missing:
             raise RuntimeError(f"{self.op} implementation {self.name!r}: {self.missing}")
-        found = self.entry.load()
-        if not isinstance(found, Implementation):
-            kind = type(found).__name__
-            raise ValueError(f"{self.entry.value} is of type {kind}: it must be an Implementation")
-        if found.name != self.name:
-            raise ValueError(
-                f"entry point {self.entry.name!r} names an implementation called {found.name!r}"
-            )
-        return replace(found, provider=self.provider)
+        return replace(_loaded(self.entry), provider=self.provider)
 
 
 class Catalog:
@@ -101,6 +97,16 @@ class Catalog:
         """Returns the names of an operator's implementations, PyTorch's plain form first."""
         self.operator(op)
         return [name for of, name in self._listed if of == op]
+
+    def ours(self, op: str) -> list[Implementation]:
+        """Returns an operator's implementations that launch kernels of ours."""
+        listed = (self._listed[op, name].own for name in self.names(op))
+        return [own for own in listed if own is not None and own.forward is not None]
+
+    def titles(self) -> dict[str, str]:
+        """Returns the titles that operators and their implementations declare, by name."""
+        declared = [*self.operators.values(), *(one.own for one in self._listed.values())]
+        return {one.name: one.title for one in declared if one is not None and one.title}
 
     def installed(self, op: str) -> list[str]:
         """Returns the implementations from other packages, also those that miss a package."""
@@ -182,6 +188,9 @@ class Catalog:
         if reason is not None:
             self.faults.append(f"operator {entry.name!r} of {entry.dist.name}: {reason}")
             return
+        if _is_ours(entry):
+            self._add(operator)
+            return
         theirs = tuple(
             replace(one, provider=entry.dist.name) if one.provider == OWN else one
             for one in operator.implementations
@@ -203,7 +212,8 @@ class Catalog:
         for entry in metadata.entry_points(group=IMPLEMENTATIONS):
             op, _, name = entry.name.partition(".")
             found.setdefault((op, name), []).append(entry)
-        for (op, name), entries in sorted(found.items()):
+        ours_first = sorted(found.items(), key=lambda one: (not _is_ours(one[1][0]), one[0]))
+        for (op, name), entries in ours_first:
             who = " and ".join(sorted({entry.dist.name for entry in entries}))
             if op not in self.operators or not name.isidentifier() or name in (AUTO, OWN):
                 self.faults.append(
@@ -215,8 +225,45 @@ class Catalog:
             elif len(entries) > 1:
                 self.faults.append(f"{op}.{name} is registered by {who}: none of them is taken")
             else:
-                rank = len(self.names(op))
-                self._listed[op, name] = Listed(op, name, rank, entry=entries[0])
+                self._add_foreign_implementation(op, name, entries[0])
+
+    def _add_foreign_implementation(self, op: str, name: str, entry: metadata.EntryPoint) -> None:
+        rank = len(self.names(op))
+        if not _is_ours(entry):
+            self._listed[op, name] = Listed(op, name, rank, entry=entry)
+            return
+        try:
+            self._listed[op, name] = Listed(op, name, rank, _loaded(entry))
+        except Exception as error:  # whatever it is, the others go on
+            self.faults.append(f"{op}.{name} of {entry.dist.name}: {error}")
+
+
+@cache
+def source_packages() -> dict[str, metadata.EntryPoint]:
+    """Returns the packages of other distributions whose code is ours, and what reads their files.
+
+    The entry point's class reads files in other languages than Python. It has `suffixes` of files,
+    and is made of a path. Its instances have what `tnp.experiment.code_hash` asks of a module:
+    `bound` names, `imported` names, and `read(name)` → (hash, [(module, name)] that it mentions).
+    """
+    return {entry.name: entry for entry in metadata.entry_points(group=SOURCES)}
+
+
+def _loaded(entry: metadata.EntryPoint) -> Implementation:
+    """Imports an implementation; ValueError where the entry point is not what it says."""
+    found = entry.load()
+    if not isinstance(found, Implementation):
+        kind = type(found).__name__
+        raise ValueError(f"{entry.value} is of type {kind}: it must be an Implementation")
+    if found.name != entry.name.partition(".")[2]:
+        raise ValueError(
+            f"entry point {entry.name!r} names an implementation called {found.name!r}"
+        )
+    return found
+
+
+def _is_ours(entry: metadata.EntryPoint) -> bool:
+    return entry.module.split(".")[0] in source_packages()
 
 
 def is_automatic(name: str) -> bool:

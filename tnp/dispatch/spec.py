@@ -259,6 +259,7 @@ class Implementation:
     # Takes the same arguments as `run`. Does the one-time work (a plan for fixed lengths) that the
     # benchmark does not time.
     plan: Callable[..., Any] | None = None
+    title: str = ""  # its name in figures; "": the words of `tnp.figures.words`, or `name`
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.forward is None):
@@ -351,6 +352,7 @@ class Operator:
     # (random.Random, dtype) → a problem that `tnp.tuning.fit_costs` times.
     random_problem: Callable[[Any, str], Problem] | None = None
     backward_with_forward: bool = False  # the gradient may be made along with the result
+    title: str = ""  # its name in figures, as `Implementation.title`
 
     @property
     def tensors(self) -> tuple[str, ...]:

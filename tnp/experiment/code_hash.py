@@ -4,9 +4,10 @@ From "module:name", the top-level statements that define the name are taken, and
 mention: by name, through imports (also inside functions), and through strings that name code
 ("module:NAME"). A definition's hash is of its syntax tree without comments, docstrings, positions
 and the names of our modules, so that a file may be moved; it is the same on Python 3.11 to 3.13. A
-module that is used as a value counts whole; so does a file of CUDA C++, named as a module is, and
-what it includes. Operators' declarations are passed by: which of their implementations a job runs
-is the job's to say (`tnp.experiment.fingerprints`).
+module that is used as a value counts whole. A distribution of ours may bring a class that reads its
+files in other languages (group `tnp.sources`); these are named as modules are. Operators'
+declarations are passed by: which of their implementations a job runs is the job's to say
+(`tnp.experiment.fingerprints`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from tnp.dispatch.nvrtc import CUDA_INCLUDE
+from tnp.dispatch.registry import source_packages
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("tnp", "workflow")  # whose sources are followed
-# Modules that bring a problem to its kernel. Gates and eager steps depend on them; a device's time
-# does not.
+PACKAGES = ("tnp", "workflow")  # sources followed, beside those of `source_packages`
+# How a problem gets to its kernel: gates and eager steps depend on it, a device's time does not.
 HOUSE = frozenset(
     (
         *("tnp.experiment.code_hash", "tnp.experiment.fingerprints"),
@@ -38,10 +40,7 @@ HOUSE = frozenset(
 )
 DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
-# Finds comments and kernels in CUDA C++. `CUDA_INCLUDE` finds our headers, in quotation marks.
-CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-CUDA_KERNEL = re.compile(r"__global__[^;{]*?\b(\w+)\(\s*(?:const\b|TYPE\b)")
-# Fields of a syntax tree that have no meaning, or differ between versions of Python.
+# Of a syntax tree, what says nothing or differs between versions of Python.
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 EVERYTHING = "*"  # the name that stands for a whole module
@@ -201,12 +200,12 @@ class _Source:
         imported = dict(self.imported)
         for node in tree.imports:
             imported |= self._imports(node)
-        mentions = [symbol for symbol in tree.strings if _is_ours(symbol[0])]
+        mentions = [symbol for symbol in tree.strings if is_ours(symbol[0])]
         libraries = set()
         for name, *attributes in tree.chains:
             if name in self.bound:
                 mentions.append((self.module, name))
-            elif name in imported and not _is_ours(imported[name][0]):
+            elif name in imported and not is_ours(imported[name][0]):
                 libraries.add((name, *imported[name]))
             elif name in imported:
                 symbol = imported[name]
@@ -219,43 +218,40 @@ class _Source:
         return "".join(tree.pieces) + ascii(sorted(libraries)), mentions
 
 
-class _CudaSource:
-    """Holds a file of CUDA C++ or a header of ours. All of it is hashed but its comments."""
-
-    imported: Mapping[str, Symbol] = {}
-
-    def __init__(self, file: Path) -> None:
-        text = CUDA_COMMENT.sub("", file.read_text())
-        self.bound = frozenset(CUDA_KERNEL.findall(text))
-        self._hash = digest([line.strip() for line in text.splitlines() if line.strip()])
-        included = [Path(name).with_suffix("") for name in CUDA_INCLUDE.findall(text)]
-        self._mentions = [(".".join(name.parts), EVERYTHING) for name in included]
-
-    def read(self, name: str) -> tuple[str, list[Symbol]]:
-        """Returns the file's hash, the same for each kernel, and the headers that it includes."""
-        return self._hash, self._mentions
-
-
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in PACKAGES
+def is_ours(module: str) -> bool:
+    """Returns whether a module's definitions are followed, by its name or by "module:NAME"."""
+    package = module.partition(":")[0].split(".")[0]
+    return package in PACKAGES or package in source_packages()
 
 
 @cache
-def _source(root: Path, module: str) -> _Source | _CudaSource | None:
-    path = root.joinpath(*module.split("."))
+def _source(root: Path, module: str) -> Any:
+    """Returns what reads a module's file, None without one: a `_Source`, or one like it."""
+    package = module.split(".")[0]
+    path = _parent(root, package).joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
     file = next((file for file in files if file.is_file()), None)
     if file:
         return _Source(root, module, file)
-    file = next((f for f in map(path.with_suffix, (".cu", ".cuh")) if f.is_file()), None)
-    return _CudaSource(file) if file else None
+    if package not in source_packages():
+        return None
+    reader = source_packages()[package].load()
+    file = next((f for f in map(path.with_suffix, reader.suffixes) if f.is_file()), None)
+    return reader(file) if file else None
+
+
+@cache
+def _parent(root: Path, package: str) -> Path:
+    """Returns the folder that holds a package: `root`, or where another distribution lies."""
+    spec = None if package in PACKAGES else find_spec(package)
+    return Path(spec.origin).parents[1] if spec and spec.origin else root
 
 
 @cache
 def _resolve(root: Path, symbol: Symbol) -> Symbol | None:
     """Returns where a symbol is defined, or None if it is not ours. Re-exports are followed."""
     module, name = symbol
-    if not _is_ours(module):
+    if not is_ours(module):
         return None
     source = _source(root, module)
     if name == EVERYTHING or name.startswith(LAMBDA):
@@ -337,7 +333,7 @@ class _Tree:
         elif kind is ast.Import or kind is ast.ImportFrom:
             self.imports.append(node)
             modules = [a.name for a in node.names] if kind is ast.Import else [node.module]
-            if getattr(node, "level", 0) or all(map(_is_ours, modules)):
+            if getattr(node, "level", 0) or all(map(is_ours, modules)):
                 return None  # what it names is in the text of what names it
         add(f"{kind.__name__}(")
         for name in kind._fields:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tnp.dispatch.registry import OPERATORS, Listed, catalog
 from tnp.dispatch.spec import Implementation
-from tnp.experiment.code_hash import HOUSE, LAMBDA, PACKAGES, definitions, digest
+from tnp.experiment.code_hash import HOUSE, LAMBDA, definitions, digest, is_ours
 
 # Uses of an operator: a training step calls it, a benchmark also draws its inputs and checks its
 # results, and a gate tests all that is declared.
@@ -114,7 +114,7 @@ def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -
     for function in functions:
         for start in [function] if isinstance(function, str) else _starts(function):
             package = start.split(".")[0].split(":")[0]
-            if package in PACKAGES:
+            if is_ours(start):
                 starts.append(start)
             elif name := _brings(package):
                 found[f"{name}:"] = installed_hash(name)

@@ -1,4 +1,4 @@
-"""Notes which kernels of Triton and CUDA C++ a piece of work launches, each with a hash.
+"""Notes which kernels a piece of work launches, and a hash of the code of each.
 
 The hash is that of the definitions which the kernel reaches (`tnp.experiment.code_hash`), so that a
 row keeps its proof when a comment is edited. Triton's own cache key holds line numbers, and the
@@ -12,7 +12,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from tnp.experiment.code_hash import PACKAGES, fingerprint
+from tnp.experiment.code_hash import fingerprint, is_ours
 from tnp.experiment.fingerprints import installed_hash
 
 # Libraries whose kernels a row identifies by its package versions.
@@ -29,8 +29,7 @@ def launches() -> Iterator[dict[str, str]]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from tnp.dispatch import nvrtc
-    from tnp.dispatch.launcher import watched
+    from tnp.dispatch.launcher import OtherLaunch, watched, watched_others
 
     noted: dict[str, str] = {}
     originals = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
@@ -44,14 +43,14 @@ def launches() -> Iterator[dict[str, str]]:
 
         return launch
 
-    def note_cuda(bound: nvrtc.Bound) -> None:
-        module, _, name = bound.source.kernel.partition(":")
+    def note(launch: OtherLaunch) -> None:
+        module, _, name = launch.kernel.partition(":")
         noted[f"{module}.{name}"] = kernel_hash(module, name)
 
     for kind, run in originals.items():
         kind.run = noting(run)
     try:
-        with watched(), nvrtc.watched(note_cuda):
+        with watched(), watched_others(note):
             yield noted
     finally:
         for kind, run in originals.items():
@@ -60,9 +59,9 @@ def launches() -> Iterator[dict[str, str]]:
 
 @cache
 def kernel_hash(module: str, name: str) -> str:
-    """Returns the hash of a kernel's code, or of its installed package if it is not ours."""
+    """Returns the hash of all that a kernel of ours reaches, or of another kernel's package."""
     package = module.split(".")[0]
-    if package in PACKAGES:
+    if is_ours(module):
         return fingerprint([f"{module}:{name.split('.')[0]}"])
     (distribution,) = metadata.packages_distributions().get(package, [package])[:1]
     return installed_hash(distribution)

@@ -3,6 +3,8 @@
 A name that is not listed, such as a variant of a reader's own, stands for itself.
 """
 
+from tnp.dispatch.registry import catalog
+
 WORDS = {
     # Variants of a training step; the operators' implementations have some of the same names.
     "sdpa_flash": "plain PyTorch",
@@ -33,12 +35,6 @@ WORDS = {
     "fa4_deterministic": "deterministic FlashAttention 4",
     "flashinfer": "FlashInfer",
     "sdpa": "PyTorch SDPA",
-    "wmma": "CUDA C++ with wmma",
-    "cute": "CUDA C++ with CuTe",
-    "three_passes": "CUDA C++ in three passes",
-    "one_pass": "CUDA C++ in one pass",
-    "tree": "CUDA C++ by a tree",
-    "shuffles": "CUDA C++ by shuffles",
     "e4m3": "ours in 8 bits",
     "single": "ours in one kernel",
     "triton": "ours in Triton",
@@ -54,7 +50,6 @@ WORDS = {
     "rms_norm_swiglu": "RMSNorm with SwiGLU",
     "swiglu": "SwiGLU",
     "rms_norm_linear": "RMSNorm with linear layer",
-    "row_sum": "sum of a row",
     "gelu_linear": "linear with GELU",
     "decode_attention": "decoding",
     "buffered_attention": "attention around a buffer",
@@ -104,8 +99,8 @@ SIZES = {
 
 
 def words(name: str) -> str:
-    """Returns `name` in a reader's words."""
-    return WORDS.get(name, name)
+    """Returns `name` in a reader's words: those above, or the title of its declaration."""
+    return WORDS.get(name) or catalog().titles().get(name, name)
 
 
 def explained(name: str) -> str:

@@ -18,13 +18,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from tnp.dispatch import nvrtc
 from tnp.gates import kept
-from tnp.gates.compile_cuda import CudaJob, CudaJobs
 from tnp.gates.compile_job import Job
 from tnp.gates.launches import Launch, committed_launches
 
@@ -33,8 +32,11 @@ def compile_all() -> Iterator[dict]:
     """Yields rows of table `kernels` without provenance, one per kernel, constants and target.
 
     A row also has `users`, the implementations that launch the kernel, as [operator, name], and
-    `code`, by which it is kept. Its `compile_s` is None where the result was kept. Rows come as
-    they are known. Raises RuntimeError with the compiler's message for what does not compile.
+    `package` and `code`, by which it is kept. Its `compile_s` is None where the result was kept.
+    Rows come as they are known.
+
+    Raises:
+        RuntimeError: a kernel does not compile, with the compiler's message.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
@@ -55,13 +57,15 @@ def compile_all() -> Iterator[dict]:
             raise RuntimeError(f"a kernel does not compile: {errors.read()[-400:]}")
 
 
-def rows_of(jobs: list[Job | CudaJob], path: Path = kept.FILE) -> Iterator[dict]:
-    """Yields the row of each job: first those whose results are kept in `path`, then the others,
-    compiled by as many processes as this one may use cores.
+def rows_of(jobs: list[Any], path: Path | None = None) -> Iterator[dict]:
+    """Yields the row of each job: first those whose results are kept, then the others.
+
+    As many processes compile as this one may use cores. `path` names a file of results to use in
+    place of each package's own.
     """
-    results = kept.results(path)
     changed = []
     for job, code in [(job, kept.code(job)) for job in jobs]:
+        results = kept.results(path or kept.file_of(job.package))
         if code in results:
             yield job.known() | results[code] | {"compile_s": None, "code": code}
         else:
@@ -74,10 +78,10 @@ def rows_of(jobs: list[Job | CudaJob], path: Path = kept.FILE) -> Iterator[dict]
         yield from pool.imap_unordered(_compiled, range(len(changed)))
 
 
-_taken: list[tuple[Job | CudaJob, str]] = []  # in a process of the pool
+_taken: list[tuple[Any, str]] = []  # in a process of the pool
 
 
-def _take(jobs: list[tuple[Job | CudaJob, str]]) -> None:
+def _take(jobs: list[tuple[Any, str]]) -> None:
     _taken[:] = jobs
 
 
@@ -91,20 +95,19 @@ def _compiled(index: int) -> dict:
         raise RuntimeError(f"{what}: {error}") from None
 
 
-def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
-    """Returns the kernels of `launches`, once each.
-
-    Afterwards nothing can be launched in this process.
+def collect(launches: Iterable[Launch]) -> list[Any]:
+    """Returns what `launches` compile, once each; afterwards nothing can be launched in this
+    process.
 
     Triton keeps what it compiled by device: each capability is a device of its own here.
     """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from tnp.dispatch.launcher import watched
+    from tnp.dispatch.launcher import OtherLaunch, watched, watched_others
 
     jobs: list[Job] = []
-    in_cuda = CudaJobs()
+    others: dict[Hashable, Any] = {}
 
     def instead_of_compiling(source, target, options, **_):
         """A job, and in place of the kernel what notes who launches it."""
@@ -126,13 +129,15 @@ def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
         )
     )
 
-    def note(bound: nvrtc.Bound) -> None:
-        in_cuda.note(bound, launch.dtype, launch.users)
+    def note(other: OtherLaunch) -> None:
+        if other.key not in others:
+            others[other.key] = other.job(launch.dtype)
+        others[other.key].users.update(launch.users)
 
-    with watched(), nvrtc.watched(note):
+    with watched(), watched_others(note):
         for launch in launches:
             launch.call()
-    return [*jobs, *in_cuda.found.values()]
+    return [*jobs, *others.values()]
 
 
 def faults(row: dict) -> Iterator[tuple[str, int, int]]:
@@ -156,7 +161,9 @@ def _main() -> None:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--keep", action="store_true", help=f"write the results to {kept.FILE.name} as well"
+        "--keep",
+        action="store_true",
+        help=f"write results to each package's {kept.FILE.name} too",
     )
     what.add_argument(
         "--rows", action="store_true", help="print the rows of table `kernels` as JSON, one a line"
@@ -179,7 +186,9 @@ def _main() -> None:
                 print(f"RED: {described(row)}: {', '.join(red)}", flush=True)
     finally:  # what was kept comes first, so that an interrupt loses nothing
         if given.keep and rows:
-            kept.write(rows, kept.FILE)
+            for package in {row["package"] for row in rows}:
+                some = [row for row in rows if row["package"] == package]
+                kept.write(some, kept.file_of(package))
     n_compiled = sum(row["compile_s"] is not None for row in rows)
     print(f"{len(rows)} kernels, {n_compiled} of them compiled now, {n_red} red")
     raise SystemExit(n_red > 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tnp.dispatch import devices
 
-# Compute capability → target; kernels of CUDA C++ are compiled for `nvrtc.ARCHITECTURES`.
+# Compute capability → target.
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 
 # What ptxas -v says of a kernel, and of wgmma that wait for one another (C7508, C7510, C7515 …).
@@ -33,13 +33,18 @@ class Job:
         return self.source.fn.__name__.strip("_").removesuffix("_kernel")
 
     @property
+    def package(self) -> str:
+        """Names the package whose file keeps the result; see `tnp.gates.kept`."""
+        return self.source.fn.fn.__module__.split(".")[0]
+
+    @property
     def launch_config(self) -> dict[str, Any]:
         names = {(p.num,): p.name for p in self.source.fn.params if p.is_constexpr}
         constants = {names[at]: x for at, x in self.source.constants.items() if at in names}
         return constants | {name: self.options[name] for name in ("num_warps", "num_stages")}
 
     def known(self) -> dict:
-        """Returns the columns of a row of table `kernels` that need no compiler, and `users`."""
+        """Returns the columns of a row of table `kernels` that need no compiler, and two others."""
         return {
             "kernel": self.name,
             "target": TARGETS[self.target.arch],
@@ -48,6 +53,7 @@ class Job:
             "shared_limit_bytes": devices.of_capability(self.target.arch).shared_bytes,
             "num_stages": self.options["num_stages"],
             "users": sorted(self.users),
+            "package": self.package,
         }
 
     def compiled(self) -> dict:

@@ -1,15 +1,15 @@
 """Keeps the compiler's results for each kernel, so that a run compiles only changed kernels.
 
-The committed file `compiled.csv` has one line for each compiled form of a kernel. Its column `code`
-is a hash of all that decides the result:
+Each package has a committed file `compiled.csv`, with one line for each compiled form of a kernel.
+Its column `code` is a hash of all that decides the result:
 
 - the kernel's definitions without comments (`tnp.experiment.code_hash`), and its constants,
 - the types and properties of its arguments,
 - the compiler's options and the target,
-- the versions of Triton and ptxas, or of NVRTC.
+- the versions of the compilers.
 
 A kernel without a line of its code is compiled. `python -m tnp.gates.compile --keep` writes the
-file.
+files.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tnp.dispatch import nvrtc
 from tnp.experiment.code_hash import digest
 from tnp.experiment.kernel_code import kernel_hash
-from tnp.gates.compile_cuda import CudaJob
+from tnp.gates.compile_job import Job
 from tnp.util.atomic_files import replacing
 
-if TYPE_CHECKING:
-    from tnp.gates.compile_job import Job
-
-FILE = Path(__file__).with_name("compiled.csv")
+FILE = Path(__file__).with_name("compiled.csv")  # of package tnp
 _NAMES = ("kernel", "target", "dtype")  # for a reader: lines are found by their code alone
 _NUMBERS = ("registers", "spill_bytes", "shared_bytes", "num_warps")
 _COLUMNS = (*_NAMES, *_NUMBERS, "warnings", "code")
+
+
+def file_of(package: str) -> Path:
+    """Returns the file that keeps results of a package's kernels."""
+    return FILE if package == "tnp" else Path(find_spec(package).origin).with_name(FILE.name)
 
 
 @cache
@@ -56,10 +58,10 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
         writer.writerows([_COLUMNS, *lines])
 
 
-def code(job: Job | CudaJob) -> str:
+def code(job: Any) -> str:
     """Returns a hash, 16 hexadecimal digits, of all that decides the result of compiling a job."""
-    if isinstance(job, CudaJob):
-        return digest(["CUDA C++", *nvrtc.identity(job.source, job.architecture)])
+    if not isinstance(job, Job):  # another language's
+        return job.code()
     import triton
     from triton.compiler.compiler import make_backend
 

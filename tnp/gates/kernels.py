@@ -12,7 +12,7 @@ import torch
 from tnp.gates.checks import Check
 from tnp.gates.compile import compile_all, described, faults
 
-_NOT_IN_THE_TABLE = ("users", "code")
+_NOT_IN_THE_TABLE = ("users", "package", "code")
 _compiled: list[dict] = []  # in this process
 
 

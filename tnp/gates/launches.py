@@ -15,7 +15,7 @@ from itertools import product
 from random import Random
 from typing import Any
 
-from tnp.dispatch import devices, nvrtc, tuned_tables
+from tnp.dispatch import devices, tuned_tables
 from tnp.dispatch.devices import Target
 from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import (
@@ -46,17 +46,26 @@ class Launch:
 
 
 def committed_launches() -> Iterator[Launch]:
-    """Yields every launch that could be chosen on GPUs of `cuda.ARCHITECTURES`.
+    """Yields every launch that could be chosen on the GPUs that kernels are compiled for.
 
-    It leaves out CUDA C++ where its compiler is missing.
+    It leaves out implementations whose compiler is missing.
     """
     for operator in catalog().operators.values():
-        for capability in nvrtc.ARCHITECTURES:
+        for capability in _capabilities(operator):
             target = devices.of_capability(capability)
             problems = operator.compiled or partial(_of_cases, operator)
             for problem in problems(target):
                 yield from launches(operator, problem, target)
         yield from _of_tables(operator)
+
+
+def _capabilities(operator: Operator) -> list[int]:
+    """Returns the compute capabilities that any kernel of the operator is compiled for."""
+    from tnp.dispatch import selection
+
+    operations = (one for own in _ours(operator) for one in (own.forward, own.backward))
+    kernels = [selection.kernels_of(one).values() for one in operations if one is not None]
+    return sorted({each for some in kernels for kernel in some for each in kernel.compiled_for})
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
@@ -135,7 +144,7 @@ def _problems(operator: Operator, entry: tuned_tables.Entry) -> Iterator[Problem
 
 
 def _ours(operator: Operator) -> list[Implementation]:
-    return [own for own in operator.implementations if own.forward is not None]
+    return catalog().ours(operator.name)
 
 
 def launches(

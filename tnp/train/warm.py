@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -53,12 +53,12 @@ class Found:
 class _Pool(ThreadPoolExecutor):
     """Runs one thread for each core that this process may use.
 
-    `cuda` holds jobs of CUDA C++ by key.
+    `others` holds jobs that are not Triton's, by key.
     """
 
     def __init__(self) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="tnp.train.warm")
-        self.cuda: dict[tuple, Future] = {}
+        self.others: dict[Hashable, Future] = {}
 
     def submit(self, function: Callable, /, *arguments: Any) -> Future:
         return super().submit(_run, function, *arguments)
@@ -87,22 +87,21 @@ def side_by_side(target: Target) -> Iterator[Found]:
     Raises:
         RuntimeError: Triton compiles in another pool already.
     """
-    from tnp.dispatch import nvrtc, plans
-    from tnp.dispatch.launcher import compiled_only
+    from tnp.dispatch import plans
+    from tnp.dispatch.launcher import OtherLaunch, compiled_only, watched_others
     from tnp.dispatch.private import AsyncCompileMode
 
     found = Found()
 
-    def note(bound: nvrtc.Bound) -> None:
-        key = bound.source, bound.architecture
-        if key not in pool.cuda:
-            pool.cuda[key] = pool.submit(nvrtc.cached, *key)
+    def note(launch: OtherLaunch) -> None:
+        if launch.key not in pool.others:
+            pool.others[launch.key] = pool.submit(launch.compile)
 
     with (
         _Pool() as pool,
         devices.on_meta(target),
         plans.forgotten_after(),
-        nvrtc.watched(note),
+        watched_others(note),
         compiled_only() as kernels,
     ):
         mode = AsyncCompileMode(pool, ignore_errors=True)
@@ -111,7 +110,7 @@ def side_by_side(target: Target) -> Iterator[Found]:
                 yield found
         finally:
             _drop_failed(kernels)
-    futures = [*mode.raw_futures, *pool.cuda.values()]
+    futures = [*mode.raw_futures, *pool.others.values()]
     errors = (future.exception() for future in futures)
     found.n_kernels = len(futures)
     found.failed = tuple(error for error in errors if error is not None)

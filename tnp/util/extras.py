@@ -8,9 +8,9 @@ from functools import cache
 from types import ModuleType
 
 
-def install(extra: str) -> str:
-    """Returns the command that installs an extra, a name of pyproject.toml."""
-    return f"pip install '.[{extra}]' in a clone of the project"
+def install(extra: str, folder: str = "") -> str:
+    """Returns the command that installs an extra of a clone's pyproject.toml, or of a folder's."""
+    return f"pip install '{folder and './'}{folder or '.'}[{extra}]' in a clone of the project"
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tnp.dispatch import nvrtc
 from tnp.dispatch.spec import (
     ALL_FLOATS,
     Call,
@@ -15,8 +14,6 @@ from tnp.dispatch.spec import (
     Operator,
     Reason,
     Support,
-    anywhere,
-    on_cuda,
     triton_from,
 )
 
@@ -54,37 +51,6 @@ def by_triton(
         forward=operation("forward", forward),
         backward=operation("backward", backward),
         supported=supported or triton_from(80),
-        **limits,
-    )
-
-
-def by_cuda(
-    name: str,
-    op: str,
-    kernel: str,
-    also: Support = anywhere,
-    missing: Callable[[], Reason] = nvrtc.missing,
-    **limits: Any,
-) -> Implementation:
-    """Ours in CUDA C++, to learn from: never chosen unless it is named. Its own operation forward,
-    `backward` where `limits` name one.
-
-    Args:
-        name: its own, and that of the operation.
-        op: the operator's.
-        kernel: "module:NAME".
-        also: what it refuses besides what no CUDA C++ can serve.
-        missing: what it needs that is not installed.
-        limits: of the implementation.
-    """
-
-    on_gpu = on_cuda(min(nvrtc.ARCHITECTURES))
-    return Implementation(
-        name,
-        forward=Operation(f"{op}.{name}", (kernel,)),
-        supported=lambda call: on_gpu(call) or also(call),
-        missing=missing,
-        selectable=False,
         **limits,
     )
 

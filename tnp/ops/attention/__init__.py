@@ -9,16 +9,14 @@ keys these are is answered in `keys`.
 Ours, `separate` and `fused`, share the forward pass and differ in the backward. `separate` gives
 gradients that are equal from run to run: the portable kernels by two launches, dk and dv and then
 dq, Hopper's by one that adds dq up in one order. `fused` may add it up in any. `portable` is
-`separate` without Hopper's warp-specialized kernels. `wmma` and `cute` are CUDA C++ to learn from,
-and the portable backward pass reads their lse. `e4m3` has both products of the forward pass in
-8 bits, and no backward.
+`separate` without Hopper's warp-specialized kernels. `e4m3` has both products of the forward pass
+in 8 bits, and no backward. `tnp_lab` adds `wmma` and `cute`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.dispatch import nvrtc
 from tnp.dispatch.spec import (
     ALL_FLOATS,
     Budget,
@@ -29,7 +27,6 @@ from tnp.dispatch.spec import (
     Reason,
     triton_from,
 )
-from tnp.ops._shared.declared import by_cuda
 from tnp.ops.attention import cases, definition, eight_bit, torch_forms
 from tnp.util.checks import (
     positive_number,
@@ -125,23 +122,6 @@ def _ours(call: Call) -> Reason:
     return None
 
 
-def _in_cuda(call: Call) -> Reason:
-    p = call.problem
-    if p["head_dim"] not in (64, 128):
-        return f"it takes head_dim 64 and 128, not {p['head_dim']}"
-    if call.wanted and call.target.capability < 80:
-        return "its backward pass is Triton's, from compute capability 8.0 on"
-    if p.dtype == "bfloat16" and call.target.capability < 80:
-        return "tensor cores take bfloat16 from compute capability 8.0 on"
-    return None
-
-
-def _in_cute(call: Call) -> Reason:
-    if call.target.capability < 80:
-        return "its instructions are of compute capability 8.0 and newer"
-    return _in_cuda(call)
-
-
 def _operation(name: str, *kernels: str) -> Operation:
     return Operation(f"attention.{name}", tuple(f"{__name__}.{kernel}" for kernel in kernels))
 
@@ -222,25 +202,6 @@ OPERATOR = Operator(
             supported=_ours,
             options=definition.WITH_LSE,
             selectable=False,
-        ),
-        by_cuda(
-            "wmma",
-            "attention",
-            f"{__name__}.cuda_attention:FORWARD_WMMA",
-            _in_cuda,
-            backward=PORTABLE_BACKWARD,
-            dtypes=("bfloat16", "float16"),
-            options=definition.IN_CUDA,
-        ),
-        by_cuda(
-            "cute",
-            "attention",
-            f"{__name__}.cuda_attention:FORWARD_CUTE",
-            _in_cute,
-            nvrtc.missing_for_cute,
-            backward=PORTABLE_BACKWARD,
-            dtypes=("bfloat16", "float16"),
-            options=definition.IN_CUDA,
         ),
         Implementation(
             "e4m3",

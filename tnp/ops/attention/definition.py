@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 SCALE = 0.125  # that gates and benchmarks pass
 OPTIONS = ("base2", "n_keys")  # that all kernels of ours take
 PACKED = ("cu_seqlens_q", "cu_seqlens_k")
-IN_CUDA = ("base2", "causal", "lse", "n_kv_heads")  # what kernels in CUDA C++ take
 # And those that take attention of any kind.
 OF_ANY_KIND = (*OPTIONS, *PACKED, "causal", "n_kv_heads", "n_sequences", "window")
 WITH_LSE = (*OF_ANY_KIND, "lse")

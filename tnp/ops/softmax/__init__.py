@@ -2,7 +2,7 @@
 
 y = e^(x − max x) / Σ e^(x − max x)
 
-`three_passes` and `one_pass` are CUDA C++ to learn from, forward only.
+`tnp_lab` adds `three_passes` and `one_pass`: CUDA C++ to learn from, forward only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.dispatch.spec import Operator, Reason, Work
-from tnp.ops._shared.declared import by_cuda, by_pytorch, by_triton, cases_by_dtype, draw_rows
+from tnp.dispatch.spec import Operator, Work
+from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype, draw_rows
 from tnp.util.checks import require_floats
 
 if TYPE_CHECKING:
@@ -60,16 +60,6 @@ def condition(case, inputs) -> float:
     return float((y * (2 + below)).norm() / y.norm()) * 2**-24 / 3**0.5
 
 
-ONE_PASS_WIDTH = 32_768  # of `one_pass`: 1,024 threads have 64 registers each, half of them for x
-
-
-def _fits_registers(call) -> Reason:
-    width = call.problem["width"]
-    if width > ONE_PASS_WIDTH:
-        return f"it holds a row in registers, of width {ONE_PASS_WIDTH} at most, not {width}"
-    return None
-
-
 def _without_first_half(x):
     """Imitates a loop that forgets its maximum and sum from block to block: a negative control."""
     n = x.shape[-1] // 2
@@ -116,10 +106,6 @@ OPERATOR = Operator(
     keeps=("y",),
     implementations=(
         *by_pytorch(reference),
-        by_cuda("three_passes", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_THREE_PASSES"),
-        by_cuda(
-            "one_pass", "softmax", "tnp.ops.softmax.cuda_softmax:FORWARD_ONE_PASS", _fits_registers
-        ),
         by_triton(
             "triton",
             "softmax",

@@ -1,20 +1,21 @@
-"""Launches of CUDA C++ that walks rows: what softmax and sums share."""
+"""Launches CUDA C++ that walks rows, for softmax and sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from tnp.dispatch import nvrtc
 from tnp.dispatch.spec import ITEMSIZE, Call
 from tnp.ops._shared.rows import row_layout
+from tnp_lab import nvrtc
+from tnp_lab.launch import Bound
 
-PACK_BYTES = 16  # what one instruction moves
+PACK_BYTES = 16  # of one load or store
 
 
 def vector(dtype: str, width: int, aligned: bool) -> int:
-    """Numbers that are read at once: 16 bytes where every row is made of them, else one.
+    """Returns how many numbers are read at once: 16 bytes if every row starts at them, else one.
 
-    `aligned` says it of the rows that are read; those of the result follow one another.
+    `aligned` says whether the rows that are read do. Rows of the result follow one another.
     """
     itemsize = ITEMSIZE[dtype]
     return PACK_BYTES // itemsize if aligned and width * itemsize % PACK_BYTES == 0 else 1
@@ -23,17 +24,18 @@ def vector(dtype: str, width: int, aligned: bool) -> int:
 def prepare(
     call: Call, inputs: tuple, kernel: str, empty: Callable, sized: Callable, *counts: int
 ) -> Callable:
-    """One launch of `kernel` on x [..., width]: x, the result, strides and sizes of x's rows, and
-    `counts` are its arguments.
+    """Prepares one launch of `kernel` on x [..., width].
+
+    Its arguments are x, the result, strides and sizes of x's rows, and `counts`.
 
     Args:
-        call: what is asked.
+        call: the call to prepare for.
         inputs: x.
-        kernel: as `cuda.Source` names it.
-        empty: as `Kernel.empty`, of the result.
-        sized: width and numbers read at once → constants, THREADS of a row among them, and ROWS of
-            a block where these are more than one.
-        counts: what this kernel takes besides.
+        kernel: "module:NAME".
+        empty: makes the result, as `Kernel.empty`.
+        sized: (width, numbers read at once) → constants. THREADS of a row is one of them, and ROWS
+            of a block where a block has several.
+        counts: further integer arguments of this kernel.
     """
     p, rows = call.problem, row_layout(inputs[0])
     width = p["width"]
@@ -41,7 +43,7 @@ def prepare(
     sizes = sized(width, at_once)
     per_block = sizes.get("ROWS", 1)
     constants = nvrtc.constants(TYPE=nvrtc.TYPES[p.dtype], VECTOR=at_once, **sizes)
-    bound = nvrtc.Bound(
+    bound = Bound(
         nvrtc.Source(kernel, constants), call.target.capability, (-(-p["rows"] // per_block),),
         sizes["THREADS"] * per_block, *rows.strides, rows.n_inner, width, *counts,
     )  # fmt: skip

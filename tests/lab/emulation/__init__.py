@@ -1,5 +1,5 @@
 """CUDA C++ without a GPU: sources compiled for this CPU, launched in place of
-`tnp.dispatch.nvrtc.loaded`."""
+`tnp_lab.launch.loaded`."""
 
 import ctypes
 import shutil
@@ -8,20 +8,21 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tnp.dispatch import nvrtc
+from tnp_lab import nvrtc
+from tnp_lab.launch import Launch
 
 HEADER = Path(__file__).with_name("cuda.h")
 EMPTY = ("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline_primitives.h", "mma.h")  # HEADER says it all
 COMPILER = shutil.which("g++")
 
 
-def loaded(source: nvrtc.Source, architecture: str) -> nvrtc.Launch:
-    """Returns a function that runs a kernel on tensors of this CPU, block after block."""
+def loaded(source: nvrtc.Source, architecture: str) -> Launch:
+    """What runs a kernel on tensors in this CPU's memory, block after block."""
     return _compiled(source, source.path.read_text())
 
 
 @cache
-def _compiled(source: nvrtc.Source, text: str) -> nvrtc.Launch:
+def _compiled(source: nvrtc.Source, text: str) -> Launch:
     folder = Path(tempfile.mkdtemp())
     for name in EMPTY:
         (folder / name).touch()

@@ -1,27 +1,29 @@
-"""Launches of softmax in CUDA C++: `three_passes.cu` and `one_pass.cu`, whose comments teach."""
+"""Launches softmax in CUDA C++: `three_passes.cu` and `one_pass.cu`, whose comments teach."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from tnp.dispatch import nvrtc
 from tnp.dispatch.spec import Call, Kernel
-from tnp.ops._shared import cuda_rows
-from tnp.ops.softmax import ONE_PASS_WIDTH
+from tnp_lab import cuda_rows, nvrtc
+from tnp_lab.softmax import ONE_PASS_WIDTH
 
-THREE_PASSES = "tnp.ops.softmax.three_passes:softmax_three_passes"
-ONE_PASS = "tnp.ops.softmax.one_pass:softmax_one_pass"
-# Of `three_passes.cu`, whatever the width is.
+THREE_PASSES = "tnp_lab.softmax.three_passes:softmax_three_passes"
+ONE_PASS = "tnp_lab.softmax.one_pass:softmax_one_pass"
+# Threads of a block of `three_passes.cu`, at any width.
 THREADS = 256
-# Of `one_pass.cu`: numbers that a thread holds while there are more threads to be had, which gives
-# each two loads of 16 bytes to wait for at once; rows that share a block where a warp holds one.
+# A thread of `one_pass.cu` holds HELD numbers before a row gets more threads: it then waits for two
+# loads of 16 bytes at once. ROWS rows share a block where a warp holds a row.
 HELD, MOST_THREADS, ROWS = 16, 1024, 4
 
 
 def shape(width: int, vector: int) -> dict[str, int]:
-    """Constants of `one_pass.cu`: threads of a row, packs of a thread, rows of a block.
+    """Returns constants of `one_pass.cu`: threads of a row, packs of a thread, rows of a block.
 
-    Powers of two, so that few kernels serve all widths. ValueError past ONE_PASS_WIDTH.
+    They are powers of two, so that few kernels serve all widths.
+
+    Raises:
+        ValueError: the width is above ONE_PASS_WIDTH.
     """
     if width > ONE_PASS_WIDTH:
         raise ValueError(f"width is {width}: registers hold at most {ONE_PASS_WIDTH}")
@@ -40,13 +42,13 @@ def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
 
 
 def prepare_three_passes(call: Call, config: object, inputs: tuple) -> Callable:
-    """One launch, a block a row."""
+    """Prepares one launch, with a block for each row."""
     constants = {"THREADS": THREADS}
     return cuda_rows.prepare(call, inputs, THREE_PASSES, empty, lambda width, vector: constants)
 
 
 def prepare_one_pass(call: Call, config: object, inputs: tuple) -> Callable:
-    """One launch, a block a row or several short ones."""
+    """Prepares one launch, with a block for one row or several short ones."""
     return cuda_rows.prepare(call, inputs, ONE_PASS, empty, shape, call.problem["rows"])
 
 

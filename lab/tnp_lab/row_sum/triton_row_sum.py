@@ -1,7 +1,7 @@
 """Sums over the last dimension in Triton.
 
 A program has a tile: several short rows, or one row block after block. Each place of the tile has
-a sum of its own, so that there is one reduction, at the end.
+a sum of its own, so that one reduction is enough, at the end.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tnp.dispatch.spec import Kernel
 from tnp.ops._shared.primitives import KernelConfig
 from tnp.ops._shared.rows import load_rows, row_layout, row_offsets
 
-# Numbers of a tile, and warps: of 16 bits two to four loads of 16 bytes a thread.
+# Numbers of a tile, and warps. A thread makes two to four loads of 16 bytes of 16-bit numbers.
 TILES = ((8192, 8), (4096, 4), (2048, 4))
 NARROW = 1024  # rows up to here, padded, share a program of the smallest tile
 
@@ -30,7 +30,7 @@ class Config(KernelConfig):
 
 
 def configs(call):
-    """Candidates, the default first."""
+    """Returns candidates, the default first."""
     width = triton.next_power_of_2(call.problem["width"])
     found = tuple(Config(min(n, width), max(1, n // width), warps) for n, warps in TILES)
     return found[::-1] if width <= NARROW else found

@@ -1,17 +1,16 @@
-"""CUDA C++ that is compiled on first use, for the GPU that is there.
+"""Compiles CUDA C++ on first use, for the GPU that is there.
 
-A kernel is named "module:NAME", as Triton's are: "tnp.ops.softmax.one_pass:softmax_one_pass" is
-that `extern "C"` function of tnp/ops/softmax/one_pass.cu. What is a constant to it, types, sizes of
-tiles, numbers of templates, is defined on the compiler's command line. NVRTC compiles, NVIDIA's
-compiler as a library, through cuda-core; where it is missing nvcc does. Compiled code is kept in
-the user's cache, by what it was compiled of and with.
+A kernel is named "module:NAME", as Triton's are: "tnp_lab.softmax.one_pass:softmax_one_pass" is
+that `extern "C"` function of tnp_lab/softmax/one_pass.cu. The compiler's command line defines its
+constants: types, sizes of tiles, arguments of templates. NVRTC, NVIDIA's compiler as a library,
+compiles through cuda-core; nvcc replaces it where it is missing. The user's cache keeps machine
+code by a hash of its sources, constants, target and compiler.
 
-Planning imports nothing of NVIDIA's: `missing` is asked where something is to run.
+Planning imports no package of NVIDIA's: only a call asks `missing`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib.util
 import io
@@ -21,25 +20,19 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tnp.dispatch.spec import Reason
 from tnp.util.atomic_files import replacing, user_cache
 from tnp.util.extras import install
+from tnp_lab.sources import INCLUDE
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# Headers of ours, whose names are in quotation marks.
-CUDA_INCLUDE = re.compile(r'^\s*#include "(.+)"', re.MULTILINE)
-ROOT = Path(__file__).resolve().parents[2]  # what sources name files of ours from
-# By compute capability, those of GPUs whose code only they run with all that they can do.
+ROOT = Path(__file__).resolve().parents[1]  # sources name our headers from here
+# Compute capability → architecture, with the instructions that only this GPU has.
 ARCHITECTURES = {
     75: "sm_75", 80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a",
 }  # fmt: skip
@@ -63,11 +56,11 @@ class CompilationError(RuntimeError):
 
 
 def missing_for_cute() -> Reason:
-    """What is not installed that compiles and launches CuTe."""
+    """Says what is not installed that compiles and launches CuTe, or returns None."""
     if cutlass() is None:
         return (
             "the headers of CUTLASS are not installed, which CuTe is part of: "
-            f"{install('cute')} brings them"
+            f"{install('cute', 'lab')} brings them"
         )
     if not shutil.which("nvcc"):
         return "nvcc is not here, which compiles what needs CUTLASS"
@@ -76,7 +69,7 @@ def missing_for_cute() -> Reason:
 
 @cache
 def cutlass() -> str | None:
-    """The folder of CUTLASS's headers, of a wheel that carries them."""
+    """Returns the folder of CUTLASS's headers in an installed package, or None."""
     for package, *folders in CUTLASS:
         found = importlib.util.find_spec(package)
         for place in (found.submodule_search_locations or ()) if found else ():
@@ -88,11 +81,11 @@ def cutlass() -> str | None:
 
 @cache
 def missing() -> Reason:
-    """What is not installed that compiles and launches CUDA C++."""
+    """Says what is not installed that compiles and launches CUDA C++, or returns None."""
     if not (_is_installed("cuda.core") and _is_installed("cuda.bindings")):
         return (
             "cuda-core is not installed, which compiles and launches CUDA C++: "
-            f"{install('cuda')} brings it"
+            f"{install('cuda', 'lab')} brings it"
         )
     if not _nvrtc_is_here() and not shutil.which("nvcc"):
         return (
@@ -111,7 +104,7 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def _nvrtc_is_here() -> bool:
-    """With the headers of CUDA, which Triton brings for its own use."""
+    """Returns whether NVRTC and CUDA's headers are here; Triton brings the headers."""
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     try:
@@ -134,10 +127,10 @@ def _headers() -> Path | None:
 
 @dataclass(frozen=True)
 class Source:
-    """What is compiled: a kernel, its constants by name, and where CUTLASS is if it needs that.
+    """A kernel to compile, its constants by name, and CUTLASS's folder if it includes CUTLASS.
 
-    With CUTLASS nvcc compiles: NVRTC takes as long, and makes code of every function of its headers
-    (measured at 4.2.0).
+    nvcc compiles what includes CUTLASS. NVRTC takes as long, and makes code of every function of
+    the headers (measured at 4.2.0).
     """
 
     kernel: str
@@ -146,29 +139,29 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """Names the function."""
         return self.kernel.partition(":")[2]
 
     @property
     def path(self) -> Path:
-        """The .cu file, which is there or `read` raises FileNotFoundError."""
+        """Returns the path of the .cu file."""
         return ROOT.joinpath(*self.kernel.partition(":")[0].split(".")).with_suffix(".cu")
 
     def texts(self) -> Iterator[str]:
-        """Of the file, and of each of ours that it includes, directly or not."""
+        """Yields the text of the file, and of each header of ours that it includes."""
         pending, seen = [self.path], set()
         while pending:
             path = pending.pop()
             if path not in seen:
                 seen.add(path)
                 text = path.read_text()
-                pending += [ROOT / name for name in CUDA_INCLUDE.findall(text)]
+                pending += [ROOT / name for name in INCLUDE.findall(text)]
                 yield text
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, what the compiler said (registers, spills), and how long it took."""
+    """Machine code, the compiler's log (registers, spills), and the seconds it took."""
 
     cubin: bytes
     log: str
@@ -176,10 +169,10 @@ class Compiled:
 
 
 def build(source: Source, architecture: str) -> Compiled:
-    """Compile, whether it is in the cache or not.
+    """Compiles, whether the result is in the cache or not.
 
     Args:
-        source: see there.
+        source: the kernel and its constants.
         architecture: "sm_90a", also of a GPU that is not here.
 
     Raises:
@@ -241,7 +234,7 @@ def identity(source: Source, architecture: str) -> list[object]:
 
 
 def cached(source: Source, architecture: str) -> bytes:
-    """Machine code from the user's cache, or compiled and kept there."""
+    """Returns machine code from the user's cache. What is not there is compiled first."""
     said = json.dumps(identity(source, architecture))
     path = user_cache() / "cuda" / hashlib.sha256(said.encode()).hexdigest()[:32]
     path = path.with_suffix(".cubin")
@@ -254,7 +247,7 @@ def cached(source: Source, architecture: str) -> bytes:
 
 @cache
 def _compiler(of_cutlass: bool) -> str:
-    """Which, and its version; of NVRTC, whose headers are Triton's, also Triton's."""
+    """Returns the compiler's version. NVRTC uses Triton's headers, so Triton's is added."""
     if _nvrtc_is_here() and not of_cutlass:
         from cuda.bindings import nvrtc
 
@@ -262,94 +255,13 @@ def _compiler(of_cutlass: bool) -> str:
     return subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
 
 
-# ----------------------------------------------------------------------------------------- launches
-
-Launch = Callable[[tuple[int, ...], int, list], None]  # grid, threads of a block, arguments
-_watchers: list[Callable[[Bound], None]] = []
-
-
-@contextmanager
-def watched(note: Callable[[Bound], None]) -> Iterator[None]:
-    """Inside, `note` is told of every launch."""
-    _watchers.append(note)
-    try:
-        yield
-    finally:
-        _watchers.remove(note)
-
-
-class Bound:
-    """A kernel with all but its tensors and floating-point numbers decided.
-
-    The kernel's arguments are, in this order: tensors, integers (long long), floating-point numbers
-    (float). A call passes the tensors and the floating-point numbers. Of tensors on the meta device
-    nothing is launched: whoever compiles without a GPU watches.
-
-    Args:
-        source: see there.
-        capability: of the GPU that it is compiled for, 90 for 9.0.
-        grid: blocks in up to three dimensions.
-        threads: of a block.
-        integers: sizes and strides, the same at every call.
-        architecture: "sm_86", in place of the capability's own.
-    """
-
-    __slots__ = ("source", "architecture", "grid", "threads", "integers", "launch")
-
-    def __init__(
-        self,
-        source: Source,
-        capability: int,
-        grid: tuple[int, ...],
-        threads: int,
-        *integers: int,
-        architecture: str | None = None,
-    ) -> None:
-        self.source, self.grid, self.threads, self.integers = source, grid, threads, integers
-        self.architecture = architecture or ARCHITECTURES.get(capability, f"sm_{capability}")
-        self.launch: Launch | None = None
-
-    def __call__(self, *arguments: Tensor | float) -> None:
-        for note in _watchers:
-            note(self)
-        if arguments[0].is_meta:
-            return
-        if self.launch is None:
-            self.launch = loaded(self.source, self.architecture)
-        tensors = [x for x in arguments if not isinstance(x, float)]
-        numbers = map(ctypes.c_float, arguments[len(tensors) :])
-        pointers = [x.data_ptr() for x in tensors]
-        self.launch(self.grid, self.threads, [*pointers, *self.integers, *numbers])
-
-
-@cache
-def loaded(source: Source, architecture: str) -> Launch:
-    """What launches a kernel on PyTorch's current stream of the current device."""
-    import torch
-    from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, Stream, launch
-
-    code = ObjectCode.from_cubin(cached(source, architecture))
-    kernel = code.get_kernel(source.name)
-    current, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    config = lru_cache(64)(lambda grid, threads: LaunchConfig(grid=grid, block=threads))
-
-    @lru_cache(64)
-    def stream(handle: int) -> Any:
-        return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
-
-    def run(grid: tuple[int, ...], threads: int, arguments: list) -> None:
-        launch(stream(current(device())), config(grid, threads), kernel, *arguments)
-
-    return run
-
-
 def constants(**named: str | int) -> Constants:
-    """By name, in a fixed order."""
+    """Returns constants by name, in a fixed order."""
     return tuple(sorted(named.items()))
 
 
 def resources(log: str) -> Mapping[str, int]:
-    """What ptxas says of a kernel: registers, bytes of stack and of shared memory."""
+    """Reads registers, bytes of stack and of shared memory from ptxas's log."""
     found = re.search(r"(\d+) bytes stack frame.*?Used (\d+) registers([^\n]*)", log, re.DOTALL)
     if found is None:
         raise CompilationError(f"ptxas said nothing: {log!r}")

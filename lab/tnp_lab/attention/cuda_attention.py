@@ -1,4 +1,4 @@
-"""Launches of attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
+"""Launches attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tnp.dispatch import nvrtc
 from tnp.dispatch.spec import Call, Kernel
-from tnp.ops.attention.definition import IN_CUDA
 from tnp.ops.attention.primitives import (
     LOG2_E,
     empty,
@@ -18,20 +16,23 @@ from tnp.ops.attention.primitives import (
     rows_layout,
 )
 from tnp.ops.attention.torch_forms import with_aligned_rows
+from tnp_lab import nvrtc
+from tnp_lab.attention import OPTIONS
+from tnp_lab.launch import Bound
 
-WMMA = "tnp.ops.attention.wmma:attention_wmma"
-CUTE = "tnp.ops.attention.cute:attention_cute"
+WMMA = "tnp_lab.attention.wmma:attention_wmma"
+CUTE = "tnp_lab.attention.cute:attention_cute"
 CUTE_TYPES = {"bfloat16": "cute::bfloat16_t", "float16": "cute::half_t"}
 WARPS, QUERIES_OF_A_WARP = 4, 16
 
 
 def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
-    """One launch, a block 64 queries of a head."""
+    """Prepares one launch of `wmma.cu`, with a block for 64 queries of a head."""
     return _prepare(call, inputs, WMMA, nvrtc.TYPES)
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
-    """Likewise."""
+    """Prepares one launch of `cute.cu`, with a block for 64 queries of a head."""
     return _prepare(call, inputs, CUTE, CUTE_TYPES, nvrtc.cutlass() or "")
 
 
@@ -44,7 +45,7 @@ def _prepare(
     of_o, of_lse = rows_layout(q), lse_layout(q)
     n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
     constants = nvrtc.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
-    bound = nvrtc.Bound(
+    bound = Bound(
         nvrtc.Source(kernel, constants, cutlass), call.target.capability,
         (n_tiles * q.shape[0] * n_heads,), WARPS * nvrtc.WARP,
         *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3],
@@ -62,5 +63,5 @@ def _prepare(
 
 
 _BUILT = tuple(nvrtc.ARCHITECTURES)
-FORWARD_WMMA = Kernel("cuda", empty, prepare_wmma, options=IN_CUDA, compiled_for=_BUILT)
-FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=IN_CUDA, compiled_for=_BUILT)
+FORWARD_WMMA = Kernel("cuda", empty, prepare_wmma, options=OPTIONS, compiled_for=_BUILT)
+FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=OPTIONS, compiled_for=_BUILT)

@@ -1,8 +1,8 @@
-"""Sums over the last dimension, in float32.
+"""Sums over the last dimension, in float32: an operator to learn from.
 
     y = Σ x        over each row
 
-Forward only. `tree` and `shuffles` are CUDA C++ to learn from.
+Forward only. `tree` and `shuffles` are CUDA C++, `triton` is Triton.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import Implementation, Operation, Operator, Work, triton_from
-from tnp.ops._shared.declared import by_cuda, by_pytorch, cases_by_dtype, draw_rows
+from tnp.ops._shared.declared import by_pytorch, cases_by_dtype, draw_rows
 from tnp.util.checks import require_floats, require_no_gradient
+from tnp_lab.declared import by_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def reference(x):
-    """The formula in PyTorch: in float32, or in float64 of float64."""
+    """Computes the formula in PyTorch: in float64 for float64, else in float32."""
     import torch
 
     return x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def describe(x) -> dict:
-    """Sizes; ValueError where there is no last dimension, or a gradient is asked for."""
+    """Returns sizes; ValueError without a last dimension, or where a gradient is asked for."""
     if x.dim() == 0:
         raise ValueError("x has no dimensions: it must be [..., width]")
     require_no_gradient("row_sum", x=x)
@@ -36,8 +37,8 @@ def describe(x) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers; where the case names a number `apart`, the first of every row is larger by
-    that, and the last as much smaller.
+    """Draws normal numbers. The case's number `apart` is added to the first of every row, and
+    taken from the last.
     """
     x = draw_rows(case, random)
     if case["apart"]:
@@ -47,19 +48,19 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """x once, and a number a row."""
+    """Counts x once, and one number for each row."""
     p = case.problem
     return Work({}, p["rows"] * p["width"] * p.itemsize, p["rows"] * max(4, p.itemsize))
 
 
-LANES = 256  # of which each adds up its share of a row, one number after another
+LANES = 256  # each adds up its share of a row, one number after another
 
 
 def condition(case, inputs) -> float:
-    """What float32 loses where LANES partial sums are added up as a tree.
+    """Returns what float32 loses where LANES partial sums are added up as a tree.
 
-    A number of a row goes through half the additions of its lane in the mean, and through those of
-    the tree; each rounds by 2⁻²⁴ of what it adds at most, and by 1/√3 of that in the mean square.
+    On average a number goes through half the additions of its lane, and through all of the tree.
+    Each addition rounds by at most 2⁻²⁴ of its sum, and by 1/√3 of that in the mean square.
     """
     x = inputs["x"].double()
     additions = x.shape[-1] / (2 * LANES) + (LANES - 1).bit_length()
@@ -67,7 +68,7 @@ def condition(case, inputs) -> float:
 
 
 def _rounded(x):
-    """As a kernel that hands on what x's dtype holds of a sum."""
+    """Rounds the sum to x's dtype, as a wrong kernel might."""
     y = reference(x)
     return y.to(x.dtype).to(y.dtype)
 
@@ -104,16 +105,27 @@ _INTERPRETED = {
 }
 OPERATOR = Operator(
     "row_sum",
+    title="sum of a row",
     inputs=("x",),
     outputs=("y",),
     sizes=("rows", "width"),
     implementations=(
         *(replace(one, gradients=()) for one in by_pytorch(reference)),
-        by_cuda("tree", "row_sum", "tnp.ops.row_sum.cuda_row_sum:FORWARD_TREE"),
-        by_cuda("shuffles", "row_sum", "tnp.ops.row_sum.cuda_row_sum:FORWARD_SHUFFLES"),
+        by_cuda(
+            "tree",
+            "row_sum",
+            "tnp_lab.row_sum.cuda_row_sum:FORWARD_TREE",
+            title="CUDA C++ by a tree",
+        ),
+        by_cuda(
+            "shuffles",
+            "row_sum",
+            "tnp_lab.row_sum.cuda_row_sum:FORWARD_SHUFFLES",
+            title="CUDA C++ by shuffles",
+        ),
         Implementation(
             "triton",
-            forward=Operation("row_sum.forward", ("tnp.ops.row_sum.triton_row_sum:FORWARD",)),
+            forward=Operation("row_sum.forward", ("tnp_lab.row_sum.triton_row_sum:FORWARD",)),
             supported=triton_from(80),
         ),
     ),
@@ -132,11 +144,11 @@ OPERATOR = Operator(
 
 
 def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
-    """Sums over the last dimension, added up in float32.
+    """Sums over the last dimension, in float32.
 
     Args:
-        x: [..., width], any strides; what is contiguous but for its rows, as h[:, n:], is not
-            copied. bfloat16, float16 or float32 for ours.
+        x: [..., width], any strides; a view of whole rows, as h[:, n:], is not copied. Ours take
+            bfloat16, float16 and float32.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:

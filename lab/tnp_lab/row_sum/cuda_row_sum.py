@@ -1,21 +1,20 @@
-"""Launches of sums in CUDA C++: `row_sum.cu`, whose comments teach, with either reduction."""
+"""Launches sums in CUDA C++: `row_sum.cu`, whose comments teach, with either reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from tnp.dispatch import nvrtc
 from tnp.dispatch.spec import Call, Kernel
-from tnp.ops._shared import cuda_rows
-from tnp.ops.row_sum import LANES
-from tnp.ops.row_sum.triton_row_sum import empty
+from tnp_lab import cuda_rows, nvrtc
+from tnp_lab.row_sum import LANES
+from tnp_lab.row_sum.triton_row_sum import empty
 
-ROW_SUM = "tnp.ops.row_sum.row_sum:row_sum_block"
+ROW_SUM = "tnp_lab.row_sum.row_sum:row_sum_block"
 
 
 def prepare(call: Call, config: object, inputs: tuple, reduction: str) -> Callable:
-    """One launch, a block a row, by this reduction of reduce.cuh."""
+    """Prepares one launch, with a block for each row and `reduction` of reduce.cuh."""
     constants = {"THREADS": LANES, "REDUCE": reduction}
     return cuda_rows.prepare(call, inputs, ROW_SUM, empty, lambda width, vector: constants)
 

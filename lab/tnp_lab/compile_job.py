@@ -1,12 +1,12 @@
-"""Kernels in CUDA C++ for `tnp.gates.compile`: what their launches compile, and what ptxas says."""
+"""Compiles a kernel in CUDA C++ for `tnp.gates.compile`, and reads what ptxas says."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 
-from tnp.dispatch import nvrtc
-from tnp.dispatch.nvrtc import Bound
+from tnp.experiment.code_hash import digest
+from tnp_lab import nvrtc
 
 
 @dataclass
@@ -19,8 +19,17 @@ class CudaJob:
     dtype: str
     users: set[tuple[str, str]] = field(default_factory=set)
 
+    @property
+    def package(self) -> str:
+        """Names the package whose file keeps the result; see `tnp.gates.kept`."""
+        return self.source.kernel.split(".")[0]
+
+    def code(self) -> str:
+        """Returns a hash, 16 hexadecimal digits, of all that decides the compiled result."""
+        return digest(["CUDA C++", *nvrtc.identity(self.source, self.architecture)])
+
     def known(self) -> dict:
-        """Returns the columns of a row of table `kernels` that need no compiler, and `users`."""
+        """Returns the columns of a row of table `kernels` that need no compiler, and two others."""
         constants = dict(self.source.constants)
         del constants["TYPE"]  # the row's dtype
         return {
@@ -31,6 +40,7 @@ class CudaJob:
             "shared_limit_bytes": nvrtc.SHARED_LIMIT,
             "num_stages": None,  # the source's own
             "users": sorted(self.users),
+            "package": self.package,
         }
 
     def compiled(self) -> dict:
@@ -43,15 +53,3 @@ class CudaJob:
             "compile_s": found.seconds,
             "warnings": "\n".join(dict.fromkeys(warnings)),
         }
-
-
-class CudaJobs:
-    """Those of the launches that it is told of, once each."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[nvrtc.Source, str], CudaJob] = {}
-
-    def note(self, bound: Bound, dtype: str, users: tuple[tuple[str, str], ...]) -> None:
-        key = bound.source, bound.architecture
-        job = self.found.setdefault(key, CudaJob(*key, bound.threads, dtype))
-        job.users.update(users)

@@ -1,0 +1,49 @@
+"""Attention in CUDA C++, through wmma and in CuTe. The portable backward pass reads their lse."""
+
+from tnp.dispatch.spec import Call, Reason
+from tnp.ops.attention import PORTABLE_BACKWARD
+from tnp_lab import nvrtc
+from tnp_lab.declared import by_cuda
+
+OPTIONS = ("base2", "causal", "lse", "n_kv_heads")
+
+
+def _in_cuda(call: Call) -> Reason:
+    p = call.problem
+    if p["head_dim"] not in (64, 128):
+        return f"it takes head_dim 64 and 128, not {p['head_dim']}"
+    if call.wanted and call.target.capability < 80:
+        return "its backward pass is Triton's, from compute capability 8.0 on"
+    if p.dtype == "bfloat16" and call.target.capability < 80:
+        return "tensor cores take bfloat16 from compute capability 8.0 on"
+    return None
+
+
+def _in_cute(call: Call) -> Reason:
+    if call.target.capability < 80:
+        return "its instructions are of compute capability 8.0 and newer"
+    return _in_cuda(call)
+
+
+_LIMITS = {
+    "backward": PORTABLE_BACKWARD,
+    "dtypes": ("bfloat16", "float16"),
+    "options": OPTIONS,
+}
+WMMA = by_cuda(
+    "wmma",
+    "attention",
+    "tnp_lab.attention.cuda_attention:FORWARD_WMMA",
+    _in_cuda,
+    title="CUDA C++ with wmma",
+    **_LIMITS,
+)
+CUTE = by_cuda(
+    "cute",
+    "attention",
+    "tnp_lab.attention.cuda_attention:FORWARD_CUTE",
+    _in_cute,
+    nvrtc.missing_for_cute,
+    title="CUDA C++ with CuTe",
+    **_LIMITS,
+)
