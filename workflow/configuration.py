@@ -7,14 +7,17 @@ YAML nor where a value was written.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-# Of a value in the merged configuration: keys, and positions in lists.
-Place = tuple[str | int, ...]
+from workflow.faults import Fault, Place, sentence, shown
+
 # Aliases of aliases can make a short file expand without end.
 MAX_VALUES = 100_000
 
@@ -173,6 +176,124 @@ def _shown(file: os.PathLike | str) -> str:
     """As a user would write it: Snakemake has made it absolute."""
     relative = os.path.relpath(file)
     return os.fspath(file) if relative.startswith(os.pardir) else relative
+
+
+def read(file: os.PathLike | str) -> dict[str, Any]:
+    """Returns what a configuration file says, with its grids written out."""
+    return expanded(yaml.safe_load(Path(file).read_text()), {})[0]
+
+
+def expanded(
+    config: Mapping[str, Any], written: Mapping[Place, str]
+) -> tuple[dict[str, Any], dict[Place, str]]:
+    """Returns `config` with its grids written out, and where each of its values was written.
+
+    An entry whose name has braces is a grid: an entry for each combination of the values in lists
+    that the braces name. "l{n_k}_d{head_dim}: {n_k: [512, 1024], head_dim: [64, 128]}" are four.
+    "{n_k:k}" writes 1024 as "1k". A name of several sizes gives them together, as in
+    "n_q,n_k: [[150, 100], [300, 256]]". Text in a list is as many as its braces have words:
+    "llama/decode_{1k,8k}" are two.
+
+    Raises:
+        ValueError: a grid that cannot be written out.
+    """
+    found = dict(written)
+    try:
+        return _expanded(config, (), found), found
+    except _GridError as error:
+        raise ValueError(sentence(error.args[0], written)) from None
+
+
+class _GridError(Exception):
+    """What is wrong with a grid, a `Fault`."""
+
+
+BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def _expanded(value: Any, place: Place, written: dict[Place, str]) -> Any:
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for key, inner in value.items():
+            entries = {key: inner}
+            if isinstance(key, str) and BRACES.search(key) and isinstance(inner, Mapping):
+                entries = dict(_grid(key, inner, (*place, key)))
+            for name, entry in entries.items():
+                if name in found:
+                    raise _GridError(Fault(place, f"{name!r} stands in it twice", (key,)))
+                if name != key:
+                    _copy((*place, key), (*place, name), written)
+                found[name] = _expanded(entry, (*place, name), written)
+        return found
+    if isinstance(value, list):
+        words = [
+            (index, word)
+            for index, item in enumerate(value)
+            for word in (_words(item) if isinstance(item, str) else [item])
+        ]
+        lines = [written.get((*place, index)) for index, _ in words]
+        for index, line in enumerate(lines) if len(words) > len(value) else ():
+            if line:
+                written[(*place, index)] = line
+        return [_expanded(word, (*place, at), written) for at, (_, word) in enumerate(words)]
+    return value
+
+
+def _grid(name: str, sizes: Mapping[str, Any], place: Place) -> Iterator[tuple[str, dict]]:
+    """Yields (name, sizes) of each entry of a grid."""
+    named = {part.partition(":")[0] for part in BRACES.findall(name)}
+    axes = {key: values for key, values in sizes.items() if named & set(_parts(key))}
+    missing = named.difference(*map(_parts, axes)) if axes else named
+    if missing:
+        what = f"no key of it is {min(missing)!r}, which stands in braces in its name"
+        raise _GridError(Fault(place, what))
+    for key, values in axes.items():
+        n = len(_parts(key))
+        rows = values if n > 1 and isinstance(values, list) else []
+        if not isinstance(values, list) or any(
+            not isinstance(row, list) or len(row) != n for row in rows
+        ):
+            wanted = "a list" if n == 1 else f"a list of lists of {n}"
+            raise _GridError(Fault((*place, key), f"{shown(values)} must be {wanted}: it is in "
+                                                  "braces in the entry's name"))  # fmt: skip
+    for combination in product(*axes.values()):
+        chosen = dict(zip(axes, combination, strict=True))
+        entry: dict[str, Any] = {}
+        for key, value in sizes.items():
+            parts = _parts(key) if key in chosen else [key]
+            values = chosen.get(key, value)
+            entry |= dict(zip(parts, values if len(parts) > 1 else [values], strict=True))
+        yield (
+            "".join(
+                _written(part, entry) if at % 2 else part
+                for at, part in enumerate(BRACES.split(name))
+            ),
+            entry,
+        )
+
+
+def _parts(key: str) -> list[str]:
+    return [part.strip() for part in key.split(",")]
+
+
+def _written(part: str, entry: Mapping[str, Any]) -> str:
+    key, _, unit = part.partition(":")
+    value = entry[key]
+    whole = unit == "k" and isinstance(value, int) and value % 1024 == 0
+    return f"{value // 1024}k" if whole else str(value)
+
+
+def _words(text: str) -> list[str]:
+    """Returns all that text with braces stands for; "a{b,c}" are "ab" and "ac"."""
+    parts = BRACES.split(text)
+    choices = [part.split(",") if at % 2 else [part] for at, part in enumerate(parts)]
+    return ["".join(words) for words in product(*choices)]
+
+
+def _copy(old: Place, new: Place, written: dict[Place, str]) -> None:
+    """Notes that what is at `new` was written at `old`."""
+    for place in [place for place in written if place[: len(old)] == old]:
+        written[new + place[len(old) :]] = written[place]
 
 
 def check_command_line(arguments: list[str]) -> None:

@@ -10,19 +10,20 @@ from pathlib import Path
 
 from snakemake.logging import logger
 from tnp.bench.child import require_visible
-from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug, free_gb
 from tnp.catalog import catalog
 from tnp.definitions import digest
-from tnp.gates import COMPILED, GATES, gates_of, generic_gates
+from tnp.gates import COMPILED, GATES, generic_gates
 from tnp.gpu_memory import gates_at_once, limit_gb
-from tnp.schemas import CEILINGS
 from tnp.story import STORY
-from workflow import operator_plan, plan, sources, start, summary
+from workflow import sources, start, summary
 from workflow.attempts import PATTERN, Attempts, is_of, keep, named
-from workflow.progress import Progress
 from workflow.faults import unknown
+from workflow.plan import GATE, TABLES, Plan, device, running_order
+from workflow.progress import Progress
+from workflow.studies import kinds
+from workflow.studies.ops import deciding
 from workflow.validation import validate
 
 # A plan reads millions of nodes of syntax trees that live as long as it does: to look for cycles
@@ -33,13 +34,13 @@ gc.set_threshold(100_000)
 again = config.pop("again", None)
 
 try:
-    validate(config, WRITTEN)
+    CONFIG = validate(config, WRITTEN)
     GPU_LIMIT_GB = limit_gb()
-    SLUG = plan.device(config["device"], device_slug())
+    SLUG = device(CONFIG.device, device_slug())
 except ValueError as error:
     sys.exit(str(error))
 
-# What of other packages cannot be taken; the rest goes on.
+# Faults of other packages' entries: those are left out, and the rest goes on.
 for fault in catalog().faults if workflow.is_main_process else ():
     print(fault, file=sys.stderr)
 
@@ -53,39 +54,22 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
-PLANNED_GATES = plan.gates(config)
-STEPS = plan.steps(config, DEVICE, SLUG)
-OPS = plan.ops(config, DEVICE, SLUG)
-TUNING = operator_plan.tuning(config, DEVICE, SLUG)  # on demand alone
-OF_OPERATORS = OPS | TUNING
-TRAINING = plan.training(config, DEVICE, SLUG)
-HOST = plan.host(config, DEVICE, SLUG)
-HOST_STEPS = plan.host_steps(config, DEVICE, SLUG)
-PREDICTIONS = plan.predictions(config, DEVICE, SLUG)
-PROFILES = plan.profiles(config, DEVICE, SLUG)
-BENCHMARKS = {"step": STEPS, "op": OPS, "prediction": PREDICTIONS, "host": HOST}
-BENCHMARKS |= {"host_step": HOST_STEPS, "profile": PROFILES}
-JOBS = BENCHMARKS | {"op": OF_OPERATORS, "train": TRAINING}
-SCRIPTS = dict.fromkeys(("step", "op", "prediction"), "benchmark")
-SCRIPTS |= dict.fromkeys(("host", "host_step"), "host")
-SCRIPTS |= {"profile": "profile", "train": "train"}
-OF_BENCHMARKS = STEPS | OPS | PREDICTIONS | HOST | HOST_STEPS | PROFILES
+PLAN = Plan(CONFIG, DEVICE, SLUG)
+TRAINING = PLAN.jobs["train"]
 
 # Gates first, then the benchmarks round by round, training last.
-ORDER = plan.running_order(OF_BENCHMARKS)
-PRIORITY = {job: len(ORDER) - rank for rank, job in enumerate(ORDER)}
-GATE_PRIORITY = len(ORDER) + 1
+PRIORITY = {job: len(PLAN.order) - rank for rank, job in enumerate(PLAN.order)}
+GATE_PRIORITY = len(PLAN.order) + 1
 
 # On a cluster a job's own process reads this file too, while the plan is being carried out.
 PLANNING = workflow.is_main_process
 ATTEMPTS = Attempts(RUNS, PLANNING)
 
-ELSEWHERE = plan.elsewhere(config, DEVICE, SLUG)
+ELSEWHERE = PLAN.elsewhere()
 try:
     AGAIN = set()
     if PLANNING and again is not None:
-        here = (config, DEVICE, SLUG)
-        AGAIN = named(again, plan.names(*here), plan.names_elsewhere(*here))
+        AGAIN = named(again, PLAN.names(), PLAN.names_elsewhere())
 except ValueError as error:
     sys.exit(str(error))
 
@@ -115,64 +99,57 @@ def one_of(names):
 
 def outputs(kind, stem):
     """{table: file} of everything that a job writes."""
-    return {table: f"{RUNS}/{table}/{stem}.parquet" for table in plan.TABLES[kind]}
+    return {table: f"{RUNS}/{table}/{stem}.parquet" for table in TABLES[kind]}
 
 
 def planned(kind, stem):
     """{table: file} of the attempt that counts: the last one, or the next where that failed."""
     again = (kind, stem) in AGAIN
-    return outputs(kind, stem + ATTEMPTS.planned(plan.TABLES[kind][0], stem, again))
-
-
-def named_gates(gates):
-    """Those that config.yaml names."""
-    return [gate for gate in gates if gate in PLANNED_GATES]
+    return outputs(kind, stem + ATTEMPTS.planned(TABLES[kind][0], stem, again))
 
 
 def gate_files(gates):
     """Results of the gates that a benchmark waits for, of those that config.yaml names."""
-    return [planned("gate", gate)["gates"] for gate in named_gates(gates)]
+    return [planned(GATE, gate)["gates"] for gate in gates if gate in PLAN.gates]
 
 
 def parameters_of(kind, wildcards):
-    """Of one job."""
-    if kind == "train":
-        return TRAINING[wildcards.config_id]
-    return plan.job(JOBS[kind], wildcards.config_id, wildcards.replicate)
+    return PLAN.job(kind, wildcards.config_id, wildcards.get("replicate"))
 
 
 def awaited_gates(kind, config_id):
-    """Gates that a job waits for; of an operator's benchmark {contender: its gates}."""
-    parameters = JOBS[kind][config_id]
-    if kind != "op":
-        return named_gates(parameters["gates"].split("|"))
-    op = parameters["op"]
+    """Gates that a job waits for, of those that config.yaml names; of an operator's benchmark
+    {contender: its gates}.
+    """
+    gates = kinds()[kind].gates(PLAN.jobs[kind][config_id])
+    if isinstance(gates, list):
+        return [gate for gate in gates if gate in PLAN.gates]
     return {
-        name: (
-            [] if op in CEILINGS else named_gates(gates_of(op, implementation_of(name)))
-        )
-        for name in parameters["implementations"]
+        name: [gate for gate in of if gate in PLAN.gates] for name, of in gates.items()
     }
+
+
+def all_gates(gates):
+    return gates if isinstance(gates, list) else sorted(set().union(*gates.values()))
 
 
 def gates_waited_for():
     """Gates that jobs of this device wait for, in the order of config.yaml."""
-    jobs = {"step": STEPS, "op": OPS, "prediction": PREDICTIONS, "train": TRAINING}
     found = set()
-    for kind, ids in jobs.items():
-        for config_id in ids:
-            gates = awaited_gates(kind, config_id)
-            found.update(*gates.values() if kind == "op" else [gates])
-    return [gate for gate in PLANNED_GATES if gate in found]
+    for kind, jobs in PLAN.jobs.items():
+        for config_id in jobs.keys() - PLAN.on_demand.keys():
+            found.update(all_gates(awaited_gates(kind, config_id)))
+    return [gate for gate in PLAN.gates if gate in found]
 
 
 @cache
 def code(kind, config_id):
     """Fingerprint of all that a job runs."""
-    found = sources.of_job(kind, JOBS[kind][config_id])
-    if config_id in TUNING:  # the table that it is for voids no trial
+    study = kinds()[kind]
+    found = study.code(PLAN.jobs[kind][config_id])
+    if config_id in PLAN.on_demand:  # the table that it is for voids no trial
         found = sources.code(found)
-    return sources.fingerprint(SCRIPTS[kind], found)
+    return sources.fingerprint(study.script, found)
 
 
 def state(kind, wildcards):
@@ -182,14 +159,16 @@ def state(kind, wildcards):
     return digest(json.dumps(depends_on, sort_keys=True))
 
 
-def params_of(kind):
-    """What the jobs of a rule are told, by which they run again where it changes."""
-    return {
+def params_of(kind, stem):
+    """Parameters of the jobs of a rule. Jobs run again where one changes."""
+    found = {
         "code": lambda wildcards: code(kind, wildcards.config_id),
-        "gates": lambda wildcards: awaited_gates(kind, wildcards.config_id),
-        "state": lambda wildcards: state(kind, wildcards),
         "parameters": lambda wildcards: parameters_of(kind, wildcards),
     }
+    if kinds()[kind].gated:
+        found["gates"] = lambda wildcards: awaited_gates(kind, wildcards.config_id)
+        found["state"] = lambda wildcards: state(kind, wildcards)
+    return found | kinds()[kind].params(RUNS, stem)
 
 
 def awaited(kind, stem):
@@ -199,15 +178,12 @@ def awaited(kind, stem):
     """
 
     def files(wildcards):
-        own = outputs(kind, stem.format(**wildcards))[plan.TABLES[kind][0]]
+        own = outputs(kind, stem.format(**wildcards))[TABLES[kind][0]]
         if is_of(Path(own), state(kind, wildcards)):
             return []
-        gates = awaited_gates(kind, wildcards.config_id)
-        return gate_files(
-            sorted(set().union(*gates.values())) if kind == "op" else gates
-        )
+        return gate_files(all_gates(awaited_gates(kind, wildcards.config_id)))
 
-    return files
+    return files if kinds()[kind].gated else []
 
 
 def priority_of(wildcards):
@@ -216,30 +192,32 @@ def priority_of(wildcards):
 
 def planned_tables():
     """Parquet files that the jobs of this device write, and the gates that they wait for."""
-    jobs = [("gate", gate) for gate in gates_waited_for()]
+    jobs = [(GATE, gate) for gate in gates_waited_for()]
     jobs += [("train", run) for run in TRAINING]
-    jobs += [(benchmark(config_id), f"{config_id}--r{r}") for config_id, r in ORDER]
+    jobs += [
+        (PLAN.kind(config_id), f"{config_id}--r{r}") for config_id, r in PLAN.order
+    ]
     jobs += further_replicates()
     return [file for job in jobs for file in planned(*job).values()]
 
 
-def benchmark(config_id):
-    return next(kind for kind, jobs in BENCHMARKS.items() if config_id in jobs)
+def replicate_files(jobs):
+    """{table: file} of each benchmark's job, (id, replicate)."""
+    return [
+        planned(PLAN.kind(name), f"{name}--r{replicate}") for name, replicate in jobs
+    ]
 
 
 def further_replicates():
     """Jobs of replicates past the planned ones that were asked for once and did not come about."""
     jobs = []
-    for config_id, parameters in OF_BENCHMARKS.items():
-        kind = benchmark(config_id)
-        table = plan.TABLES[kind][0]
-        stems = [f"{config_id}--r{r}" for r in ATTEMPTS.replicates(table, config_id)]
-        regular = {f"{config_id}--r{r + 1}" for r in range(parameters["replicates"])}
-        jobs += [
-            (kind, stem)
-            for stem in stems
-            if stem not in regular and ATTEMPTS.to_be_tried_again(table, stem)
-        ]
+    for config_id, parameters in PLAN.benchmarks.items():
+        kind = PLAN.kind(config_id)
+        table = TABLES[kind][0]
+        for r in ATTEMPTS.replicates(table, config_id):
+            stem = f"{config_id}--r{r}"
+            if r > parameters["replicates"] and ATTEMPTS.to_be_tried_again(table, stem):
+                jobs.append((kind, stem))
     return jobs
 
 
@@ -248,8 +226,8 @@ def again_tables():
     files = []
     for kind, name in sorted(AGAIN):
         stem = name
-        if kind in BENCHMARKS:
-            table = plan.TABLES[kind][0]
+        if name in PLAN.benchmarks:
+            table = TABLES[kind][0]
             stem += f"--r{max(ATTEMPTS.replicates(table, name), default=0) + 1}"
         files += planned(kind, stem).values()
     return files

@@ -14,7 +14,7 @@ rule train:
     resources:
         gpu=GPUS,
     params:
-        **params_of("train"),
+        **params_of("train", TRAINED),
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
         checkpoints=f"{RUNS}/checkpoints/{TRAINED}",
     script:
