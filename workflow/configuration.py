@@ -190,9 +190,10 @@ def expanded(
 
     An entry whose name has braces is a grid: an entry for each combination of the values in lists
     that the braces name. "l{n_k}_d{head_dim}: {n_k: [512, 1024], head_dim: [64, 128]}" are four.
-    "{n_k:k}" writes 1024 as "1k". A name of several sizes gives them together, as in
-    "n_q,n_k: [[150, 100], [300, 256]]". Text in a list is as many as its braces have words:
-    "llama/decode_{1k,8k}" are two.
+    "{n_k:k}" writes 1024 as "1k". A key of several sizes gives them together, as in
+    "n_q,n_k: [[150, 100], [300, 256]]". Several grids of one name stand in a list. An entry that is
+    written by itself goes before that of a grid, key by key. Text in a list stands for each word
+    in its braces: "llama/decode_{1k,8k}" are two.
 
     Raises:
         ValueError: a grid that cannot be written out.
@@ -205,95 +206,86 @@ def expanded(
 
 
 class _GridError(Exception):
-    """What is wrong with a grid, a `Fault`."""
+    """Holds what is wrong with a grid, a `Fault`."""
 
 
-BRACES = re.compile(r"\{([^{}]*)\}")
+_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 def _expanded(value: Any, place: Place, written: dict[Place, str]) -> Any:
-    if isinstance(value, Mapping):
-        found: dict[str, Any] = {}
-        for key, inner in value.items():
-            entries = {key: inner}
-            if isinstance(key, str) and BRACES.search(key) and isinstance(inner, Mapping):
-                entries = dict(_grid(key, inner, (*place, key)))
-            for name, entry in entries.items():
-                if name in found:
-                    raise _GridError(Fault(place, f"{name!r} stands in it twice", (key,)))
-                if name != key:
-                    _copy((*place, key), (*place, name), written)
-                found[name] = _expanded(entry, (*place, name), written)
-        return found
     if isinstance(value, list):
-        words = [
-            (index, word)
-            for index, item in enumerate(value)
-            for word in (_words(item) if isinstance(item, str) else [item])
-        ]
-        lines = [written.get((*place, index)) for index, _ in words]
-        for index, line in enumerate(lines) if len(words) > len(value) else ():
-            if line:
-                written[(*place, index)] = line
-        return [_expanded(word, (*place, at), written) for at, (_, word) in enumerate(words)]
-    return value
+        words = [(at, word) for at, item in enumerate(value) for word in _words(item)]
+        if len(words) > len(value):
+            lines = {at: written.get((*place, at)) for at in range(len(value))}
+            written |= {(*place, new): lines[at] for new, (at, _) in enumerate(words) if lines[at]}
+        return [_expanded(word, (*place, new), written) for new, (_, word) in enumerate(words)]
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        if not _BRACES.search(str(key)):
+            found.setdefault(key, inner)
+            continue
+        grids = inner if isinstance(inner, list) else [inner]
+        for at, grid in enumerate(grids):
+            old = (*place, key, at) if isinstance(inner, list) else (*place, key)
+            for name, entry in _grid(key, grid, old):
+                if name in found and name not in value:
+                    raise _GridError(Fault(place, f"{name!r} is in two grids", (key,)))
+                own = value.get(name, {})
+                found[name] = entry | own if isinstance(own, Mapping) else own
+                _copy(old, (*place, name), written)
+    return {key: _expanded(inner, (*place, key), written) for key, inner in found.items()}
 
 
-def _grid(name: str, sizes: Mapping[str, Any], place: Place) -> Iterator[tuple[str, dict]]:
+def _grid(name: str, sizes: object, place: Place) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (name, sizes) of each entry of a grid."""
-    named = {part.partition(":")[0] for part in BRACES.findall(name)}
-    axes = {key: values for key, values in sizes.items() if named & set(_parts(key))}
-    missing = named.difference(*map(_parts, axes)) if axes else named
-    if missing:
-        what = f"no key of it is {min(missing)!r}, which stands in braces in its name"
+    if not isinstance(sizes, Mapping):
+        what = f"{shown(sizes)} must be keys with values: braces in its name make it a grid"
         raise _GridError(Fault(place, what))
-    for key, values in axes.items():
-        n = len(_parts(key))
-        rows = values if n > 1 and isinstance(values, list) else []
-        if not isinstance(values, list) or any(
-            not isinstance(row, list) or len(row) != n for row in rows
+    named = [part.partition(":")[0] for part in _BRACES.findall(name)]
+    axes = []
+    for key, value in sizes.items():
+        keys = key.split(",")
+        values = value if len(keys) > 1 or key in named and isinstance(value, list) else [value]
+        rows = [[one] for one in values] if len(keys) == 1 else values
+        if not isinstance(rows, list) or not all(
+            isinstance(row, list) and len(row) == len(keys) for row in rows
         ):
-            wanted = "a list" if n == 1 else f"a list of lists of {n}"
-            raise _GridError(Fault((*place, key), f"{shown(values)} must be {wanted}: it is in "
-                                                  "braces in the entry's name"))  # fmt: skip
-    for combination in product(*axes.values()):
-        chosen = dict(zip(axes, combination, strict=True))
-        entry: dict[str, Any] = {}
-        for key, value in sizes.items():
-            parts = _parts(key) if key in chosen else [key]
-            values = chosen.get(key, value)
-            entry |= dict(zip(parts, values if len(parts) > 1 else [values], strict=True))
-        yield (
-            "".join(
-                _written(part, entry) if at % 2 else part
-                for at, part in enumerate(BRACES.split(name))
-            ),
-            entry,
-        )
+            what = f"{shown(value)} must be a list of lists of {len(keys)}"
+            raise _GridError(Fault((*place, key), what))
+        axes.append([dict(zip(keys, row, strict=True)) for row in rows])
+    for combination in product(*axes):
+        entry = {key: value for part in combination for key, value in part.items()}
+        missing = [key for key in named if key not in entry]
+        if missing:
+            what = f"key {missing[0]!r} is missing, which stands in braces in its name"
+            raise _GridError(Fault(place, what))
+        texts = [_text_of(part, entry) for part in _BRACES.findall(name)]
+        yield _BRACES.sub("{}", name).format(*texts), entry
 
 
-def _parts(key: str) -> list[str]:
-    return [part.strip() for part in key.split(",")]
-
-
-def _written(part: str, entry: Mapping[str, Any]) -> str:
+def _text_of(part: str, entry: Mapping[str, Any]) -> str:
     key, _, unit = part.partition(":")
     value = entry[key]
     whole = unit == "k" and isinstance(value, int) and value % 1024 == 0
     return f"{value // 1024}k" if whole else str(value)
 
 
-def _words(text: str) -> list[str]:
-    """Returns all that text with braces stands for; "a{b,c}" are "ab" and "ac"."""
-    parts = BRACES.split(text)
+def _words(item: object) -> list:
+    """Returns all that text with braces stands for: "a{b,c}" are "ab" and "ac"."""
+    if not isinstance(item, str):
+        return [item]
+    parts = _BRACES.split(item)
     choices = [part.split(",") if at % 2 else [part] for at, part in enumerate(parts)]
     return ["".join(words) for words in product(*choices)]
 
 
 def _copy(old: Place, new: Place, written: dict[Place, str]) -> None:
-    """Notes that what is at `new` was written at `old`."""
-    for place in [place for place in written if place[: len(old)] == old]:
-        written[new + place[len(old) :]] = written[place]
+    """Notes that what is at `new` was written at `old`, unless it was written by itself."""
+    inside = [place for place in written if place[: len(old)] == old]
+    for place in inside:
+        written.setdefault(new + place[len(old) :], written[place])
 
 
 def check_command_line(arguments: list[str]) -> None:
