@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tnp.catalog import block_of, catalog, is_automatic
-from tnp.contract import Call, Operator, Problem
+from tnp.dispatch.registry import block_of, catalog, is_automatic
+from tnp.dispatch.spec import Call, Operator, Problem
 from tnp.gates import gates_for, gates_of, gates_of_training
-from tnp.variants import Variant, most_storage, named_specs, with_storage
+from tnp.model.variants import Variant, most_storage, named_specs, with_storage
 from workflow import problems
 from workflow.faults import Fault, Place, listed, not_among
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain
 
-from tnp.catalog import catalog
-from tnp.contract import OWN
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import OWN
 from tnp.gates import generic_gate
 from workflow.studies import Config, Here, Job, kinds, studies
 

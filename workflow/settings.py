@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WrapValidator, create_model
 
 from tnp.bench.policy import LATENCY
-from tnp.variants import FAMILIES
+from tnp.model.variants import FAMILIES
 from workflow.faults import listed, shown
 
 MAX_COUNT = 2**31 - 1  # columns of the store are int32

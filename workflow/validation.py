@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tnp.catalog import AUTO, catalog
+from tnp.dispatch.registry import AUTO, catalog
 from tnp.gates import GATES, generic_gates
-from tnp.variants import FAMILIES, not_in_models
+from tnp.model.variants import FAMILIES, not_in_models
 from workflow import models, shapes
 from workflow.configuration import expanded
 from workflow.faults import Fault, Place, fault_of, not_among, sentence, unknown

@@ -15,65 +15,28 @@ find each of the operator's broken references.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from tnp import plans, selection, targets, warm
-from tnp.catalog import catalog
-from tnp.contract import OWN, Call, Case, Implementation, Kernel, Operator
+from tnp.dispatch import devices, selection
+from tnp.dispatch.devices import Target
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import OWN, Call, Case, Implementation, Operator
+from tnp.experiment.gpu_memory import why_it_does_not_fit
 from tnp.gates import layout, out_of_range, routes
 from tnp.gates.checks import Check, Finished, LeftOut, Unsupported, max_abs_error
+from tnp.gates.forced import Forced, Pair, pairs_of
 from tnp.gates.launches import launches
 from tnp.gates.poison import Poisoned, guarded
-from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
-from tnp.gpu_memory import why_it_does_not_fit
-from tnp.targets import Target
+from tnp.gates.results import Gradient, Results, Setting, wanted_of
+from tnp.train import warm
 
 # A result that moves between runs is a race.
 REPEATS = {"cuda": 50, "cpu": 1}
 FIRST_RUN: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-
-class Form(NamedTuple):
-    """A kernel with one of its configurations."""
-
-    kernel: Kernel
-    config: object
-
-    @property
-    def name(self) -> str:
-        """The kernel's name, followed by the switches that are on in its configuration."""
-        return " ".join((self.kernel.name, *selection.switches(self.config)))
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The forced kernels of the two passes.
-
-    Both are None where PyTorch differentiates the implementation's function. `backward` is None
-    where no gradient is wanted.
-    """
-
-    forward: Form | None = None
-    backward: Form | None = None
-
-    @property
-    def forms(self) -> list[Form]:
-        return [form for form in (self.forward, self.backward) if form]
-
-    @property
-    def name(self) -> str:
-        """As it stands in rows."""
-        return ", ".join(form.name for form in self.forms)
-
-    @property
-    def moving(self) -> set[str]:
-        """Results that may differ between runs."""
-        return {name for form in self.forms for name in form.kernel.moving}
 
 
 def checks(
@@ -94,7 +57,7 @@ def checks(
     listed = catalog().listed(op, name)
     if listed.missing:
         raise Unsupported(listed.missing)
-    found, target = catalog().load(op, name), targets.of_device(device)
+    found, target = catalog().load(op, name), devices.of_device(device)
     reasons = {}
     for case in operator.cases(target):
         what = Call(case.problem, target, wanted_of(operator, found, case))
@@ -171,14 +134,14 @@ def _with_known(
         yield case, Known(frozenset(before), kind in kinds)
         kinds.add(kind)
         what = Call(problem, target, wanted_of(operator, found, case))
-        before.update(pair.name for pair in _pairs(found, what))
+        before.update(pair.name for pair in pairs_of(found, what))
 
 
 def _of_case(setting: Setting, known: Known, with_routes: bool) -> Iterator[Check]:
     """Yields the checks of one case, without those of the controls."""
     on_gpu = setting.device.type == "cuda"
     what = Call(setting.case.problem, setting.target, setting.wanted)
-    for pair in _pairs(setting.found, what):
+    for pair in pairs_of(setting.found, what):
         is_new = pair.name not in known.pairs
         yield from _of_pair(Forced(setting, pair, setting.wanted), on_gpu or is_new, is_new)
     if with_routes:
@@ -193,65 +156,6 @@ def _is_red(setting: Setting, broken: Any) -> bool:
     got = setting.results(broken, setting.inputs, setting.upstream)
     given = {name: value for name, value in got.items() if value is not None}
     return any(not ratio <= bound for _, ratio, bound in setting.judged(given))
-
-
-def _pairs(found: Implementation, what: Call) -> list[Pair]:
-    """Returns the pairs of forward and backward kernels that can serve a call, in all their forms.
-
-    The backward kernel of a pair reads the tensors that its forward kernel saves.
-    """
-    if found.forward is None:
-        return [Pair()]
-
-    def able(operation: Any, saves: str | None = None) -> list[Form]:
-        kernels = selection.kernels_of(operation, saves).values()
-        served = [kernel for kernel in kernels if kernel.refuses(what) is None]
-        return [Form(kernel, one) for kernel in served for one in selection.forms(kernel, what)]
-
-    forward = able(found.forward)
-    if not what.wanted:
-        return [Pair(one) for one in forward]
-    return [Pair(one, other) for one in forward for other in able(found.backward, one.kernel.saves)]
-
-
-class Forced:
-    """The implementation with a pair of kernels, for some gradients: called as its reference is."""
-
-    def __init__(
-        self, setting: Setting, pair: Pair, wanted: tuple[str, ...], apart: bool = False
-    ) -> None:
-        found = setting.found
-        forced = {}
-        if pair.forward:
-            forced[found.forward.name] = pair.forward.kernel.name, pair.forward.config
-        if pair.backward:
-            forced[found.backward.name] = pair.backward.kernel.name, pair.backward.config
-        self.setting, self.pair, self.wanted = setting, pair, wanted
-        self.moving = pair.moving | set(found.moving)
-        self.plan = plans.build(
-            setting.operator, found.name, tuple(setting.inputs.values()),
-            tuple(setting.options.items()), wanted, setting.target, forced, apart=apart,
-        )  # fmt: skip
-
-    def __call__(self, *arguments: Any) -> Any:
-        n = len(self.setting.operator.tensors)
-        return self.plan.run(arguments[:n], arguments[n:])
-
-    def alone(self, name: str) -> Forced:
-        """For the gradient of one input."""
-        return Forced(self.setting, self.pair, (name,))
-
-    def results(self, inputs: dict | None = None, upstream: Any = None) -> Results:
-        """Of the setting's inputs and gradients where none are given."""
-        inputs, upstream = inputs or self.setting.inputs, upstream or self.setting.upstream
-        asked = self.setting.operator, self.setting.case.problem
-        return compute(*asked, self, inputs, self.wanted, upstream)
-
-    def check(self, what: str, metric: str, value: float, bound: float) -> Check:
-        return self.setting.check(what, metric, value, bound, self.pair.name)
-
-    def against_float64(self, got: Results, how: str) -> Iterator[Check]:
-        return self.setting.against_float64(got, how, self.pair.name)
 
 
 def _of_pair(run: Forced, thorough: bool, is_new: bool) -> Iterator[Check]:

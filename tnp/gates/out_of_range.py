@@ -11,7 +11,7 @@ from tnp.gates.checks import Check
 from tnp.gates.results import Results
 
 if TYPE_CHECKING:
-    from tnp.gates.operators import Forced
+    from tnp.gates.forced import Forced
 
 
 def checks(run: Forced, first: Results) -> Iterator[Check]:

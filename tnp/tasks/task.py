@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from tnp.arrays import as_integers, as_tensor
-from tnp.inputs import require_count, require_floats
+from tnp.util.arrays import as_integers, as_tensor
+from tnp.util.checks import require_count, require_floats
 
 if TYPE_CHECKING:
-    from tnp.units import Units
+    from tnp.tasks.units import Units
 
 TENSORS = (
     "x_context", "y_context", "x_target", "y_target", "context_lengths", "target_lengths",
@@ -370,3 +370,35 @@ def _require_range(name: str, lengths: torch.Tensor, n_points: int) -> None:
                 f"{name}[{sample}] is {length}: it must be from 1 to {n_points}, the points "
                 "that the tensors hold"
             )
+
+
+def require_points(
+    name: str, x: torch.Tensor, width: int, lengths: torch.Tensor | None = None
+) -> None:
+    """Raises an error unless x is a float tensor [B, rows, width] with at least one sample and row.
+
+    Args:
+        name: name of the argument, such as "x_context".
+        x: the value to check.
+        width: number of dimensions that the model takes.
+        lengths: int32 [B], or None.
+
+    Raises:
+        TypeError: x is no tensor.
+        ValueError: x is no float tensor, has another shape, or the lengths do not fit it.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}: it must be a torch.Tensor; "
+            "torch.as_tensor(…, dtype=torch.float64) makes one"
+        )
+    require_floats(**{name: x})
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}: it must be [B, rows, {width}], by TNPConfig's d_{name[0]}"
+        )
+    if 0 in x.shape[:2]:
+        what = "target" if name == "x_target" else "context point"
+        what = "sample" if len(x) == 0 else what
+        raise ValueError(f"{name} is {tuple(x.shape)}: it must hold at least one {what}")
+    check_lengths(f"{name[2:]}_lengths", lengths, *x.shape[:2])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from tnp.variants import Variant
+from tnp.model.variants import Variant
 from workflow import models, settings
 from workflow.faults import Fault, not_among, unknown
 from workflow.settings import ABSENT, Section

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from tnp.catalog import catalog
-from tnp.fingerprints import STEP
+from tnp.dispatch.registry import catalog
+from tnp.experiment.fingerprints import STEP
 from workflow import models, settings, sources
 from workflow.faults import Fault, not_among, unknown
 from workflow.settings import Section

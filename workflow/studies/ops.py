@@ -5,10 +5,10 @@ from typing import Any
 
 from tnp.bench.outcome import implementation_of, op_job, twins
 from tnp.bench.policy import THROUGHPUT, question
-from tnp.catalog import AUTO, catalog, is_automatic
-from tnp.contract import OWN
+from tnp.dispatch.registry import AUTO, catalog, is_automatic
+from tnp.dispatch.spec import OWN
 from tnp.gates import gates_of
-from tnp.schemas import CEILINGS, FORMATS
+from tnp.store.schemas import CEILINGS, FORMATS
 from workflow import models, problems, settings, sources
 from workflow.faults import Fault, Place, listed, not_among, unknown
 from workflow.settings import ABSENT, Section

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from tnp.definitions import HOUSE
-from tnp.fingerprints import BENCHMARK
+from tnp.experiment.code_hash import HOUSE
+from tnp.experiment.fingerprints import BENCHMARK
 from workflow import problems, settings, sources
 from workflow.faults import Place
 from workflow.studies import Config, Here, Job, Study

@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from tnp.gates import GATES, generic_gates
-from tnp.task_sources import MAX_POINTS
-from tnp.variants import most_storage
+from tnp.model.variants import most_storage
+from tnp.tasks.sources import MAX_POINTS
 from workflow import models, settings, shapes, sources
 from workflow.faults import Fault, Place, unknown
 from workflow.settings import ABSENT, MAX_COUNT, Section
@@ -70,7 +70,9 @@ class Training(Study):
             yield use
 
     def code(self, job: Job) -> sources.Found:
-        return sources.using("tnp.train:run", models.implementations(job), job["device_slug"])
+        return sources.using(
+            "tnp.train.recorded_runs:run", models.implementations(job), job["device_slug"]
+        )
 
 
 def _faults(place: Place, spec: Settings, config: Config) -> Iterator[Fault]:

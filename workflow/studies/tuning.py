@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tnp.catalog import catalog
-from tnp.tuning import operations
+from tnp.dispatch.registry import catalog
+from tnp.tuning.entries import operations
 from workflow import problems, settings
 from workflow.faults import Fault, not_among
 from workflow.settings import Section
