@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tnp.dispatch.registry import catalog
-from tnp.tuning.entries import operations
+from tnp.dispatch.tuned_tables import operations
 from workflow import problems, settings
 from workflow.faults import Fault, not_among
 from workflow.settings import Section
