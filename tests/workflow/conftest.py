@@ -1,6 +1,7 @@
 """A copy of the checkout in which measuring takes no time, and everything else is real."""
 
 import ast
+import copy
 import os
 import shutil
 import textwrap
@@ -51,11 +52,11 @@ FAKE_DEFINITIONS = """
 def of_gate(gate):
     return {}
 
-def of_job(kind, parameters):
+def reached(start, without=()):
     return {}
 
-def with_definitions(kind, parameters):
-    return parameters
+def of_operator(op, name, use, slug, without=()):
+    return {}
 """
 IN_JOBS = f"""
 import sys
@@ -113,6 +114,17 @@ def wait_for(condition, seconds: float = 300.0) -> None:
 
 def configuration() -> dict:
     return yaml.safe_load((HERE / "config.yaml").read_text())
+
+
+def changed(config: dict, path: str, value: object) -> dict:
+    """Returns a copy of a configuration with `value` at `path`, keys with points between."""
+    made = copy.deepcopy(config)
+    *parents, last = path.split(".")
+    place = made
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return made
 
 
 class Checkout:

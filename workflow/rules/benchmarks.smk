@@ -12,9 +12,9 @@ for study in kinds().values():
         name:
             study.rule
         input:
-            awaited(study.kind, REPLICATE),
+            awaited(study.kind),
         output:
-            **outputs(study.kind, REPLICATE),
+            **FILES.outputs(study.kind, REPLICATE),
         log:
             f"{LOGS}/{REPLICATE}.log",
         wildcard_constraints:

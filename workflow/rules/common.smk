@@ -1,29 +1,25 @@
 """The configuration checked, the device found, the jobs planned; what guards a run."""
 
 import gc
-import json
 import math
 import re
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from snakemake.logging import logger
-from tnp.bench.child import require_visible
-from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug, free_gb
 from tnp.dispatch.registry import catalog
-from tnp.experiment.code_hash import digest
 from tnp.gates import COMPILED, GATES, generic_gates
 from tnp.experiment.gpu_memory import gates_at_once, limit_gb
 from tnp.figures.story import STORY
 from workflow import sources, start, summary
-from workflow.attempts import PATTERN, Attempts, is_of, keep, named
-from workflow.faults import unknown
-from workflow.plan import GATE, TABLES, Plan, device, running_order
+from workflow.attempts import PATTERN, Attempts, keep, named
+from workflow.files import Files
+from workflow.plan import GATE, Plan, device, running_order
 from workflow.progress import Progress
 from workflow.studies import kinds
 from workflow.studies.ops import deciding
+from workflow.targets import refusal
 from workflow.validation import validate
 
 # A plan reads millions of nodes of syntax trees that live as long as it does: to look for cycles
@@ -73,6 +69,8 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
+FILES = Files(PLAN, RUNS, ATTEMPTS, AGAIN)
+
 # Gates share the device as far as its memory reaches: they time nothing, and much of each is Python
 # and float64.
 GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT_GB)
@@ -97,140 +95,28 @@ def one_of(names):
     return "|".join(map(re.escape, names)) or "(?!)"
 
 
-def outputs(kind, stem):
-    """{table: file} of everything that a job writes."""
-    return {table: f"{RUNS}/{table}/{stem}.parquet" for table in TABLES[kind]}
+def of(wildcards):
+    """Id and replicate of a job; a training run has no replicates."""
+    return wildcards.config_id, wildcards.get("replicate")
 
 
-def planned(kind, stem):
-    """{table: file} of the attempt that counts: the last one, or the next where that failed."""
-    again = (kind, stem) in AGAIN
-    return outputs(kind, stem + ATTEMPTS.planned(TABLES[kind][0], stem, again))
-
-
-def gate_files(gates):
-    """Results of the gates that a benchmark waits for, of those that config.yaml names."""
-    return [planned(GATE, gate)["gates"] for gate in gates if gate in PLAN.gates]
-
-
-def parameters_of(kind, wildcards):
-    return PLAN.job(kind, wildcards.config_id, wildcards.get("replicate"))
-
-
-def awaited_gates(kind, config_id):
-    """Gates that a job waits for, of those that config.yaml names; of an operator's benchmark
-    {contender: its gates}.
-    """
-    gates = kinds()[kind].gates(PLAN.jobs[kind][config_id])
-    if isinstance(gates, list):
-        return [gate for gate in gates if gate in PLAN.gates]
-    return {
-        name: [gate for gate in of if gate in PLAN.gates] for name, of in gates.items()
-    }
-
-
-def all_gates(gates):
-    return gates if isinstance(gates, list) else sorted(set().union(*gates.values()))
-
-
-def gates_waited_for():
-    """Gates that jobs of this device wait for, in the order of config.yaml."""
-    found = set()
-    for kind, jobs in PLAN.jobs.items():
-        for config_id in jobs.keys() - PLAN.on_demand.keys():
-            found.update(all_gates(awaited_gates(kind, config_id)))
-    return [gate for gate in PLAN.gates if gate in found]
-
-
-@cache
-def code(kind, config_id):
-    """Fingerprint of all that a job runs."""
-    study = kinds()[kind]
-    found = study.code(PLAN.jobs[kind][config_id])
-    if config_id in PLAN.on_demand:  # the table that it is for voids no trial
-        found = sources.code(found)
-    return sources.fingerprint(study.script, found)
-
-
-def state(kind, wildcards):
-    """All that a result depends on."""
-    config_id, parameters = wildcards.config_id, parameters_of(kind, wildcards)
-    depends_on = [code(kind, config_id), parameters, awaited_gates(kind, config_id)]
-    return digest(json.dumps(depends_on, sort_keys=True))
+def awaited(kind):
+    """Results of the gates that a job waits for."""
+    return lambda wildcards: FILES.awaited(kind, *of(wildcards), wildcards.attempt)
 
 
 def params_of(kind, stem):
     """Parameters of the jobs of a rule. Jobs run again where one changes."""
-    found = {
-        "code": lambda wildcards: code(kind, wildcards.config_id),
-        "parameters": lambda wildcards: parameters_of(kind, wildcards),
-    }
-    if kinds()[kind].gated:
-        found["gates"] = lambda wildcards: awaited_gates(kind, wildcards.config_id)
-        found["state"] = lambda wildcards: state(kind, wildcards)
-    return found | kinds()[kind].params(RUNS, stem)
 
+    def one(name):
+        return lambda wildcards: FILES.params(kind, *of(wildcards))[name]
 
-def awaited(kind, stem):
-    """Results of the gates that a job waits for: of none where its own is there and of now.
-
-    As plain inputs, gates that run again would take all that waits for them with them.
-    """
-
-    def files(wildcards):
-        own = outputs(kind, stem.format(**wildcards))[TABLES[kind][0]]
-        if is_of(Path(own), state(kind, wildcards)):
-            return []
-        return gate_files(all_gates(awaited_gates(kind, wildcards.config_id)))
-
-    return files if kinds()[kind].gated else []
+    names = ["code", "parameters", *["gates", "state"] * kinds()[kind].gated]
+    return {name: one(name) for name in names} | kinds()[kind].params(RUNS, stem)
 
 
 def priority_of(wildcards):
     return PRIORITY.get((wildcards.config_id, int(wildcards.replicate)), 0)
-
-
-def planned_tables():
-    """Parquet files that the jobs of this device write, and the gates that they wait for."""
-    jobs = [(GATE, gate) for gate in gates_waited_for()]
-    jobs += [("train", run) for run in TRAINING]
-    jobs += [
-        (PLAN.kind(config_id), f"{config_id}--r{r}") for config_id, r in PLAN.order
-    ]
-    jobs += further_replicates()
-    return [file for job in jobs for file in planned(*job).values()]
-
-
-def replicate_files(jobs):
-    """{table: file} of each benchmark's job, (id, replicate)."""
-    return [
-        planned(PLAN.kind(name), f"{name}--r{replicate}") for name, replicate in jobs
-    ]
-
-
-def further_replicates():
-    """Jobs of replicates past the planned ones that were asked for once and did not come about."""
-    jobs = []
-    for config_id, parameters in PLAN.benchmarks.items():
-        kind = PLAN.kind(config_id)
-        table = TABLES[kind][0]
-        for r in ATTEMPTS.replicates(table, config_id):
-            stem = f"{config_id}--r{r}"
-            if r > parameters["replicates"] and ATTEMPTS.to_be_tried_again(table, stem):
-                jobs.append((kind, stem))
-    return jobs
-
-
-def again_tables():
-    """Parquet files that are added for what `again` names: a further replicate of a benchmark."""
-    files = []
-    for kind, name in sorted(AGAIN):
-        stem = name
-        if name in PLAN.benchmarks:
-            table = TABLES[kind][0]
-            stem += f"--r{max(ATTEMPTS.replicates(table, name), default=0) + 1}"
-        files += planned(kind, stem).values()
-    return files
 
 
 def nothing_here(study):
@@ -245,28 +131,15 @@ def made_by_rules():
     )
 
 
-def is_in_folder(target):
-    return len(Path(target).parts) > 1
-
-
 def unknown_target(wildcards):
-    target = wildcards.target
-    targets = sorted(rule.name for rule in workflow.rules if not rule.has_wildcards())
-    meant = f"figures/{Path(target).stem}.html"
-    if target in targets:  # Snakemake has cut off the './', or the way to this folder
-        sys.exit(f"write {target!r} as it stands here, with nothing in front of it")
-    if target == "figures/headline.svg":
-        sys.exit(f"{target!r} is drawn from the recorded rows alone: run `make report`")
-    if meant in targets:
-        sys.exit(f"unknown target {target!r}: did you mean {meant!r}?")
-    alike = [name for name in targets if is_in_folder(name) == is_in_folder(target)]
-    sys.exit(unknown("target", target, alike))
+    known = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
+    sys.exit(refusal(wildcards.target, known))
 
 
 def to_measure_again(wildcards):
     if not AGAIN:
         sys.exit("say what: snakemake again --config again=NAME")
-    return again_tables()
+    return FILES.of_again()
 
 
 def drawn(wildcards):
@@ -284,19 +157,6 @@ def measures_nothing():
     return not any(job.output for job in workflow.dag.needrun_jobs())
 
 
-def check_device():
-    """ValueError if jobs are to run here on a GPU that is not here; a cluster's see for themselves."""
-    if workflow.local_exec and any(
-        "gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()
-    ):
-        try:
-            require_visible(SLUG)
-        except DeviceMissing as error:
-            raise ValueError(
-                f"config.yaml: {error}; set it to 'auto', or run it on a cluster with --workflow-profile profiles/slurm"
-            ) from None
-
-
 # A dry run and all that comes before this changes nothing, so it needs no lock.
 onstart:
     try:
@@ -304,7 +164,10 @@ onstart:
         start.check_folders(FOLDERS)
         if not measures_nothing():  # a job that draws reads the tables itself
             start.check_tables()
-        check_device()
+        if workflow.local_exec and any(
+            "gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()
+        ):
+            start.check_device(SLUG)
         keep(file for job in workflow.dag.needrun_jobs() for file in job.output)
     except ValueError as error:
         sys.exit(str(error))

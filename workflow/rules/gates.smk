@@ -3,7 +3,7 @@
 
 rule gate:
     output:
-        **outputs(GATE, "{gate}{attempt}"),
+        **FILES.outputs(GATE, "{gate}{attempt}"),
     log:
         f"{LOGS}/{{gate}}{{attempt}}.log",
     wildcard_constraints:

@@ -8,12 +8,12 @@ what the compiler says of every kernel for every target.
 
 rule gates:
     input:
-        gate_files(PLAN.gates),
+        FILES.of_gates(PLAN.gates),
 
 
 rule compiled:
     input:
-        planned(GATE, COMPILED)["gates"],
+        FILES.planned(GATE, COMPILED)["gates"],
 
 
 for study, jobs in PLAN.studies().items():
@@ -22,7 +22,7 @@ for study, jobs in PLAN.studies().items():
         name:
             study
         input:
-            [file for files in replicate_files(jobs) for file in files.values()],
+            [file for files in FILES.of_replicates(jobs) for file in files.values()],
 
 
 for study in ELSEWHERE.keys() - CONFIG.training:

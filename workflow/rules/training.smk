@@ -3,9 +3,9 @@
 
 rule train:
     input:
-        awaited("train", TRAINED),
+        awaited("train"),
     output:
-        **outputs("train", TRAINED),
+        **FILES.outputs("train", TRAINED),
     log:
         f"{LOGS}/{TRAINED}.log",
     wildcard_constraints:

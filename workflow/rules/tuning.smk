@@ -4,8 +4,8 @@ A trial is a contender of an ordinary operator benchmark. The table is no rule's
 committed, and nothing else may wait for a tuning.
 """
 
-TRIALS = replicate_files(running_order(PLAN.on_demand))
-TIMED = replicate_files(deciding(CONFIG, PLAN.jobs["op"]))
+TRIALS = FILES.of_replicates(running_order(PLAN.on_demand))
+TIMED = FILES.of_replicates(deciding(CONFIG, PLAN.jobs["op"]))
 
 
 # Without an output it always runs, and always from the rows that are there.
