@@ -112,7 +112,10 @@ def test_a_job_says_what_it_uses_and_what_it_waits_for():
     assert "checkpointing" not in gates(STEPS["ablation--mid--fused--graph"])
     assert "checkpointing" in gates(STEPS["ablation--large--fused"])
     assert "checkpointing" in gates(STEPS["matrix--mid--fused--ckpt"])
-    for name in ("varying--varying--fused", "varying_samples--varying_samples--fused_packed--graph"):
+    for name in (
+        "varying--varying--fused",
+        "varying_samples--varying_samples--fused_packed--graph",
+    ):
         assert "ragged" in gates(STEPS[name]) and STEPS[name]["vary"]["n_context"] == [3, 64]
     assert not {"ragged", "centred"} & gates(STEPS["headline--small--fused--graph"])
     assert "centred" in gates(STEPS["centred--small--fused_centred--graph"])
@@ -313,7 +316,9 @@ def test_a_study_may_be_timed_in_its_own_way():
     asked = {name for name, spec in CONFIG["ops"].items() if spec.get("timing") == "latency"}
     assert asked and asked == {job["study"] for job in OPS.values() if "latency" in job["timing"]}
     for job in OPS.values():
-        assert job["timing"].get("latency", CONFIG["timing"]["latency"]) == CONFIG["timing"]["latency"]
+        assert (
+            job["timing"].get("latency", CONFIG["timing"]["latency"]) == CONFIG["timing"]["latency"]
+        )
 
 
 def test_no_table_has_an_entry_of_what_nobody_tuned_for():
