@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Of requirements.txt, but for what the core needs itself and for what only tests need.
 BEYOND_THE_CORE = (
-    "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "jsonschema", "yaml", "skimage",
+    "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "pydantic", "yaml", "skimage",
     "pynvml", "tqdm", "pytz", "pytest",
 )  # fmt: skip
 

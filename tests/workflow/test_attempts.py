@@ -1,7 +1,6 @@
 """What was ended from outside is tried again, what is named is measured again; no row is lost."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,6 @@ from tnp.experiment.failures import TRANSIENT
 from tnp.store.files import write_table
 from tnp.store.schemas import STATUSES
 from workflow.attempts import ATTEMPTS, Attempts, is_of, keep, named, note_state
-
-ROOT = Path(__file__).parents[2]
-SEPARATE = "cpu--tiny--separate"
 
 
 def test_what_cannot_be_kept_is_not_measured_anew(tmp_path, monkeypatch):
@@ -97,6 +93,8 @@ def test_names_are_whole_parts_of_ids():
     assert named(["mlp--mid", "mlp--small_b1"], jobs, {}) == {2, 3}
     with pytest.raises(ValueError, match="again: nothing is named 'mlp--smal': did you mean 'mlp"):
         named("mlp--smal", jobs, {})
+    with pytest.raises(ValueError, match="named 'zzz': choose from mlp, or a config_id"):
+        named("zzz", jobs, {})
 
 
 def test_a_typo_is_said_before_the_device_that_it_is_for():
