@@ -136,7 +136,7 @@ sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
 sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-ROPE = ["--batch=1", "--heads=2", "--kv-heads=2", "--n-tokens=8", "--head-dim=64"]
+ROPE = ["--batch=1", "--n-heads=2", "--n-kv-heads=2", "--n-tokens=8", "--head-dim=64"]
 TUNE = ["--batch=2", "--n-context=20", "--n-target=10"]
 MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tuning", *TUNE], ["tnp.tuning.fit_costs"]]
 

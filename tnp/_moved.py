@@ -148,9 +148,15 @@ class _Finder(MetaPathFinder, Loader):
 
     def get_code(self, name: str) -> CodeType | None:
         """Returns what `python -m` runs."""
-        new = {"tnp.tune": "tnp.tuning.__main__"}.get(name, _NEW[name])
+        new = "tnp.tuning.__main__" if name == "tnp.tune" else _NEW[name]
+        _warn(name, new)
         spec = importlib.util.find_spec(new)
         return spec.loader.get_code(new)
+
+
+def _warn(old: str, new: str) -> None:
+    text = f"{old} is now {new}: tnp 0.4 drops the old name"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def install() -> None:

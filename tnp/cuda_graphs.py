@@ -1,20 +1,26 @@
-"""Work captured as CUDA graphs, on one stream and with one memory pool for all of them."""
+"""Captures work as CUDA graphs, on one stream and with one memory pool for all of them."""
+
+from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+Inputs = TypeVar("Inputs")
 
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Without Python's garbage collector, in all threads: a graph that it frees makes a capture
-    void. `torch.cuda.graph` collects before a capture and may be interrupted in it all the same.
+    """Stops Python's garbage collector in all threads: a graph that it frees voids a capture.
+
+    `torch.cuda.graph` collects before a capture, and the collector may still run during it.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -37,13 +43,16 @@ class Captures:
         self._pool = None
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which is run and not captured."""
-        with self._apart():
+        """Runs `work` without capturing it, and returns its result."""
+        with self._on_stream():
             return work()
 
     @_nothing_collected()
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """A replay of `work`, and what it writes to; `work` must not wait for the device."""
+        """Returns a function that replays `work`, and the result that each replay writes anew.
+
+        `work` must not wait for the device.
+        """
         captured = None
         # Spare memory is not given back in a capture. Outside of `except`, because an error keeps
         # all that the failed work has made.
@@ -62,11 +71,11 @@ class Captures:
         return replay, result
 
     def _captured(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """A graph of `work`, and what it writes to.
+        """Returns a graph of `work`, and the result that it writes.
 
-        Not by `torch.cuda.graph`, which gives back all of the allocator's spare memory first.
+        `torch.cuda.graph` would first give back all of the allocator's spare memory.
         """
-        with self._apart():
+        with self._on_stream():
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(self._pool)
             try:
@@ -80,8 +89,8 @@ class Captures:
         return graph, result
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """On the stream, which waits for the current one, and is waited for."""
+    def _on_stream(self) -> Iterator[None]:
+        """Runs the block on the stream: it waits for the current one, which then waits for it."""
         with torch.cuda.device(self._device):  # streams are the current device's
             stream, current = _stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -92,7 +101,63 @@ class Captures:
                 current.wait_stream(stream)
 
 
+@dataclass
+class Graph(Generic[Inputs]):
+    """Holds work on inputs of one size: it runs eagerly at first, and is then captured and
+    replayed.
+    """
+
+    inputs: Inputs  # static: the graph reads them
+    has_run: bool = False
+    replay: Callable[[], None] | None = None
+    result: torch.Tensor | None = None  # static: the graph writes it
+    kept: Any = None  # stays in memory as long as the graph, which knows addresses alone
+
+
+class GraphCache(Generic[Inputs]):
+    """Keeps a `Graph` for each size of inputs.
+
+    Args:
+        captures: of the device where all of them run.
+        most: graphs kept. Their memory is shared, but each node of one takes some hundred bytes.
+        log: gets one warning, with `most`, when a further size is met.
+        warning: its text.
+    """
+
+    def __init__(self, captures: Captures, most: int, log: logging.Logger, warning: str) -> None:
+        self.captures = captures
+        self._most, self._log, self._warning = most, log, warning
+        self._by_size: dict[Hashable, Graph[Inputs]] = {}
+        self._full = False
+
+    @property
+    def first(self) -> Graph[Inputs] | None:
+        """Returns the graph of the size that was met first, or None."""
+        return next(iter(self._by_size.values()), None)
+
+    def get(self, size: Hashable, make_inputs: Callable[[], Inputs]) -> Graph[Inputs] | None:
+        """Returns the graph of `size`, or None where it is one size too many."""
+        found = self._by_size.get(size)
+        if found is not None:
+            return found
+        if len(self._by_size) == self._most:
+            if not self._full:
+                self._log.warning(self._warning, self._most)
+            self._full = True
+            return None
+        found = self._by_size[size] = Graph(make_inputs())
+        return found
+
+    def capture(self, graph: Graph[Inputs], work: Callable[[], torch.Tensor]) -> None:
+        """Captures `work`, which reads `graph.inputs`."""
+        graph.replay, graph.result = self.captures.capture(work)
+
+    def replay(self, size: Hashable) -> Callable[[], None]:
+        """Returns the function that replays the graph of `size`, which must have been captured."""
+        return self._by_size[size].replay
+
+
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all work of a device: for each stream that it meets cuBLAS keeps memory for ever."""
+    """Returns the one stream of a device: cuBLAS keeps memory for each stream that it has met."""
     return torch.cuda.Stream(device)

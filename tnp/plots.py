@@ -28,7 +28,7 @@ def plot_curve(
     sample: int = 0,
     output: int = 0,
 ) -> alt.LayerChart:
-    """Mean, 95 % band and context points over x; chart.save("curve.html") keeps it.
+    """Plots mean, 95 % band and context points over x; chart.save("curve.html") keeps it.
 
     Args:
         context: what was predicted from, d_x = 1.
@@ -72,7 +72,7 @@ def plot_image(
     sample: int = 0,
     output: int = 0,
 ) -> alt.HConcatChart:
-    """What is known, its mean and its deviation, each over the plane; d_x = 2, (row, column).
+    """Plots context, mean and deviation over the plane; d_x = 2, (row, column).
 
     Args and errors are those of `plot_curve`.
     """
@@ -101,7 +101,7 @@ def plot_image(
 def _picture(
     title: str, x: torch.Tensor, values: torch.Tensor, scale: alt.Scale, size: float
 ) -> alt.Chart:
-    """A square of `size` px² for each point x [n, 2]."""
+    """Draws a square of `size` px² for each point x [n, 2]."""
     alt = require("altair", "plots", "plot")
     rows = _rows(row=x[:, 0], column=x[:, 1], value=values)
     across, down = (

@@ -144,7 +144,9 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     assert {op for op, _ in newest} == {op for op, _ in users}
     hopper = {(row["target"], row["dtype"]) for row in rows if "hopper" in row["kernel"]}
     assert hopper == {("sm_90a", "bfloat16"), ("sm_90a", "float16")}
-    sources = (path.read_text() for path in Path(ROOT, "tnp/ops").rglob("*.py"))
+    # The kernel of `kv_cache` is no operator's: drawing compiles it on its first launch.
+    files = (path for path in Path(ROOT, "tnp/ops").rglob("*.py") if path.parent.name != "kv_cache")
+    sources = (path.read_text() for path in files)
     written = {name for source in sources for name in KERNEL.findall(source)}
     assert {row["kernel"] for row in rows} == written | in_cuda
     bad = [row for row in rows if any(value > most for _, value, most in compilation.faults(row))]

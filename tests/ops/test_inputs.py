@@ -83,7 +83,7 @@ def test_other_numbers_are_numbers_too(implementation):
     with pytest.raises(ValueError, match="eps is a tensor: it must be a Python number"):
         rms_norm(x, weight, eps=number, implementation=implementation)
     with pytest.raises(ValueError, match="sigma_min is a tensor: it must be a Python number"):
-        mixture_nll(parameters, y, number, implementation=implementation)
+        mixture_nll(parameters, y, sigma_min=number, implementation=implementation)
 
 
 def rows(offset: int = 0, padding: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:

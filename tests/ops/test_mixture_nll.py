@@ -55,7 +55,7 @@ def test_floor_under_sigma_bounds_the_density():
 
 def test_gradient_is_right():
     p, y = draw(n=4, n_components=3)
-    assert torch.autograd.gradcheck(lambda p: mixture_nll(p, y, 0.1), p.requires_grad_())
+    assert torch.autograd.gradcheck(lambda p: mixture_nll(p, y, sigma_min=0.1), p.requires_grad_())
 
 
 def test_a_component_out_of_range_has_gradient_zero():
@@ -114,7 +114,9 @@ def test_a_floor_of_another_height_needs_no_other_plan():
     """sigma_min is a number of the call; whether there is a floor is a part of the problem."""
     p, y = (x.float().to(DEVICE) for x in draw(n=5))
     for sigma_min in (0.0, 0.5, 0.1, 0.0):
-        ours, own = (mixture_nll(p, y, sigma_min, implementation=x) for x in ("fused", "torch"))
+        ours, own = (
+            mixture_nll(p, y, sigma_min=sigma_min, implementation=x) for x in ("fused", "torch")
+        )
         torch.testing.assert_close(ours, own)
 
 

@@ -32,6 +32,14 @@ LEGEND = (
     "difference of an element of any result from float64"
 )
 NUMBERS = (2, 3, 4, 5, 6)  # columns
+# Options are called alike for every operator. Recorded rows keep some operators' own names.
+SPELLED = {
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "n_queries": "n_q",
+    "n_keys": "n_k",
+    "page": "page_size",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +83,10 @@ def _parser(operator: Operator) -> Parser:
     )
     parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
     for name in operator.sizes:
-        parser.add_argument(option(name), type=size, required=True, metavar="N", help="a size")
+        spelled = option(SPELLED.get(name, name))
+        parser.add_argument(
+            spelled, dest=name, type=size, required=True, metavar="N", help="a size"
+        )
     for name, kind in operator.options.items():
         named = {"help": "an option of the operator"}
         if kind is bool:
@@ -166,7 +177,9 @@ def _measure(
 def _refused(
     operator: Operator, problem: Problem, names: list[str], passes: list[str]
 ) -> dict[str, str]:
-    """Why each implementation cannot run on this CPU; empty where any may, which a child finds."""
+    """Returns why each implementation cannot run on this CPU; empty where any may, which a child
+    finds.
+    """
     from tnp.dispatch import devices
     from tnp.dispatch.selection import refuses
     from tnp.gates.results import wanted_of
@@ -185,7 +198,7 @@ def _refused(
 
 
 def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> list[list[str]]:
-    """A line of the table for each implementation, in the order of `names`."""
+    """Returns a line of the table for each implementation, in the order of `names`."""
     found = {(row["implementation"], row["pass"]): row for row in rows}
     whole = {name: _whole([found[name, pass_] for pass_ in passes]) for name in names}
     first = next((name for name in names if whole[name] is not None), None)

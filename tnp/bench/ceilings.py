@@ -40,7 +40,7 @@ class Ceiling:
         return None
 
     def precision(self, contender: str) -> str:
-        """The dtype's own."""
+        """Returns the dtype's own."""
         return ""
 
     def plan_ms(self, contender: str) -> float | None:

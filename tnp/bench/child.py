@@ -108,7 +108,7 @@ def require_device(slug: str) -> None:
 
 
 def require_gpu() -> Target:
-    """The first GPU; DeviceMissing where there is none that PyTorch can use."""
+    """Returns the first GPU; DeviceMissing where there is none that PyTorch can use."""
     from tnp.bench.provenance import device_slug
 
     slug = device_slug()
@@ -133,7 +133,7 @@ def require_visible(slug: str) -> None:
 
 
 def started_by_snakemake(arguments: list[str]) -> list[str]:
-    """The arguments; without them, or asked for help, this says who starts such a process."""
+    """Returns the arguments; without them, or asked for help, this says who starts such a process."""
     if arguments and not arguments[0].startswith("-"):
         return arguments
     print("usage: `snakemake` starts this process and says what it is to run")

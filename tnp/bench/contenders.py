@@ -30,7 +30,7 @@ Forced = Mapping[str, tuple[str, Any]]  # operation → kernel, and its configur
 
 
 def input_sets(bytes_touched: float, device: torch.device) -> int:
-    """How many sets of inputs in rotation exceed twice the L2 cache; 1 on the CPU."""
+    """Returns how many sets of inputs in rotation exceed twice the L2 cache; 1 on the CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -65,7 +65,7 @@ def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Fo
 
 
 def listed(parameters: dict) -> dict:
-    """What changes in a job that leaves it open which kernels and configurations it forces.
+    """Returns what changes in a job that leaves it open which kernels and configurations it forces.
 
     Only a process that has imported the kernels, and sees the device, can list its trials. A
     contender that has none stays as it is.
@@ -183,7 +183,7 @@ class Contenders:
         return partial(torch.autograd.grad, outputs, of, gradients, retain_graph=True)
 
     def work(self, contender: str) -> Work:
-        """What it must do at least."""
+        """Returns what it must do at least."""
         declared = self.plans[contender].found.work or self.operator.work
         return declared(self.case, self.pass_)
 
@@ -199,7 +199,9 @@ class Contenders:
         return json.dumps(content) if content else None
 
     def precision(self, contender: str) -> str:
-        """The format that it computes in, below the problem's dtype; "" where there is none."""
+        """Returns the format that it computes in, below the problem's dtype; "" where there is
+        none.
+        """
         return self.plans[contender].found.precision
 
     def plan_ms(self, contender: str) -> float | None:

@@ -47,7 +47,7 @@ Output = Callable[..., torch.Tensor]  # of an operator's inputs: its last
 
 
 def measure_host(parameters: dict) -> list[dict]:
-    """Rows of table "host_calls", without provenance.
+    """Returns rows of table "host_calls", without provenance.
 
     Args:
         parameters: `problems`, each with op, problem (JSON) and implementations; `device`.
@@ -105,7 +105,7 @@ def _of_problem(
 def _call(
     operator: Operator, case: Case, name: str, wanted: tuple[str, ...], device: torch.device
 ) -> Output:
-    """What calls an implementation; RuntimeError where it cannot run, with the reason."""
+    """Returns what calls an implementation; RuntimeError where it cannot run, with the reason."""
     if name == BARE:
         return _bare
     numbers, options = operator.numbers, operator.call_options(case.problem)
@@ -148,7 +148,7 @@ def _bare(*inputs: torch.Tensor | None) -> torch.Tensor:
 
 
 def _runs(operator: Operator, case: Case, name: str, pass_: str, device: torch.device) -> list[Run]:
-    """What to time: one call; for the pass "chain" a single one and a chain of them."""
+    """Returns what to time: one call; for the pass "chain" a single one and a chain of them."""
     drawn = operator.draw(case, Random(case, device))
     inputs = [drawn.get(one) for one in operator.tensors]
     wanted = () if pass_ == "forward" else tuple(n for n in operator.differentiated if n in drawn)

@@ -44,7 +44,8 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
 
 
 def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list[str], dict]:
-    """What one child process gives: table → rows, and who may have ended it before its time.
+    """Returns what one child process gives: table → rows, and who may have ended it before its
+    time.
 
     And the parameters, with the trials that it listed.
     """
@@ -64,7 +65,9 @@ def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list
 
 
 def with_provenance(tables: Rows, device: str, environment_id: str | None) -> Rows:
-    """The rows of one process with the columns every table starts with, and its run's new id."""
+    """Returns the rows of one process with the columns every table starts with, and its run's new
+    id.
+    """
     provenance = {
         "device": device,
         "environment_id": environment_id,

@@ -136,7 +136,7 @@ def measure_op(
 
 
 def _code(parameters: dict, name: str) -> Code:
-    """What the implementation runs on as far as that is known before it runs."""
+    """Returns what the implementation runs on as far as that is known before it runs."""
     definitions = parameters.get("definitions", {}).get(name, {})
     declared = "problem" in parameters and not is_automatic(name)
     theirs = catalog().listed(parameters["op"], name).packages if declared else {}
@@ -151,7 +151,8 @@ def _measure_pass(
     suspect: Callable[[list[str]], None],
     code: dict[str, Code],
 ) -> dict[str, tuple[dict[str, object], list[dict[str, object]]]]:
-    """Each contender's columns of its "ops" row, and its "samples" rows if it could be timed.
+    """Returns each contender's columns of its "ops" row, and its "samples" rows if it could be
+    timed.
 
     The kernels that an implementation launches are added to its `code`.
     """
@@ -240,7 +241,7 @@ def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> i
 def replayed(
     calls: list[Callable[[], Output]], n_launches: int
 ) -> tuple[list[Callable[[], object]], Callable[[], Output]]:
-    """What to time, and how to get the output for the first inputs afterwards."""
+    """Returns what to time, and how to get the output for the first inputs afterwards."""
     if n_launches == 1:
         return calls, calls[0]
     graph = torch.cuda.CUDAGraph()
@@ -259,7 +260,7 @@ def detached(output: Output) -> Output:
 
 
 def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
-    """The columns flops, bytes, bytes_written, tflops and gb_per_s.
+    """Returns the columns flops, bytes, bytes_written, tflops and gb_per_s.
 
     Raises AboveCeiling where the datasheet of the device of this name says that no kernel runs at
     these rates.
@@ -285,7 +286,7 @@ def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:
-    """Largest absolute error over (measured, reference) pairs; Inaccurate past the bound.
+    """Returns largest absolute error over (measured, reference) pairs; Inaccurate past the bound.
 
     `dtype` is the format that was computed in, a key of `MAX_RELATIVE_ERROR`.
     """

@@ -67,7 +67,7 @@ class Failed(RuntimeError):
 
 
 def executable() -> str:
-    """The path of `ncu`; Unsupported where there is none."""
+    """Returns the path of `ncu`; Unsupported where there is none."""
     found = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), TOOLKIT]))
     if found is None:
         raise Unsupported(
@@ -129,7 +129,9 @@ def profile(ncu: str, sections: str, report: Path, command: Sequence[str]) -> li
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a program prints; numbers in it have points for decimals and commas for thousands."""
+    """Returns what a program prints; numbers in it have points for decimals and commas for
+    thousands.
+    """
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -139,7 +141,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def parsed(text: str) -> list[dict]:
-    """Rows of table "profiles" without their key, from what `ncu --csv --page raw` prints.
+    """Returns rows of table "profiles" without their key, from what `ncu --csv --page raw` prints.
 
     The first line of the table has names, the second units, and each that follows a kernel. What
     stands around it is passed by. A metric that is missing or not a number is null.
@@ -182,7 +184,7 @@ def _row(index: int, values: dict[str, str], units: dict[str, str]) -> dict:
 
 
 def _stalls(cycles: dict[str, float]) -> Iterator[tuple[str, str | float]]:
-    """The states in which a warp waits longest, as shares of the cycles of all states."""
+    """Yields the states in which a warp waits longest, as shares of the cycles of all states."""
     whole = sum(cycles.values())
     waiting = sorted((name for name in cycles if name != ISSUES), key=lambda name: -cycles[name])
     for place, name in enumerate(waiting[:N_STALLS], 1):
@@ -191,7 +193,7 @@ def _stalls(cycles: dict[str, float]) -> Iterator[tuple[str, str | float]]:
 
 
 def _number(text: str | None) -> float | None:
-    """None of what is no number, as "n/a" and "nan"."""
+    """Returns none of what is no number, as "n/a" and "nan"."""
     try:
         number = float((text or "").replace(",", ""))
     except ValueError:
@@ -212,7 +214,7 @@ def _scaled(
 
 
 def shortened(name: str) -> str:
-    """A demangled name without "void " and its parameters, cut to a readable length."""
+    """Returns a demangled name without "void " and its parameters, cut to a readable length."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     depth = 0
     for place, character in enumerate(name):

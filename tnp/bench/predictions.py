@@ -102,7 +102,7 @@ def _model_and_task(
 
 
 def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
-    """What makes one prediction, or encoding, of each form that is launched from Python."""
+    """Returns what makes one prediction, or encoding, of each form that is launched from Python."""
     kept = model.encode(task.context)
     return {
         "anew": lambda: model.predict(task.context, task.x_target, MAX_BYTES),
@@ -114,7 +114,7 @@ def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
 def _replayed(
     model: TransformerNP, task: Task, device: torch.device
 ) -> dict[str, tuple[Run, float]]:
-    """The same of each form that replays a graph, and the seconds that came before."""
+    """Returns the same of each form that replays a graph, and the seconds that came before."""
     encoding = model.encode(task.context, cuda_graph=True)
 
     def predict() -> object:

@@ -38,7 +38,7 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     heard: Callable[[dict], None] = lambda known: None,
 ) -> dict:
-    """What `python -m COMMAND… PARENT REPORT` reported until it ended, however that was.
+    """Returns what `python -m COMMAND… PARENT REPORT` reported until it ended, however that was.
 
     The child reads `parameters`, as JSON, from its standard input, and writes to the file
     descriptor REPORT (`tnp.bench.child.reporting`). All its files are anonymous, so that nothing is
@@ -127,7 +127,7 @@ class _Notes:
 def _watched(
     child: subprocess.Popen, notes: _Notes, timeout_s: float, heard: Callable[[dict], None]
 ) -> int | None:
-    """The child's exit code; None where it noted nothing for `timeout_s` seconds."""
+    """Returns the child's exit code; None where it noted nothing for `timeout_s` seconds."""
     last = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):

@@ -21,7 +21,7 @@ class NotLaunched(RuntimeError):
 
 
 def measure_profiles(parameters: dict) -> list[dict[str, object]]:
-    """Rows of table "profiles" without provenance: one a kernel of each pass.
+    """Returns rows of table "profiles" without provenance: one a kernel of each pass.
 
     A pass without a profile has one row that says why: "unsupported" where Nsight Compute is not
     installed, the driver keeps its counters or the implementation does not run here.
@@ -48,7 +48,7 @@ def _of_pass(parameters: dict, pass_: str) -> list[dict[str, object]]:
 
 
 def _profiled(program: str, parameters: dict, pass_: str) -> list[dict]:
-    """Rows of the kernels of one pass."""
+    """Returns rows of the kernels of one pass."""
     report = Path(parameters["reports"], f"{pass_}.ncu-rep").absolute()
     with TemporaryDirectory() as folder:
         asked, failure = Path(folder, "asked.json"), Path(folder, "failure.json")

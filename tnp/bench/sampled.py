@@ -5,7 +5,7 @@ from tnp.bench.timing import Measurement
 
 
 def measured_columns(measurement: Measurement, conditions: Conditions) -> dict[str, object]:
-    """Columns that a row of steps, operators and trials has of how it was timed."""
+    """Returns columns that a row of steps, operators and trials has of how it was timed."""
     return {
         "n_samples": len(measurement.samples_ms),
         "n_warmup": measurement.n_warmup,
@@ -17,7 +17,7 @@ def measured_columns(measurement: Measurement, conditions: Conditions) -> dict[s
 def sample_rows(
     parameters: dict, pass_: str, measurement: Measurement, conditions: Conditions
 ) -> list[dict[str, object]]:
-    """Rows of table "samples": every raw timing, in the order taken."""
+    """Returns rows of table "samples": every raw timing, in the order taken."""
     configuration = {name: parameters[name] for name in ("config_id", "replicate")}
     timed = zip(measurement.samples_ms, measurement.ended_s, strict=True)
     return [

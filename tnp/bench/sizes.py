@@ -16,7 +16,8 @@ OF_TARGETS = ("mixture_heads", "mixture_nll")  # these see no context row
 
 
 def in_step(operator: Operator, model: dict, run: dict) -> tuple[Problem, dict[str, Any]] | None:
-    """An operator's problem in a step, and how its values are drawn; None where it has none.
+    """Returns an operator's problem in a step, and how its values are drawn; None where it has
+    none.
 
     Args:
         operator: the operator.

@@ -27,7 +27,7 @@ STAGE_OF = {"Embedding": "embed", "Attention": "attention", "MLP": "mlp", "Mixtu
 
 
 def text(stage: str, pass_: str) -> str:
-    """The name of a mark."""
+    """Returns the name of a mark."""
     return f"{MARK}:{stage}:{pass_}"
 
 
@@ -120,7 +120,7 @@ class _Marks:
 
 
 def _nodes(loss: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """All of the graph behind `loss`."""
+    """Yields all of the graph behind `loss`."""
     met, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
@@ -181,7 +181,8 @@ def _marks_in_generated_code() -> Iterator[None]:
 
 
 def stage_of_nodes(nodes: Iterable[fx.Node]) -> str:
-    """The stage that most of `nodes`, which one kernel computes, are of; "other" where none is.
+    """Returns the stage that most of `nodes`, which one kernel computes, are of; "other" where none
+    is.
 
     Views compute nothing and do not count, nor do sums of gradients, which no module has made.
     """

@@ -47,7 +47,8 @@ class Kernel:
 
 
 def stage_rows(step: TrainingStep, task: Task, n_passes: int) -> list[dict[str, object]]:
-    """One row for each stage and pass: milliseconds a step over `n_passes` steps, and kernels.
+    """Returns one row for each stage and pass: milliseconds a step over `n_passes` steps, and
+    kernels.
 
     None, with a logged sentence, where the profiler cannot tell. The step must have run before; one
     that is compiled is compiled anew, and would be again if it ran once more without a graph.
@@ -66,7 +67,8 @@ def stage_rows(step: TrainingStep, task: Task, n_passes: int) -> list[dict[str, 
 
 
 def rows(events: list[Event], kernels: list[Kernel], n_steps: int) -> list[dict[str, object]]:
-    """Rows of table "stages" without their key, from a profile of `n_steps` steps of `kernels`.
+    """Returns rows of table "stages" without their key, from a profile of `n_steps` steps of
+    `kernels`.
 
     Raises:
         Mismatch: the steps have other kernels, or these in another order.
@@ -82,7 +84,7 @@ def rows(events: list[Event], kernels: list[Kernel], n_steps: int) -> list[dict[
 
 
 def placed(events: list[Event]) -> list[Kernel]:
-    """The kernels of a marked profile, in the order in which they ran, without copies.
+    """Returns the kernels of a marked profile, in the order in which they ran, without copies.
 
     A kernel is of the place that was marked last before its launch, and of "other" where the
     profile does not have its launch.
@@ -158,7 +160,7 @@ def _on_device(events: list[Event]) -> list[Event]:
 
 
 def _profile(run: Callable[[], object], n_runs: int, activities: list) -> list[Event]:
-    """The events of so many runs."""
+    """Returns the events of so many runs."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(n_runs):

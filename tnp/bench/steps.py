@@ -130,7 +130,7 @@ def measure_step(
 
 
 def _stream(parameters: dict) -> list[list[Sizes]]:
-    """Context and target points of each sample of each task: of one task, or of a stream."""
+    """Returns context and target points of each sample of each task: of one task, or of a stream."""
     batch = parameters["batch"]
     if "vary" not in parameters:
         return [[(parameters["n_context"], parameters["n_target"])] * batch]
@@ -197,7 +197,9 @@ def require_supported(parameters: dict, variant: Variant, device: torch.device) 
 
 
 def _choices(variant: Variant) -> str | None:
-    """What "auto" chose in this process, as JSON; None where the variant leaves it no choice."""
+    """Returns what "auto" chose in this process, as JSON; None where the variant leaves it no
+    choice.
+    """
     automatic = any(map(is_automatic, variant.implementations().values()))
     return json.dumps(selection.choices()) if automatic else None
 

@@ -67,7 +67,7 @@ class Measurement:
 
 
 def mark(device: torch.device) -> Mark:
-    """A point in time on the device's own clock."""
+    """Returns a point in time on the device's own clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -222,7 +222,7 @@ def _rounds(
 
 
 def _sample(rounds: Rounds, policy: Policy) -> list[Spans]:
-    """The least number of samples of each, then as many again until all means are known."""
+    """Returns the least number of samples of each, then as many again until all means are known."""
     start = time.perf_counter()
     taken = rounds(policy.min_samples)
     while True:
@@ -237,7 +237,7 @@ def _sample(rounds: Rounds, policy: Policy) -> list[Spans]:
 
 
 def settled(rounds_ms: Sequence[float]) -> bool:
-    """Whether the times of whole rounds stay what they were when sampling began."""
+    """Returns whether the times of whole rounds stay what they were when sampling began."""
     third = max(1, len(rounds_ms) // 3)
     first, last = statistics.median(rounds_ms[:third]), statistics.median(rounds_ms[-third:])
     return abs(math.log(last / first)) < SETTLED_WITHIN

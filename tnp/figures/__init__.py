@@ -18,7 +18,7 @@ PNG_SCALE = 2  # pixels per CSS pixel
 
 
 def draw(name: str, database: Path, layout: Layout = SCREEN) -> alt.TopLevelMixin:
-    """The chart `name` over `database`; ValueError for a name not in `FIGURES`."""
+    """Returns the chart `name` over `database`; ValueError for a name not in `FIGURES`."""
     if name not in FIGURES:
         raise ValueError(f"unknown figure {name!r}: it must be one of {', '.join(FIGURES)}")
     module = importlib.import_module(f"tnp.figures.{name}")
@@ -27,7 +27,7 @@ def draw(name: str, database: Path, layout: Layout = SCREEN) -> alt.TopLevelMixi
 
 
 def about(name: str) -> str:
-    """What figure `name` shows, in one sentence: the first line of its module."""
+    """Returns what figure `name` shows, in one sentence: the first line of its module."""
     documentation = importlib.import_module(f"tnp.figures.{name}").__doc__ or ""
     return documentation.split("\n", 1)[0]
 

@@ -40,7 +40,7 @@ QUERY = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Two bars a component, in ms of a training step, with their intervals."""
+    """Returns two bars a component, in ms of a training step, with their intervals."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
@@ -77,7 +77,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """The component that gains most of a step of ours, on the first device that timed one.
+    """Returns the component that gains most of a step of ours, on the first device that timed one.
 
     At the shape where it is the largest share of the step.
     """
@@ -106,7 +106,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _ends(rows: list[Row]) -> list[str]:
-    """The ends that some row has a gain for; both where none has."""
+    """Returns the ends that some row has a gain for; both where none has."""
     return [end for end in ENDS if any(row[f"gain_{end}_ms"] is not None for row in rows)] or list(
         ENDS
     )
@@ -126,7 +126,7 @@ def _names(rows: list[Row], column: str) -> list[str]:
 
 
 def _bars(rows: list[Row]) -> list[Row]:
-    """The wide rows of the view as one row a bar."""
+    """Returns the wide rows of the view as one row a bar."""
     bars = []
     for row in rows:
         steps = {"alone": ("base_ms", "only_ms"), "last": ("without_ms", "full_ms")}
@@ -201,7 +201,7 @@ def _outcome(row: Row) -> str:
 
 
 def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:
-    """Why a component has no bar."""
+    """Returns why a component has no bar."""
     return [
         {
             "component": row["component"],

@@ -24,7 +24,7 @@ COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLOR
 
 
 def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object) -> list[Row]:
-    """The result of `sql` as dictionaries of plain Python values; `$name` is a parameter.
+    """Returns the result of `sql` as dictionaries of plain Python values; `$name` is a parameter.
 
     Names of variants, implementations and components are in a reader's words (`tnp.figures.words`).
     """
@@ -37,7 +37,7 @@ def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object)
 
 
 def drawing(rows: list[Row]) -> alt.Chart:
-    """A chart of `rows`, which all have the first one's columns, still without a mark.
+    """Returns a chart of `rows`, which all have the first one's columns, still without a mark.
 
     Arrow, because Altair copies lists of dictionaries each time charts are put together.
     """
@@ -72,7 +72,7 @@ def recorded(
     device: Row,
     questions: Sequence[str] | None = None,
 ) -> str:
-    """When the rows behind `view` were measured on `device`, those of `questions` or all.
+    """Returns when the rows behind `view` were measured on `device`, those of `questions` or all.
 
     "recorded 2026-02-01", "recorded 2026-02-01 to 2026-03-01", "this machine, 2026-02-01", or both
     kinds; "" where nobody knows.
@@ -101,7 +101,7 @@ def recorded(
 
 
 def joined(said: Sequence[str]) -> str:
-    """What is known about how something was measured, in one line."""
+    """Returns what is known about how something was measured, in one line."""
     return " · ".join(filter(None, said))
 
 
@@ -141,7 +141,7 @@ def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:
 
 
 def variant_colors(connection: duckdb.DuckDBPyConnection) -> alt.Scale:
-    """One colour per variant, the same in every figure drawn from the same database."""
+    """Returns one colour per variant, the same in every figure drawn from the same database."""
     names = roles(connection)
     colors = {}
     for role, of_role in COLORS.items():

@@ -74,7 +74,9 @@ def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def _shapes(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each shape that has all three bars, those with evidence first in the choice."""
+    """Returns the rows of each shape that has all three bars, those with evidence first in the
+    choice.
+    """
     by_shape: dict[str, list[Row]] = {}
     for row in rows:
         by_shape.setdefault(row["shape"], []).append(row)
@@ -171,7 +173,7 @@ def _dtypes(bars: list[Row]) -> str:
 
 
 def _style() -> Row:
-    """The house style without its inks."""
+    """Returns the house style without its inks."""
     title = theme.PAGE_STYLE["title"] | {"color": GREY, "subtitleColor": GREY}
     title |= {"fontSize": 19, "subtitleFontSize": 14, "subtitleLineHeight": 19, "offset": 12}
     axis = theme.PAGE_STYLE["axis"] | {"labelColor": GREY, "labelFontSize": 14, "grid": False}

@@ -129,7 +129,7 @@ def finding(steps: list[Row], calls: list[Row]) -> str:
 def _step_panels(
     rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
 ) -> list[alt.TopLevelMixin]:
-    """A panel for each processor and shape, with a line for each form of a step."""
+    """Returns a panel for each processor and shape, with a line for each form of a step."""
     places = dict.fromkeys((row["processor"], row["shape"]) for row in rows)
     return [
         _step_panel(
@@ -143,7 +143,7 @@ def _step_panels(
 def _step_panel(
     rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
 ) -> alt.TopLevelMixin:
-    """A bar for the host's time of each form, and a tick for its time in a loop."""
+    """Returns a bar for the host's time of each form, and a tick for its time in a loop."""
     lines, first = [row["line"] for row in rows], rows[0]
     y = layout.line("line:N", lines, labels, BAR_HEIGHT)
     timed = [
@@ -185,7 +185,7 @@ def _step_label(row: Row) -> str:
 
 
 def _processor(row: Row) -> str:
-    """The host's processor, and how much of it the process could use."""
+    """Returns the host's processor, and how much of it the process could use."""
     used = row["cpu_count"] if row["cpu_limit"] is None else min(row["cpu_count"], row["cpu_limit"])
     return "" if row["processor"] is None else f"host: {used:g} cores of {row['processor']}"
 
@@ -193,7 +193,7 @@ def _processor(row: Row) -> str:
 def _call_panels(
     rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
 ) -> list[alt.TopLevelMixin]:
-    """A panel for each problem of an operator."""
+    """Returns a panel for each problem of an operator."""
     for row in rows:
         ratio = "" if row["times_base"] is None else f" ({row['times_base']:.2f} of PyTorch's)"
         row["label"] = f"{theme.number(row['host_us'])} µs{ratio if row['own'] else ''}"
@@ -238,7 +238,7 @@ def _panel(
 
 
 def sizes(problem: str) -> str:
-    """A problem's JSON in words."""
+    """Returns a problem's JSON in words."""
     content = json.loads(problem)
     named = {**content["sizes"], **content.get("options", {})}
     return ", ".join(

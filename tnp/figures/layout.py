@@ -43,7 +43,7 @@ class Layout:
         return lines * self._step(marks)
 
     def line(self, field: str, names: Sequence[str], labels: Sequence[str], marks: int) -> alt.Y:
-        """A line for each of `names`, with marks as high as `marks`.
+        """Returns a line for each of `names`, with marks as high as `marks`.
 
         All panels of a figure that name the same `labels` leave equal room for them.
         """
@@ -58,7 +58,7 @@ class Layout:
         return alt.Y(field, scale=scale, axis=axis, title=None)
 
     def title(self, title: str, notes: Sequence[str] = (), wide: int = 80) -> alt.Title:
-        """A panel's title over its notes, on a screen in lines of `wide` characters."""
+        """Returns a panel's title over its notes, on a screen in lines of `wide` characters."""
         return alt.Title(
             title,
             subtitle=self.wrapped(notes, 11, wide) or alt.Undefined,
@@ -72,7 +72,9 @@ class Layout:
     def block(
         self, panels: Sequence[alt.TopLevelMixin], title: str, note: str, columns: int
     ) -> alt.ConcatChart:
-        """The panels of one device, `columns` abreast, under its name and how it was measured."""
+        """Returns the panels of one device, `columns` abreast, under its name and how it was
+        measured.
+        """
         heading = alt.Title(
             self.wrapped([title], 16, 140),
             subtitle=self.wrapped([note], 12, 180),
@@ -92,7 +94,7 @@ class Layout:
         return block.resolve_scale(yOffset="independent")  # each panel has lines of its own
 
     def wrapped(self, texts: Sequence[str], font_size: int, wide: int) -> list[str]:
-        """Each of `texts` on lines of its own, none longer than there is room for."""
+        """Returns each of `texts` on lines of its own, none longer than there is room for."""
         most = int(PHONE_PANEL_WIDTH / (CHARACTER_WIDTH * font_size)) if self.narrow else wide
         return [line for text in texts for line in textwrap.wrap(text, most)]
 

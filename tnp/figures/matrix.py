@@ -65,7 +65,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """The fastest variants at each shape, on the first device that timed anything."""
+    """Returns the fastest variants at each shape, on the first device that timed anything."""
     fastest, device = data.of_first(devices, [cell for cell in cells if cell["fastest"]])
     if not fastest:
         return "No configuration could be timed yet"
@@ -80,7 +80,7 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _cells(row: Row) -> list[Row]:
-    """The wide row of the view as one cell per combination of switches."""
+    """Returns the wide row of the view as one cell per combination of switches."""
     keys = ("device", "shape", "variant", "batch", "n_context", "n_target")
     cells = []
     for prefix, name in COMBINATIONS.items():
@@ -106,7 +106,7 @@ def _cells(row: Row) -> list[Row]:
 
 
 def _small(values: Row, memory: float | None) -> list[str]:
-    """What stands under a cell's speedup: time and memory, or why there are none."""
+    """Returns what stands under a cell's speedup: time and memory, or why there are none."""
     if values["counts"] is False and values["status"] == "ok":
         return [theme.status_text("not_counted")]
     if values["step_ms"] is not None:

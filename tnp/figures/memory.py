@@ -66,7 +66,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What needs least of ours without checkpointing, beside plain PyTorch, at the largest step.
+    """Returns what needs least of ours without checkpointing, beside plain PyTorch, at the largest
+    step.
 
     Or else what checkpointing saves there.
     """

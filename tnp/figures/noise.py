@@ -93,7 +93,7 @@ def finding(rows: list[Row]) -> str:
 
 
 def counted(rows: list[Row]) -> str:
-    """How many comparisons there are, were called different, and have 1 in their interval."""
+    """Returns how many comparisons there are, were called different, and have 1 in their interval."""
     n, wrong = len(rows), sum(row["wrong"] for row in rows)
     contain = sum(bool(row["contains_1"]) for row in rows)
     noun = "comparison" if n == 1 else "comparisons"
@@ -157,5 +157,5 @@ def _panel(
 
 
 def _summary(comparisons: int, of_equals: float | None) -> str:
-    """How many there are, and how far equal things lie apart if that is known."""
+    """Returns how many there are, and how far equal things lie apart if that is known."""
     return f"{comparisons:,}" if of_equals is None else f"{comparisons:,}; {of_equals:.2%} apart"

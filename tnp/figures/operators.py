@@ -108,7 +108,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row]) -> str:
-    """How many were called faster and slower, of those with a verdict."""
+    """Returns how many were called faster and slower, of those with a verdict."""
     verdicts = [row["verdict"] for row in rows if row["verdict"] != "none"]
     if not verdicts:
         return "Operators of ours beside the fastest of everybody else's"
@@ -165,7 +165,7 @@ def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 
 def _marks(base: alt.Chart) -> list[alt.Chart]:
-    """The line of equal speed, and on it a mark per row."""
+    """Returns the line of equal speed, and on it a mark per row."""
     axis = alt.Axis(values=[0.25, 0.5, 1, 2, 4], labelExpr="datum.value + '×'", labelFlush=False)
     x = alt.X("shown:Q", scale=_scale(), title="times as fast", axis=axis)
     passes = alt.Scale(domain=["forward", "backward"], range=["circle", "square"])

@@ -65,7 +65,8 @@ PAGE = """<!DOCTYPE html>
 
 
 def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
-    """The page of figure `name`: its title and subtitle as text that wraps, under them the chart.
+    """Returns the page of figure `name`: its title and subtitle as text that wraps, under them the
+    chart.
 
     A browser draws the one of two specifications that its window has room for.
     """
@@ -88,7 +89,7 @@ def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
 
 
 def index(sentences: dict[str, str], findings: dict[str, str], drawn: Collection[str]) -> str:
-    """A page that leads through the figures: what each found, and shows.
+    """Returns a page that leads through the figures: what each found, and shows.
 
     Links lead to those `drawn`; of the others it says how to draw them.
     """

@@ -87,7 +87,7 @@ def finding(rows: list[Row]) -> str:
 
 
 def _nearest(row: Row) -> tuple[str, float] | None:
-    """The peak that a kernel comes nearest to, occupancy aside, and how near in percent."""
+    """Returns the peak that a kernel comes nearest to, occupancy aside, and how near in percent."""
     found = {name: row[name] for name in MEASURES if row[name] and name != "occupancy_percent"}
     return max(found.items(), key=lambda one: one[1]) if found else None
 
@@ -144,7 +144,7 @@ def _profiled(row: Row) -> bool:
 
 
 def _marks(row: Row) -> list[Row]:
-    """A mark for each peak, with what its tooltip says."""
+    """Returns a mark for each peak, with what its tooltip says."""
     about = {"line": row["line"], "kernel": row["kernel"]}
     about["dominant"] = "" if row["dominant_share"] is None else f"{row['dominant_share']:.0%}"
     about["room"] = f"{row['registers']} a thread, {(row['shared_bytes'] or 0) / 1000:.0f} kB"
@@ -157,7 +157,7 @@ def _marks(row: Row) -> list[Row]:
 
 
 def _said(row: Row, layout: Layout) -> str:
-    """The time of a pass, and where there is room, what its warps wait for."""
+    """Returns the time of a pass, and where there is room, what its warps wait for."""
     kernels = f"{row['n_kernels']} kernel{'s' if row['n_kernels'] > 1 else ''}"
     time = "" if row["duration_us"] is None else f"{theme.number(row['duration_us'])} µs"
     said = [time] if layout.narrow else [f"{time}, {kernels}" if time else kernels, _waits(row)]
@@ -165,7 +165,7 @@ def _said(row: Row, layout: Layout) -> str:
 
 
 def _waits(row: Row) -> str:
-    """The reasons to wait that take most; empty of quick sections."""
+    """Returns the reasons to wait that take most; empty of quick sections."""
     return ", ".join(
         f"{row[f'stall_{n}']} {row[f'stall_{n}_percent']:.0f}%"
         for n in (1, 2, 3)

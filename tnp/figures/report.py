@@ -70,7 +70,7 @@ def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
 
 
 def _heading(sql: str) -> str:
-    """The comment that `sql` begins with, as Markdown: a title of second level, and text."""
+    """Returns the comment that `sql` begins with, as Markdown: a title of second level, and text."""
     lines = []
     for line in sql.splitlines():
         if not line.startswith("--"):

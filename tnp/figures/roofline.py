@@ -127,12 +127,14 @@ def _sentence(row: Row, device: str) -> str:
 
 
 def _outcome(row: Row) -> str:
-    """The status, or "not_counted" of a timing that is known not to count."""
+    """Returns the status, or "not_counted" of a timing that is known not to count."""
     return "not_counted" if row["status"] == "ok" and row["counts"] is False else row["status"]
 
 
 def _points(rows: list[Row], pass_: str) -> list[Row]:
-    """The rows of one pass with a share, each with what its mark stands for; ours come last."""
+    """Returns the rows of one pass with a share, each with what its mark stands for; ours come
+    last.
+    """
     points = []
     known = [row for row in rows if row["pass"] == pass_ and row["share_of_roofline"]]
     for shape in dict.fromkeys(row["shape"] for row in known):
@@ -206,7 +208,7 @@ def _marks(points: list[Row], **position: alt.X | alt.Y) -> list[alt.Chart]:
 
 
 def _roof(rows: list[Row]) -> list[Row]:
-    """The roofline's corners, beyond the intensities of `rows` by a factor of two."""
+    """Returns the roofline's corners, beyond the intensities of `rows` by a factor of two."""
     if not rows:
         return []
     # Of implementations in several number formats the lowest: the others' points lie above it.
@@ -225,7 +227,7 @@ def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
 
 
 def _shape_labels(points: list[Row]) -> list[Row]:
-    """One label on the roofline per intensity: shapes that share one share the label."""
+    """Returns one label on the roofline per intensity: shapes that share one share the label."""
     columns: dict[float, list[Row]] = {}
     for point in points:
         columns.setdefault(round(math.log10(point["intensity"]), 1), []).append(point)
@@ -285,7 +287,7 @@ def _shares(
 
 
 def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
-    """What ours reaches at `shape`, and the fastest of the others."""
+    """Returns what ours reaches at `shape`, and the fastest of the others."""
     said = {row["own"]: row for row in best if row["shape"] == shape}
     texts = []
     if ours := said.get(True):
@@ -298,7 +300,7 @@ def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
 
 
 def _not_drawn(rows: list[Row], pass_: str) -> list[str]:
-    """What was tried without a time that counts, and where, in a sentence."""
+    """Returns what was tried without a time that counts, and where, in a sentence."""
     shapes: dict[str, list[str]] = {}
     of_pass = [row for row in rows if row["pass"] == pass_]
     for row in of_pass:

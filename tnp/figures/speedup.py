@@ -69,7 +69,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """What the rows of the first device that timed anything say, in one sentence."""
+    """Returns what the rows of the first device that timed anything say, in one sentence."""
     timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
     if not timed:
         return "No configuration could be timed yet"
@@ -207,7 +207,7 @@ def _panel(
 
 
 def _label(row: Row) -> str:
-    """The speedup, and its interval if it has one."""
+    """Returns the speedup, and its interval if it has one."""
     if row["speedup_low"] is None or row["speedup_low"] == row["speedup_high"]:
         return theme.times(row["speedup"])
     low, high = theme.number(row["speedup_low"]), theme.number(row["speedup_high"])
@@ -222,13 +222,15 @@ def _why_not_drawn(row: Row) -> str:
 
 
 def _over_best(row: Row) -> Row:
-    """The row with its speedup over PyTorch's fastest in place of that over plain PyTorch."""
+    """Returns the row with its speedup over PyTorch's fastest in place of that over plain PyTorch."""
     ends = {f"speedup{end}": row[f"speedup_best{end}"] for end in ("", "_low", "_high")}
     return row | ends | {"best_of_variant": row["best_of_variant_over_best"]}
 
 
 def _why_over_best(rows: list[Row]) -> str:
-    """Why a shape's steps are not compared with plain PyTorch's, and what is shown in place."""
+    """Returns why a shape's steps are not compared with plain PyTorch's, and what is shown in
+    place.
+    """
     reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["counts"] is not False)
     why = theme.sentence("; ".join(filter(None, reasons)) or f"{PLAIN} was not timed")
     shown = any(row["speedup"] is not None for row in rows)

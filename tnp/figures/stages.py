@@ -67,12 +67,12 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def line(row: Row) -> str:
-    """What the row's line is called."""
+    """Returns what the row's line is called."""
     return row["stage"] if row["stage"] == row["pass"] else f"{row['stage']} {row['pass']}"
 
 
 def alike(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each shape and dtype."""
+    """Returns the rows of each shape and dtype."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in SIZES), []).append(row)

@@ -16,7 +16,7 @@ MARK_HEIGHT = 18  # px
 
 
 def name(row: Row) -> str:
-    """The name of a row's `checkpoint` and `cuda_graph`."""
+    """Returns the name of a row's `checkpoint` and `cuda_graph`."""
     return NAMES[bool(row["checkpoint"]) + 2 * bool(row["cuda_graph"])]
 
 
@@ -27,13 +27,13 @@ def configuration(row: Row) -> str:
 
 
 def panels(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """The rows of each shape."""
+    """Yields the rows of each shape."""
     for shape in dict.fromkeys(row["shape"] for row in rows):
         yield [row for row in rows if row["shape"] == shape]
 
 
 def panel_title(row: Row, layout: Layout, notes: Sequence[str] = ()) -> alt.Title:
-    """The shape's name over its sizes and over `notes`."""
+    """Returns the shape's name over its sizes and over `notes`."""
     tasks = "1 task" if row["batch"] == 1 else f"{row['batch']} tasks"
     sizes = f"{tasks} of {row['n_context']:,} context and {row['n_target']:,} target points"
     return layout.title(row["shape"], [sizes, *notes])
@@ -49,7 +49,9 @@ def shape_encoding() -> alt.Shape:
 def lines(
     variants: Sequence[str], labels: Sequence[str], layout: Layout
 ) -> tuple[theme.Encodings, list[alt.Chart]]:
-    """A line for each of a panel's variants, and their names where they are not at its side."""
+    """Returns a line for each of a panel's variants, and their names where they are not at its
+    side.
+    """
     y = layout.line("variant:N", variants, labels, MARK_HEIGHT)
     return {"y": y}, theme.names("variant:N", variants, y, MARK_HEIGHT, layout)
 
@@ -57,7 +59,7 @@ def lines(
 def failures(
     rows: Sequence[Row], drawn: set[str], lines: theme.Encodings
 ) -> tuple[list[alt.Chart], list[str]]:
-    """Why configurations have no mark: on the lines of variants without any, else as notes.
+    """Returns why configurations have no mark: on the lines of variants without any, else as notes.
 
     `drawn` are the variants with a mark.
     """

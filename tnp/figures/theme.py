@@ -71,12 +71,12 @@ WITHOUT_EVIDENCE = "recorded before evidence was kept"
 
 
 def status_text(status: str) -> str:
-    """A status in a reader's words; "killed" and "error" already are."""
+    """Returns a status in a reader's words; "killed" and "error" already are."""
     return STATUS_TEXT.get(status, status)
 
 
 def one_line(reason: str | None) -> str:
-    """A reason without the control characters of a terminal, which no SVG may hold."""
+    """Returns a reason without the control characters of a terminal, which no SVG may hold."""
     printable = re.sub(r"\x1b\[[0-9;]*m", "", reason or "")
     return textwrap.shorten("".join(c if c.isprintable() else " " for c in printable), 200)
 
@@ -104,12 +104,14 @@ def duration(milliseconds: float) -> str:
 
 
 def evidence(counts: bool | None) -> str:
-    """What a tooltip says of a row that is drawn: filled where it counts, else hollow."""
+    """Returns what a tooltip says of a row that is drawn: filled where it counts, else hollow."""
     return "kept, and the row counts" if counts else WITHOUT_EVIDENCE
 
 
 def verdict(ratio: float, decided: str | None) -> str:
-    """What may be said of a ratio of speeds: view `contrasts` has decided, or None could be."""
+    """Returns what may be said of a ratio of speeds: view `contrasts` has decided, or None could
+    be.
+    """
     match decided:
         case "faster" | "slower":
             return f"{times(ratio)} as fast as"
@@ -158,7 +160,7 @@ def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
 
 
 def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Chart]:
-    """Two layers: rows that count are filled, those recorded without evidence hollow."""
+    """Returns two layers: rows that count are filled, those recorded without evidence hollow."""
     return [
         getattr(base.transform_filter(f"{negation}datum.counts"), f"mark_{mark}")(
             filled=filled, **style
@@ -168,7 +170,9 @@ def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Ch
 
 
 def in_place(rows: list[Row], lines: Encodings) -> list[alt.Chart]:
-    """Why what would stand on `lines` has no mark: texts, each with its reason as a tooltip."""
+    """Returns why what would stand on `lines` has no mark: texts, each with its reason as a
+    tooltip.
+    """
     base = drawing(rows).encode(x=alt.value(4), text="text:N", tooltip="reason:N", **lines)
     return text(base, fontStyle="italic", color=MUTED)
 
@@ -176,7 +180,7 @@ def in_place(rows: list[Row], lines: Encodings) -> list[alt.Chart]:
 def names(
     field: str, names: Sequence[str], y: alt.Y, marks: int, layout: Layout
 ) -> list[alt.Chart]:
-    """The names of a panel's lines above their marks, where they are not left of them."""
+    """Returns the names of a panel's lines above their marks, where they are not left of them."""
     if not layout.narrow:
         return []
     above = -(marks + LABEL_HEIGHT) / 2
@@ -185,7 +189,7 @@ def names(
 
 
 def text(base: alt.Chart, **style: object) -> list[alt.Chart]:
-    """Two layers, a text and a white halo under it: readable where it crosses a line."""
+    """Returns two layers, a text and a white halo under it: readable where it crosses a line."""
     style = {"align": "left", "fontSize": 11, "color": INK} | style
     halo = style | {"color": "white", "stroke": "white", "strokeWidth": 3, "strokeJoin": "round"}
     return [base.mark_text(**halo), base.mark_text(**style)]
@@ -199,7 +203,7 @@ def nothing(why: str, width: int, title: alt.Title) -> alt.TopLevelMixin:
 
 
 def no_rows(what: str, command: str, layout: Layout) -> alt.TopLevelMixin:
-    """A card that says how to get the rows this figure is drawn from."""
+    """Returns a card that says how to get the rows this figure is drawn from."""
     line = drawing([{"text": f"Run:  {command}"}]).mark_text(
         align="left",
         baseline="top",

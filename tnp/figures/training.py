@@ -89,9 +89,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
-    """Whether runs on the same tasks are equivalent, and what the last evaluations of the runs say:
-    of the first run in full, of others that they are not shown to use their context. All of the
-    first device.
+    """Returns whether runs on the same tasks are equivalent, and what the last evaluations of the
+    runs say: of the first run in full, of others that they are not shown to use their context. All
+    of the first device.
     """
     slug = next(slug for slug in devices if any(row["device"] == slug for row in rows))
     last: dict[str, Row] = {}
@@ -111,7 +111,7 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
 
 
 def _alike(pair: Row) -> str:
-    """Whether a run is equivalent to PyTorch's; "" where that was not asked or is unknown."""
+    """Returns whether a run is equivalent to PyTorch's; "" where that was not asked or is unknown."""
     if pair["is_null_pair"] or pair["margin"] is None:
         return ""
     is_or_not = "is" if pair["equivalent"] else "is not"
@@ -122,7 +122,7 @@ def _alike(pair: Row) -> str:
 
 
 def _learned(last: Row, where: str) -> str:
-    """What a run's last evaluation says, in one sentence."""
+    """Returns what a run's last evaluation says, in one sentence."""
     run, from_context = last["run"], last["nats_from_context"]
     if from_context is None:
         return f"{run} is not shown to use its context {where}: shuffling it costs too little"
@@ -226,7 +226,7 @@ def _study_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 
 def _said(last: Row) -> list[str]:
-    """What was trained on what, and what the panel shows at its last step."""
+    """Returns what was trained on what, and what the panel shows at its last step."""
     source = last["source"].replace("_", " ")
     sizes = f"{last['batch']} tasks of {last['n_context']:,} + {last['n_target']:,} points"
     said = [f"{source}, {sizes}, {last['variant']}, {last['dtype']}, seed {last['seed']}"]
@@ -244,7 +244,7 @@ def _said(last: Row) -> list[str]:
 def _paired_panels(
     connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row], layout: Layout
 ) -> list[alt.TopLevelMixin]:
-    """The losses of all runs, and over the tested steps their differences from the first's."""
+    """Returns the losses of all runs, and over the tested steps their differences from the first's."""
     runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
     variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
     scale = data.variant_colors(connection)

@@ -52,12 +52,13 @@ GATES = {
 
 
 def generic_gate(op: str, name: str) -> str:
-    """The name of the gate of one implementation of an operator."""
+    """Returns the name of the gate of one implementation of an operator."""
     return f"{GENERIC}--{op}--{name}"
 
 
 def generic_gates() -> list[str]:
-    """One gate of each implementation that is not PyTorch's own, with which others are compared.
+    """Returns one gate of each implementation that is not PyTorch's own, with which others are
+    compared.
 
     Of those of other packages too, since "auto" may take them.
     """
@@ -87,7 +88,7 @@ def gates_of(op: str, name: str) -> list[str]:
 
 
 def gates_of_training(op: str, name: str) -> list[str]:
-    """What training waits for besides, where gradients are narrower than their problem."""
+    """Returns what training waits for besides, where gradients are narrower than their problem."""
     own = [catalog().listed(op, one).own for one in catalog().candidates(op, name)]
     narrow = any(one and one.precision and one.differentiable for one in own)
     return ["batch_noise"] * narrow
@@ -184,7 +185,8 @@ def ended(name: str, status: str, reason: str) -> dict:
 def run_gate(
     name: str, device_type: str, progress: Progress | None = None
 ) -> dict[str, list[dict]]:
-    """Rows of tables `gates` and `kernels` (without provenance) of gate `name` on "cuda" or "cpu".
+    """Returns rows of tables `gates` and `kernels` (without provenance) of gate `name` on "cuda" or
+    "cpu".
 
     `kernels` is empty for a gate that compiles nothing. Three kinds of rows are no checks, and have
     the reason: a gate or a case that the device cannot run has status "unsupported"; a gate that

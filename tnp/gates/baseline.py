@@ -73,7 +73,7 @@ def _padding(device, name, d_ff_storage, eps) -> Iterator[Check]:
 
 
 def _sdpa_backends(out: torch.Tensor) -> set[str]:
-    """Names of the SDPA backward nodes behind `out`: autograd knows which backend ran."""
+    """Returns names of the SDPA backward nodes behind `out`: autograd knows which backend ran."""
     found, seen, stack = set(), set(), [out.grad_fn]
     while stack:
         node = stack.pop()

@@ -81,7 +81,7 @@ def _task(device: torch.device, index: int) -> Task:
 
 
 def _like(model: TransformerNP, variant: Variant) -> TransformerNP:
-    """The same weights, run in another way."""
+    """Returns the same weights, run in another way."""
     other = TransformerNP(model.config, variant, model.compute_dtype)
     other.load_state_dict(model.state_dict())
     return other.to(next(model.parameters()).device)

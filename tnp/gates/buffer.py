@@ -109,11 +109,11 @@ def masked_loss(model: TransformerNP, task: Task) -> torch.Tensor:
     x, y = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
     seen = torch.tensor(n_seen, device=x.device)
     found = masked(model, context, (x[:, entering], y[:, entering]), x, seen)
-    return mixture_nll(found, y, model.config.sigma_min)
+    return mixture_nll(found, y, sigma_min=model.config.sigma_min)
 
 
 def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
-    """The same as `masked_log_density` of points that enter one after another."""
+    """Returns the same as `masked_log_density` of points that enter one after another."""
     known = Buffer(model, model.encode(task.context), task.n_target - 1)
     entering, found = None, []
     for x, y in zip(task.x_target.split(1, 1), task.y_target.split(1, 1), strict=True):
@@ -123,7 +123,7 @@ def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
 
 
 def build(device: torch.device, variant: Variant) -> TransformerNP:
-    """The gates' model with a buffer, whose points differ from those of a context."""
+    """Returns the gates' model with a buffer, whose points differ from those of a context."""
     plain = models.build_model(device, variant)
     config = replace(plain.config, buffer=ROOM[device.type])
     model = TransformerNP(config, variant, plain.compute_dtype).to(device)
@@ -256,7 +256,9 @@ def _apart(variant: Variant) -> Variant:
 
 
 def _at_once(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """All operators of ours, attention of all kinds of rows in one launch; none without Triton."""
+    """Yields all operators of ours, attention of all kinds of rows in one launch; none without
+    Triton.
+    """
     if devices.of_device(device).kind != "cpu":
         yield "all operators of ours, rows at once", models.ours(device)
 

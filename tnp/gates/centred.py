@@ -104,6 +104,6 @@ def _dq(
     v: torch.Tensor,
     do: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of q [n_q, D] through attention of one head."""
+    """Returns the gradient of q [n_q, D] through attention of one head."""
     q, k, v = (x[None, None].detach().requires_grad_() for x in (q, k, v))
     return torch.autograd.grad(run(q, k, v), (q, k, v), do[None, None])[0][0, 0]

@@ -81,7 +81,7 @@ def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def error_ratio(
     out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tensor, floor: float = 0.0
 ) -> float:
-    """How far `out` is from `reference`, over how far it must be expected to be.
+    """Returns how far `out` is from `reference`, over how far it must be expected to be.
 
     `reference` is computed in float64. Expected is the largest of three: the distance of PyTorch's
     own result in the same dtype; `floor`, what float32 must be expected to lose in this problem

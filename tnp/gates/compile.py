@@ -92,7 +92,8 @@ def _compiled(index: int) -> dict:
 
 
 def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
-    """What `launches` compile, once each; afterwards nothing can be launched in this process.
+    """Returns what `launches` compile, once each; afterwards nothing can be launched in this
+    process.
 
     Triton keeps what it compiled by device: each capability is a device of its own here.
     """
@@ -141,7 +142,7 @@ def faults(row: dict) -> Iterator[tuple[str, int, int]]:
 
 
 def described(row: dict) -> str:
-    """Names a compiled kernel: its dtype, constants and target."""
+    """Returns names a compiled kernel: its dtype, constants and target."""
     config = " ".join(f"{name}={x}" for name, x in json.loads(row["launch_config"]).items())
     return f"{row['kernel']} {row['dtype']} {config} for {row['target']}"
 

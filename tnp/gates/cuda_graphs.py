@@ -69,7 +69,9 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
 
 @torch.no_grad()
 def _replayed_error(device: torch.device, variant: Variant) -> float:
-    """Largest difference of what is replayed for other targets than those that were captured."""
+    """Returns largest difference of what is replayed for other targets than those that were
+    captured.
+    """
     model, batch = models.build_model(device, variant), models.task(device, 0)
     launched = model.encode(batch.context)
     replayed = model.encode(batch.context, cuda_graph=True)

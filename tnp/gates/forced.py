@@ -20,7 +20,7 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's name, followed by the switches that are on in its configuration."""
+        """Returns the kernel's name, followed by the switches that are on in its configuration."""
         return " ".join((self.kernel.name, *selection.switches(self.config)))
 
 

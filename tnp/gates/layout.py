@@ -12,7 +12,7 @@ from tnp.gates.results import Setting
 
 
 def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[str]:
-    """What a launch of a plan returns otherwise than its kernels say, a sentence each."""
+    """Returns what a launch of a plan returns otherwise than its kernels say, a sentence each."""
     operator, numbers = setting.operator, setting.operator.numbers
     inputs = tuple(setting.inputs.values())
     wanted = plan.what.wanted
@@ -46,7 +46,7 @@ def _different(names: tuple[str, ...], results: tuple, says: tuple) -> Iterator[
 
 
 def _looks(x: torch.Tensor | None) -> tuple | None:
-    """What compiled code relies on; strides of dimensions of one element are nobody's."""
+    """Returns what compiled code relies on; strides of dimensions of one element are nobody's."""
     if x is None:
         return None
     steps = tuple(

@@ -58,14 +58,14 @@ def implementations(device: torch.device) -> Iterator[str]:
 
 
 def ours(device: torch.device, attention: str = "fused") -> Variant:
-    """All operators of ours, of attention `attention`, and the switches that go with them."""
+    """Returns all operators of ours, of attention `attention`, and the switches that go with them."""
     operators = dict.fromkeys(FAMILIES, "fused") | {"attention": attention}
     width = scale(device).d_ff_storage
     return Variant("all operators of ours", **operators, skip_unread=True, d_ff_storage=width)
 
 
 def variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """Each implementation of attention with PyTorch's other operators.
+    """Yields each implementation of attention with PyTorch's other operators.
 
     A switch of the model is checked with these; with all operators of ours by gate `skip_unread`,
     so that an edited kernel voids no step of PyTorch's.
@@ -77,7 +77,7 @@ def variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
 def build_model(
     device: torch.device, variant: Variant, *, checkpoint: bool = False
 ) -> TransformerNP:
-    """The gate's model; equal weights for every variant and switch."""
+    """Returns the gate's model; equal weights for every variant and switch."""
     torch.manual_seed(SEED)
     chosen = scale(device)
     model = TransformerNP(chosen.config, variant, chosen.dtype, checkpoint=checkpoint)
@@ -85,14 +85,14 @@ def build_model(
 
 
 def recomputing(device: torch.device, variant: Variant) -> Iterator[tuple[str, TransformerNP]]:
-    """The model with each way of computing blocks again in the backward pass."""
+    """Yields the model with each way of computing blocks again in the backward pass."""
     yield "checkpointed", build_model(device, variant, checkpoint=True)
     selective = replace(variant, recompute_above=1)
     yield "computed again but for attention", build_model(device, selective)
 
 
 def exact(model: TransformerNP, **switches: bool) -> TransformerNP:
-    """The same weights in float64, every operator by its formula, and these switches on."""
+    """Returns the same weights in float64, every operator by its formula, and these switches on."""
     width = model.variant.d_ff_storage
     variant = Variant("exact", attention="reference", d_ff_storage=width, **switches)
     reference = TransformerNP(model.config, variant, torch.float64).double()
@@ -123,7 +123,7 @@ def gradients_by_tensor(
 
 
 def padding(model: TransformerNP) -> float:
-    """The largest weight that a hidden layer's zero padding has come to."""
+    """Returns the largest weight that a hidden layer's zero padding has come to."""
     layers = [*(block.mlp for block in model.blocks), model.heads]
     return max(
         max_abs_error(part, torch.zeros_like(part))

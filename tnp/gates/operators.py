@@ -152,7 +152,7 @@ def _of_case(setting: Setting, known: Known, with_routes: bool) -> Iterator[Chec
 
 
 def _is_red(setting: Setting, broken: Any) -> bool:
-    """Whether a broken reference is found out."""
+    """Returns whether a broken reference is found out."""
     got = setting.results(broken, setting.inputs, setting.upstream)
     given = {name: value for name, value in got.items() if value is not None}
     return any(not ratio <= bound for _, ratio, bound in setting.judged(given))
@@ -205,7 +205,9 @@ def _same(run: Forced, first: Results, others: Iterable[Results], how: str) -> I
 
 
 def _of_memory(run: Forced, first: Results) -> Iterator[Check]:
-    """Every element of a result is written, none beside an input is read, no input is changed."""
+    """Yields every element of a result is written, none beside an input is read, no input is
+    changed.
+    """
     own = run.setting.inputs
     inputs = {name: x if x is None else guarded(x.detach()) for name, x in own.items()}
     with Poisoned():
@@ -234,7 +236,9 @@ def _of_layout(run: Forced, thorough: bool) -> Iterator[Check]:
 
 
 def _of_gradients(run: Forced) -> Iterator[Check]:
-    """Each wanted gradient alone, each output's gradient alone, and gradients of other layouts."""
+    """Yields each wanted gradient alone, each output's gradient alone, and gradients of other
+    layouts.
+    """
     setting = run.setting
     if len(run.wanted) > 1:
         for name in run.wanted:
@@ -262,7 +266,7 @@ def _is_differentiable(setting: Setting, output: str) -> bool:
 
 
 def _of_one(upstream: Gradient, output: str, name: str, like: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of `output`; None of the others."""
+    """Returns the gradient of `output`; None of the others."""
     return upstream(name, like) if name == output else None
 
 
@@ -272,5 +276,5 @@ def _expanded(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(gradient: torch.Tensor) -> torch.Tensor:
-    """The same numbers, the last two dimensions exchanged in memory."""
+    """Returns the same numbers, the last two dimensions exchanged in memory."""
     return gradient if gradient.dim() < 2 else gradient.mT.contiguous().mT

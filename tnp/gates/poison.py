@@ -37,7 +37,8 @@ def fill(x: torch.Tensor) -> torch.Tensor:
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` with its strides, whose memory is poisoned around it and between its elements.
+    """Returns a copy of `x` with its strides, whose memory is poisoned around it and between its
+    elements.
 
     A tensor with strides of 0, whose elements share memory, is returned as it is.
     """

@@ -70,7 +70,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _ways(batch: Task) -> list[tuple[str, Capacity | None]]:
-    """How samples of other sizes are computed together, and the packed rows of it."""
+    """Returns how samples of other sizes are computed together, and the packed rows of it."""
     capacity = capacity_for(batch.count(), batch.batch, (batch.n_context, batch.n_target))
     return [("padded with NaN", None), ("packed, NaN behind each sample", capacity)]
 
@@ -82,13 +82,13 @@ def _gradients(
 
 
 def _ours(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """All operators of ours, where our attention runs here."""
+    """Yields all operators of ours, where our attention runs here."""
     if "fused" in models.implementations(device):
         yield "all operators of ours", models.ours(device)
 
 
 def _lengths(n_samples: int, most: int, device: torch.device) -> torch.Tensor:
-    """All points, one, and numbers in between."""
+    """Returns all points, one, and numbers in between."""
     numbers = [most, 1, most // 2 + 1, most // 3 + 1]
     return torch.tensor(numbers[:n_samples], dtype=torch.int32, device=device)
 

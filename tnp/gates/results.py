@@ -103,7 +103,7 @@ class Setting:
         return compute(*asked, function, inputs, self.wanted, upstream, **self.options)
 
     def with_upstream(self, upstream: Gradient) -> Setting:
-        """The same with other gradients of the outputs, and what is expected then."""
+        """Returns the same with other gradients of the outputs, and what is expected then."""
         inputs, budget = self.inputs, self.budget
         held = inputs if budget.emulate is None else inputs | budget.emulate(self.case, inputs)
 
@@ -128,7 +128,7 @@ class Setting:
         )  # fmt: skip
 
     def against_float64(self, got: Results, how: str, kernel: str = "") -> Iterator[Check]:
-        """A check of each result; `how` it was computed is said after its name."""
+        """Yields a check of each result; `how` it was computed is said after its name."""
         for result, ratio, bound in self.judged(got):
             what = f"{result}{how} against float64"
             yield self.check(what, "error_ratio", ratio, bound, kernel)
@@ -149,7 +149,9 @@ class Setting:
                 yield f"{name} of the originals", ratio, self.budget.emulated
 
     def _emulated(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """What the number format makes of a result, handed on in `dtype` where it is rounded."""
+        """Returns what the number format makes of a result, handed on in `dtype` where it is
+        rounded.
+        """
         found = self.rounded.get(name)
         return self.exact[name] if found is None else found.to(dtype)
 

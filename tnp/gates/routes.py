@@ -39,7 +39,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def with_other_lengths(setting: Setting) -> Iterator[Check]:
-    """A captured launch is right for what its lengths become, which are changed in place."""
+    """Yields a captured launch is right for what its lengths become, which are changed in place."""
     captured, replay = _captured(partial(_results, setting, _call(setting)))
     for name, x in setting.operator.other_lengths(setting.inputs).items():
         setting.inputs[name].copy_(x)
@@ -49,7 +49,7 @@ def with_other_lengths(setting: Setting) -> Iterator[Check]:
 
 
 def _call(setting: Setting) -> Callable:
-    """The implementation as the public function reaches it, called as the reference is."""
+    """Returns the implementation as the public function reaches it, called as the reference is."""
     n, options = len(setting.operator.tensors), tuple(setting.options.items())
 
     def run(*arguments: Any) -> Any:
@@ -65,7 +65,7 @@ def _results(setting: Setting, function: Callable) -> Results:
 
 
 def _captured(results: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
-    """What a CUDA graph leaves its results in, NaN before it ran, and what replays it."""
+    """Returns what a CUDA graph leaves its results in, NaN before it ran, and what replays it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -111,7 +111,7 @@ def _opcheck(setting: Setting) -> Check:
 
 
 def _text(setting: Setting, inputs: tuple) -> str:
-    """What decides the launch, as `tnp.dispatch.custom_op.call` says it."""
+    """Returns what decides the launch, as `tnp.dispatch.custom_op.call` says it."""
     first = next(x for x in inputs if x is not None)
     problem = setting.case.problem
     given = tuple(name for name in setting.operator.optional if problem[name])

@@ -77,7 +77,7 @@ def _without_padding(
 
 
 def _compiled(model: TransformerNP, device: torch.device) -> Callable[..., torch.Tensor]:
-    """The model's loss in one graph of `torch.compile`."""
+    """Returns the model's loss in one graph of `torch.compile`."""
     torch._dynamo.reset()
     # On the CPU Inductor needs a C++ compiler, and interpreted kernels are opaque to it anyway.
     backend = "inductor" if device.type == "cuda" else "aot_eager"
@@ -93,7 +93,9 @@ def _as_near(
     gradients: dict[str, torch.Tensor],
     exact: dict[str, torch.Tensor],
 ) -> Iterator[Check]:
-    """The model run another way is as near to float64 as `gradients`, those of the eager one."""
+    """Yields the model run another way is as near to float64 as `gradients`, those of the eager
+    one.
+    """
     found, padded = models.gradients_by_tensor(model, batch, nll)
     own = _without_padding(padded, exact)
     attention = model.variant.attention

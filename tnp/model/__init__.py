@@ -1,4 +1,4 @@
-"""The model: its network, the variants of its layers, predictions, samples, checkpoints."""
+"""Holds the model: its network, the variants of its layers, predictions, samples, checkpoints."""
 
 from tnp.util.lazy import offers
 

@@ -1,4 +1,4 @@
-"""Sizes that tasks are padded to, where every batch has its own.
+"""Rounds the sizes of tasks up, where every batch has its own.
 
 A captured step, a compiled one and a launch plan are of exact sizes, and contexts of 3 to 64 with
 targets of 50 to 500 come in 28,000 pairs of them. A bucket is a pair that stands for all a little
@@ -19,14 +19,14 @@ PER_DOUBLING = 8  # sizes between a power of two and the next
 
 
 def rounded(n: int) -> int:
-    """The next size from `n` on, of those that the module's description names."""
+    """Returns the smallest size that is at least `n` among the sizes of this module."""
     step = max(SMALLEST, (1 << (n - 1).bit_length()) // (2 * PER_DOUBLING))
     return -(-n // step) * step
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """For tasks of at most so many context and target points; `len` says how many there are."""
+    """Lists the sizes for tasks of at most so many context and target points. `len` counts them."""
 
     max_context: int
     max_target: int
@@ -37,14 +37,16 @@ class Buckets:
 
     @classmethod
     def of(cls, vary: dict | None) -> Buckets | None:
-        """Up to the largest sizes that config.yaml's `vary` draws; None where sizes do not vary."""
+        """Returns buckets up to the largest sizes that config.yaml's `vary` draws; None where sizes
+        do not vary.
+        """
         return None if vary is None else cls(vary["n_context"][1], vary["n_target"][1])
 
     def __len__(self) -> int:
         return _count(self.max_context) * _count(self.max_target)
 
     def sizes(self, n_context: int, n_target: int) -> tuple[int, int] | None:
-        """Those of the bucket for so many points; None where that is more than any holds."""
+        """Returns the sizes of the bucket for so many points, or None if none holds them."""
         if n_context > self.max_context or n_target > self.max_target:
             return None
         return min(rounded(n_context), self.max_context), min(rounded(n_target), self.max_target)
@@ -58,5 +60,5 @@ def _sizes(most: int):
 
 
 def _count(most: int) -> int:
-    """Sizes up to `most`, which is one itself."""
+    """Counts the sizes up to `most`, which is one itself."""
     return 1 + sum(1 for _ in takewhile(lambda size: size < most, _sizes(most)))

@@ -1,5 +1,4 @@
-"""Rows [context, buffer, followers, others], and what each of them sees
-(`tnp.model.causal_buffer`).
+"""Arranges rows [context, buffer, followers, others], and says which keys each of them sees.
 
 `buffered_attention` takes them as they lie. Where it refuses them they are split for attention and
 joined behind it, once each way, each row copied into its place.
@@ -24,7 +23,8 @@ from tnp.ops.buffered_attention import OPERATOR, buffered_attention
 
 
 def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
-    """int64 [B, n_first + n]: the order in which n rows follow each sample's first lengths[b].
+    """Returns int64 [B, n_first + n], the order in which n rows follow each sample's first
+    lengths[b].
 
     Rows are n_first of a sample and n others; what is padding comes last.
     """
@@ -34,7 +34,7 @@ def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
 
 
 def in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
-    """[..., D] in elements of 16 bytes where all can be read so.
+    """Views [..., D] in elements of 16 bytes where all can be read so.
 
     PyTorch copies strided rows an element a thread, so that few wide ones take less time. What a
     compiler makes of copies needs no help.
@@ -62,8 +62,8 @@ def _in_elements_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
-    """Rows [B, L, H, D] → those that see the context alone, first and last of L, and G groups of n
-    beside the buffer.
+    """Splits rows [B, L, H, D] into those that see the context alone, first and last of L, and G
+    groups of n beside the buffer.
 
     Group g of head h becomes head h · G + g, which reads keys of head h: [B, n, H · G, D].
     """
@@ -76,7 +76,7 @@ def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tenso
 
 
 def _join(sizes: tuple[int, ...], alone: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
-    """What was split."""
+    """Joins what `_split` has split."""
     batch, n, heads, width = grouped.shape
     groups = grouped.view(batch, n, alone.shape[2], heads // alone.shape[2], width).unbind(3)
     first, others = alone.split([sizes[0], sizes[2]], 1)
@@ -85,7 +85,7 @@ def _join(sizes: tuple[int, ...], alone: torch.Tensor, grouped: torch.Tensor) ->
 
 
 class _Split(torch.autograd.Function):
-    """`_split`, whose gradient is `_join`: autograd's own would copy most rows three times."""
+    """Splits, and joins the gradients: autograd's own gradient would copy most rows three times."""
 
     @staticmethod
     def forward(ctx, x, sizes, n):
@@ -100,7 +100,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """`_join`, whose gradient is `_split`."""
+    """Joins, and splits the gradient."""
 
     @staticmethod
     def forward(ctx, sizes, n, *parts):
@@ -114,7 +114,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Keys(torch.autograd.Function):
-    """Keys and values of the first m points, and of all.
+    """Returns keys and values of the first m points, and of all.
 
     The gradient of the first is added in place to that of all, which attention has just made for
     nobody else. So dk and dv stay halves of the same rows, one product for the projection.
@@ -143,7 +143,7 @@ def _refusal(
     implementation: str, dtype: torch.dtype, device: torch.device, wanted: tuple[str, ...],
     **problem: int | bool,
 ) -> str | None:  # fmt: skip
-    """Why it cannot serve the problem; asked once a problem, since a step asks in every block."""
+    """Returns why it cannot serve the problem. The answer is cached: a step asks in every block."""
     call = Call(
         OPERATOR.problem(str(dtype).removeprefix("torch."), **problem),
         devices.of_device(device), wanted,
@@ -153,7 +153,7 @@ def _refusal(
 
 @dataclass(frozen=True)
 class BufferedRows:
-    """Rows [context, buffer, followers, others], and what each of them sees.
+    """Describes rows [context, buffer, followers, others], and the keys that each of them sees.
 
     Followers are `n_groups` groups of as many targets as there are points in the buffer: the i-th
     of a group sees points 0 … i. Others see the context alone.
@@ -166,9 +166,7 @@ class BufferedRows:
     lengths: torch.Tensor | None  # int32 [B], of the context
 
     def refuses(self, implementation: str | None, q: torch.Tensor, k: torch.Tensor) -> str | None:
-        """Why this implementation of `buffered_attention` cannot serve q and keys; None where it
-        can.
-        """
+        """Returns why this `buffered_attention` cannot serve q and keys, or None."""
         if implementation is None:
             return "the variant's attention has no counterpart that takes all kinds of rows at once"
         if torch.compiler.is_compiling():
@@ -185,7 +183,7 @@ class BufferedRows:
     def at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, base2: bool, implementation: str
     ) -> torch.Tensor:
-        """[B, rows of q, width], in one launch: q, k and v as of `around`."""
+        """Returns [B, rows of q, width] from one launch. Takes q, k and v as `around` does."""
         o = buffered_attention(
             q, k, v, self.n_buffer, n_groups=self.n_groups, all_rows=q.shape[2] == self.n_rows,
             n_keys=self.lengths, base2=base2, implementation=implementation,
@@ -195,7 +193,8 @@ class BufferedRows:
     def around(
         self, heads: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """[B, rows of q, width]: heads(q, k, v, n_keys, causal) of each kind of rows.
+        """Returns [B, rows of q, width] from one call heads(q, k, v, n_keys, causal) a kind of
+        rows.
 
         Args:
             heads: [B, H, n_q, D] and keys and values → [B, n_q, H · D]. Nobody may keep the
@@ -224,7 +223,7 @@ class BufferedRows:
         return (join(sizes, *o) if plain else join(sizes, n, *o)).flatten(2)
 
     def _following(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values where each sample's buffer follows its own context."""
+        """Returns keys or values in which each sample's buffer follows its own context."""
         if self.lengths is None:
             return x
         order = behind(self.lengths, self.n_context, self.n_buffer)

@@ -1,4 +1,4 @@
-"""The causal buffer: points that enter behind a context which is encoded once and kept.
+"""Adds points behind a context that is encoded once and kept: the causal buffer.
 
 A point of the buffer sees the context, the points that entered before it, and itself. A target sees
 the context and what is in the buffer. The context sees neither, so its keys and values stay what
@@ -37,7 +37,7 @@ def parameters(
     x_target: torch.Tensor,
     n_groups: int,
 ) -> torch.Tensor:
-    """Mixture parameters [B, N, K, 1 + 2·d_y] at all targets, in one pass.
+    """Returns mixture parameters [B, N, K, 1 + 2·d_y] at all targets, in one pass.
 
     Args:
         model: with a buffer.
@@ -59,7 +59,7 @@ def n_entering(room: int | None, n_target: int) -> int:
 
 
 def n_followed(n_points: int, n_target: int) -> int:
-    """How many targets of a training step see as much of the buffer, whatever that is."""
+    """Returns how many targets of a training step see each number of points in the buffer."""
     return n_target // (2 * n_points) if n_points else 0
 
 
@@ -70,7 +70,7 @@ def training_parameters(
     y_target: torch.Tensor,
     target_lengths: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Mixture parameters [B, N, K, 1 + 2·d_y], at targets of which half see the buffer.
+    """Returns mixture parameters [B, N, K, 1 + 2·d_y] at targets of which half see the buffer.
 
     The others see the context alone, and some of these fill the buffer: the published mixture,
     whose prefix lengths are drawn, while here each of 1 … n is as often taken. Targets are taken in
@@ -103,7 +103,7 @@ def training_parameters(
 def log_densities(
     model: Network, context: Context, x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
-    """log p(y_i | x_i, context, points before i) of each of N points, [B, N], in one pass.
+    """Returns log p(y_i | x_i, context, points before i) of N points, [B, N], in one pass.
 
     All but the last enter the buffer, and all but the first see what has entered before them. One
     point alone needs no buffer, and so any model serves.
@@ -125,7 +125,7 @@ def log_densities(
 
 
 class Buffer:
-    """Keys and values of a context, and of the points that have entered behind it.
+    """Keeps keys and values of a context, and of the points that have entered behind it.
 
     Args:
         model: with a buffer.
@@ -157,7 +157,7 @@ class Buffer:
         self.refill(encoding)
 
     def refill(self, encoding: Encoding) -> None:
-        """Another context and an empty buffer, in the same memory.
+        """Puts another context and an empty buffer into the same memory.
 
         Raises:
             ValueError: it has more points than there is room for.
@@ -176,7 +176,7 @@ class Buffer:
 
     @torch.no_grad()
     def predict(self, x_target: torch.Tensor, entering: Points | None = None) -> Prediction:
-        """At one target a sample, x_target [B, 1, d_x], of which `entering` are known.
+        """Predicts at one target a sample, x_target [B, 1, d_x]. The points `entering` are known.
 
         They go through the model together: the point leaves its keys and values.
 
@@ -213,8 +213,10 @@ class Buffer:
                 )
 
     def _entry(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-        """What writes (cache, heads [B, 3 · n_heads, 2, D], lengths): keys and values of the first
-        row of each sample, which is the last of its lengths[b].
+        """Returns the launch that takes (cache, heads [B, 3 · n_heads, 2, D], lengths).
+
+        It writes keys and values of the first row of each sample, which is the last of its
+        lengths[b].
         """
         cache = self._blocks[0]
         target = devices.of_device(cache.device)
@@ -232,7 +234,7 @@ class Buffer:
         return in_torch
 
     def alone(self, x_target: torch.Tensor) -> torch.Tensor:
-        """Mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all that there is.
+        """Returns mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all points.
 
         x_target [B, 1, d_x] is in the model's units.
         """
@@ -246,7 +248,7 @@ class Buffer:
         return model.heads(h, update)
 
     def behind(self, x_target: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The same of a target behind a point that enters, x [B, 1, d_x] and y [B, 1, d_y].
+        """Returns the same at a target behind a point that enters, x [B, 1, d_x] and y [B, 1, d_y].
 
         Waits for nothing and keeps its memory where it is, so that a graph can replay it. It is the
         caller's to see that there is room.

@@ -1,4 +1,4 @@
-"""A model as a thing one keeps: a folder with its sizes, its units and its weights.
+"""Saves and loads a model: a folder with its sizes, its units and its weights.
 
 Weights are stored at the model's own width, without a variant's zero padding, so that whoever loads
 them may run them as another variant does.
@@ -127,7 +127,7 @@ def set_weights(model: Network, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _shapes(model: Network, config: TNPConfig) -> dict[str, torch.Size]:
-    """Of all weights, without padding."""
+    """Returns the shapes of all weights, without padding."""
     with torch.device("meta"):
         plain = type(model)(config, Variant("unpadded"))
     return {name: x.shape for name, x in plain.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The sizes of a Transformer Neural Process."""
+"""Holds the sizes of a Transformer Neural Process."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tnp.util.checks import require_count, require_real
 
 @dataclass(frozen=True)
 class TNPConfig:
-    """Sizes of the model; the defaults are the specification's.
+    """Holds the sizes of the model. The defaults are the specification's.
 
     `sigma_min` is in units of y, of its deviation where the model has a normalization.
 

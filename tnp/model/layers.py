@@ -1,4 +1,4 @@
-"""The layers of the Transformer Neural Process; which kernels they run a variant says.
+"""Defines the layers of the Transformer Neural Process. A variant chooses their kernels.
 
 Each is pre-norm and leaves what it adds to the residual stream to the norm of the next, which reads
 the stream anyway.
@@ -82,7 +82,7 @@ class HiddenLayer(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """The norm ahead of a layer, which first adds what the layer before left to be added."""
+    """Normalizes the input of a layer, after adding the update of the layer before it."""
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
@@ -92,21 +92,21 @@ class RMSNorm(nn.Module):
     def forward(
         self, h: torch.Tensor, update: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update and its norm, all [B, L, d_model]."""
+        """Returns h + update and its norm, both [B, L, d_model]."""
         options = {"eps": NORM_EPS, "implementation": self.implementation}
         if update is None:
             return h, rms_norm(h, self.weight, **options)
         return add_rms_norm(h, update, self.weight, **options)
 
     def takes_product(self, h: torch.Tensor) -> bool:
-        """Whether the norm of these rows and the product that reads it are one launch (`times`)."""
+        """Returns whether the norm of these rows and the product that reads it are one launch."""
         return self.with_product is not None and h.shape[:-1].numel() <= FEW_ROWS
 
     def times(
         self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, silu: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update, and the product of its norm with weight [n_out, d_model], or the SiLU of
-        that, without a gradient.
+        """Returns h + update, and the product of its norm with weight [n_out, d_model], or the SiLU
+        of that product. There is no gradient.
         """
         return rms_norm_linear(
             h, update, self.weight, weight,
@@ -115,7 +115,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """(x, y, target flag) → d_model: linear, SiLU, linear.
+    """Embeds (x, y, target flag) in d_model dimensions: linear, SiLU, linear.
 
     The flag is −1 for context and +1 for targets, whose y is 0: never zero, it doubles as the bias
     the linear layers lack. The first layer runs in float32, because bfloat16 cannot tell
@@ -141,7 +141,7 @@ class Embedding(nn.Module):
         x_target: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """x [B, rows, d_x], y_context [B, M, d_y] → [B, M + N, d_model] in `dtype`.
+        """Maps x [B, rows, d_x] and y_context [B, M, d_y] to [B, M + N, d_model] in `dtype`.
 
         Without context both its tensors are None, without targets theirs.
         """
@@ -158,7 +158,7 @@ class Embedding(nn.Module):
         x_target: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The same where the last `n_buffer` of the known points are in the buffer."""
+        """Returns the same where the last `n_buffer` of the known points are in the buffer."""
         h = self(x_known, y_known, x_target, dtype)
         # Not `h[:, …] += …`, which assigns the sum once more: two copies of the gradient of h.
         h.narrow(1, x_known.shape[1] - n_buffer, n_buffer).add_(self.role.to(dtype))
@@ -166,7 +166,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Pre-norm attention."""
+    """Applies pre-norm attention."""
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         super().__init__()
@@ -187,7 +187,8 @@ class Attention(nn.Module):
         first: int = 0,
         n_keys: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D].
+        """Returns q of the rows from `first` on, and k and v of `n_k` rows (None: all), [B,
+        n_heads, rows, D].
 
         Where the variant centres keys, those of sample b are its first n_keys[b] rows.
         """
@@ -199,8 +200,8 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def projection_weight(self, dtype: torch.dtype, n_parts: int) -> torch.Tensor:
-        """What `project_cast` takes, [n_parts · d_model, d_model], of the first of q, k and v: in
-        `dtype`, q's times what q carries.
+        """Returns the weight for `project_cast`, [n_parts · d_model, d_model] in `dtype`: the first
+        parts of q, k and v. The rows of q include the factor of its scores.
         """
         weight, *others = self.qkv.chunk(3)[:n_parts]
         if self.base2:
@@ -208,15 +209,13 @@ class Attention(nn.Module):
         return (torch.cat([weight, *others]) if others else weight).to(dtype)
 
     def project_cast(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What `projection_weight` has of each row, in one product: [B, n_parts · n_heads, rows,
-        D].
-        """
+        """Multiplies rows by `projection_weight`: [B, n_parts · n_heads, rows, D]."""
         return self._as_heads(linear(x, weight, implementation=self.variant.projection))
 
     def norm_and_project_cast(
         self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update, and `project_cast` of its norm, without a gradient."""
+        """Returns h + update, and `project_cast` of its norm. There is no gradient."""
         if self.norm.takes_product(h):
             h, x = self.norm.times(h, update, weight)
             return h, self._as_heads(x)
@@ -235,7 +234,7 @@ class Attention(nn.Module):
         n_keys: torch.Tensor | None = None,
         layout: Packing | BufferedRows | None = None,
     ) -> torch.Tensor:
-        """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all.
+        """Returns the update of the rows of q. Sample b has n_keys[b] keys; None means all.
 
         With a layout rows stand as it says, and so does their update.
         """
@@ -264,8 +263,9 @@ class Attention(nn.Module):
     def attend_cache(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """The update of a few rows that all see the first lengths[b] keys of a cache, without a
-        gradient.
+        """Returns the update of a few rows that see the first lengths[b] keys of a cache.
+
+        There is no gradient.
         """
         o = decode_attention(
             q, k, v, lengths, scale=LN_2 if self.base2 else None, full=True,
@@ -283,7 +283,7 @@ class Attention(nn.Module):
         first: int,
         layout: Packing | BufferedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update of the rows from `first` on, and what attention adds to them."""
+        """Returns h + update of the rows from `first` on, and the update that attention makes."""
         h, x = self.norm(h, update)
         if self.variant.skip_unread:
             q, k, v = self.project(x, n_context, first, n_keys)
@@ -295,7 +295,7 @@ class Attention(nn.Module):
 
 
 class MLP(HiddenLayer):
-    """Pre-norm GEMM, SiLU, GEMM."""
+    """Applies the norm, a product, SiLU, and a second product."""
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         d_model, d_ff = config.d_model, config.d_ff
@@ -305,12 +305,12 @@ class MLP(HiddenLayer):
         self.variant = variant
 
     def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """h + update, and what the MLP adds to it."""
+        """Returns h + update, and the update that the MLP makes."""
         h, x = self.norm(h, update)
         return h, mlp(x, self.up, self.down, implementation=self.variant.mlp)
 
     def of_few(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same without a gradient, of a few rows in two launches."""
+        """Returns the same without a gradient, for a few rows in two launches."""
         if not self.norm.takes_product(h):
             return self(h, update)
         h, hidden = self.norm.times(h, update, self.up, silu=True)
@@ -318,7 +318,7 @@ class MLP(HiddenLayer):
 
 
 class MixtureHeads(HiddenLayer):
-    """One MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
+    """Applies one MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
         n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
@@ -328,7 +328,7 @@ class MixtureHeads(HiddenLayer):
         self.implementation = variant.mixture_heads
 
     def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """[B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
+        """Maps [B, N, d_model] to logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
         _, x = self.norm(h, update)
         y = mixture_heads(x, self.up, self.down, implementation=self.implementation)
         # PyTorch's einsum gives a view whose strides, compiled for sizes that vary, Inductor takes

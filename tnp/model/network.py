@@ -1,4 +1,4 @@
-"""The Transformer Neural Process: from context points to a Gaussian mixture at every target.
+"""Computes a Gaussian mixture at every target from context points: the network itself.
 
 Every row, context and target alike, is a query; only the context rows are keys and values
 (rectangular attention), so no mask is ever built and targets never see one another. Blocks are
@@ -25,7 +25,7 @@ from tnp.tasks.units import Units, in_units
 
 
 class Network(nn.Module):
-    """The layers of the model, from points to mixture parameters.
+    """Applies the layers of the model, from points to mixture parameters.
 
     Args:
         config: sizes.
@@ -84,7 +84,7 @@ class Network(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of activations and matmuls, on the device where the parameters are now."""
+        """Returns the dtype of activations and matmuls, on the device of the parameters."""
         if self.asked_dtype is not None:
             return self.asked_dtype
         return torch.bfloat16 if self.embed.input.is_cuda else torch.float32
@@ -99,7 +99,7 @@ class Network(nn.Module):
         target_lengths: torch.Tensor | None = None,
         packing: Packing | None = None,
     ) -> torch.Tensor:
-        """Mixture parameters at every target, [B, N, K, 1 + 2·d_y], as the heads give them.
+        """Returns mixture parameters at every target, [B, N, K, 1 + 2·d_y].
 
         In `compute_dtype` from PyTorch's heads, in float32 from ours.
 
@@ -132,7 +132,7 @@ class Network(nn.Module):
         context_lengths: torch.Tensor | None,
         layout: Packing | BufferedRows | None,
     ) -> torch.Tensor:
-        """Mixture parameters of the rows of h behind `n_known` others, which are keys and values.
+        """Returns mixture parameters of the rows of h behind the first `n_known`, which are keys.
 
         Args:
             h: what `embed` gives.
@@ -158,7 +158,7 @@ class Network(nn.Module):
     def prepared_context(
         self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y of a context in the model's units, zeros in place of padding.
+        """Returns x and y of a context in the model's units, with zeros in place of padding.
 
         Raises ValueError where they are no context of this model's dimensions.
         """
@@ -174,12 +174,12 @@ class Network(nn.Module):
         require_points("y_context", y, self.config.d_y, lengths)
 
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """The same of targets, of which there must be one at least."""
+        """Returns the same for targets. There must be at least one."""
         require_points("x_target", x, self.config.d_x, lengths)
         return without_padding(self.in_units("x", x), lengths)
 
     def in_units(self, of: str, values: torch.Tensor) -> torch.Tensor:
-        """x or y in the model's units and in float32, in float64 where the model computes in it."""
+        """Returns x or y in the model's units, in float64 for a float64 model, else in float32."""
         return in_units(self.normalization, self.compute_dtype, of, values)
 
     @property

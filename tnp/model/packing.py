@@ -18,7 +18,7 @@ Capacity = tuple[int, int]  # packed context and target rows
 
 
 def capacity_for(counts: tuple[int, int], batch: int, sizes: tuple[int, int]) -> Capacity:
-    """Rows for so many context and target points of a batch of those sizes, and one that is spare.
+    """Returns how many rows hold so many context and target points, with one spare row.
 
     Rounded up as buckets are, so that few numbers stand for all, and no more than without packing.
     """
@@ -29,7 +29,7 @@ def capacity_for(counts: tuple[int, int], batch: int, sizes: tuple[int, int]) ->
 
 @dataclass(frozen=True)
 class Rows:
-    """Where points stand, packed and padded.
+    """Maps places of points between packed and padded rows.
 
     The last packed row is nobody's, so that padding has a row to read.
 
@@ -45,7 +45,9 @@ class Rows:
 
     @classmethod
     def of(cls, lengths: torch.Tensor, n: int, capacity: int) -> Rows:
-        """Of samples with `lengths` [B] of at most n points, together fewer than `capacity`."""
+        """Returns the rows of samples with `lengths` [B] of at most n points, together fewer than
+        `capacity`.
+        """
         ends = lengths.long().cumsum(0)
         starts = (ends - lengths).unsqueeze(1)
         point = torch.arange(n, device=lengths.device)
@@ -56,7 +58,7 @@ class Rows:
         return cls(of_place.flatten(), place, (row < ends[-1]).unsqueeze(1))
 
     def then(self, other: Rows, n: int, n_other: int) -> Rows:
-        """Of samples whose n places are followed by n_other others, and packed rows likewise."""
+        """Appends n_other places to each sample, and packed rows likewise."""
         n_rows, both = len(self.place), n + n_other
         of_place = [self.of_place.view(-1, n), n_rows + other.of_place.view(-1, n_other)]
         place = [
@@ -68,7 +70,7 @@ class Rows:
 
 
 class _Move(torch.autograd.Function):
-    """x [n, width] → x[index], whose gradient is gathered by `back` and 0 where not `is_real`.
+    """Gathers x[index]. Its gradient is gathered by `back` and is 0 where not `is_real`.
 
     PyTorch's own gradient of a gather adds up, by atomics or after sorting.
     """
@@ -87,7 +89,7 @@ class _Move(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Packing:
-    """A batch's points: context rows [0, n_context), target rows behind them.
+    """Packs a batch's points: context rows [0, n_context), target rows behind them.
 
     Args:
         context_lengths, target_lengths: int32 [B].
@@ -108,7 +110,7 @@ class Packing:
 
     @property
     def n_targets(self) -> torch.Tensor:
-        """All targets of the batch, int32 [1]."""
+        """Returns the number of targets of the batch, int32 [1]."""
         return self.target_lengths.sum(0, keepdim=True, dtype=torch.int32)
 
     def pack(self, x: torch.Tensor, what: str) -> torch.Tensor:
@@ -118,7 +120,10 @@ class Packing:
         return moved.unsqueeze(0)
 
     def unpack(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows of heads [1, H, capacity, D] → [B, H, n, D]; padding holds a spare row's numbers."""
+        """Unpacks rows of heads [1, H, capacity, D] to [B, H, n, D].
+
+        Padding holds the spare row.
+        """
         rows, n_heads = self._rows[what], x.shape[1]
         flat = x.transpose(1, 2).flatten(0, 1).flatten(1)
         moved = _Move.apply(flat, rows.of_place, rows.place, rows.is_real)
@@ -126,7 +131,7 @@ class Packing:
         return per_sample.transpose(1, 2)
 
     def around(self, attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """attend(q, k, v) → [B, n, width] of unpacked heads, packed again."""
+        """Calls attend(q, k, v) → [B, n, width] with unpacked heads, and packs its result."""
         what = "target" if q.shape[2] == self.capacity[1] else "all"
         o = attend(self.unpack(q, what), *(self.unpack(x, "context") for x in (k, v)))
         return self.pack(o, what)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Prediction(Distribution):
-    """Gaussian mixture over y [B, N, d_y], in the user's units.
+    """Represents a Gaussian mixture over y [B, N, d_y], in the user's units.
 
     All results are float64. They are computed in the model's units, so that a mean may be far
     larger than a deviation. A NaN in the parameters or in y gives NaN at its own target only.
@@ -60,7 +60,7 @@ class Prediction(Distribution):
 
     @cached_property
     def standardized(self) -> MixtureSameFamily:
-        """The mixture over y in the model's units, float64."""
+        """Returns the mixture over y in the model's units, float64."""
         parameters, sigma_min = self._given
         logits, mu, log_sigma = split_parameters(parameters.double(), sigma_min)
         weights = Categorical(logits=logits, validate_args=False)
@@ -69,12 +69,12 @@ class Prediction(Distribution):
 
     @property
     def mean(self) -> torch.Tensor:
-        """E[Y] of every target, [B, N, d_y]."""
+        """Returns E[Y] of every target, [B, N, d_y]."""
         return self._of_user(self.standardized.mean)
 
     @property
     def variance(self) -> torch.Tensor:
-        """Var[Y] of every output dimension, [B, N, d_y]; `stddev` is its root."""
+        """Returns Var[Y] of every output dimension, [B, N, d_y]. `stddev` is its root."""
         variance = self.standardized.variance
         return variance if self._units is None else variance * self._units[1].square()
 
@@ -125,7 +125,7 @@ class Prediction(Distribution):
 
     @property
     def _normal(self) -> Normal:
-        """The components, [B, N, K, d_y]."""
+        """Returns the components, [B, N, K, d_y]."""
         return self.standardized.component_distribution.base_dist
 
     def _cdf(self, y: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoded context: keys and values of every block, [B, n_heads, M, D] each.
+    """Holds an encoded context: keys and values of every block, [B, n_heads, M, D] each.
 
     It also holds the weights that make queries, from `Attention.projection_weight`. It belongs to
     the model's weights at the time of encoding: encode again after they change.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """A joint sample [B, N, d_y] as it comes about.
+    """Draws a joint sample [B, N, d_y], one target after another.
 
     Args:
         model: with a buffer.
@@ -48,7 +48,7 @@ class Draws:
         self._has_run, self._replay = False, None
 
     def run(self, encoding: Encoding, n: int) -> torch.Tensor:
-        """The next n targets' values [B, n, d_y], the first of them from a context alone.
+        """Returns the next n targets' values [B, n, d_y]. The first is drawn from a context alone.
 
         Args:
             encoding: of the context, of B samples or of a divisor of them.
@@ -66,7 +66,7 @@ class Draws:
         return self._y[:, first : self._drawn]
 
     def _follow(self) -> None:
-        """A target behind the one before it: launched at first, then captured, then replayed."""
+        """Draws a target behind another: launched at first, then captured, then replayed."""
         if self._captures is None or not self._has_run:
             with self._casts.step():
                 self._enter_and_draw()

@@ -1,4 +1,4 @@
-"""Joint samples and joint densities: targets one after another, each knowing those before it.
+"""Computes joint samples and joint densities: each target knows those before it.
 
 They go in runs. The targets of a run share one encoding of the context, and know each other through
 the buffer (`tnp.model.causal_buffer`); behind it they join the context. A run of one target is a
@@ -87,7 +87,7 @@ def _repeated(context: Context, repeats: int) -> Context:
 
 
 def _joined(context: Context, x: torch.Tensor, y: torch.Tensor) -> Context:
-    """The context with points behind each sample's own."""
+    """Returns the context with points behind each sample's own."""
     pairs = (context.x, x.to(context.x.dtype)), (context.y, y.to(context.y.dtype))
     both = [torch.cat(pair, 1) for pair in pairs]
     if context.lengths is None:

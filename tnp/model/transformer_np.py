@@ -1,4 +1,4 @@
-"""The Transformer Neural Process as a user holds it: losses, predictions, samples, files."""
+"""Gives users the Transformer Neural Process: losses, predictions, samples, files."""
 
 from pathlib import Path
 from typing import Self
@@ -16,10 +16,10 @@ from tnp.tasks.task import Context, Task, without_padding
 
 
 class TransformerNP(Network):
-    """The model of the specification, run as `variant` says. `Network` lists the arguments."""
+    """Runs the model of the specification as `variant` says. `Network` lists the arguments."""
 
     def loss(self, task: Task) -> torch.Tensor:
-        """Mean negative log-likelihood per target in nats, a float32 scalar.
+        """Returns the mean negative log-likelihood per target in nats, a float32 scalar.
 
         The mean is over all targets of the batch that are no padding. Where the model has a buffer,
         half of them see what is in it (`tnp.model.causal_buffer`).
@@ -37,7 +37,7 @@ class TransformerNP(Network):
         target_lengths: torch.Tensor | None = None,
         capacity: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """The loss of the tensors of a task: what `torch.compile` is given.
+        """Returns the loss of the tensors of a task. `torch.compile` compiles this method.
 
         With a `capacity` samples of sizes of their own are packed into so many context and target
         rows, each more than there are points (`tnp.model.packing`). Both lengths must be given
@@ -69,7 +69,7 @@ class TransformerNP(Network):
         loss = mixture_nll(
             parameters,
             y_target,
-            self.config.sigma_min,
+            sigma_min=self.config.sigma_min,
             n_targets=n_targets,
             implementation=self.variant.mixture_nll,
         )
@@ -77,7 +77,7 @@ class TransformerNP(Network):
         return loss if self.normalization is None else loss + self.normalization.log_volume
 
     def save(self, folder: Path | str) -> None:
-        """Write the model to `folder`: its sizes, its units, and its weights without padding.
+        """Writes the model to `folder`: its sizes, its units, and its weights without padding.
 
         One file, `model.pt`, replaced whole or not at all, with a checksum.
 
@@ -94,7 +94,7 @@ class TransformerNP(Network):
         device: torch.device | str = "cpu",
         compute_dtype: torch.dtype | None = None,
     ) -> Self:
-        """The model that `save` has written to `folder`, run as another variant if one likes.
+        """Returns the model that `save` has written to `folder`, run as `variant`.
 
         Args:
             folder: where it is.
@@ -110,7 +110,7 @@ class TransformerNP(Network):
     @torch.no_grad()
     @without_autocast
     def encode(self, context: Context, cuda_graph: bool = False) -> Encoding:
-        """Keys and values of every block, which `predict` takes in the context's place.
+        """Returns keys and values of every block. `predict` takes them in place of the context.
 
         Predictions from it are those from the context, to the last bit. It is of the weights as
         they are now: encode anew where they have changed.
@@ -131,7 +131,7 @@ class TransformerNP(Network):
     def predict(
         self, context: Context | Encoding, x_target: torch.Tensor, max_bytes: int = 1 << 30
     ) -> Prediction:
-        """The predictive distribution at targets x_target [B, N, d_x].
+        """Returns the predictive distribution at targets x_target [B, N, d_x].
 
         Args:
             context: points to predict from, as in `task.context`, or what `encode` made of them.
@@ -178,7 +178,7 @@ class TransformerNP(Network):
 
     @without_autocast
     def joint_log_density(self, task: Task, buffer: bool | None = None) -> torch.Tensor:
-        """log p of all targets of each sample together, [B] in nats, given its context.
+        """Returns log p of all targets of each sample together, given its context: [B] in nats.
 
         Σ log p(y_i | x_i, context, targets before i), which depends on their order. Through the
         buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, without a buffer one for

@@ -28,7 +28,7 @@ MOST_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the same model.
+    """Chooses one way to run the same model.
 
     The fields named in `FAMILIES` choose the implementation of a family of operators. The family
     `rms_norm`, for example, is the norm alone and the norm after a residual addition. Each field
@@ -115,7 +115,7 @@ class Variant:
 
     @property
     def base2(self) -> bool:
-        """True where the projection of queries includes the factor of attention's scores.
+        """Returns True where the projection of queries includes the factor of attention's scores.
 
         It is False for PyTorch's projection: that variant is code that a user of PyTorch would
         write. It is also False where the implementation of attention does not take it.
@@ -127,14 +127,15 @@ class Variant:
 
     @property
     def decode_attention(self) -> str:
-        """The implementation of `decode_attention` that goes with `attention`."""
+        """Returns the implementation of `decode_attention` that goes with `attention`."""
         if is_automatic(self.attention):
             return AUTO
         return "triton" if catalog().role("attention", self.attention) == OWN else "sdpa"
 
     @property
     def buffered_attention(self) -> str | None:
-        """The implementation of `buffered_attention`, which replaces attention's calls at a buffer.
+        """Returns the implementation of `buffered_attention`, which replaces attention's calls at a
+        buffer.
 
         It is None where attention is not ours, is in 8 bits, or is only for comparison. It is also
         None where tables choose attention, because they do not know the replaced calls.
@@ -147,7 +148,7 @@ class Variant:
 
     @property
     def rms_norm_linear(self) -> str | None:
-        """The implementation of `rms_norm_linear`.
+        """Returns the implementation of `rms_norm_linear`.
 
         That operator replaces the norm, the projection and the MLP's first half. It is None where
         one of these is not ours, or is in 8 bits.
@@ -162,7 +163,8 @@ class Variant:
 
     @property
     def block(self) -> tuple[tuple[str, str], ...] | None:
-        """The layers of `transformer_block`, which replaces the calls of a block's operators.
+        """Returns the layers of `transformer_block`, which replaces the calls of a block's
+        operators.
 
         It is None where one of them is not ours, and where rows that nothing reads are computed.
         """
@@ -172,7 +174,7 @@ class Variant:
 
     @property
     def refuses_buffer(self) -> str | None:
-        """Why the variant cannot run a model with a buffer, or None where it can."""
+        """Returns why the variant cannot run a model with a buffer, or None where it can."""
         if self.centred_keys:
             return (
                 "has centred_keys: a mean of a sample's keys would change with every point of the "

@@ -1,4 +1,4 @@
-"""Tasks: sets of context points to learn a function from, and target points to predict.
+"""Holds tasks: context points to learn a function from, and target points to predict.
 
 A source draws a task as a function of (seed, step) alone, so that a resumed run sees what an
 unbroken one would have seen.

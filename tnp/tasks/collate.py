@@ -10,7 +10,8 @@ from tnp.tasks.task import Task, require_tasks
 
 
 def collate(tasks: Sequence[Task]) -> Task:
-    """One batch of all samples of `tasks`, padded to the largest: a DataLoader's `collate_fn`.
+    """Joins all samples of `tasks` in one batch, padded to the largest: a DataLoader's
+    `collate_fn`.
 
     Lengths are left out where all samples have the same.
 

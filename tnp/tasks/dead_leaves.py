@@ -13,7 +13,7 @@ LARGEST = 0.6
 
 
 def dead_leaves(generator: torch.Generator, batch: int, side: int) -> torch.Tensor:
-    """Grey levels [batch, side, side], float32, standard normal from leaf to leaf.
+    """Draws grey levels [batch, side, side], float32, standard normal from leaf to leaf.
 
     Each leaf has a slope of its own besides, as light that falls on it from one side gives it.
     """

@@ -97,7 +97,7 @@ class FunctionTasks:
 
     @property
     def normalization(self) -> Normalization:
-        """The normalization of all points of all functions."""
+        """Returns the normalization of all points of all functions."""
         x, y = (torch.cat(values) for values in zip(*self.functions, strict=True))
         return Normalization.of(x, y)
 

@@ -42,7 +42,7 @@ class GaussianProcessTasks:
         self.device, self.process = torch.device(device), process
 
     def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
-        """The task of (seed, step): x in [−2, 2], y with noise; float32.
+        """Draws the task of (seed, step): x in [−2, 2], y with noise; float32.
 
         Raises ValueError for sizes or seeds that are no whole numbers, or too small.
         """
@@ -58,7 +58,7 @@ class GaussianProcessTasks:
         return Task(x[:, :n_context], y[:, :n_context], x[:, n_context:], y[:, n_context:])
 
     def exact_log_likelihood(self, task: Task, seed: int, step: int) -> torch.Tensor:
-        """Mean log-density of each target value under the exact posterior given the context.
+        """Returns the mean log-density of each target value under the exact posterior.
 
         Args:
             task: what `sample(seed, step, …)` gave: lengthscales and scales are drawn again.
@@ -83,7 +83,7 @@ class GaussianProcessTasks:
         return Normal(mean, variance.sqrt()).log_prob(y_target).mean((1, 2))
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """The same knowing nothing of the context: a Gaussian of the variance of all y. [B]."""
+        """Returns the same, [B], without the context: under a Gaussian fitted to all y."""
         low, high = self.process.scale
         variance = (low * low + low * high + high * high) / 3 + self.process.noise**2
         return Normal(0.0, math.sqrt(variance)).log_prob(task.y_target.double()).mean((1, 2))
@@ -91,7 +91,7 @@ class GaussianProcessTasks:
     def _inputs(
         self, generator: torch.Generator, batch: int, n_points: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [B, n_points, 1], lengthscale and scale [B, 1, 1], float32."""
+        """Draws x [B, n_points, 1], lengthscale and scale [B, 1, 1], float32."""
 
         def uniform(shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
             if low == high:
@@ -111,5 +111,5 @@ class GaussianProcessTasks:
 def _covariance(
     a: torch.Tensor, b: torch.Tensor, lengthscale: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """[B, n, 1], [B, m, 1] → [B, n, m]."""
+    """Maps [B, n, 1] and [B, m, 1] to covariances [B, n, m]."""
     return scale.square() * torch.exp(-0.5 * ((a - b.mT) / lengthscale).square())

@@ -1,4 +1,4 @@
-"""Image completion: some pixels of a picture are the context, others the targets.
+"""Draws tasks of image completion: some pixels of a picture are the context, others the targets.
 
 x is a pixel's (row, column) in [−1, 1]; y its brightness, standardized by mean and deviation of the
 training pictures. Which pictures depends on how many pixels a task wants:
@@ -63,11 +63,11 @@ class ImageTasks:
 
     @property
     def sigma_min(self) -> float:
-        """One grey level, in standardized units: the floor a model's sigma needs."""
+        """Returns one grey level in standardized units: the smallest sigma that a model needs."""
         return 1.0 / (LEVELS * self._deviation)
 
     def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
-        """The task of (seed, step); every point is another pixel.
+        """Draws the task of (seed, step). Every point is another pixel.
 
         Raises ValueError for more points than pixels, and as `GaussianProcessTasks.sample`.
         """
@@ -97,7 +97,9 @@ class ImageTasks:
         return Task(x[:, :n_context], y[:, :n_context], x[:, n_context:], y[:, n_context:])
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """Mean log-density of each task's targets under one Gaussian fitted to training. [B]."""
+        """Returns the mean log-density of each task's targets, [B], under a Gaussian fitted to
+        training.
+        """
         return Normal(0.0, 1.0).log_prob(task.y_target.double()).mean((1, 2))
 
     def _crop(self, rng: np.random.Generator) -> torch.Tensor:
@@ -119,7 +121,9 @@ class ImageTasks:
 
 
 def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Training and held-out pictures, float32 brightness in [0, 1], none smaller than `side`."""
+    """Returns training and held-out pictures, float32 brightness in [0, 1], of at least `side`
+    pixels.
+    """
     # Here, so that a machine that trains on no images needs no scikit-image.
     color, data = (require(f"skimage.{x}", "image tasks", "images") for x in ("color", "data"))
 

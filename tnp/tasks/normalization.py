@@ -1,4 +1,4 @@
-"""From the user's units to those that a model is trained in, and back."""
+"""Converts values from the user's units to those of a model, and back."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ class Normalization(nn.Module):
         return self
 
     def x(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d_x] in the model's units, float64."""
+        """Returns [..., d_x] in the model's units, float64."""
         return (x.double() - self.x_mean) / self.x_deviation
 
     def y(self, y: torch.Tensor) -> torch.Tensor:
-        """[..., d_y] in the model's units, float64."""
+        """Returns [..., d_y] in the model's units, float64."""
         return (y.double() - self.y_mean) / self.y_deviation
 
     def y_of_user(self, y: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How many points a task or a sample has, where that varies."""
+"""Draws how many points a task or a sample has, where that varies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_range(name: str, limits: Range) -> Range:
 def draw_sizes(
     seed: int, step: int, *ranges: Range, log: bool = False, together: int | None = None
 ) -> list[int]:
-    """A size of each range: the same for the same (seed, step).
+    """Draws a size from each range: the same for the same (seed, step).
 
     Args:
         seed, step: what the sizes are a function of.
@@ -50,7 +50,7 @@ def draw_sizes(
 
 
 def varying_sizes(vary: dict, seed: int, step: int) -> Sizes:
-    """Context and target points, by what config.yaml says of `vary`."""
+    """Returns context and target points, as `vary` of config.yaml says."""
     rest = {name: value for name, value in vary.items() if name in ("log", "together")}
     n_context, n_target = draw_sizes(seed, step, vary["n_context"], vary["n_target"], **rest)
     return n_context, n_target

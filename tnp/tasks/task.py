@@ -1,4 +1,4 @@
-"""A batch of tasks: of equal sizes, or padded to the largest with the length of each beside it."""
+"""Holds a batch of tasks: of equal sizes, or padded to the largest, with the length of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_sizes(
 
 
 def random_generator(device: torch.device, seed: int, step: int) -> torch.Generator:
-    """A generator of its own for (seed, step).
+    """Returns a generator for (seed, step).
 
     The two are hashed together: torch's CPU generator reads 32 bits of a seed and no more.
     """
@@ -40,7 +40,7 @@ def random_generator(device: torch.device, seed: int, step: int) -> torch.Genera
 
 
 class Context(NamedTuple):
-    """The points that a function is learned from: x [B, M, d_x], y [B, M, d_y].
+    """Holds the points that a function is learned from: x [B, M, d_x], y [B, M, d_y].
 
     `lengths` [B] says how many points each sample has; None is M for all. Points past a sample's
     length are padding, whatever they hold. Arrays and lists may stand in place of tensors.
@@ -53,7 +53,8 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N, d_y].
+    """Holds x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N,
+    d_y].
 
     They are float tensors, or arrays of floats, which become tensors on the CPU: float64 keeps a
     time in seconds since 1970 apart from its neighbours, float32 does not. Missing values become
@@ -121,7 +122,7 @@ class Task:
             raise ValueError("n_context is 0: a task needs at least one context point")
 
     def count(self) -> tuple[int, int]:
-        """Context and target points of all samples, without padding.
+        """Counts context and target points of all samples, without padding.
 
         Waits for the device where lengths on it were never counted, or have changed since.
         """
@@ -136,7 +137,7 @@ class Task:
         return tuple(self.batch * n if x is None else int(x.sum()) for x, n in sizes)
 
     def _known_counts(self) -> tuple[int, int] | None:
-        """The counts; None where lengths on a device were never counted, or have changed since."""
+        """Returns the counts, or None where lengths on a device are new or have changed."""
         if all(x is None or x.is_cpu for x in (self.context_lengths, self.target_lengths)):
             return self._sums()
         is_known = self._counts is not None and self._counts[1] == self._versions()
@@ -148,12 +149,12 @@ class Task:
         return self
 
     def _versions(self) -> tuple[int | None, ...]:
-        """Differ where lengths were changed in place; tensors of inference mode do not tell."""
+        """Returns versions that differ where lengths were changed in place."""
         lengths = self.context_lengths, self.target_lengths
         return tuple(None if x is None or x.is_inference() else x._version for x in lengths)
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
-        """The six tensors, as `TransformerNP.nll` takes them."""
+        """Yields the six tensors, as `TransformerNP.nll` takes them."""
         return (getattr(self, name) for name in TENSORS)
 
     @property
@@ -166,12 +167,12 @@ class Task:
 
     @property
     def n_context(self) -> int:
-        """Context points of the largest sample, padding included."""
+        """Returns the number of context points of the largest sample, padding included."""
         return self.x_context.shape[1]
 
     @property
     def n_target(self) -> int:
-        """Target points of the largest sample, padding included."""
+        """Returns the number of target points of the largest sample, padding included."""
         return self.x_target.shape[1]
 
     def to(
@@ -180,7 +181,7 @@ class Task:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> Task:
-        """The task on `device`, its values in `dtype`; lengths stay what they are."""
+        """Returns the task on `device` with its values in `dtype`. The dtype of lengths stays."""
 
         def moved(x: torch.Tensor) -> torch.Tensor:
             wanted = dtype if x.is_floating_point() else None
@@ -189,7 +190,8 @@ class Task:
         return self._each(moved)
 
     def pin_memory(self) -> Task:
-        """The task in page-locked memory, from which `to(…, non_blocking=True)` does not wait.
+        """Returns the task in page-locked memory, from which `to(…, non_blocking=True)` does not
+        wait.
 
         A `DataLoader` with `pin_memory=True` calls it.
         """
@@ -199,12 +201,12 @@ class Task:
         return self._each(torch.Tensor.clone)
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Task:
-        """The task of what `function` gives of each tensor, with the same lengths."""
+        """Returns the task whose tensors `function` made from these, with the same lengths."""
         made = Task(*(None if x is None else function(x) for x in self))
         return made._counted(self._known_counts())
 
     def copy_(self, other: Task) -> None:
-        """Overwrite this task's tensors in place, as a captured CUDA graph needs its inputs."""
+        """Overwrites this task's tensors in place, as a captured CUDA graph needs its inputs."""
         for mine, theirs in zip(self, other, strict=True):
             if (mine is None) != (theirs is None):
                 raise ValueError(
@@ -223,7 +225,7 @@ class Task:
         self._counted(other._known_counts())
 
     def padded(self, n_context: int, n_target: int) -> Task:
-        """The same samples with room for so many points, and with the length of each.
+        """Returns the same samples with room for so many points, and with the length of each.
 
         Raises ValueError where the task has more points than that.
         """
@@ -255,7 +257,8 @@ class Task:
             require_finite(name, getattr(self, name), getattr(self, f"{name[2:]}_lengths"), units)
 
     def with_shuffled_context(self) -> Task:
-        """The same points with the context's y values moved away from their x: the control.
+        """Returns the same points with the context's y values moved away from their x: a negative
+        control.
 
         Values move by half the sample's context, a permutation that leaves none in place.
         """
@@ -302,12 +305,12 @@ def require_finite(
 
 
 def is_padding(lengths: torch.Tensor, n_points: int) -> torch.Tensor:
-    """[B] → bool [B, n_points]: whether a point stands past its sample's length."""
+    """Returns bool [B, n_points]: whether a point stands past its sample's length."""
     return torch.arange(n_points, device=lengths.device) >= lengths[:, None]
 
 
 def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """x [B, points, d] with zeros past each sample's length."""
+    """Returns x [B, points, d] with zeros past each sample's length."""
     if lengths is None:
         return x
     return x.masked_fill(is_padding(lengths, x.shape[1])[..., None], 0.0)

@@ -38,7 +38,8 @@ class Units:
 
     @property
     def largest(self) -> float:
-        """The largest value that a model takes: a sixteenth of the maximum of `compute_dtype`.
+        """Returns the largest value that a model takes: a sixteenth of the maximum of
+        `compute_dtype`.
 
         The first layer multiplies values by its weights, and returns that dtype.
         """

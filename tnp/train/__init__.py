@@ -1,4 +1,4 @@
-"""Training: one step, a loop around it, and the runs that are recorded."""
+"""Trains models: one step, a loop around it, and the recorded runs."""
 
 from tnp.util.lazy import offers
 

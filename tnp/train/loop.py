@@ -1,4 +1,4 @@
-"""A training loop: any source of tasks, schedules, averaged weights, early stopping, resume."""
+"""Trains in a loop: any source of tasks, schedules, averaged weights, early stopping, resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HeldOut:
 
     @torch.no_grad()
     def __call__(self, model: TransformerNP) -> Report:
-        """Mean log-likelihood in nats per target."""
+        """Returns the mean log-likelihood in nats per target."""
         device, total, count = next(model.parameters()).device, 0.0, 0
         for task in self.tasks:
             _, n = task.count()
@@ -59,7 +59,7 @@ class HeldOut:
 
 
 def cosine(step: int, peak: float, warmup_steps: int, steps: int, final: float = 0.1) -> float:
-    """Linear warm-up to `peak`, then half a cosine down to `final` of it."""
+    """Returns a schedule: linear warm-up to `peak`, then half a cosine down to `final` of it."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
@@ -68,7 +68,7 @@ def cosine(step: int, peak: float, warmup_steps: int, steps: int, final: float =
 
 @dataclass
 class Fit:
-    """What training came to."""
+    """Holds the results of training."""
 
     model: TransformerNP  # averaged, or the best of the reports, where that was asked for
     reports: list[Report]
@@ -90,7 +90,7 @@ def fit(
     on_report: Callable[[Report], None] = lambda report: None,
     about: Mapping | None = None,
 ) -> Fit:
-    """Train `step.model` until it has made `n_steps` steps.
+    """Trains `step.model` until it has made `n_steps` steps.
 
     With a folder, the state is written there at every report, and a later call goes on from it: a
     run that was killed ends as an unbroken one would have where `tasks` is a function of the step,
@@ -188,7 +188,7 @@ def _again_and_again(tasks: Iterable[Task]) -> Iterator[Task]:
 
 
 class _Run:
-    """The state of a training run."""
+    """Holds the state of a training run."""
 
     def __init__(
         self, step, schedule, average, evaluate, patience, folder, on_report, about
@@ -214,7 +214,7 @@ class _Run:
 
     @property
     def model(self) -> TransformerNP:
-        """What is evaluated."""
+        """Returns the model that is evaluated."""
         return self.step.model if self.average is None else self.average.module
 
     def train(self, tasks: Sequence[Task]) -> None:
@@ -359,7 +359,7 @@ class _Run:
             )  # fmt: skip
 
     def _require_same(self, here: Mapping, there: Mapping) -> None:
-        """ValueError naming the first value that the checkpoint has another of."""
+        """Raises ValueError that names the first value in which the checkpoint differs."""
         for name in sorted(here.keys() | there.keys()):
             mine, theirs = here.get(name), there.get(name)
             if mine != theirs:
@@ -371,7 +371,7 @@ class _Run:
 
 
 def _is_same(mine: object, theirs: object) -> bool:
-    """Whether two settings are equal; a rate on a GPU is rounded to float32."""
+    """Returns whether two settings are equal. A learning rate on a GPU is rounded to float32."""
     if isinstance(mine, float) and isinstance(theirs, float):
         return math.isclose(mine, theirs, rel_tol=1e-6)
     return mine == theirs

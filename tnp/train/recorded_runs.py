@@ -1,4 +1,4 @@
-"""The training runs that are recorded: AdamW with warm-up and cosine decay, held-out evaluation.
+"""Makes the recorded training runs: AdamW with warm-up and cosine decay, held-out evaluation.
 
 Every step is a function of (seed, step): a run that was killed and resumed gives the rows and
 weights of an unbroken one. Held-out tasks come from a seed, and for images from pictures, that are
@@ -47,7 +47,7 @@ def run(
     on_row: Callable[[dict], None],
     code: str = "",
 ) -> TransformerNP:
-    """Train one run of config.yaml, from its last checkpoint where there is one.
+    """Trains one run of config.yaml, from its last checkpoint where there is one.
 
     At every evaluation the state is written to `latest.pt` in `checkpoint_dir`, and at the end to
     `final.pt` in its place. Asked for again with the same parameters and code, a finished run gives
@@ -128,7 +128,7 @@ def run(
 def sources(
     parameters: dict, device: torch.device
 ) -> tuple[GaussianProcessTasks | ImageTasks, GaussianProcessTasks | ImageTasks]:
-    """Where training and held-out tasks come from."""
+    """Returns the sources of training and held-out tasks."""
     process = PROCESSES.get(parameters["source"])
     if process is not None:
         tasks = GaussianProcessTasks(device, process)
@@ -142,14 +142,14 @@ def sources(
 
 
 def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[int, int, int]:
-    """Tasks, context and target points of a batch."""
+    """Returns the numbers of tasks, context points and target points of a batch."""
     if vary is None:
         return tuple(parameters[name] for name in ("batch", "n_context", "n_target"))
     return parameters["batch"], *varying_sizes(vary, seed, index)
 
 
 class Evaluation:
-    """Held-out log-likelihoods in nats per target value, over the same tasks every time."""
+    """Computes held-out log-likelihoods in nats per target value, always over the same tasks."""
 
     def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
         vary = parameters.get("held_out_vary")
@@ -171,7 +171,7 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, model: TransformerNP) -> dict[str, float | None]:
-        """The `…_log_likelihood…` columns of a row of table `training`."""
+        """Returns the `…_log_likelihood…` columns of a row of table `training`."""
         true = torch.cat([self._log_likelihood(model, task) for task in self._tasks])
         shuffled = torch.cat(
             [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
@@ -187,7 +187,7 @@ class Evaluation:
         }
 
     def _joint(self, model: TransformerNP) -> dict[str, float | None]:
-        """The `joint_…` columns: of the first held-out batch, since anew takes a pass a target."""
+        """Returns the `joint_…` columns of the first held-out batch: each target takes a pass."""
         columns = "joint_log_likelihood", "joint_log_likelihood_anew", "joint_difference_stderr"
         if model.config.buffer is None:
             return dict.fromkeys(columns)
@@ -199,7 +199,7 @@ class Evaluation:
         )
 
     def _independent(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each task, or of each batch where tasks of one share a size that was drawn for it."""
+        """Returns values of each task, or of each batch where its tasks share a drawn size."""
         return values.view(len(self._tasks), -1).mean(1) if self._varies else values
 
     @staticmethod
@@ -210,7 +210,7 @@ class Evaluation:
 
 
 def check_no_leak(log_likelihood: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raise RuntimeError where a model is better than the exact posterior of its context can be.
+    """Raises RuntimeError where a model is better than the exact posterior of its context can be.
 
     Both [n_tasks], of the same tasks; three standard errors of their difference are let pass.
     """

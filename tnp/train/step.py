@@ -1,4 +1,4 @@
-"""One training step: forward, backward, optimizer; eager, compiled, or as CUDA graphs."""
+"""Makes one training step: forward, backward, optimizer; eager, compiled, or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _not_negative(name: str, value: SupportsFloat) -> float:
 
 
 class TrainingStep:
-    """Callable that trains `model` on tasks and returns its loss, with no host synchronization.
+    """Trains `model` on tasks when called and returns the loss, with no host synchronization.
 
     Where the variant packs, lengths that were never on the CPU are counted on the device, which
     waits for it: make tasks on the CPU.
@@ -128,7 +128,7 @@ class TrainingStep:
                 group["lr"] = learning_rate
 
     def __call__(self, *tasks: Task) -> torch.Tensor:
-        """The mean loss of all targets before the update, a float32 scalar on the device.
+        """Returns the mean loss of all targets before the update, a float32 scalar on the device.
 
         Of several tasks gradients are added up before the one update: a batch larger than fits.
         NaN or infinity among the points of a task on the CPU is a ValueError; on a GPU looking for
@@ -150,7 +150,7 @@ class TrainingStep:
         return self._graphs(tasks, capacity)
 
     def n_rows(self, task: Task) -> int:
-        """Rows that a step computes of a task outside attention, padding included."""
+        """Returns how many rows a step computes outside attention, padding included."""
         sizes, capacity = self._sizes((task,)), None
         if sizes is not None:
             (task,), capacity = self._sized((task,), sizes)
@@ -158,14 +158,14 @@ class TrainingStep:
         return sum(capacity or (task.batch * known, task.batch * task.n_target))
 
     def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:
-        """The size that all tasks get, so that few graphs serve; None: no bucket holds them."""
+        """Returns the size that all tasks are padded to, or None where no bucket holds them."""
         largest = _largest(tasks)
         return self.buckets.sizes(*largest) if self._pads else largest
 
     def _sized(
         self, tasks: tuple[Task, ...], sizes: Sizes
     ) -> tuple[tuple[Task, ...], Capacity | None]:
-        """The tasks as they are computed, and how many packed rows serve each of them."""
+        """Returns the tasks as they are computed, and the packed rows of each."""
         pack = self.model.variant.pack
         if pack or self._pads:
             tasks = tuple(task.padded(*sizes) for task in tasks)
@@ -201,7 +201,7 @@ class TrainingStep:
         return Watched(self.model, self.optimizer, self.casts)
 
     def load_optimizer(self, state: dict) -> None:
-        """The optimizer's state as `self.optimizer.state_dict()` gave it, here or elsewhere.
+        """Loads the optimizer's state that `self.optimizer.state_dict()` gave, here or elsewhere.
 
         How the optimizer runs, captured for example, stays what it is here. ValueError where it has
         other groups of parameters.
@@ -232,7 +232,7 @@ class TrainingStep:
 
 
 def _is_dynamic(model: TransformerNP) -> bool:
-    """Whether PyTorch's operators are compiled once for all sizes.
+    """Returns whether PyTorch's operators are compiled once for all sizes.
 
     Operators of ours are compiled for each size even so. Where blocks are computed again all are:
     torch 2.13 then loses a symbolic size.
@@ -241,7 +241,7 @@ def _is_dynamic(model: TransformerNP) -> bool:
 
 
 def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch.Tensor]:
-    """The loss through `torch.compile`; `dynamic` is None where all tasks are of one size."""
+    """Returns the compiled loss. `dynamic` is None where all tasks are of one size."""
     shorten_inductor_messages()
     mode = COMPILE_MODES[model.variant.compile]
     # Gates compare the layouts of our operators with what the compiler is told. Compiled code would
@@ -264,12 +264,12 @@ def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch
 
 
 def _largest(tasks: tuple[Task, ...]) -> Sizes:
-    """Context and target points of the largest, of each by itself."""
+    """Returns the largest number of context points, and that of target points."""
     return max(task.n_context for task in tasks), max(task.n_target for task in tasks)
 
 
 def _shares(tasks: tuple[Task, ...]) -> list[float | torch.Tensor | None]:
-    """Of all targets, those of each task; None where there is one task alone."""
+    """Returns each task's share of all targets, or None for a single task."""
     if len(tasks) == 1:
         return [None]
     counts = [
@@ -340,7 +340,7 @@ def _check_padding(optimizer: torch.optim.Optimizer, model: TransformerNP) -> No
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool:
-    """Whether two updates of a small matrix stay the same with zeros around it."""
+    """Returns whether two updates of a small matrix stay the same with zeros around it."""
     weight, found = torch.arange(1.0, 7.0, device=group["params"][0].device).view(3, 2), []
     for padding in (0, 1):
         parameter = torch.nn.Parameter(F.pad(weight, (0, padding, 0, padding)))
@@ -385,7 +385,7 @@ def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _put_rates_on(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
-    """A learning rate on the host would be a part of the graph, and never change."""
+    """Puts learning rates on the device: on the host they would be constants of the graph."""
     for group in optimizer.param_groups:
         rate = group["lr"]
         if not isinstance(rate, torch.Tensor) or rate.device != device:

@@ -1,19 +1,18 @@
-"""A training step captured as CUDA graphs, one for each size of its tasks, in one memory pool.
+"""Captures a training step as CUDA graphs, one for each size of its tasks, in one memory pool.
 
-Of packed tasks the number of rows is a part of the size.
+The size of packed tasks includes their number of rows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
-from tnp.cuda_graphs import Captures
+from tnp.cuda_graphs import Captures, Graph, GraphCache
 from tnp.model.packing import Capacity
 from tnp.ops._shared.casting import WeightCasts
 from tnp.tasks.task import Task
@@ -21,15 +20,17 @@ from tnp.tasks.task import Task
 # Steps that are run eagerly before any is captured: cuBLAS, Triton and the optimizer create their
 # state in them. One of each size is among them, or follows, which finds the kernels of that size.
 N_EAGER_BEFORE_CAPTURE = 3
-# Graphs kept at most. Their memory is shared, but each node of one takes some hundred bytes.
-MOST_GRAPHS = 256
+MOST_GRAPHS = 256  # of further sizes of tasks no graph is kept
 
 Step = Callable[[tuple[Task, ...], Capacity | None], torch.Tensor]
 log = logging.getLogger("tnp.train.step")
 
 
 class Watched:
-    """What a captured step reads and writes, and where it lay: a graph knows addresses alone."""
+    """Remembers where the tensors lay that a captured step reads and writes.
+
+    A graph knows addresses alone.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, casts: WeightCasts
@@ -44,7 +45,7 @@ class Watched:
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises RuntimeError where a replay would train what nobody reads any more."""
+        """Raises RuntimeError where a replay would train tensors that nobody reads any more."""
         again = "since the step was captured: make a new TrainingStep"
         for path, owner, name, address in self.parameters:
             if owner[name].data_ptr() != address:
@@ -56,17 +57,8 @@ class Watched:
             raise RuntimeError(f"the optimizer's learning rate was replaced {again}, or fill_ it")
 
 
-@dataclass
-class _OfOneSize:
-    tasks: tuple[Task, ...]  # static: what the graph reads
-    has_run: bool = False
-    replay: Callable[[], None] | None = None
-    loss: torch.Tensor | None = None  # static: what the graph writes
-    watched: Watched | None = None
-
-
 class StepGraphs:
-    """Runs a step eagerly at first, and then by replaying the graph of its tasks' sizes.
+    """Runs a step eagerly at first, and then replays the graph of its tasks' sizes.
 
     Args:
         run: the step; it must not wait for the device.
@@ -79,18 +71,20 @@ class StepGraphs:
         self, run: Step, watch: Callable[[], Watched], captures: Captures, vary: bool
     ) -> None:
         self._run, self._watch, self._captures, self._vary = run, watch, captures, vary
-        self._by_size: dict[tuple, _OfOneSize] = {}
-        self._n_eager, self._full = 0, False
+        self._graphs: GraphCache[tuple[Task, ...]] = GraphCache(
+            captures, MOST_GRAPHS, log, "%d sizes of tasks were met: others run without a graph"
+        )
+        self._n_eager = 0
 
     def __call__(self, tasks: tuple[Task, ...], capacity: Capacity | None = None) -> torch.Tensor:
-        """The loss, a tensor of its own."""
+        """Returns the loss, a tensor of its own."""
         one = self._of_size(tasks, capacity)
         if one is None:
             return self._captures.run(partial(self._run, tasks, capacity))
-        run = partial(self._run, one.tasks, capacity)
+        run = partial(self._run, one.inputs, capacity)
         # Eager calls read the static tasks too: torch.compile guards on strides, and a task that is
         # a view of another layout would make it compile again in the middle of the capture.
-        for static, task in zip(one.tasks, tasks, strict=True):
+        for static, task in zip(one.inputs, tasks, strict=True):
             static.copy_(task)
         if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
             loss = self._captures.run(run)
@@ -100,32 +94,23 @@ class StepGraphs:
         if one.replay is None:
             # What eager steps took would lie beside the graphs' memory, which is as much.
             torch.cuda.empty_cache()
-            one.replay, one.loss = self._captures.capture(run)
-            one.watched = self._watch()
-        one.watched.check()
+            self._graphs.capture(one, run)
+            one.kept = self._watch()
+        one.kept.check()
         one.replay()
-        return one.loss.clone()
+        return one.result.clone()
 
-    def _of_size(self, tasks: tuple[Task, ...], capacity: Capacity | None) -> _OfOneSize | None:
-        if not self._vary and self._by_size:
-            one = next(iter(self._by_size.values()))
-            if len(one.tasks) != len(tasks):
+    def _of_size(
+        self, tasks: tuple[Task, ...], capacity: Capacity | None
+    ) -> Graph[tuple[Task, ...]] | None:
+        first = self._graphs.first
+        if not self._vary and first is not None:
+            if len(first.inputs) != len(tasks):
                 raise ValueError(
-                    f"the captured step is of {len(one.tasks)} tasks, not {len(tasks)}: give as "
+                    f"the captured step is of {len(first.inputs)} tasks, not {len(tasks)}: give as "
                     "many each time"
                 )
             if capacity is None:
-                return one  # a task of another size is refused where it is copied
+                return first  # a task of another size is refused where it is copied
         shapes = (x if x is None else (x.shape, x.dtype) for task in tasks for x in task)
-        size = (*shapes, capacity)
-        if size not in self._by_size:
-            if len(self._by_size) == MOST_GRAPHS:
-                if not self._full:
-                    log.warning(
-                        "%d sizes of tasks were met: others run without a graph",
-                        MOST_GRAPHS,
-                    )
-                self._full = True
-                return None
-            self._by_size[size] = _OfOneSize(tuple(task.clone() for task in tasks))
-        return self._by_size[size]
+        return self._graphs.get((*shapes, capacity), lambda: tuple(task.clone() for task in tasks))

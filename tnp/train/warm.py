@@ -44,14 +44,17 @@ SIZES = tuple(field for field in fields(TNPConfig) if isinstance(field.default, 
 
 @dataclass
 class Found:
-    """Results of `side_by_side`, complete when the block has ended."""
+    """Holds the results of `side_by_side`, complete when the block has ended."""
 
     n_kernels: int = 0
     failed: tuple[BaseException, ...] = ()
 
 
 class _Pool(ThreadPoolExecutor):
-    """One thread for each core that this process may use. `cuda` holds jobs of CUDA C++ by key."""
+    """Runs one thread for each core that this process may use.
+
+    `cuda` holds jobs of CUDA C++ by key.
+    """
 
     def __init__(self) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="tnp.train.warm")
@@ -75,7 +78,7 @@ def _run(function: Callable, *arguments: Any) -> Any:
 
 @contextmanager
 def side_by_side(target: Target) -> Iterator[Found]:
-    """Inside, launches on tensors of the meta device compile their kernels in a pool of threads.
+    """Compiles the kernels of launches on the meta device in a pool of threads.
 
     Tensors of the meta device stand for tensors of `target`, which is the current device. The block
     ends when all kernels are compiled. Kernels that do not compile stand in `failed`, and their
@@ -153,7 +156,7 @@ def before_step(
 
 
 def _is_watched() -> bool:
-    """Whether modes or global hooks would see the calls of a dry pass."""
+    """Returns whether modes or global hooks would see the calls of a dry pass."""
     from tnp.dispatch.private import has_global_hooks, in_function_mode, n_dispatch_modes
 
     return bool(n_dispatch_modes() or in_function_mode() or has_global_hooks())
@@ -201,7 +204,9 @@ def launches_our_kernels(model: TransformerNP) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where a kernel does not compile; 2 without a GPU, or for bad sizes."""
+    """Ends with exit code 0, 1 where a kernel does not compile, or 2 without a GPU or for bad
+    sizes.
+    """
     asked = _parser().parse_args(arguments)
     import torch
 
@@ -262,7 +267,7 @@ def _refuse(sentence: str) -> int:
 
 @contextmanager
 def _no_driver(target: Target) -> Iterator[None]:
-    """Inside, Triton compiles for `target` and asks no driver."""
+    """Lets Triton compile for `target` inside the block without asking a driver."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

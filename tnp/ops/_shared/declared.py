@@ -1,4 +1,4 @@
-"""What operators' declarations share. Imports no torch."""
+"""Holds what declarations of operators share. It imports no torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def triton_to_width(most: int) -> Support:
 
 
 def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]]) -> list[Case]:
-    """Of each dtype those described: sizes in the operator's order, and by name all the rest."""
+    """Returns the described cases in each dtype: sizes in the operator's order, and by name all the
+    rest.
+    """
     return [
         operator.case(dtype, *sizes, **named)
         for dtype, of_dtype in described.items()

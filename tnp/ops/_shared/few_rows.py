@@ -1,4 +1,5 @@
-"""What kernels of a few rows share: there latency is all, of a launch and of a chain of products.
+"""Shares code between kernels of a few rows, whose time is latency: of a launch and of a chain of
+products.
 
 On compute capability 9.0 and newer such a kernel is launched while the one before it still runs
 (programmatic dependent launch). It asks for its weights to be brought to L2, and `follow` then has

@@ -52,7 +52,9 @@ QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16
 
 @aggregate
 class Pipeline:
-    """Shared memory and barriers between the producer and the consumers, and a program's tiles."""
+    """Holds shared memory and barriers between the producer and the consumers, and a program's
+    tiles.
+    """
 
     x: gl.shared_memory_descriptor  # 128 rows, as K / 64 blocks of two halves [64, 64]
     w: gl.shared_memory_descriptor
@@ -78,7 +80,7 @@ class Pipeline:
 
     @gluon.jit
     def column(self, n):
-        """Which tile of its row is the n-th.
+        """Returns which tile of its row is the n-th.
 
         With PAIRS_OF = c, two groups of c columns alternate: each warpgroup has one to itself.
         """
@@ -90,7 +92,7 @@ class Pipeline:
 
     @gluon.jit
     def stage(self, tile, k):
-        """Stage of block k of a tile, and its barriers' phase."""
+        """Returns the stage of block k of a tile, and its barriers' phase."""
         step = (tile - self.first) * self.K_BLOCKS + k
         return step % self.STAGES, (step // self.STAGES) & 1
 
@@ -100,7 +102,7 @@ def pipeline(
     x_desc, w_desc, n_rows, n_columns, UNIT: gl.constexpr, K_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, W_IS_KN: gl.constexpr, PAIRS_OF: gl.constexpr,
 ):  # fmt: skip
-    """A program's share of the tiles: whole units of UNIT tiles, which divides a row."""
+    """Returns a program's share of the tiles: whole units of UNIT tiles, which divides a row."""
     gl.static_assert(K_BLOCKS >= 2 * STAGES)
     units = gl.cdiv(n_rows, TILE) * (n_columns // UNIT)
     program = gl.program_id(0)
@@ -140,14 +142,14 @@ def load(pipe, x_desc, w_desc, tile):
 
 @gluon.jit
 def produce(pipe, x_desc, w_desc):
-    """The producer: loads what all tiles are made of."""
+    """Loads the operands of all tiles, in the producer."""
     for tile in range(pipe.first, pipe.last):
         load(pipe, x_desc, w_desc, tile)
 
 
 @gluon.jit
 def multiply(pipe, tile, WARPGROUP: gl.constexpr):
-    """The product of a tile, as its two halves [64, 128]."""
+    """Returns the product of a tile, as its two halves [64, 128]."""
     turn = (tile - pipe.first) // 2
     mbarrier.wait(pipe.turn.index(WARPGROUP), (turn + WARPGROUP + 1) & 1)
     SUMS: gl.constexpr = ACC_8BIT if pipe.x.dtype == gl.float8e4nv else ACC
@@ -181,7 +183,7 @@ def multiply(pipe, tile, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def quarters(half):
-    """The first 64 columns of a half, and the others."""
+    """Returns the first 64 columns of a half, and the others."""
     first, second = gl.split(gl.permute(gl.reshape(half, [ROWS, 2, BLOCK_K]), (0, 2, 1)))
     return (
         gl.convert_layout(first, QUARTER_ACC, assert_trivial=True),
@@ -191,7 +193,7 @@ def quarters(half):
 
 @gluon.jit
 def sigmoid(x):
-    """(1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12.
+    """Computes (1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12.
 
     That is an eighth of bfloat16's step below 1, and half of float16's.
     """
@@ -202,7 +204,9 @@ def sigmoid(x):
 
 
 def refuses(call: Call, d_model: int, width: int) -> str | None:
-    """Why these kernels do not multiply rows of `d_model` with weights of `width` rows; or None."""
+    """Returns why these kernels do not multiply rows of `d_model` with weights of `width` rows, or
+    None.
+    """
     if call.target.kind != "cuda" or call.target.capability != CAPABILITY:
         return f"it is written for compute capability {CAPABILITY / 10}"
     if call.problem.dtype not in DTYPES:
@@ -213,7 +217,9 @@ def refuses(call: Call, d_model: int, width: int) -> str | None:
 
 
 def tiles(n_rows: int, n_columns: int) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """What makes the descriptor of tiles [n_rows, n_columns] of a matrix, or of a tensor's rows."""
+    """Returns a function that makes the descriptor of tiles [n_rows, n_columns] of a matrix, or of
+    a tensor's rows.
+    """
     block = [n_rows, n_columns]
 
     def descriptor(x: torch.Tensor) -> TensorDescriptor:

@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper of all operators share."""
+"""Shares code between the Gluon kernels for Hopper of all operators."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def barriers(n: gl.constexpr, count: gl.constexpr):
-    """`n` mbarriers that complete after `count` arrivals."""
+    """Returns `n` mbarriers that complete after `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
         mbarrier.init(bars.index(i), count=count)
@@ -16,7 +16,7 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def opaque(x):
-    """int32 x, of which the compiler knows nothing.
+    """Returns int32 x so that the compiler knows nothing of its value.
 
     In a loop over tiles it would hoist what is the same for all of them, masks and addresses, and
     spill it: registers are full of accumulators.

@@ -140,7 +140,8 @@ def matmul_dsilu_hopper_kernel(
 
 
 def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
-    """What computes h [T, F] and, where `save`, the slope in the order of registers.
+    """Returns the launch that computes h [T, F] and, where `save`, the slope in the order of
+    registers.
 
     It is called with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
     """
@@ -164,7 +165,10 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
 
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
-    """What computes dz [T, F]: called with dy, read as `rows` say, w [K, F], and the slope."""
+    """Returns the launch that computes dz [T, F].
+
+    Call it with dy, read as `rows` say, w [K, F], and the slope.
+    """
     of_out = dense(rows.n, width)
     kernel = Bound(
         matmul_dsilu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,

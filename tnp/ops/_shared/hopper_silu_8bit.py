@@ -148,7 +148,10 @@ def matmul_dsilu_hopper_8bit_kernel(
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
-    """Of dz8 and dz what IN_8 and IN_16 ask for; the other's descriptor is never used."""
+    """Writes dz8, dz, or both, as IN_8 and IN_16 ask.
+
+    A descriptor that is not asked for is never used.
+    """
     pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(dz8_desc)
     buffers = _buffers(dz_desc)
@@ -173,7 +176,10 @@ _MAPS = (_HALF, _COLUMN, _HALF, _HALF)
 def matmul_silu(
     target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, save: bool
 ) -> Silu:
-    """As `tnp.ops._shared.triton_silu_8bit.matmul_silu`; the slope is saved by registers."""
+    """Does the same as `triton_silu_8bit.matmul_silu`.
+
+    The slope is saved in the order of registers.
+    """
     n_rows, width = shape
     kernel = Bound(
         matmul_silu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,
@@ -199,7 +205,7 @@ def matmul_dsilu(
     in_16: bool,
     in_8: bool,
 ) -> DSilu:
-    """As `tnp.ops.triton_silu_8bit.matmul_dsilu`, of a slope in the order of registers."""
+    """Does the same as `triton_silu_8bit.matmul_dsilu` from a slope in the order of registers."""
     n_rows, width = shape
     kernel = Bound(
         matmul_dsilu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,

@@ -28,7 +28,7 @@ BY_16 = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
 
 @gluon.jit
 def slope_place(tile, half: gl.constexpr, quarter: gl.constexpr):
-    """Where the slopes of a quarter of a tile begin."""
+    """Returns the place where the slopes of a quarter of a tile begin."""
     return (4 * tile + 2 * half + quarter).to(gl.int64) * (ROWS * BLOCK_K)
 
 
@@ -56,7 +56,9 @@ def store_slope(ptr, slope):
 
 @gluon.jit
 def load_slopes(ptr, tile):
-    """What `store_slope` wrote of a tile's four quarters, as it lies in registers."""
+    """Loads the slopes of a tile's four quarters that `store_slope` wrote, as they lie in
+    registers.
+    """
     return (
         _load(ptr + slope_place(tile, 0, 0)),
         _load(ptr + slope_place(tile, 0, 1)),
@@ -75,7 +77,7 @@ def _load(ptr):
 
 @gluon.jit
 def slope_of(loaded):
-    """[64, 64] in float32 of what `load_slopes` gave of a quarter."""
+    """Returns the slopes of a quarter, [64, 64] in float32, from the values of `load_slopes`."""
     if loaded.dtype == gl.uint8:
         # 1 + code / 2¹⁵: the code in the middle of a float32's digits.
         slope = gl.inline_asm_elementwise(
@@ -99,7 +101,9 @@ def _places(N: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized, where x lies, of the whole tiles of `shape`, beside results in `dtype`."""
+    """Allocates the saved slopes where x lies, of the whole tiles of `shape`, beside results in
+    `dtype`.
+    """
     n_rows, width = shape
     dtype = torch.uint8 if dtype == torch.bfloat16 else dtype
     shape = triton.cdiv(n_rows, TILE.value) * TILE.value, width

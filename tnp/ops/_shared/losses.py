@@ -1,4 +1,4 @@
-"""What losses share whose gradient is made along with them: its scaling in the backward pass."""
+"""Scales, in the backward pass, a gradient that the forward pass of a loss has made."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def _scale_kernel(
 
 
 def scaling(n: int, with_per_target: bool = False) -> Bound:
-    """dloss · factor · gradient of n numbers, in float32 and rounded once.
+    """Returns the launch of dloss · factor · gradient of n numbers, rounded once from float32.
 
     Called with the gradient, dloss, a float32 scalar that multiplies too where `with_per_target`
     says so, the result, and the factor. Scalars stay on the device.

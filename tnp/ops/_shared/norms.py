@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm share: configurations, and the backward pass of wide rows.
+"""Shares code between RMSNorm and LayerNorm: configurations, and the backward pass of wide rows.
 
 Rows that fit into registers are read once (`rows` kernels, beside each operator). Beyond, where the
 weight, its gradient and the row itself are more than the registers of a multiprocessor hold, two
@@ -61,7 +61,7 @@ class BackwardConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class ColumnsConfig:
-    """Columns and rows of a tile, programs per multiprocessor, stages of the loads ahead."""
+    """Sets columns and rows of a tile, programs per multiprocessor, stages of the loads ahead."""
 
     columns: int
     rows: int
@@ -83,7 +83,7 @@ COLUMNS = (ColumnsConfig(256, 8, 4, 4, 3), ColumnsConfig(512, 4, 4, 4, 2))
 
 
 def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Candidates for rows held in registers."""
+    """Returns the candidates for rows held in registers."""
     block = triton.next_power_of_2(call.problem["width"])
     if block <= NARROW:
         return NARROW_FORWARD
@@ -96,7 +96,7 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 
 def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """Candidates for rows held in registers, whose loads ahead fit into shared memory."""
+    """Returns candidates for rows held in registers, whose loads ahead fit into shared memory."""
     block = triton.next_power_of_2(call.problem["width"])
     if block <= NARROW:  # 1,024 elements are too many for one warp: LayerNorm's takes 250 registers
         one, *others = NARROW_BACKWARD
@@ -109,12 +109,12 @@ def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
 
 
 def columns_configs(call: Call) -> tuple[ColumnsConfig, ...]:
-    """Candidates for stripes of columns."""
+    """Returns the candidates for stripes of columns."""
     return COLUMNS
 
 
 def held(call: Call) -> Reason:
-    """Support of kernels that hold whole rows in registers."""
+    """Returns the support of kernels that hold whole rows in registers."""
     width = call.problem["width"]
     return None if width <= MAX_HELD else f"it holds rows of at most {MAX_HELD}, not {width}"
 
@@ -172,11 +172,11 @@ class ParameterSum:
         self.kernel = bound_sum(n_partials, width)
 
     def partials(self, x: torch.Tensor) -> torch.Tensor:
-        """Uninitialized, where x lies."""
+        """Allocates partial sums where x lies."""
         return x.new_empty_strided(*self.layout, dtype=torch.float32)
 
     def of(self, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient of `parameter`, in its dtype."""
+        """Allocates the gradient of `parameter`, in its dtype."""
         out = parameter.new_empty_strided(*self.whole)
         self.kernel(partials, out, 1.0)
         return out
@@ -185,7 +185,7 @@ class ParameterSum:
 def columns_kernel(
     call: Call, config: ColumnsConfig, layouts: tuple[RowLayout, RowLayout, RowLayout], **kind: bool
 ) -> tuple[Bound, ParameterSum]:
-    """The launch of `_norm_columns_kernel`, and the sum of its partials.
+    """Returns the launch of `_norm_columns_kernel` and of the sum of its partials.
 
     Args:
         call, config: what is to be computed, and how.

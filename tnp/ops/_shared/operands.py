@@ -1,4 +1,4 @@
-"""How operators on rows read what they are given: x as a matrix, weights cast and padded.
+"""Reads the inputs of operators on rows: x as a matrix, weights cast and padded.
 
 All of it is decided from the tensors of a plan, whose layout those of every call share. The last
 dimension of what a kernel reads is contiguous; rows may lie further apart.
@@ -39,12 +39,14 @@ def dense(*shape: int) -> Layout:
 
 
 def hidden_width(d_ff: int) -> int:
-    """d_ff rounded up to what the kernels multiply."""
+    """Rounds d_ff up to a width that the kernels multiply."""
     return -(-d_ff // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
 
 
 def saves_rows(call: Call, most: int) -> Reason:
-    """Why a forward kernel that saves its hidden rows, of `most` at most, does not serve a call."""
+    """Returns why a forward kernel that saves at most `most` hidden rows does not serve a call, or
+    None.
+    """
     if not call.wanted:
         return "it saves for a backward pass that is not wanted"
     if call.problem["rows"] > most:
@@ -54,7 +56,7 @@ def saves_rows(call: Call, most: int) -> Reason:
 
 @dataclass(frozen=True)
 class Rows:
-    """How x [..., D] is read as a matrix [n, width] whose rows are contiguous.
+    """Reads x [..., D] as a matrix [n, width] whose rows are contiguous.
 
     `pointed(x)` starts where the matrix does, whatever its shape, which is enough for a kernel that
     has sizes and strides; `matrix(x)` is the matrix itself.
@@ -68,7 +70,7 @@ class Rows:
 
 
 def rows_of(x: torch.Tensor, tma: bool = False, contiguous: bool = False) -> Rows:
-    """Of a tensor [..., D] that has rows.
+    """Returns how a tensor [..., D] that has rows is read.
 
     It is read where it lies if it can be, and copied at every call if not.
 
@@ -120,12 +122,12 @@ def near(tensors: Many, dims: tuple[tuple[int, ...], ...]) -> Callable[[Many], M
 
 
 def reach(x: torch.Tensor, dims: tuple[int, ...]) -> int:
-    """The largest offset along these dimensions, in elements."""
+    """Returns the largest offset along these dimensions, in elements."""
     return sum((x.shape[dim] - 1) * x.stride(dim) for dim in dims)
 
 
 def _collapses(x: torch.Tensor) -> bool:
-    """Whether all dimensions but the last are one, without a copy."""
+    """Returns whether all dimensions but the last are one, without a copy."""
     sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     apart = [pair for pair in sizes if pair[0] != 1]
     pairs = zip(apart, apart[1:], strict=False)
@@ -139,7 +141,7 @@ def _itself(x: Any) -> Any:
 def weights(
     up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, tma: bool = False
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """What gives up [..., F, D] and down [..., O, F] in `dtype`, contiguous.
+    """Returns a function that gives up [..., F, D] and down [..., O, F] in `dtype`, contiguous.
 
     F is zero-padded where it must be, which is exact: silu(0) = 0.
     """
@@ -164,12 +166,12 @@ def weights(
 
 
 def of_up(up: torch.Tensor) -> Read:
-    """What makes a float32 gradient of the cast, padded up that of `up`: its width and dtype."""
+    """Returns a function that turns a float32 gradient of the cast, padded up into that of `up`."""
     return _unpadded(up, -2, up.shape[-2])
 
 
 def of_down(down: torch.Tensor) -> Read:
-    """As `of_up`."""
+    """Returns the same for down."""
     return _unpadded(down, -1, down.shape[-1])
 
 

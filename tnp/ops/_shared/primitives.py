@@ -1,4 +1,6 @@
-"""What Triton kernels of all operators share: rounding, matmuls, launch configurations."""
+"""Shares code between the Triton kernels of all operators: rounding, matmuls, launch
+configurations.
+"""
 
 from dataclasses import asdict, dataclass
 
@@ -20,10 +22,10 @@ E4M3_NAN = tl.constexpr(480.0)
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
+    """Sets what a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
 
     def kernel_arguments(self) -> dict[str, int]:
-        """The sizes in capitals, as the kernels name them."""
+        """Returns the sizes in capitals, as the kernels name them."""
         options = ("num_warps", "num_stages")
         fields = asdict(self).items()
         return {name if name in options else name.upper(): value for name, value in fields}
@@ -47,7 +49,9 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def exponent(largest, LEAST: tl.constexpr):
-    """The smallest e from LEAST on with largest ≤ 448 · 2^e, of a float32 that is not negative."""
+    """Returns the smallest e from LEAST on with largest ≤ 448 · 2^e, of a float32 that is not
+    negative.
+    """
     # 448 = 1.75 · 2^8: a significand above 1.75 carries into the exponent.
     bits = largest.to(tl.int32, bitcast=True) + 0x1FFFFF
     return tl.maximum((bits >> 23) - (127 + 8), LEAST)
@@ -55,19 +59,19 @@ def exponent(largest, LEAST: tl.constexpr):
 
 @triton.jit
 def power(e):
-    """2^e in float32, exactly, of an int32 between −126 and 127."""
+    """Returns 2^e in float32, exactly, of an int32 between −126 and 127."""
     return ((e + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse(largest, e):
-    """2^−e, or NaN where the largest element is not finite."""
+    """Returns 2^−e, or NaN where the largest element is not finite."""
     return tl.where(largest < float("inf"), power(-e), float("nan"))
 
 
 @triton.jit
 def widened(x):
-    """Operand x of a product in float32, as the interpreter needs it."""
+    """Returns operand x of a product in float32, as the interpreter needs it."""
     wide = x.to(tl.float32)
     if x.dtype == tl.float8e4nv:
         wide = tl.where(tl.abs(wide) == E4M3_NAN, float("nan"), wide)
@@ -76,7 +80,7 @@ def widened(x):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr = FLOAT32_PRECISION):
-    """a @ b accumulated in float32, to float32's own accuracy for float32 operands."""
+    """Multiplies a @ b, accumulated in float32, to float32's own accuracy for float32 operands."""
     if INTERPRETED:
         return tl.dot(widened(a), widened(b), input_precision=PRECISION)
     return tl.dot(a, b, input_precision=PRECISION)
@@ -84,7 +88,7 @@ def dot(a, b, PRECISION: tl.constexpr = FLOAT32_PRECISION):
 
 @triton.jit
 def add_dot(a, b, acc, PRECISION: tl.constexpr = FLOAT32_PRECISION):
-    """acc + a @ b, in the accumulator."""
+    """Adds a @ b to the accumulator."""
     if INTERPRETED:
         return tl.dot(widened(a), widened(b), acc, input_precision=PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -92,7 +96,7 @@ def add_dot(a, b, acc, PRECISION: tl.constexpr = FLOAT32_PRECISION):
 
 @triton.jit
 def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
-    """How many keys sample b has: all n_k, or what n_keys says, clamped to what there is."""
+    """Returns how many keys sample b has: all n_k, or n_keys[b] clamped to 0 … n_k."""
     if HAS_N_KEYS:
         return tl.minimum(tl.maximum(tl.load(n_keys_ptr + b), 1), n_k)
     return n_k
@@ -100,7 +104,9 @@ def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
 
 @triton.jit
 def nan_outside(x, n_keys_ptr, b, n_k, COUNTED: tl.constexpr):
-    """x, or NaN where sample b's number of keys lies outside 1 … n_k, which `key_count` clamps."""
+    """Returns x, or NaN where sample b's number of keys lies outside 1 … n_k, which `key_count`
+    clamps.
+    """
     if COUNTED:
         n_keys = tl.load(n_keys_ptr + b)
         x = tl.where((n_keys >= 1) & (n_keys <= n_k), x, float("nan"))

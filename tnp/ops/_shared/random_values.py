@@ -1,4 +1,4 @@
-"""Random values for gates and benchmarks: of inputs, for which `Operator.draw` is handed a
+"""Draws random values for gates and benchmarks: of inputs, for which `Operator.draw` is handed a
 `Random`, and of the gradients that arrive at outputs.
 """
 
@@ -10,7 +10,7 @@ from tnp.dispatch.spec import Case
 
 
 class Random:
-    """Normal numbers of a case, the same for the same seed; uninitialized on the meta device.
+    """Draws normal numbers of a case, the same for the same seed; uninitialized on the meta device.
 
     Args:
         case: whose activations' dtype is the default.
@@ -24,7 +24,7 @@ class Random:
         self._generator = None if self.meta else torch.Generator(device).manual_seed(seed)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers, in the activations' dtype unless `dtype` says another."""
+        """Draws normal numbers, in the activations' dtype unless `dtype` says another."""
         if self.meta:
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         # Drawn in float32: float64 and 16 bits hold the same numbers, rounded.
@@ -32,13 +32,13 @@ class Random:
         return drawn.to(dtype or self.dtype)
 
     def weight(self, *shape: int) -> torch.Tensor:
-        """A float32 parameter, scaled by its fan-in, the last dimension."""
+        """Draws a float32 parameter, scaled by its fan-in, the last dimension."""
         return self(*shape, dtype=torch.float32) / math.sqrt(max(1, shape[-1]))
 
     def integers(
         self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
     ) -> torch.Tensor:
-        """Whole numbers from `low` to `high`, both included."""
+        """Draws whole numbers from `low` to `high`, both included."""
         if self.meta:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.randint(
@@ -62,7 +62,7 @@ class Upstream:
         self.known: dict[str, torch.Tensor] = {}  # by output, those that were asked for
 
     def __call__(self, output: str, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of an output that looks like this, in its dtype."""
+        """Draws the gradient of an output that looks like this, in its dtype."""
         if output not in self.known:
             found, shape = self._drawn.get(f"d{output}"), tuple(like.shape)
             if found is None:

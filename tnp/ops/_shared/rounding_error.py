@@ -1,4 +1,4 @@
-"""The error that float32 must be expected to leave in a result, whoever computes it.
+"""Estimates the error that float32 leaves in a result, whoever computes it.
 
 A floor is computed in float64 from the inputs alone. One rounding is off by at most u = 2⁻²⁴ of
 what it rounds; evenly spread, its variance is u²/3 times the square. Roundings count as
@@ -18,7 +18,8 @@ Floors = dict[str, float]  # by the result's name
 
 
 def of_sum(n: int | torch.Tensor, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """Variance of a float32 sum of n products, of their exact sum and the sum of their squares.
+    """Returns the variance of a float32 sum of n products, of their exact sum and the sum of their
+    squares.
 
     Products are added one after the other, the longest way, in an order that has nothing to do with
     their sizes. Then the squares of all partial sums come to (n + 1)(2 total² + squares)/6. Each
@@ -28,7 +29,7 @@ def of_sum(n: int | torch.Tensor, total: torch.Tensor, squares: torch.Tensor) ->
 
 
 def of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Variance of each element of a @ b in float32; a and b are exact, in float64."""
+    """Returns the variance of each element of a @ b in float32; a and b are exact, in float64."""
     return of_sum(a.shape[-1], a @ b, a.square() @ b.square())
 
 

@@ -1,4 +1,4 @@
-"""What the kernels that walk rows share: strided views, grid sizes, sums of partial results."""
+"""Shares code of kernels that walk rows: strided views, grid sizes, sums of partial results."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ SUM_ROWS = 512
 
 
 def as_batches(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] as [B, L, D]: a view, or a copy where more dimensions than two do not collapse."""
+    """Returns [..., D] as [B, L, D]: a view, or a copy where more dimensions than two do not
+    collapse.
+    """
     return x[(None,) * (3 - x.dim())] if x.dim() < 3 else x.flatten(0, -3)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a kernel reads [..., D] as rows of [B, L, D], each contiguous: see `row_offsets`."""
+    """Describes how a kernel reads [..., D] as rows of [B, L, D], each contiguous: see
+    `row_offsets`.
+    """
 
     copied: bool  # because the tensor itself cannot be read so
     n_inner: int  # L
     strides: tuple[int, int]  # of B and L
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor laid out as the one that this was made of, as the kernel is to get it."""
+        """Returns a tensor of this layout as the kernel takes it."""
         return x.contiguous() if self.copied else x
 
 
 def row_layout(x: torch.Tensor) -> RowLayout:
-    """Of a tensor that is not empty, with any strides."""
+    """Returns the layout of a tensor with any strides. The tensor must not be empty."""
     width = x.shape[-1]
     n_inner = x.shape[-2] if x.dim() > 1 else 1
     if x.stride(-1) == 1 or width == 1:
@@ -49,7 +53,7 @@ def row_layout(x: torch.Tensor) -> RowLayout:
 
 @triton.jit
 def row_offsets(rows, n_inner, stride_b, stride_l):
-    """64-bit offsets of rows of a [B, L, D] view, L = n_inner."""
+    """Returns 64-bit offsets of rows of a [B, L, D] view, L = n_inner."""
     b = (rows // n_inner).to(tl.int64)
     return b * stride_b + (rows % n_inner).to(tl.int64) * stride_l
 
@@ -80,7 +84,8 @@ def _sum_partials_kernel(
 
 
 def bound_sum(n_partials: int, n: int) -> Bound:
-    """A launch of (partials [n_partials, n], out [n] in any dtype, scale): scale · Σ_p partials[p].
+    """Returns the launch of (partials [n_partials, n], out [n] in any dtype, scale): scale · Σ_p
+    partials[p].
 
     In float32, in an order that the sizes alone decide.
     """

@@ -103,7 +103,7 @@ def rows_quantizer(
     padded: tuple[int, int] | None = None,
     norms: int = 0,
 ) -> Callable[..., InRows]:
-    """What quantizes tensors that lie as x does.
+    """Returns a function that quantizes tensors with the strides of x.
 
     It is called with the tensor, and where there are norms with those, the `bound` of another
     matrix, and the factor by which elements of what follows may exceed those of the product.
@@ -139,7 +139,7 @@ def rows_quantizer(
 
 
 def n_norms(shape: tuple[int, int]) -> int:
-    """How many norms the quantizer of a matrix of this (padded) shape leaves."""
+    """Returns how many norms the quantizer of a matrix of this (padded) shape leaves."""
     block_r, _ = _block(shape[1])
     return triton.cdiv(shape[0], block_r)
 
@@ -151,8 +151,8 @@ def _block(n_columns: int) -> tuple[int, int]:
 
 
 def row_product(like: Tensor) -> Callable[[Tensor, Tensor, InRows], Tensor]:
-    """What multiplies rows [T, C] in 8 bits, with their scales [T], by wᵀ of w [N, C]: [T, N]
-    bfloat16, or in the dtype of `like` where that is not on CUDA.
+    """Returns a function that multiplies rows [T, C] in 8 bits, with their scales [T], by wᵀ of w
+    [N, C]: [T, N] bfloat16, or in the dtype of `like` where that is not on CUDA.
     """
 
     def product(x8: Tensor, scale: Tensor, w: InRows) -> Tensor:

@@ -32,7 +32,7 @@ GROUP_M = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class MatmulConfig(KernelConfig):
-    """Tile of the result, and how much of the inner dimension is multiplied at a time."""
+    """Sets the tile of the result, and how much of the inner dimension is multiplied at a time."""
 
     block_m: int
     block_n: int
@@ -52,7 +52,7 @@ CONFIGS = {
 
 @triton.jit
 def sigmoid(z, dtype: tl.constexpr):
-    """σ(z) in float32, accurate enough for results in `dtype`."""
+    """Computes σ(z) in float32, accurate enough for results in `dtype`."""
     if INTERPRETED or dtype != tl.bfloat16:
         return 1.0 / (1.0 + tl.exp(-z))
     # One special-function operation for two: off by at most 2⁻¹², an eighth of bfloat16's rounding.
@@ -78,7 +78,7 @@ def load_tile(
     ptr, offs_row, offs_column, n_rows, n_columns, stride_row,
     ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tile of a [n_rows, n_columns] matrix; elements past a masked end are 0."""
+    """Loads a tile of a [n_rows, n_columns] matrix; elements past a masked end are 0."""
     # 64-bit: 205,000 rows of 14,080 columns pass 2³¹.
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_column[None, :]
     if ROWS_MASKED and COLUMNS_MASKED:
@@ -100,7 +100,7 @@ def store_tile(ptr, tile, offs_row, offs_column, n_rows, n_columns, stride_row):
 
 @triton.jit
 def offsets(n_rows, n_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of the program's tile."""
+    """Returns rows and columns of the program's tile."""
     n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
     n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
     first = tl.program_id(0) // n_group * GROUP_M
@@ -117,7 +117,7 @@ def product_tile(
     W_IS_KN: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows offs_m and columns offs_n of a wᵀ, or of a w where w is [K, N]; float32."""
+    """Computes rows offs_m and columns offs_n of a wᵀ, or of a w where w is [K, N]; float32."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start_k in tl.range(0, n_inner, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K)
@@ -137,7 +137,10 @@ def _matmul_kernel(
     EPILOGUE: tl.constexpr, W_IS_KN: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """EPILOGUE "silu" writes h, "silu_and_z" z too, "dsilu" reads z; z and out are contiguous."""
+    """Multiplies x wᵀ.
+
+    EPILOGUE "silu" writes h, "silu_and_z" z too, "dsilu" reads z; z and out are contiguous.
+    """
     offs_m, offs_n = offsets(n_rows, n_columns, BLOCK_M, BLOCK_N)
     acc = product_tile(
         a_ptr, w_ptr, offs_m, offs_n, n_rows, n_columns, n_inner, stride_am, stride_w,
@@ -167,7 +170,8 @@ def _bound(
 
 
 def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
-    """What computes h = silu(x wᵀ) and, where `save`, z = x wᵀ, both [T, N] in x's dtype.
+    """Returns the launch that computes h = silu(x wᵀ) and, where `save`, z = x wᵀ, both [T, N] in
+    x's dtype.
 
     It is called with x, read as `rows` say, and w [N, K], contiguous in x's dtype.
     """
@@ -185,7 +189,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
 
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
-    """What computes dz = (dy w) ∘ silu'(z), [T, N] in dy's dtype.
+    """Returns the launch that computes dz = (dy w) ∘ silu'(z), [T, N] in dy's dtype.
 
     It is called with dy, read as `rows` say, w [K, N], contiguous in dy's dtype, and z.
     """
@@ -201,5 +205,5 @@ def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> 
 
 
 def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized z, where x lies."""
+    """Allocates z where x lies."""
     return x.new_empty_strided(shape, (shape[1], 1), dtype=dtype)

@@ -83,7 +83,8 @@ def _bound(shape: tuple[int, int], inner: int, epilogue: str, in_16: bool, in_8:
 def matmul_silu(
     target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, save: bool
 ) -> Silu:
-    """What computes h = silu(x wᵀ), of this shape, in 8 bits and, where `save`, h and z in `dtype`.
+    """Returns the launch that computes h = silu(x wᵀ), of this shape, in 8 bits and, where `save`,
+    h and z in `dtype`.
 
     It is called with x [T, inner], whose `bound` are the units of h, and w [N, inner].
     """
@@ -108,7 +109,8 @@ def matmul_dsilu(
     in_16: bool,
     in_8: bool,
 ) -> DSilu:
-    """What computes dz = (dy wᵀ) ∘ silu'(z), of this shape: in 8 bits, in `dtype`, or both.
+    """Returns the launch that computes dz = (dy wᵀ) ∘ silu'(z), of this shape: in 8 bits, in
+    `dtype`, or both.
 
     It is called with dy [T, inner], whose `bound` are the units of dz, w [N, inner], and z.
     """

@@ -1,4 +1,4 @@
-"""How kernels walk the rows of [..., width] tensors where they lie, without a copy.
+"""Lets kernels walk the rows of [..., width] tensors where they lie, without a copy.
 
 Leading dimensions that lie apart by one step are one; what is left of several tensors' leading
 dimensions together may be two: see `tnp.ops._shared.rows.row_offsets`. So are walked the halves of
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Walk:
-    """Of several tensors of one shape.
+    """Describes a walk through several tensors of one shape.
 
     `strides` are (outer, inner) of each, in elements; `copied` says which must be made contiguous
     first, because their rows are not or because they lie apart by more than two steps.
@@ -29,18 +29,18 @@ class Walk:
 
     @property
     def flat(self) -> bool:
-        """Whether every tensor is one run of elements."""
+        """Returns whether every tensor is one run of elements."""
         return self.n_rows == 1 or (
             self.n_inner == self.n_rows and all(inner == self.width for _, inner in self.strides)
         )
 
     @property
     def integers(self) -> tuple[int, ...]:
-        """What the kernels take: n_inner, then outer and inner strides in turn."""
+        """Returns the kernels' arguments: n_inner, then outer and inner strides in turn."""
         return self.n_inner, *(step for pair in self.strides for step in pair)
 
     def laid_out(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The tensors as the strides say: themselves, or copies."""
+        """Returns the tensors as the strides say: themselves, or copies."""
         if True not in self.copied:
             return tensors
         pairs = zip(tensors, self.copied, strict=True)
@@ -48,7 +48,7 @@ class Walk:
 
 
 def walk(*tensors: torch.Tensor) -> Walk:
-    """Of tensors [..., width] equal in shape, each with strides of its own."""
+    """Returns the walk through tensors [..., width] of one shape, each with its own strides."""
     *leading, width = tensors[0].shape
     n_rows = prod(leading)
     copied = [width > 1 and x.stride(-1) != 1 for x in tensors]
@@ -66,7 +66,7 @@ def walk(*tensors: torch.Tensor) -> Walk:
 def _groups(
     tensors: tuple[torch.Tensor, ...], leading: list[int], width: int, copied: list[bool]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Sizes and strides of the leading dimensions, those joined that are one step in each."""
+    """Returns sizes and strides of the leading dimensions, joined where they are one step."""
     found: list[tuple[int, tuple[int, ...]]] = []
     for at, size in enumerate(leading):
         if size == 1:

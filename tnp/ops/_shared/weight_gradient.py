@@ -11,14 +11,16 @@ import torch
 
 
 def transposed(n_rows: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What reads contiguous rows [..., width] as their transpose [width, n_rows], in one call."""
+    """Returns a function that reads contiguous rows [..., width] as their transpose [width,
+    n_rows], in one call.
+    """
     size, strides = (width, n_rows), (1, width)
     return lambda dy: dy.as_strided(size, strides)
 
 
 def product(x: torch.Tensor, factor: float = 1.0) -> Callable[..., torch.Tensor]:
-    """What multiplies dyᵀ [N, T], a matrix [T, K] like x and `factor`: float32 [N, K], in `out` if
-    given, as it must be where there is a factor.
+    """Returns a function that multiplies dyᵀ [N, T], a matrix [T, K] like x and `factor`: float32
+    [N, K], in `out` if given, as it must be where there is a factor.
     """
     if factor != 1.0:
         wide = x.dtype == torch.float32 or not x.is_cuda
@@ -29,7 +31,7 @@ def product(x: torch.Tensor, factor: float = 1.0) -> Callable[..., torch.Tensor]
 
 
 def add_product(x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """What adds such a product to `total`, in place: called with total, dyᵀ and the matrix."""
+    """Returns a function of (total, dyᵀ, matrix) that adds such a product to `total`, in place."""
     if x.dtype != torch.float32 and x.is_cuda:
         return _add
     return lambda total, dy_t, x: total.addmm_(dy_t.float(), x.float())

@@ -60,7 +60,7 @@ def require_classes(target, n_classes: int) -> None:
 
 
 def describe(logits, target) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_floats(logits=logits)
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [N, V]")
@@ -94,7 +94,7 @@ def out_of_range(case, inputs):
 
 
 def draw(case, random) -> dict:
-    """Normal logits.
+    """Draws normal logits.
 
     A case may say their `magnitude` (1), by how many columns rows are `padded` behind, the
     `masked` columns at the end that are −inf, and that one target in `ignored` does not count.
@@ -114,7 +114,9 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Few classes and many, ragged and strided; targets that do not count; logits that saturate."""
+    """Covers few classes and many, ragged and strided; targets that do not count; logits that
+    saturate.
+    """
     if target.kind != "cuda":
         many = [("bfloat16", 3, 4097), ("float16", 7, 100), ("float32", 2, 8200)]
     else:
@@ -143,7 +145,7 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Of a language model."""
+    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(run["dtype"], rows=rows_within(run), classes=model["vocabulary"])

@@ -23,7 +23,7 @@ GIVEN = ("x_context", "x_target", "y_context")  # inputs that may be missing
 
 
 def reference(x_context, y_context, x_target, weight, like):
-    """The formula in PyTorch, in weight's dtype; the result has the dtype of `like`."""
+    """Computes the formula in PyTorch, in weight's dtype; the result has the dtype of `like`."""
     import torch
     import torch.nn.functional as F
 
@@ -40,7 +40,7 @@ def reference(x_context, y_context, x_target, weight, like):
 
 
 def describe(x_context, y_context, x_target, weight, like) -> dict:
-    """Sizes, and the result's dtype; ValueError where the tensors do not go together."""
+    """Returns sizes and the result's dtype; raises ValueError where tensors do not go together."""
     given = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
     require_floats(**given, weight=weight, dtype=like)
     if (x_context is None) != (y_context is None):
@@ -94,7 +94,7 @@ def _check_context(x_context, y_context, weight) -> None:
 
 
 def draw(case, random) -> dict:
-    """x and y in float32, views of one tensor [B, M + N, d_x + d_y] as tasks may be.
+    """Draws x and y in float32, views of one tensor [B, M + N, d_x + d_y] as tasks may be.
 
     A case may say its `batch` (1), `n_context` (half of the points where both are given), `d_x` (1)
     and the `scale` of weight (1).
@@ -135,8 +135,8 @@ def _case(batch, n_context, n_target, d_model, dtype, d_x=1, d_y=1, scale=1.0) -
 
 
 def cases(target) -> list[Case]:
-    """Context, targets or both; several dimensions; pre-activations whose e^−a overflows float32
-    (scale 50).
+    """Covers context, targets or both; several dimensions; pre-activations whose e^−a overflows
+    float32 (scale 50).
     """
     if target.kind != "cuda":
         return [
@@ -164,7 +164,7 @@ def cases(target) -> list[Case]:
 
 
 def within(model, run):
-    """Of a neural process: all of a task's points at once."""
+    """Returns the problem of a neural process: all of a task's points at once."""
     if "n_components" not in model:
         return None
     return OPERATOR.problem(

@@ -24,7 +24,7 @@ from tnp.ops.embedding import GIVEN
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and columns a program holds at a time, programs per multiprocessor, loads ahead.
+    """Sets rows and columns that a program holds, programs per multiprocessor, loads ahead.
 
     `block_d` counts columns of 16 bits; of 32 bits it is half as many.
     """
@@ -203,7 +203,7 @@ FEATURES = ((2,), (2,), (2,))
 
 
 def _readable(points: tuple, weight) -> list:
-    """What is not given is never read: weight stands in."""
+    """Replaces a missing tensor by weight: the kernel never reads it."""
     return [weight if x is None else x for x in points]
 
 

@@ -58,8 +58,8 @@ def _enter_kernel(
 def entry(
     target: Target, cache: torch.Tensor, n_rows: int
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """What writes (cache, rows, lengths): the first of a sample's rows becomes the last of the
-    first lengths[b] of its cache.
+    """Returns the launch that takes (cache, rows, lengths): the first of a sample's rows becomes
+    the last of the first lengths[b] of its cache.
 
     Args:
         target: where it runs.

@@ -299,7 +299,7 @@ class PagedCache:
             self._give_back(old)
 
     def _take(self, n: int) -> list[int]:
-        """So many free pages, or CacheFull."""
+        """Takes so many free pages, or raises CacheFull."""
         if n > len(self._free):
             raise CacheFull(
                 f"{n} pages of {self.page} tokens are needed and {len(self._free)} of "
@@ -315,7 +315,7 @@ class PagedCache:
         self._free += [page for page in dict.fromkeys(pages) if not self._owners[page]]
 
     def _count(self, pages: list[int], more: int) -> None:
-        """So many more owners of each, here and, behind what was launched, on the device."""
+        """Adds so many owners to each page, here and, behind earlier launches, on the device."""
         if not pages:
             return
         for page in pages:
@@ -337,7 +337,9 @@ class PagedCache:
                 )
 
     def _require_one_owner(self, page_table: Tensor, pages: Tensor) -> None:
-        """Of the pages that are written; and a table that this cache gave must be valid still."""
+        """Requires that each page to be written has one owner, and that a table of this cache is
+        still valid.
+        """
         if not torch.compiler.is_compiling():
             self._require_valid(page_table)
         owners = self._owners_there[pages.long()]
@@ -396,5 +398,5 @@ class PagedCache:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Of 8 bits as whole numbers, which PyTorch can index."""
+    """Views elements of 8 bits as whole numbers, which PyTorch can index."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

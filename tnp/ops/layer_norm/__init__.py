@@ -29,14 +29,16 @@ MAX_WIDTH = 16384  # a whole row lies in registers of the forward kernel
 
 
 def reference(x, weight, bias, eps):
-    """The formula in PyTorch, in whatever dtype it is given; the parameters are cast to x's."""
+    """Computes the formula in PyTorch, in whatever dtype it is given; the parameters are cast to
+    x's.
+    """
     from torch.nn.functional import layer_norm
 
     return layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def describe(x, weight, bias) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     same = x.shape[-1:] == weight.shape == bias.shape
     if not same or weight.dim() != 1 or len(weight) == 0:
         raise ValueError(
@@ -49,7 +51,7 @@ def describe(x, weight, bias) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers around the case's `offset`, weights around 1 and biases around 0."""
+    """Draws normal numbers around the case's `offset`, weights around 1 and biases around 0."""
     import torch
 
     width = case.problem["width"]
@@ -59,7 +61,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """x → y; x and dy → dx; the float32 parameters, and backward their gradients."""
+    """Counts x → y; x and dy → dx; the float32 parameters, and backward their gradients."""
     parameters = 2 * case.problem["width"] * 4
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     if pass_ == "forward":
@@ -68,7 +70,7 @@ def work(case, pass_) -> Work:
 
 
 def within(model, run):
-    """The norms of a language model that has this kind."""
+    """Returns the problem of the norms of a language model that has this kind."""
     if model.get("norm") != "layer":
         return None
     return OPERATOR.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])

@@ -98,7 +98,7 @@ def _layer_norm_coefficients_kernel(
     stride_gb, stride_gl, stride_xb, stride_xl, n_inner,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of a row a program: dx = rstd·g + slope·(x − mean) + shift."""
+    """Computes a row in a program: dx = rstd·g + slope·(x − mean) + shift."""
     row = tl.program_id(0)
     x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
     dy_ptr += row_offsets(row, n_inner, stride_gb, stride_gl)
@@ -116,7 +116,7 @@ def _layer_norm_coefficients_kernel(
 
 
 def empty(wanted, inputs):
-    """Where a gradient is wanted, mean and rstd of every row are saved."""
+    """Allocates the result, and mean and rstd of every row where a gradient is requested."""
     x, _weight, _bias = inputs
     saved = (_statistics(x), _statistics(x)) if wanted else ()
     return (x.new_empty(x.shape),), saved

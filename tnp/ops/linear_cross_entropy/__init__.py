@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def reference(x, weight, target):
-    """All logits at once, through PyTorch."""
+    """Computes all logits at once in PyTorch."""
     return loss_of_logits(x @ weight.T, target)
 
 
 def describe(x, weight, target) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_floats(x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -48,7 +48,9 @@ def describe(x, weight, target) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal x of the case's `magnitude` (1); a weight of x's dtype; one target in `ignored` is."""
+    """Draws normal x of the case's `magnitude` (1); a weight of x's dtype; one target in `ignored`
+    is.
+    """
     n, d, v = (case.problem[name] for name in ("rows", "width", "classes"))
     return {
         "x": random(n, d) * (case["magnitude"] or 1.0),
@@ -58,7 +60,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """One product, and with the gradients, which may be made along with the loss, three."""
+    """Counts one product, and with the gradients, which may be made along with the loss, three."""
     problem = case.problem
     n, d, v = (problem[name] for name in ("rows", "width", "classes"))
     operands = (n + v) * d * problem.itemsize
@@ -67,7 +69,9 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """One chunk and several, the last one ragged; targets that do not count; sharp softmaxes."""
+    """Covers one chunk and several, the last one ragged; targets that do not count; sharp
+    softmaxes.
+    """
     if target.kind != "cuda":
         return [
             OPERATOR.case("bfloat16", 23, 16, 200, ignored=3),
@@ -88,7 +92,9 @@ def cases(target) -> list[Case]:
 
 
 def condition(case, inputs) -> float:
-    """What rounding the logits costs the loss, a mean in which PyTorch's own error may cancel."""
+    """Estimates the error that rounding the logits leaves in the loss, a mean in which PyTorch's
+    own error may cancel.
+    """
     import torch
 
     x, weight, target = (inputs[name] for name in ("x", "weight", "target"))
@@ -99,7 +105,7 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Of a language model."""
+    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(

@@ -48,7 +48,8 @@ ROW_BYTES = 128
 
 @dataclass(frozen=True)
 class ChunkConfig(Config):
-    """As cross-entropy's; how large a chunk of logits may be, and what its rows are a multiple of.
+    """Sets the same as cross-entropy's, and how large a chunk of logits may be, and what its rows
+    are a multiple of.
 
     A multiple of 4 keeps every chunk's targets and losses at 16 bytes.
     """
@@ -57,7 +58,7 @@ class ChunkConfig(Config):
     multiple: int
 
     def rows(self, n_rows: int, row_bytes: int) -> int:
-        """Of a chunk: as equal as they get, the last one smaller."""
+        """Returns the rows of a chunk: as equal as they get, the last one smaller."""
         most = max(self.chunk_bytes // row_bytes // self.multiple, 1) * self.multiple
         equal = triton.cdiv(n_rows, triton.cdiv(n_rows, most))
         return triton.cdiv(equal, self.multiple) * self.multiple
@@ -106,7 +107,9 @@ def empty(wanted, inputs):
 
 
 def _kept_scale(n_rows: int) -> float:
-    """Of the dW that is saved: about 1 / √n, and a power of two, which rounds nothing."""
+    """Returns the scale of the dW that is saved: about 1 / √n, and a power of two, which rounds
+    nothing.
+    """
     return 2.0 ** -round(math.log2(n_rows) / 2)
 
 

@@ -42,7 +42,7 @@ N_OUTPUTS = 3  # of the model's heads: logit of the weight, mean, log sigma of o
 
 
 def reference(x, up, down):
-    """The formula in x's dtype, with one matmul for all heads' hidden rows."""
+    """Computes the formula in x's dtype, with one matmul for all heads' hidden rows."""
     from torch import einsum
     from torch.nn.functional import linear, silu
 
@@ -70,7 +70,10 @@ def _bmm(x, up, down):
 
 
 def _grouped_mm(x, up, down):
-    """As `_bmm`; O is zero-padded to the width that grouped_mm wants rows to be multiples of."""
+    """Does the same as `_bmm`.
+
+    O is zero-padded to the width that grouped_mm wants rows to be multiples of.
+    """
     from torch.nn.functional import grouped_mm, pad, silu
 
     n_out = down.shape[1]
@@ -82,7 +85,7 @@ def _grouped_mm(x, up, down):
 
 
 def describe(x, up, down) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
@@ -100,7 +103,8 @@ def describe(x, up, down) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real` real.
+    """Draws normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real`
+    real.
 
     With `wide`, x is columns `start` to `start + d_model` of a tensor that wide.
     """
@@ -117,7 +121,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """As of `mlp`, with n_components · n_outputs numbers of x's dtype written a row."""
+    """Counts as `mlp` does, with n_components · n_outputs numbers of x's dtype written a row."""
     problem = case.problem
     n, d_model, d_ff, n_heads, n_out = (size for _, size in problem.sizes)
     products = {"forward": 1, "backward": 2}[pass_]
@@ -130,7 +134,9 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """One row and many, padding, a ragged width, other numbers of heads and outputs, strided x."""
+    """Covers one row and many, padding, a ragged width, other numbers of heads and outputs, strided
+    x.
+    """
     case = OPERATOR.case
     if target.kind != "cuda":
         sizes, padded = (70, 32, 48, 3, N_OUTPUTS), {"d_ff_real": 42}
@@ -161,7 +167,7 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of rows whose z is saved: those kernels that save nothing serve them too. And of few."""
+    """Yields problems to compile: of rows whose z is saved, and of few rows."""
     sizes = {"d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": N_OUTPUTS}
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (2, 32_000):
@@ -169,7 +175,7 @@ def compiled(target) -> Iterator[Problem]:
 
 
 def within(model, run):
-    """Of every target."""
+    """Returns the problem of all targets."""
     return OPERATOR.problem(
         run["dtype"], rows=run["batch"] * run["n_target"], d_model=model["d_model"],
         d_ff=model.get("d_ff_storage") or model["d_ff"], n_components=model["n_components"],

@@ -17,13 +17,15 @@ Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def empty(wanted, inputs):
-    """Of the backward operation, as all kernels leave them."""
+    """Allocates the results of the backward operation, in the layout of all kernels."""
     named = zip(("x", "up", "down"), inputs[1], strict=True)
     return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
 
 
 def summing(call: Call, kept: tuple[torch.Tensor, ...]) -> Callable[..., tuple]:
-    """What adds up the gradients of x, up and down, None where not wanted.
+    """Returns a function that adds up the gradients of x, up and down.
+
+    A gradient that is not requested is None.
 
     It is called with up [K, F, D] in x's dtype and the chunks, each of which is done with before
     the next is asked for.

@@ -270,7 +270,7 @@ def _few_rows(call: Call) -> Reason:
 
 
 def empty_z(wanted, inputs):
-    """Of the forward operation, with z [T, n_heads·F]."""
+    """Allocates the results of the forward operation, with z [T, n_heads·F]."""
     x, up, _down = inputs
     outputs, _nothing = empty(wanted, inputs)
     return outputs, (x.new_empty(prod(x.shape[:-1]), up.shape[0] * hidden_width(up.shape[1])),)

@@ -31,7 +31,7 @@ CHUNK_ROWS = 16_384
 
 @dataclass(frozen=True)
 class DzConfig(KernelConfig):
-    """Rows that a program walks, `unroll` tiles [block_m, block_f] of them at a time.
+    """Sets the rows that a program walks, `unroll` tiles [block_m, block_f] of them at a time.
 
     A thread has 8 elements of each tile, 16 bytes, if a tile has 256 elements a warp.
     """

@@ -45,7 +45,7 @@ MOST_FEW_ROWS = 16  # and at least that high
 
 @dataclass(frozen=True)
 class HeadsConfig(KernelConfig):
-    """Rows and hidden units of a tile, and how much of x's width is multiplied at a time."""
+    """Sets rows and hidden units of a tile, and how much of x's width is multiplied at a time."""
 
     block_m: int
     block_f: int
@@ -129,7 +129,7 @@ def _mixture_heads_bwd_kernel(
 
 
 def empty(wanted, inputs):
-    """Of the forward operation, as all kernels leave it."""
+    """Allocates the result of the forward operation, in the layout of all kernels."""
     x, _up, down = inputs
     return (x.new_empty((*x.shape[:-1], *down.shape[:2]), dtype=torch.float32),), ()
 

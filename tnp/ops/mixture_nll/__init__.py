@@ -45,7 +45,7 @@ def split_parameters(
 
 
 def reference(parameters, y, n_targets, sigma_min, floor=False):
-    """The formula in PyTorch; `sigma_min` is read where there is a `floor`."""
+    """Computes the formula in PyTorch; `sigma_min` is read where there is a `floor`."""
     import torch
 
     counted = None
@@ -67,7 +67,7 @@ def reference(parameters, y, n_targets, sigma_min, floor=False):
 
 
 def describe(parameters, y, n_targets, floor=False) -> dict:
-    """Sizes; ValueError where the tensors do not go together or hold nothing."""
+    """Returns the sizes; raises ValueError where the tensors do not go together or hold nothing."""
     together = parameters.dim() > 1 and y.dim() > 0 and parameters.shape[:-2] == y.shape[:-1]
     if not together or parameters.shape[-1] != 1 + 2 * y.shape[-1]:
         raise ValueError(
@@ -94,7 +94,7 @@ def describe(parameters, y, n_targets, floor=False) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers; y a float32 view of every second target.
+    """Draws normal numbers; y a float32 view of every second target.
 
     A case may say the factor of the `logits`, the scale of every `sigma`, and the `batch` by which
     targets are grouped (1). Where samples have numbers of targets of their own, what stands past
@@ -141,8 +141,8 @@ def _case(batch, n, dtype="float32", k=10, d_y=1, floor=False, n_targets=False, 
 
 
 def cases(target) -> list[Case]:
-    """Both sides of a program's targets, few and many components, and the extremes that training
-    can reach.
+    """Covers both sides of a program's targets, few and many components, and the extremes that
+    training can reach.
     """
     extremes = [
         _case(
@@ -181,7 +181,7 @@ def cases(target) -> list[Case]:
 
 
 def within(model, run):
-    """Of a neural process, whose heads give float32."""
+    """Returns the problem of a neural process, whose heads give float32."""
     if "n_components" not in model:
         return None
     return OPERATOR.problem(
@@ -265,8 +265,8 @@ OPERATOR = Operator(
 def mixture_nll(
     parameters: torch.Tensor,
     y: torch.Tensor,
-    sigma_min: float = 0.0,
     *,
+    sigma_min: float = 0.0,
     n_targets: torch.Tensor | None = None,
     implementation: str = "torch",
 ) -> torch.Tensor:

@@ -40,14 +40,14 @@ E4M3_MULTIPLE = 16  # of D: rows of 8 bits, for a library's product
 
 
 def reference(x, up, down):
-    """The formula in PyTorch, in x's dtype."""
+    """Computes the formula in PyTorch, in x's dtype."""
     from torch.nn.functional import linear, silu
 
     return linear(silu(linear(x, up.to(x.dtype))), down.to(x.dtype))
 
 
 def describe(x, up, down) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if up.dim() != 2 or down.shape != up.shape[::-1]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: they must be [F, D] and [D, F]"
@@ -60,7 +60,8 @@ def describe(x, up, down) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real` real.
+    """Draws normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real`
+    real.
 
     With `wide`, x is columns `start` to `start + d_model` of a tensor that wide. With `magnitudes`,
     rows of x and dy are of 1e-3 to 1e3 each, and two of each are zero.
@@ -91,7 +92,8 @@ def _magnitudes(x, step):
 
 
 def work(case, pass_) -> Work:
-    """Two products forward, four backward, of the real hidden units; float32 weights and gradients.
+    """Counts two products forward, four backward, of the real hidden units; float32 weights and
+    gradients.
 
     x is read and y written; backward x and dy are read and dx is written.
     """
@@ -106,7 +108,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """One row and many, padding, a ragged width, one tile, strided and misaligned rows."""
+    """Covers one row and many, padding, a ragged width, one tile, strided and misaligned rows."""
     case = OPERATOR.case
     if target.kind != "cuda":
         sizes, padded = (70, 32, 48), {"d_ff_real": 42}
@@ -136,14 +138,14 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of rows whose hidden layer is saved, and of more."""
+    """Yields problems to compile: of rows whose hidden layer is saved, and of more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (44_000, 70_000):
             yield OPERATOR.problem(dtype, rows=rows, d_model=512, d_ff=1408)
 
 
 def within(model, run):
-    """The layer of every block: every row of context and targets."""
+    """Returns the problem of the layer of every block: every row of context and targets."""
     rows = run["batch"] * (run["n_context"] + run["n_target"])
     d_ff = model.get("d_ff_storage") or model["d_ff"]
     return OPERATOR.problem(run["dtype"], rows=rows, d_model=model["d_model"], d_ff=d_ff)

@@ -1,4 +1,4 @@
-"""What its number format makes of the feed-forward layer in 8 bits (e4m3).
+"""Emulates the number format of the feed-forward layer in 8 bits (e4m3).
 
 `composed_8bit` says what is rounded. Here the same is computed once more in PyTorch, for the gate:
 `held` are the operands of the forward pass as float64 has them, `rounded` the results as float64
@@ -25,7 +25,9 @@ DZ_FACTOR = 1.1 * H_FACTOR
 
 
 def work(least: Work, pass_: str) -> Work:
-    """That of the layer, in e4m3 but for the weights' gradients: half of the backward pass."""
+    """Counts the work of the layer, in e4m3 but for the weights' gradients: half of the backward
+    pass.
+    """
     ((dtype, flops),) = least.flops.items()
     share = {"forward": 1.0, "backward": 0.5}[pass_]
     split = {"e4m3": share * flops, dtype: (1.0 - share) * flops}

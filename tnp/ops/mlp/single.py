@@ -25,7 +25,7 @@ from tnp.ops.mlp.composed import empty_again
 
 @dataclass(frozen=True)
 class SingleConfig(KernelConfig):
-    """Rows a program owns, and how much of F and of D it multiplies at a time."""
+    """Sets the rows a program owns, and how much of F and of D it multiplies at a time."""
 
     block_m: int
     block_f: int

@@ -28,7 +28,7 @@ def matmul_reference(a, b):
 
 
 def describe_matmul(a, b) -> dict:
-    """Sizes; ValueError where the matrices do not go together."""
+    """Returns the sizes; raises ValueError where the matrices do not go together."""
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(
             f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: they must be [M, K] and [K, N]"
@@ -42,7 +42,7 @@ def describe_matmul(a, b) -> dict:
 
 
 def draw_matmul(case, random) -> dict:
-    """Normal numbers; "transposed" names the operands whose columns are contiguous."""
+    """Draws normal numbers; "transposed" names the operands whose columns are contiguous."""
     m, n, k = (case.problem[name] for name in "mnk")
     columns = case["transposed"] or ""
     a = random(k, m).t() if "a" in columns else random(m, k)
@@ -51,7 +51,7 @@ def draw_matmul(case, random) -> dict:
 
 
 def work_matmul(case, pass_) -> Work:
-    """One product forward, two backward; every matrix once."""
+    """Counts one product forward, two backward; every matrix once."""
     m, n, k = (case.problem[name] for name in "mnk")
     flops, size = 2.0 * m * n * k, case.problem.itemsize
     operands, result = (m * k + k * n) * size, m * n * size
@@ -61,7 +61,7 @@ def work_matmul(case, pass_) -> Work:
 
 
 def cases_matmul(target) -> list[Case]:
-    """Ragged and whole sizes in every dtype, either operand transposed."""
+    """Covers ragged and whole sizes in every dtype, either operand transposed."""
     a, b, both = {"transposed": "a"}, {"transposed": "b"}, {"transposed": "ab"}
     drawn = [(1, 1, 1, {}), (33, 40, 24, b), (17, 16, 64, a), (20, 70, 7, {}), (64, 16, 32, {})]
     if target.kind == "cuda":
@@ -120,7 +120,7 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
 
 
 def gelu_linear_reference(x, weight, bias):
-    """The formula in PyTorch, parameters cast to x's dtype."""
+    """Computes the formula in PyTorch, parameters cast to x's dtype."""
     import torch.nn.functional as F
 
     z = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
@@ -141,7 +141,7 @@ def addmm_activation(x, weight, bias):
 
 
 def describe_gelu_linear(x, weight, bias) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be "
@@ -159,14 +159,17 @@ def describe_gelu_linear(x, weight, bias) -> dict:
 
 
 def draw_gelu_linear(case, random) -> dict:
-    """Normal numbers; float32 parameters, those of "half" in x's dtype."""
+    """Draws normal numbers; float32 parameters, those of "half" in x's dtype."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     x, weight, bias = random(rows, n_in), random.weight(n_out, n_in), random(n_out)
     return {"x": x, "weight": weight.to(x.dtype) if case["half"] else weight, "bias": bias.float()}
 
 
 def work_gelu_linear(case, pass_) -> Work:
-    """One product forward, two backward; parameters in float32. A training step writes z too."""
+    """Counts one product forward, two backward; parameters in float32.
+
+    A training step writes z too.
+    """
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     flops, size = 2.0 * rows * n_in * n_out, case.problem.itemsize
     x, y, parameters = rows * n_in * size, rows * n_out * size, 4.0 * (n_in + 1) * n_out
@@ -176,7 +179,7 @@ def work_gelu_linear(case, pass_) -> Work:
 
 
 def cases_gelu_linear(target) -> list[Case]:
-    """Ragged sizes, and GPT-2's on a GPU, in every dtype."""
+    """Covers ragged sizes, and GPT-2's on a GPU, in every dtype."""
     half = {"half": True}
     drawn = [(1, 1, 1, {}), (35, 24, 40, {}), (20, 7, 70, half), (64, 32, 16, half)]
     if target.kind == "cuda":
@@ -186,7 +189,7 @@ def cases_gelu_linear(target) -> list[Case]:
 
 
 def gelu_linear_within(model, run) -> Problem | None:
-    """Of a language model whose feed-forward layer is GPT-2's."""
+    """Returns the problem of a language model whose feed-forward layer is GPT-2's."""
     if model.get("activation") != "gelu_tanh":
         return None
     rows = run["batch"] * run["n_tokens"]

@@ -30,7 +30,7 @@ PROGRAMS = 4
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Tile of dz that a program works on at a time, walking down the rows, and loads ahead."""
+    """Sets the tile of dz that a program works on, walking down the rows, and loads ahead."""
 
     block_m: int
     block_n: int
@@ -79,7 +79,9 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _weight_operand(weight: torch.Tensor, dtype: torch.dtype) -> Operand:
-    """Of Wᵀ, whose W is contiguous in `dtype` as it stands, or becomes so in memory of its own."""
+    """Returns the operand Wᵀ, whose W is contiguous in `dtype` as it stands, or becomes so in
+    memory of its own.
+    """
     if weight.dtype == dtype and weight.is_contiguous():
         return Operand.of(weight.t())
     return Operand.of(torch.empty(weight.shape, dtype=dtype, device="meta").t())

@@ -86,7 +86,7 @@ def _operand_tile(
 def _finish(
     acc, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE: tl.constexpr
 ):  # fmt: skip
-    """What follows a product, and the stores, of the tile from row m and column n on."""
+    """Computes what follows a product, and stores the tile from row m and column n on."""
     offs_m = m + tl.arange(0, acc.shape[0])
     offs_n = n + tl.arange(0, acc.shape[1])
     if EPILOGUE != "none":
@@ -106,7 +106,10 @@ def _product_kernel(
     B_TRANSPOSED: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of a [M, K], or [K, M] where A_TRANSPOSED, and b [K, N], or [N, K]; out is contiguous."""
+    """Multiplies a [M, K], or [K, M] where A_TRANSPOSED, and b [K, N], or [N, K].
+
+    out is contiguous.
+    """
     n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
     n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
     first = tl.program_id(0) // n_group * GROUP_M
@@ -155,7 +158,7 @@ def _product_kernel(
 
 @dataclass(frozen=True)
 class Operand:
-    """How a plan reads a matrix [R, C], given once what it looks like."""
+    """Describes how a plan reads a matrix [R, C] of a known layout."""
 
     copied: bool  # neither dimension is contiguous, or one is expanded
     transposed: bool  # columns are contiguous: it is read as [C, R]
@@ -165,8 +168,9 @@ class Operand:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Operand:
-        """Of a matrix with any strides; `x` may be on the meta device, then its memory starts at
-        a multiple of 16 bytes.
+        """Returns the operand of a matrix with any strides.
+
+        On the meta device its memory starts at a multiple of 16 bytes.
         """
         copied = is_expanded(x) or 1 not in x.stride()
         transposed = not copied and x.stride(1) != 1
@@ -191,12 +195,14 @@ class Operand:
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Candidates for a matmul, the default first."""
+    """Returns the candidates for a matmul, the default first."""
     return candidates(call, *(call.problem[name] for name in "mnk"))
 
 
 def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
-    """Of a result [m, n] of inner size k: those that fit, first one that gives all work.
+    """Returns the tiles that fit a result [m, n] of inner size k.
+
+    The first keeps every multiprocessor busy.
 
     A tile is not wider than twice what there are rows, and fills the multiprocessors at least
     once; where none does, the smallest is taken.
@@ -224,7 +230,7 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
 
 
 def _shared_bytes(config: MatmulConfig, itemsize: int) -> int:
-    """Of the operands' tiles in flight, or of the result's, and barriers."""
+    """Counts the bytes of the operands' tiles in flight, or of the result's, and of barriers."""
     tiles = (config.block_m + config.block_n) * config.block_k * config.num_stages
     return itemsize * max(tiles, config.block_m * config.block_n) + 1024
 

@@ -51,14 +51,14 @@ def reference(x, weight):
 
 
 def describe(x, weight) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_product(x, weight)
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
 
 
 def draw(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in; where the case names a batch, rows of each sample
-    behind one that is not read.
+    """Draws normal x, weights scaled by their fan-in; where the case names a batch, rows of each
+    sample behind one that is not read.
     """
     problem = case.problem
     rows, n_in, n_out = (size for _, size in problem.sizes)
@@ -69,7 +69,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """A product forward, two backward; the weight and its gradient are float32."""
+    """Counts a product forward, two backward; the weight and its gradient are float32."""
     problem = case.problem
     n, n_in, n_out = (size for _, size in problem.sizes)
     x, y, weight = n * n_in * problem.itemsize, n * n_out * problem.itemsize, n_in * n_out * 4
@@ -92,13 +92,13 @@ _GPU = (
 
 
 def cases(target) -> list[Case]:
-    """One row and many, ragged widths, rows that lie apart."""
+    """Covers one row and many, ragged widths, rows that lie apart."""
     sizes = _GPU if target.kind == "cuda" else _INTERPRETED
     return cases_by_dtype(OPERATOR_LINEAR, dict.fromkeys(FLOATS, sizes))
 
 
 def compiled(target) -> list[Problem]:
-    """Of a few rows, for which alone there is a kernel of ours: the model's widths."""
+    """Yields problems to compile: a few rows of the model's widths, which alone have a kernel."""
     sizes = {"rows": 2, "n_out": 512}
     return [OPERATOR_LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
 

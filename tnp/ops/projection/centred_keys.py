@@ -93,7 +93,7 @@ def _centre_kernel(
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Candidates, the default first: the largest tile of which there are enough."""
+    """Returns the candidates, the default first: the largest tile of which there are enough."""
     problem, found = call.problem, CONFIGS[call.problem.itemsize]
 
     def serves(config: MatmulConfig) -> bool:
@@ -104,13 +104,13 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 
 
 def _tiles(problem: Problem, config: MatmulConfig) -> int:
-    """Of a sample."""
+    """Counts the tiles of a sample."""
     rows, columns = problem["n_k"], problem["d_model"]
     return triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
 
 
 def _read(x: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, int]]:
-    """How kernels read x [B, L, D], and strides of B and L as they read it."""
+    """Returns x [B, L, D] as kernels read it, and the strides of B and L."""
     if x.stride(2) == 1:
         return lambda x: x, x.stride()[:2]
     return torch.Tensor.contiguous, x.contiguous().stride()[:2]

@@ -74,7 +74,7 @@ def _block_k(call: Call) -> int:
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """The only candidate."""
+    """Returns the only candidate."""
     return (Config(8, min(MOST_WARPS, _block_k(call) // WARP_WIDTH)),)
 
 

@@ -21,7 +21,7 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 
 
 def empty_gradients(wanted, inputs):
-    """Of x and weight."""
+    """Allocates the gradients of x and weight."""
     named = zip(("x", "weight"), inputs[1], strict=True)
     return tuple(x.new_empty(x.shape) if name in wanted else None for name, x in named)
 
@@ -54,7 +54,7 @@ def prepare_linear(call: Call, config, inputs):
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
-    """Whether PyTorch multiplies x [..., n_in] as one matrix of rows, without a copy."""
+    """Returns whether PyTorch multiplies x [..., n_in] as one matrix of rows, without a copy."""
     apart = zip(x.stride()[:-2], x.stride()[1:-1], x.shape[1:-1], strict=True)
     return x.dim() >= 2 and all(outer == inner * size for outer, inner, size in apart)
 
@@ -102,13 +102,13 @@ def prepare_qkv(call: Call, config, inputs):
 
 
 def _factor(call: Call) -> float:
-    """Of queries."""
+    """Returns the factor of queries."""
     problem = call.problem
     return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
 
 
 def are_halves(call: Call) -> bool:
-    """Whether a call returns k and v as halves of the same rows [B, n_k, 2 · d_model]."""
+    """Returns whether a call returns k and v as halves of the same rows [B, n_k, 2 · d_model]."""
     return not (call.apart or call.problem["centred"])
 
 
@@ -162,8 +162,9 @@ def launch_of(
 def _times(
     n: int, width: int, x: torch.Tensor, factor: float = 1.0
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What multiplies `n` rows of every sample of x [B, L, D], the transpose of w [width, D] and
-    `factor`, and rounds once: contiguous rows, whose caller says how they are read.
+    """Returns a function that multiplies `n` rows of every sample of x [B, L, D], the transpose of
+    w [width, D] and `factor`, and rounds once: contiguous rows, whose caller says how they are
+    read.
 
     Of all rows PyTorch makes one matrix. Of some it finds out that it cannot, at twice the cost of
     the call that it then makes.
@@ -218,14 +219,17 @@ def prepare_qkv_backward(call: Call, config, inputs):
 
 
 def _can_be_halves(dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Not of one row: what lies behind it can be another tensor's memory."""
+    """Returns whether k and v can be halves.
+
+    One row cannot: the memory behind it may be another tensor's.
+    """
     batch, n_heads, n_k, head_dim = dk.shape
     width = 2 * n_heads * head_dim
     return batch * n_k > 1 and _lies_as_rows(dk, width) and _lies_as_rows(dv, width)
 
 
 def _lies_as_rows(dy: torch.Tensor, width: int) -> bool:
-    """Whether [B, n_heads, rows, D] lies as columns of contiguous [B, rows, width]."""
+    """Returns whether [B, n_heads, rows, D] lies as columns of contiguous [B, rows, width]."""
     _, _, n, head_dim = dy.shape
     steps = zip(dy.stride(), (n * width, head_dim, width, 1), dy.shape, strict=True)
     return all(step == right for step, right, size in steps if size > 1)
@@ -234,7 +238,9 @@ def _lies_as_rows(dy: torch.Tensor, width: int) -> bool:
 def _gradients(
     call: Call, kept: tuple, gradients: tuple, widths: tuple[int, ...]
 ) -> Callable[[tuple, tuple], tuple]:
-    """What makes dx and dweight of such gradients, of so many rows of the weight each."""
+    """Returns a function that makes dx and dweight from such gradients, of so many rows of the
+    weight each.
+    """
     x, weight = kept
     lie_right = [
         dy is None or _lies_as_rows(dy, width) for dy, width in zip(gradients, widths, strict=True)
@@ -274,7 +280,7 @@ def _of_x(
     of_keys = [((batch, n_k, width), (n_k * width, width, 1)) for width in widths[1:]]
 
     def add_keys(head, gradients, weights, begun):
-        """Their part to the rows of dx that are keys, or in place of what is there."""
+        """Adds the keys' part to the rows of dx that are keys, or overwrites these rows."""
         for dy, w, as_rows, size in zip(gradients, weights, of_keys, each[1:], strict=True):
             if dy is not None and begun:
                 head.baddbmm_(dy.as_strided(*as_rows), w.expand(size))
@@ -347,7 +353,8 @@ def _of_weight(
 
 
 def _rows(x: torch.Tensor, start: int, n: int) -> Read:
-    """What reads rows `start` to `start + n` of x [B, L, D] as one matrix [B · n, D].
+    """Returns a function that reads rows `start` to `start + n` of x [B, L, D] as one matrix [B ·
+    n, D].
 
     PyTorch copies strided rows an element a thread: elements of 16 bytes, where they can be such,
     take a third of the time (H200).

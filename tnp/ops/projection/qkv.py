@@ -25,7 +25,7 @@ CENTRE_ROWS = 64  # of a sample, whose mean is taken off its keys
 
 
 def query_factor(d_model: int, n_heads: int, base2: bool) -> float:
-    """What queries are multiplied by: 1, or scale · log2(e)."""
+    """Returns the factor of queries: 1, or scale · log2(e)."""
     return log2(e) * (d_model // n_heads) ** -0.5 if base2 else 1.0
 
 
@@ -77,7 +77,7 @@ def _centred(rows, weight, n_keys):
 
 
 def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False) -> dict:
-    """Sizes; ValueError where they do not go together."""
+    """Returns the sizes; raises ValueError where they do not go together."""
     from tnp.util.checks import require_lengths
 
     require_product(x, weight)
@@ -110,8 +110,8 @@ def out_of_range(case, inputs):
 
 
 def draw(case, random) -> dict:
-    """Normal x, weights scaled by their fan-in, gradients that lie as our attention leaves them;
-    where keys are centred, rows that share a vector.
+    """Draws normal x, weights scaled by their fan-in, gradients that lie as our attention leaves
+    them; where keys are centred, rows that share a vector.
 
     As in a trained model it is a few times as long as what tells rows apart.
     """
@@ -130,8 +130,8 @@ def draw(case, random) -> dict:
 
 
 def condition(operator, case, inputs) -> dict[str, float]:
-    """What float32 loses, which rounds a sum as often as it adds, and of centred keys a difference
-    of longer vectors.
+    """Estimates the error of float32: each addition rounds, and centred keys are a difference of
+    longer vectors.
     """
     import torch
 
@@ -148,7 +148,7 @@ def condition(operator, case, inputs) -> dict[str, float]:
 
 
 def work(case, pass_) -> Work:
-    """As of `linear`, of the rows that are asked for."""
+    """Counts as `linear` does, of the rows that are asked for."""
     problem = case.problem
     batch, rows, d, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     x, qkv = batch * rows * d * problem.itemsize, batch * (n_q + 2 * n_k) * d * problem.itemsize
@@ -214,7 +214,7 @@ def cases(operator, target) -> list[Case]:
 
 
 def within(operator, model, run):
-    """Of a block that projects every row."""
+    """Returns the problem of a block that projects every row."""
     rows = run["n_context"] + run["n_target"]
     return operator.problem(
         run["dtype"], batch=run["batch"], rows=rows, d_model=model["d_model"],
@@ -223,6 +223,6 @@ def within(operator, model, run):
 
 
 def coordinates(problem) -> tuple[float, ...]:
-    """What the cost of projections depends on; the number of heads is how they are read."""
+    """Returns the sizes that the cost of projections depends on. The number of heads is not one."""
     batch, _rows, d_model, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     return batch * n_q, batch * n_k, d_model

@@ -30,7 +30,7 @@ MAX_WIDTH = 16384  # the gate goes up to this
 
 
 def reference(x, weight, eps):
-    """The formula in PyTorch, in whatever dtype it is given; the weight is cast to x's."""
+    """Computes the formula in PyTorch, in whatever dtype it is given; the weight is cast to x's."""
     from torch.nn.functional import rms_norm
 
     return rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -43,7 +43,7 @@ def add_reference(x, update, weight, eps):
 
 
 def describe(x, weight, name="weight") -> dict:
-    """Sizes; ValueError where the tensors do not go together, with the weight by its name."""
+    """Returns the sizes; raises ValueError that names the weight where tensors do not fit."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or len(weight) == 0:
         raise ValueError(
             f"x is {tuple(x.shape)} and {name} {tuple(weight.shape)}: they must be [..., D] and "
@@ -55,14 +55,14 @@ def describe(x, weight, name="weight") -> dict:
 
 
 def add_describe(x, update, weight, name="weight") -> dict:
-    """As `describe`, with an update like x."""
+    """Does the same as `describe`, with an update like x."""
     sizes = describe(x, weight, name)
     require_equal(x=x, update=update)
     return sizes
 
 
 def draw(case, random) -> dict:
-    """Normal numbers, and a weight around 1."""
+    """Draws normal numbers, and a weight around 1."""
     import torch
 
     spread = random(case.problem["width"], dtype=torch.float32)
@@ -70,21 +70,21 @@ def draw(case, random) -> dict:
 
 
 def add_draw(case, random) -> dict:
-    """As `draw`, and an update like x."""
+    """Draws the same as `draw`, and an update like x."""
     x_and_weight = draw(case, random)
     weight = x_and_weight.pop("weight")
     return x_and_weight | {"update": draw_rows(case, random), "weight": weight}
 
 
 def _work(case, read: int, written: int, pass_: str) -> Work:
-    """So many tensors like x once; the float32 weight, and backward its gradient."""
+    """Counts so many tensors like x once; the float32 weight, and backward its gradient."""
     weight = case.problem["width"] * 4
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, read * size + weight, written * size + weight * (pass_ == "backward"))
 
 
 def work(case, pass_) -> Work:
-    """x → normalized; x and dnormalized → dx."""
+    """Counts x → normalized; x and dnormalized → dx."""
     return _work(case, 1 if pass_ == "forward" else 2, 1, pass_)
 
 
@@ -135,7 +135,9 @@ def _sizes(target):
 
 
 def _within(operator: Operator, model, run):
-    """The norms of a neural process, and of a language model that has this kind."""
+    """Returns the problem of the norms of a neural process, and of a language model that has this
+    kind.
+    """
     if model.get("norm", "rms") != "rms":
         return None
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])

@@ -139,7 +139,7 @@ def _rms_norm_coefficients_kernel(
     stride_gb, stride_gl, stride_xb, stride_xl, n_inner, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of a row a program: dx = rstd·g + slope·x, + dsum."""
+    """Computes a row in a program: dx = rstd·g + slope·x, + dsum."""
     row = tl.program_id(0)
     x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
     dnormalized_ptr += row_offsets(row, n_inner, stride_gb, stride_gl)
@@ -158,7 +158,7 @@ def _rms_norm_coefficients_kernel(
 
 
 def empty(wanted, inputs):
-    """Of rms_norm, and with an update of add_rms_norm."""
+    """Allocates the results of rms_norm, and of add_rms_norm where there is an update."""
     x = inputs[0]
     return tuple([x.new_empty(x.shape) for _ in inputs[1:]]), ()
 
@@ -197,7 +197,7 @@ def _launch(call, inputs, kernel, n_programs, counts, sizes):
 
 
 def empty_backward(wanted, inputs):
-    """Where the norm was not used, the sum's gradient is handed on."""
+    """Allocates dx. Where the norm was not used, the gradient of the sum is returned."""
     gradients, (x, weight), _saved = inputs
     if gradients[-1] is None:
         return _results(wanted, gradients, gradients[0], None)
@@ -219,7 +219,7 @@ def _hand_on(call):
 
 
 def _layouts(inputs):
-    """Of dnormalized, of dsum or dnormalized in its place, and of x."""
+    """Returns the layouts of dnormalized, of dsum (or dnormalized in its place), and of x."""
     (*dsum, dnormalized), (x, _weight), _saved = inputs
     has_dsum = any(gradient is not None for gradient in dsum)
     return has_dsum, tuple(map(row_layout, (dnormalized, dsum[0] if has_dsum else dnormalized, x)))

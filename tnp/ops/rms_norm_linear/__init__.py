@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def reference(x, update, norm_weight, weight, eps, silu=False):
-    """The formulas in PyTorch, in whatever dtype it is given; weights are cast to x's."""
+    """Computes the formulas in PyTorch, in whatever dtype it is given; weights are cast to x's."""
     from torch.nn import functional as F
 
     total, normalized = rms_norm.add_reference(x, update, norm_weight, eps)
@@ -39,7 +39,7 @@ def reference(x, update, norm_weight, weight, eps, silu=False):
 
 
 def describe(x, update, norm_weight, weight, silu=False) -> dict:
-    """Sizes; ValueError where the tensors do not go together, or a gradient is asked for."""
+    """Returns the sizes; raises ValueError where tensors do not fit, or a gradient is requested."""
     tensors = {"x": x, "update": update, "norm_weight": norm_weight, "weight": weight}
     require_no_gradient("rms_norm_linear", **tensors)
     require_floats(weight=weight)
@@ -54,7 +54,7 @@ def describe(x, update, norm_weight, weight, silu=False) -> dict:
 
 
 def draw(case, random) -> dict:
-    """As of `add_rms_norm`, and a weight scaled by its fan-in."""
+    """Draws the same as of `add_rms_norm`, and a weight scaled by its fan-in."""
     inputs = rms_norm.add_draw(case, random)
     norm_weight = inputs.pop("weight")
     weight = random.weight(case.problem["n_out"], case.problem["width"])
@@ -62,7 +62,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """x, update and the weight in x's dtype → sum and y."""
+    """Counts x, update and the weight in x's dtype → sum and y."""
     rows, width, n_out = (size for _, size in case.problem.sizes)
     size = case.problem.itemsize
     read = (2 * rows * width + n_out * width) * size + 4 * width
@@ -71,7 +71,7 @@ def work(case, pass_) -> Work:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Of a few rows, whole and in parts, and of more."""
+    """Yields problems to compile: of a few rows, whole and in parts, and of more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows, width in ((2, 512), (2, 1024), (40, 512)):
             yield OPERATOR.problem(dtype, rows=rows, width=width, n_out=1536, silu=True)

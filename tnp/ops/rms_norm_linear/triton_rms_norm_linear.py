@@ -22,7 +22,7 @@ from tnp.ops._shared.triton_matmul import load_tile, silu, store_tile
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Rows and outputs of a tile, columns at a time, and parts in which these are multiplied."""
+    """Sets rows and outputs of a tile, columns at a time, and the parts that are multiplied."""
 
     block_m: int
     block_n: int
@@ -105,7 +105,7 @@ def _rms_norm_linear_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """The only candidate."""
+    """Returns the only candidate."""
     by_itemsize = FEW_ROWS if call.problem["rows"] <= FEW else MANY_ROWS
     return (by_itemsize[call.problem.itemsize],)
 

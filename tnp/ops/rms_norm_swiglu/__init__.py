@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def reference(x, gate, weight, eps):
-    """The two formulas in PyTorch, in whatever dtype it is given."""
+    """Computes both formulas in PyTorch, in whatever dtype it is given."""
     from torch.nn.functional import rms_norm, silu
 
     return silu(gate) * rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def describe(x, gate, weight) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_equal(gate=gate, x=x)
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or weight.shape[0] == 0:
         raise ValueError(
@@ -40,8 +40,8 @@ def describe(x, gate, weight) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers, x's times `magnitude`; "halves": x and gate in one [rows, 2·width] tensor;
-    "narrow_weight": the weight in the activations' dtype, not in float32.
+    """Draws normal numbers, x's times `magnitude`; "halves": x and gate in one [rows, 2·width]
+    tensor; "narrow_weight": the weight in the activations' dtype, not in float32.
     """
     rows, width = case.problem["rows"], case.problem["width"]
     if case["halves"]:
@@ -55,7 +55,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Every activation once; the weight and its gradient in float32."""
+    """Counts every activation once; the weight and its gradient in float32."""
     width = case.problem["width"]
     size = case.problem["rows"] * width * case.problem.itemsize
     if pass_ == "forward":
@@ -64,7 +64,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Ragged and whole widths, halves of a projection, large and tiny values."""
+    """Covers ragged and whole widths, halves of a projection, large and tiny values."""
     drawn = [(3, 24, {}), (5, 100, {}), (9, 128, {"halves": True})]
     drawn += [(3, 64, {"magnitude": 1e3}), (4, 33, {"narrow_weight": True})]
     if target.kind == "cuda":

@@ -35,7 +35,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Config:
-    """Rows that a program holds at a time."""
+    """Sets the rows that a program holds at a time."""
 
     rows: int
     num_warps: int
@@ -43,7 +43,7 @@ class Config:
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """And programs a multiprocessor, and stages of the loads ahead."""
+    """Sets also programs per multiprocessor, and stages of the loads ahead."""
 
     per_multiprocessor: int
     num_stages: int
@@ -124,7 +124,9 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """As above, with dweight in partials[p] itself, which no other program touches."""
+    """Computes the same as the kernel above, with dweight in partials[p] itself, which no other
+    program touches.
+    """
     first = tl.program_id(0) * ROWS
     partials_ptr += tl.program_id(0).to(tl.int64) * D
     for start in tl.range(first, n_rows, tl.num_programs(0) * ROWS):

@@ -1,4 +1,4 @@
-"""What rotary embeddings are measured by, alone and with norms in front: formula, inputs, work."""
+"""Defines rotary embeddings, alone and with norms in front: formula, inputs, work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reference(q, k, cos, sin, positions=None, *, interleaved=False):
 
 
 def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     for name, x, heads in (("q", q, "heads"), ("k", k, "kv_heads")):
         if x.dim() != 4:
             raise ValueError(f"{name} is {tuple(x.shape)}: it must be [batch, {heads}, tokens, D]")
@@ -112,14 +112,14 @@ def require_rows(positions: Tensor | None, cos: Tensor) -> None:
 
 
 def pairing_options(pairing: str) -> tuple:
-    """What a call passes of a pairing; ValueError where there is none of that name."""
+    """Returns the options of a pairing. Raises ValueError where there is none of that name."""
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing is {pairing!r}: choose from {', '.join(PAIRINGS)}")
     return (("interleaved", True),) if pairing == "interleaved" else ()
 
 
 def draw(case, random) -> dict:
-    """q and k as views of one projection of q, k and v, or "heads_first" each on its own.
+    """Draws q and k as views of one projection of q, k and v, or "heads_first" each on its own.
 
     Tables hold true angles, in the activations' dtype or, "wide_tables", in float32.
     """
@@ -178,7 +178,7 @@ def of_tables(case: Case) -> float:
 
 
 def work(case, pass_) -> Work:
-    """q, k and the tables once; both passes alike."""
+    """Counts q, k and the tables once; both passes alike."""
     size = of_heads(case.problem)
     return Work({}, size + of_tables(case), size)
 
@@ -205,13 +205,15 @@ _INTERPRETED = [
 
 
 def cases(operator: Operator, target: Target) -> list[Case]:
-    """Grouped and odd numbers of heads, every kind of head_dim, both pairings, positions."""
+    """Covers grouped and odd numbers of heads, every kind of head_dim, both pairings, positions."""
     drawn = _GPU if target.kind == "cuda" else _INTERPRETED
     return cases_by_dtype(operator, dict.fromkeys(FLOATS, drawn))
 
 
 def within(operator: Operator, model: Mapping, run: Mapping, qk_norm: bool) -> Problem | None:
-    """In a language model with rotary positions, whose heads are normalized first or are not."""
+    """Returns the problem in a language model with rotary positions, whose heads are normalized
+    first or are not.
+    """
     if not model.get("rope") or model.get("qk_norm", False) != qk_norm:
         return None
     return operator.problem(

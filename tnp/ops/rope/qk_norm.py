@@ -32,7 +32,7 @@ def reference(q, k, q_weight, k_weight, cos, sin, positions, eps, *, interleaved
 
 
 def describe(q, k, q_weight, k_weight, cos, sin, positions=None, interleaved=False) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     sizes = definition.describe(q, k, cos, sin, positions, interleaved)
     weights = {"q_weight": q_weight, "k_weight": k_weight}
     for name, x in weights.items():
@@ -44,7 +44,7 @@ def describe(q, k, q_weight, k_weight, cos, sin, positions=None, interleaved=Fal
 
 
 def draw(case, random) -> dict:
-    """As `rope`'s, and weights around 1."""
+    """Draws the same as `rope`'s, and weights around 1."""
     import torch
 
     tensors = definition.draw(case, random)
@@ -55,8 +55,8 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """q and k → both rotated; backward q, k and both gradients → gradients; tables and the float32
-    weights once.
+    """Counts q and k → both rotated; backward q, k and both gradients → gradients; tables and the
+    float32 weights once.
     """
     size, weights = definition.of_heads(case.problem), 2 * case.problem["head_dim"] * 4
     read = definition.of_tables(case) + weights
@@ -79,7 +79,7 @@ def _weights_exchanged(q, k, q_weight, k_weight, *rest, **options):
 
 
 def _one_norm_of_all_heads(q, k, q_weight, k_weight, *rest, interleaved=False):
-    """Of a token's heads together, as OLMo 2 has it."""
+    """Normalizes all heads of a token together, as OLMo 2 does: a negative control."""
     *rest, eps = rest
     q, k = (
         x * (x.square().mean((1, 3), True) + eps).rsqrt().to(x.dtype) * weight.to(x.dtype)

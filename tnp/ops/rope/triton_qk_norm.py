@@ -43,7 +43,7 @@ from tnp.ops.rope.triton_rope import (
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """A tile, programs per multiprocessor, and stages of the loads ahead."""
+    """Sets a tile, programs per multiprocessor, and stages of the loads ahead."""
 
     per_multiprocessor: int
     num_stages: int
@@ -69,8 +69,8 @@ def _walk_tokens(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of these heads of q or of k every `walkers`-th of `rows` tiles of tokens, and the partial
-    sum of the weight's gradient.
+    """Takes every `walkers`-th of `rows` tiles of tokens of these heads of q or k, and returns the
+    partial sum of the weight's gradient.
     """
     a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, TOKENS, HEADS, INTERLEAVED)
     a_weight, b_weight = a_weight.to(tl.float32), b_weight.to(tl.float32)
@@ -213,7 +213,7 @@ def empty_backward(wanted, inputs):
 
 
 def _given(wanted, results):
-    """Of results in the order of `differentiated` those that are wanted."""
+    """Returns the requested results, in the order of `differentiated`."""
     names = (*(x for x, _ in SIDES), *(weight for _, weight in SIDES))
     return tuple(x if name in wanted else None for name, x in zip(names, results, strict=True))
 

@@ -81,9 +81,9 @@ def load_weight(
     ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Of both elements of each pair of a head, for every head of a tile: a thread loads what its
-    own pairs need. As [1, 1, BLOCK] they would be spread over the program, and the layout of what
-    they are multiplied with would follow theirs.
+    """Loads the weights of both elements of each pair, for every head of a tile: a thread loads
+    what its own pairs need. As [1, 1, BLOCK] they would be spread over the program, and the layout
+    of what they are multiplied with would follow theirs.
     """
     first = tl.zeros([TOKENS, HEADS, 1], tl.int32)
     present = tl.full([TOKENS, 1, 1], True, tl.int1)
@@ -101,8 +101,8 @@ def locate(
     tokens, n_tokens, length, n_positions, positions_ptr, stride_pb, stride_pl,
     HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens of all sequences: sequence, place in it, row of the tables, and whether the token
-    and the row exist. A row that does not is the nearest that does.
+    """Returns for tokens of all sequences: sequence, place in it, row of the tables, and whether
+    the token and the row exist. A row that does not is the nearest that does.
     """
     b, at = tokens // length, tokens % length
     in_tile = tokens < n_tokens
@@ -231,7 +231,7 @@ def configs(call):
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """As kernels read it: the last dimension contiguous."""
+    """Returns x as kernels read it: the last dimension is contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -249,7 +249,7 @@ def steps(*tensors: torch.Tensor) -> list[int]:
 
 
 class Tiles:
-    """How q and k, either of which may be None, are cut into tiles of tokens and heads."""
+    """Cuts q and k, either of which may be None, into tiles of tokens and heads."""
 
     def __init__(self, problem: Problem, config: Config, tensors: tuple) -> None:
         n_heads = [0 if x is None else x.shape[1] for x in tensors]
@@ -275,8 +275,8 @@ def of_tables(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | No
 def prepared(
     call: Call, config: Config, tensors: tuple, tables: tuple, back: bool = False
 ) -> Callable:
-    """What launches on q and k, either of which may be None, given weights too where they are to
-    be normalized: (tensors, weights or None, cos, sin, positions, eps).
+    """Returns the launch on q and k, either of which may be None, given weights too where they are
+    to be normalized: (tensors, weights or None, cos, sin, positions, eps).
     """
     norm = call.problem.op != "rope"
     present = [x for x in tensors if x is not None]

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def reference(x):
-    """The formula in PyTorch, in whatever dtype it is given."""
+    """Computes the formula in PyTorch, in whatever dtype it is given."""
     from torch.nn.functional import softmax
 
     return softmax(x, -1)
 
 
 def describe(x) -> dict:
-    """Sizes; ValueError where there is no last dimension."""
+    """Returns the sizes; raises ValueError where there is no last dimension."""
     if x.dim() == 0:
         raise ValueError("x has no dimensions: it must be [..., width]")
     require_floats(x=x)
@@ -34,7 +34,7 @@ def describe(x) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers; every `masked`-th column, where the case names a number, is −∞."""
+    """Draws normal numbers; every `masked`-th column, where the case names a number, is −∞."""
     x = draw_rows(case, random)
     if case["masked"]:
         x[..., :: case["masked"]] = -float("inf")
@@ -42,13 +42,14 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """x → y; y and dy → dx."""
+    """Counts x → y; y and dy → dx."""
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, size if pass_ == "forward" else 2 * size, size)
 
 
 def condition(case, inputs) -> float:
-    """What rounding x − max x, its exponential and the quotient to float32 leaves of y.
+    """Estimates the error of y when x − max x, its exponential and the quotient are rounded to
+    float32.
 
     Of one row one element is nearly all of y: PyTorch may have luck with its three roundings.
     """
@@ -70,7 +71,7 @@ def _fits_registers(call) -> Reason:
 
 
 def _without_first_half(x):
-    """As a loop that forgets what it carried from block to block."""
+    """Imitates a loop that forgets its maximum and sum from block to block: a negative control."""
     n = x.shape[-1] // 2
     return (x - x.amax(-1, True)).exp() / (x[..., n:] - x.amax(-1, True)).exp().sum(-1, True)
 

@@ -25,7 +25,7 @@ MAX_HELD = 16384
 
 @dataclass(frozen=True)
 class BlockConfig(KernelConfig):
-    """Columns at a time of a row that is read in blocks."""
+    """Sets the columns at a time of a row that is read in blocks."""
 
     block: int
     num_warps: int

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def reference(gate, up):
-    """The formula in PyTorch, in whatever dtype it is given."""
+    """Computes the formula in PyTorch, in whatever dtype it is given."""
     from torch.nn.functional import silu
 
     return silu(gate) * up
 
 
 def describe(gate, up) -> dict:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_equal(up=up, gate=gate)
     if gate.dim() == 0:
         raise ValueError("gate has no dimensions: it must be [..., width]")
@@ -34,8 +34,8 @@ def describe(gate, up) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Normal numbers, the gate's times `magnitude`; "halves": both in one [rows, 2·width] tensor,
-    as a projection leaves them; "tokens": rows from the third on of a batch of two.
+    """Draws normal numbers, the gate's times `magnitude`; "halves": both in one [rows, 2·width]
+    tensor, as a projection leaves them; "tokens": rows from the third on of a batch of two.
     """
     rows, width = case.problem["rows"], case.problem["width"]
     if case["tokens"]:
@@ -50,13 +50,13 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Every operand once."""
+    """Counts every operand once."""
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, 2 * size, size) if pass_ == "forward" else Work({}, 3 * size, 2 * size)
 
 
 def cases(target) -> list[Case]:
-    """Ragged and whole sizes, halves of a projection, slices of a batch, saturated gates."""
+    """Covers ragged and whole sizes, halves of a projection, slices of a batch, saturated gates."""
     drawn = [(1, 1, {}), (7, 100, {}), (33, 256, {"halves": True})]
     drawn += [(6, 37, {"tokens": True}), (3, 64, {"magnitude": 40.0})]
     if target.kind == "cuda":
@@ -67,7 +67,7 @@ def cases(target) -> list[Case]:
 
 
 def within(model, run) -> Problem | None:
-    """In a language model with gated feed-forward layers."""
+    """Returns the problem in a language model with gated feed-forward layers."""
     if not model.get("gated"):
         return None
     rows = run["batch"] * run["n_tokens"]
@@ -75,7 +75,8 @@ def within(model, run) -> Problem | None:
 
 
 def condition(case, inputs) -> float:
-    """What a sigmoid costs in float32: an exponential, right to two units, and four roundings.
+    """Estimates the error of a sigmoid in float32: an exponential, right to two units, and four
+    roundings.
 
     In a result of one element PyTorch's own error may be none, by chance.
     """
