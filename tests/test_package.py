@@ -20,7 +20,7 @@ PROJECT, LAB = (
 )
 # Of requirements.txt, but for what the core needs itself and for what only tests need.
 BEYOND_THE_CORE = (
-    "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "jsonschema", "yaml", "skimage",
+    "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "pydantic", "yaml", "skimage",
     "pynvml", "tqdm", "pytz", "pytest",
 )  # fmt: skip
 

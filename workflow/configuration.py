@@ -7,14 +7,17 @@ YAML nor where a value was written.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-# Of a value in the merged configuration: keys, and positions in lists.
-Place = tuple[str | int, ...]
+from workflow.faults import Fault, Place, sentence, shown
+
 # Aliases of aliases can make a short file expand without end.
 MAX_VALUES = 100_000
 
@@ -173,6 +176,116 @@ def _shown(file: os.PathLike | str) -> str:
     """As a user would write it: Snakemake has made it absolute."""
     relative = os.path.relpath(file)
     return os.fspath(file) if relative.startswith(os.pardir) else relative
+
+
+def read(file: os.PathLike | str) -> dict[str, Any]:
+    """Returns what a configuration file says, with its grids written out."""
+    return expanded(yaml.safe_load(Path(file).read_text()), {})[0]
+
+
+def expanded(
+    config: Mapping[str, Any], written: Mapping[Place, str]
+) -> tuple[dict[str, Any], dict[Place, str]]:
+    """Returns `config` with its grids written out, and where each of its values was written.
+
+    An entry whose name has braces is a grid: an entry for each combination of the values in lists
+    that the braces name. "l{n_k}_d{head_dim}: {n_k: [512, 1024], head_dim: [64, 128]}" are four.
+    "{n_k:k}" writes 1024 as "1k". A key of several sizes gives them together, as in
+    "n_q,n_k: [[150, 100], [300, 256]]". Several grids of one name stand in a list. An entry that is
+    written by itself goes before that of a grid, key by key. Text in a list stands for each word
+    in its braces: "llama/decode_{1k,8k}" are two.
+
+    Raises:
+        ValueError: a grid that cannot be written out.
+    """
+    found = dict(written)
+    try:
+        return _expanded(config, (), found), found
+    except _GridError as error:
+        raise ValueError(sentence(error.args[0], written)) from None
+
+
+class _GridError(Exception):
+    """Holds what is wrong with a grid, a `Fault`."""
+
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def _expanded(value: Any, place: Place, written: dict[Place, str]) -> Any:
+    if isinstance(value, list):
+        words = [(at, word) for at, item in enumerate(value) for word in _words(item)]
+        if len(words) > len(value):
+            lines = {at: written.get((*place, at)) for at in range(len(value))}
+            written |= {(*place, new): lines[at] for new, (at, _) in enumerate(words) if lines[at]}
+        return [_expanded(word, (*place, new), written) for new, (_, word) in enumerate(words)]
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        if not _BRACES.search(str(key)):
+            found.setdefault(key, inner)
+            continue
+        grids = inner if isinstance(inner, list) else [inner]
+        for at, grid in enumerate(grids):
+            old = (*place, key, at) if isinstance(inner, list) else (*place, key)
+            for name, entry in _grid(key, grid, old):
+                if name in found and name not in value:
+                    raise _GridError(Fault(place, f"{name!r} is in two grids", (key,)))
+                own = value.get(name, {})
+                found[name] = entry | own if isinstance(own, Mapping) else own
+                _copy(old, (*place, name), written)
+    return {key: _expanded(inner, (*place, key), written) for key, inner in found.items()}
+
+
+def _grid(name: str, sizes: object, place: Place) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (name, sizes) of each entry of a grid."""
+    if not isinstance(sizes, Mapping):
+        what = f"{shown(sizes)} must be keys with values: braces in its name make it a grid"
+        raise _GridError(Fault(place, what))
+    named = [part.partition(":")[0] for part in _BRACES.findall(name)]
+    axes = []
+    for key, value in sizes.items():
+        keys = key.split(",")
+        values = value if len(keys) > 1 or key in named and isinstance(value, list) else [value]
+        rows = [[one] for one in values] if len(keys) == 1 else values
+        if not isinstance(rows, list) or not all(
+            isinstance(row, list) and len(row) == len(keys) for row in rows
+        ):
+            what = f"{shown(value)} must be a list of lists of {len(keys)}"
+            raise _GridError(Fault((*place, key), what))
+        axes.append([dict(zip(keys, row, strict=True)) for row in rows])
+    for combination in product(*axes):
+        entry = {key: value for part in combination for key, value in part.items()}
+        missing = [key for key in named if key not in entry]
+        if missing:
+            what = f"key {missing[0]!r} is missing, which stands in braces in its name"
+            raise _GridError(Fault(place, what))
+        texts = [_text_of(part, entry) for part in _BRACES.findall(name)]
+        yield _BRACES.sub("{}", name).format(*texts), entry
+
+
+def _text_of(part: str, entry: Mapping[str, Any]) -> str:
+    key, _, unit = part.partition(":")
+    value = entry[key]
+    whole = unit == "k" and isinstance(value, int) and value % 1024 == 0
+    return f"{value // 1024}k" if whole else str(value)
+
+
+def _words(item: object) -> list:
+    """Returns all that text with braces stands for: "a{b,c}" are "ab" and "ac"."""
+    if not isinstance(item, str):
+        return [item]
+    parts = _BRACES.split(item)
+    choices = [part.split(",") if at % 2 else [part] for at, part in enumerate(parts)]
+    return ["".join(words) for words in product(*choices)]
+
+
+def _copy(old: Place, new: Place, written: dict[Place, str]) -> None:
+    """Notes that what is at `new` was written at `old`, unless it was written by itself."""
+    inside = [place for place in written if place[: len(old)] == old]
+    for place in inside:
+        written.setdefault(new + place[len(old) :], written[place])
 
 
 def check_command_line(arguments: list[str]) -> None:

@@ -1,16 +1,19 @@
-"""What the benchmarks of operators compute: from names in config.yaml to problems."""
+"""Says what the benchmarks of operators compute: from names in config.yaml to problems."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tnp.bench.sizes import columns, in_step
 from tnp.dispatch.devices import CPU, Target, of_capability
 from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import Problem
+
+if TYPE_CHECKING:
+    from workflow.studies import Config
 
 INSTALLED = "installed"  # stands for whatever other packages bring
 SECTIONS = ("shapes", "at", "problems")  # of an entry of `ops`, at least one of which it has
@@ -26,56 +29,54 @@ class Named:
     columns: dict[str, int] = field(default_factory=dict)  # of its rows, beside the problem
 
 
-def of_operator(config: dict, op: str, spec: dict, dtype: str) -> Iterator[Named]:
-    """Those that an entry of section `ops` or `noise` asks for.
+def of_operator(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Named]:
+    """Yields the problems that an entry of a study of operators asks for.
 
-    `shapes` are steps of the neural process, `at` runs of language models ("llama3_8b/train"),
-    which may say how values are drawn, `problems` sizes by a name. Raises ValueError with a
-    sentence that names what cannot be.
+    `shapes` are steps of the neural process. `at` are runs of language models, as in
+    "llama3_8b/train", which may say how values are drawn. `problems` are sizes by a name.
+
+    Raises:
+        ValueError: a sentence that names what cannot be.
     """
     operator = catalog().operator(op)
-    for shape in spec.get("shapes", ()):
-        model = config["model"] | {"d_ff_storage": storage(config, op, spec)}
-        sizes = config["shapes"][shape]
+    for shape in spec.shapes:
+        model = config.model | {"d_ff_storage": storage(config, op, spec)}
+        sizes = config.shapes[shape]
         found = in_step(operator, model, sizes | {"dtype": dtype})
         if found is None:
             raise ValueError(f"the neural process has no {op}")
         yield Named(shape, *found, columns(op, sizes, model))
-    for at in spec.get("at", ()):
+    for at in getattr(spec, "at", ()):
         model, between, run = at.partition("/")
         if not between:
             raise ValueError(f"{at!r} must be a model and a run, as in 'llama3_8b/train'")
         for section, name in (("models", model), ("runs", run)):
-            if name not in config.get(section, {}):
-                known = ", ".join(config.get(section, {}))
-                raise ValueError(f"{at!r} is no model/run: {section} has {known or 'nothing'}")
+            known = getattr(config, section)
+            if name not in known:
+                has = ", ".join(known) or "nothing"
+                raise ValueError(f"{at!r} is no model/run: {section} has {has}")
         try:
-            values = config["runs"][run] | {"dtype": dtype}
-            problem = operator.within(config["models"][model], values)
+            values = config.runs[run] | {"dtype": dtype}
+            problem = operator.within(config.models[model], values)
         except KeyError as error:
             raise ValueError(f"{at}: {op} needs {error}, which neither of them has") from None
         if problem is None:
             raise ValueError(f"{model} has no {op}")
         yield Named(at, problem, values.get("draw", {}))
-    for name, sizes in spec.get("problems", {}).items():
+    for name, sizes in (getattr(spec, "problems", None) or {}).items():
         yield Named(name, operator.problem(dtype, **sizes))
 
 
-def operator_of(study: str, spec: dict) -> str:
-    """An entry of `ops` is called as its operator, or names it."""
-    return spec.get("op", study)
-
-
-def implementations(op: str, spec: dict) -> list[str]:
-    """Those that an entry names, and for "installed" what other packages bring."""
+def implementations(op: str, named: Iterable[str]) -> list[str]:
+    """Returns the names of an entry, with those of other packages in place of "installed"."""
     found: list[str] = []
-    for name in spec["implementations"]:
+    for name in named:
         found += catalog().installed(op) if name == INSTALLED else [name]
     return list(dict.fromkeys(found))
 
 
 def without_case(problem: Problem, device: str) -> str | None:
-    """Why no gate could prove it: a sentence, or None where a case has its dtype and options.
+    """Returns why no gate proves a problem, or None if a case has its dtype and options.
 
     Options that are numbers, such as heads or a window, may be others: a gate has small ones.
     """
@@ -87,22 +88,22 @@ def without_case(problem: Problem, device: str) -> str | None:
 
 @cache
 def _kinds(op: str, device: str) -> frozenset[tuple]:
-    """Those of all cases of an operator."""
     return frozenset(_kind(case.problem) for case in catalog().operator(op).cases(target(device)))
 
 
 def _kind(problem: Problem) -> tuple:
-    """A problem's dtype and options; of an option that is a number, only whether it is given."""
+    """Returns a problem's dtype and options; of a number, only whether it is given."""
     options = catalog().operator(problem.op).options
     given = [(name, options.get(name) is int or value) for name, value in problem.options]
     return problem.dtype, tuple(given)
 
 
 def target(device: str) -> Target:
-    """What cases are asked for: a GPU of the newest capability that kernels are made for."""
+    """Returns a GPU of the newest capability that kernels are made for, or the CPU."""
     return CPU if device == "cpu" else of_capability(90)
 
 
-def storage(config: dict, op: str, spec: dict) -> int | None:
-    """The width that a benchmark zero-pads hidden layers to: its own, or else its operator's."""
-    return spec.get("d_ff_storage", config["ops"].get(op, {}).get("d_ff_storage"))
+def storage(config: Config, op: str, spec: Any) -> int | None:
+    """Returns the width that hidden layers are zero-padded to: an entry's, or its operator's."""
+    own = getattr(spec, "d_ff_storage", None)
+    return own or getattr(config.ops.get(op), "d_ff_storage", None)

@@ -12,7 +12,7 @@ from workflow.summary import DATABASE
 
 
 def prepare_environment(checkout: str) -> None:
-    """For the jobs: where to import `tnp` and `workflow` from, and whose end is theirs."""
+    """Tells the jobs where to import `tnp` and `workflow` from, and with whose end they end."""
     path = [checkout, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     os.environ[WORKFLOW_PID] = str(os.getpid())
@@ -40,7 +40,7 @@ def take_lock(path: Path) -> int:
 
 
 def check_no_file_for_folder(folders: Iterable[str]) -> None:
-    """ValueError naming what is in the way of one of `folders`: Snakemake's own says nothing."""
+    """Raises ValueError naming a file in the way of one of `folders`; Snakemake would not say."""
     for folder in map(Path, folders):
         for place in (folder, *folder.parents):
             if place.exists() and not place.is_dir():
@@ -48,7 +48,7 @@ def check_no_file_for_folder(folders: Iterable[str]) -> None:
 
 
 def check_folders(folders: Iterable[str]) -> None:
-    """ValueError naming the first of `folders` that cannot be created or written to."""
+    """Raises ValueError naming the first of `folders` that cannot be created or written to."""
     for folder in folders:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,22 @@ def check_folders(folders: Iterable[str]) -> None:
             ) from None
 
 
+def check_device(slug: str) -> None:
+    """Raises ValueError if the device `slug`, on which jobs are to run here, is not here."""
+    from tnp.bench.child import require_visible
+    from tnp.bench.process import DeviceMissing
+
+    try:
+        require_visible(slug)
+    except DeviceMissing as error:
+        raise ValueError(
+            f"config.yaml: {error}; set it to 'auto', or run it on a cluster with "
+            "--workflow-profile profiles/slurm"
+        ) from None
+
+
 def check_tables() -> None:
-    """ValueError naming the first Parquet file the store could not load.
+    """Raises ValueError naming the first Parquet file that the store could not load.
 
     Files that the database was built from need no second look.
     """

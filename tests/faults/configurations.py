@@ -33,10 +33,15 @@ WRONG: dict[type, list[object]] = {
 }
 # Keys that may be missing, by the keys above them.
 OPTIONAL = {
-    (): {"ablation", "tuning"},
+    (): {"ablation", "ops", "steps", "training", "tuning"},
+    ("ablation",): {"devices"},
+    ("ablation", "shapes", "tiny"): {"replicates"},
     ("steps",): {"cpu"},
+    ("steps", "cpu"): {"checkpoint", "devices", "replicates"},
     ("ops",): {"attention"},
+    ("ops", "attention"): {"devices", "replicates"},
     ("training",): {"gp_tiny"},
+    ("training", "gp_tiny"): {"devices"},
     ("variants", "*"): {"projection"},
 }
 

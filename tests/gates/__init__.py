@@ -2,9 +2,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
-from workflow import plan
+from workflow.configuration import read
+from workflow.plan import Plan
+from workflow.validation import validate
 
 CONFIG = Path(__file__).parents[2] / "config.yaml"
 
@@ -12,9 +13,9 @@ CONFIG = Path(__file__).parents[2] / "config.yaml"
 @cache
 def _of_all() -> set[str]:
     """Returns the gates that `make all` runs on a CPU: the ones that its jobs wait for."""
-    config = yaml.safe_load(CONFIG.read_text())
-    jobs = plan.steps(config, "cpu", "cpu") | plan.training(config, "cpu", "cpu")
-    return {gate for job in jobs.values() for gate in job["gates"].split("|")}
+    jobs = Plan(validate(read(CONFIG)), "cpu", "cpu").jobs
+    made = [*jobs["step"].values(), *jobs["train"].values()]
+    return {gate for job in made for gate in job["gates"].split("|")}
 
 
 def marks_of(gate: str) -> list[pytest.MarkDecorator]:

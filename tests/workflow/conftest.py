@@ -1,6 +1,7 @@
 """A copy of the checkout in which measuring takes no time, and everything else is real."""
 
 import ast
+import copy
 import os
 import shutil
 import textwrap
@@ -51,11 +52,11 @@ FAKE_DEFINITIONS = """
 def of_gate(gate):
     return {}
 
-def of_job(kind, parameters):
+def reached(start, without=()):
     return {}
 
-def with_definitions(kind, parameters):
-    return parameters
+def of_operator(op, name, use, slug, without=()):
+    return {}
 """
 IN_JOBS = f"""
 import sys
@@ -115,6 +116,27 @@ def configuration() -> dict:
     return yaml.safe_load((HERE / "config.yaml").read_text())
 
 
+def small() -> dict:
+    """Returns the configuration of two steps and an operator: one of them has a kernel of ours."""
+    config = configuration()
+    config["variants"] = {name: {"attention": name} for name in ("sdpa_flash", "separate")}
+    one = {"variants": ["sdpa_flash", "separate"], "checkpoint": [False], "replicates": 1}
+    config["steps"]["cpu"] |= one
+    config["gates"] = ["baseline", "checkpointing", "kernels", "op--attention--separate"]
+    return config | {"training": {}}
+
+
+def changed(config: dict, path: str, value: object) -> dict:
+    """Returns a copy of a configuration with `value` at `path`, keys with points between."""
+    made = copy.deepcopy(config)
+    *parents, last = path.split(".")
+    place = made
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return made
+
+
 class Checkout:
     """A working copy of the workflow to run, break and edit: two steps and an operator, and the
     gates that they wait for.
@@ -127,15 +149,7 @@ class Checkout:
                 ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
             )
         shutil.copy(ROOT / "Snakefile", folder)
-        self.config = configuration()
-        # A kernel and its gates, which take minutes where they are real.
-        self.config["variants"] = {"sdpa_flash": {"attention": "sdpa_flash"}}
-        self.config["variants"]["separate"] = {"attention": "separate"}
-        # Each job takes a second: a test adds what it needs to two steps and one operator.
-        one = {"variants": ["sdpa_flash", "separate"], "checkpoint": [False], "replicates": 1}
-        self.config["steps"]["cpu"] |= one
-        self.config["gates"] = ["baseline", "checkpointing", "kernels", "op--attention--separate"]
-        self.config["training"] = {}
+        self.config = small()
         self.append("tnp/bench/isolate.py", FAKE_BENCHMARK)
         self.append("workflow/gate_process.py", FAKE_GATE)
         self.append("workflow/sources.py", IN_JOBS)

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 600  # of a busy machine; a run that takes longer is killed
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["snakemake.cli", "jsonschema", "pyarrow.parquet"])
+CONTEXT.set_forkserver_preload(["snakemake.cli", "pydantic", "pyarrow.parquet"])
 util.get_temp_dir()  # now, not inside of the tests' folder, which is gone when this process ends
 
 

@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-from workflow.configuration import lines, places
+from workflow.configuration import check_command_line, expanded, lines, places, read
 
 EXPANDING = ["a: &a [0, 0, 0, 0, 0, 0, 0, 0, 0]"] + [
     f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]"
@@ -128,43 +126,60 @@ def test_other_files_may_stand_in_place_of_the_first(tmp_path, monkeypatch):
     }
 
 
-def dry_run(checkout, *arguments: str) -> tuple[int, str]:
-    """Exit status and all that is printed, with the files as they are."""
-    command = [sys.executable, "-m", "snakemake", "-n", "all", *arguments]
-    done = subprocess.run(
-        command, cwd=checkout.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return done.returncode, done.stdout
+GRIDS = """
+runs:
+  b{batch}_{n:k}: { batch: [1, 2], n: [512, 2048], same: 3 }
+  b1_512: { batch: 7 }
+  none: { n: [4, 5] }
+sizes: [ { "q{q}": { "q,k": [[1, 2], [3, 4]] } }, { "w{w}": [{ w: 1 }, { w: [2, 3] }] } ]
+at: ["l/{a,b}_{1k,2k}", plain, "x{y}"]
+"""
+
+
+def test_a_grid_is_the_product_of_what_its_name_has_in_braces(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(GRIDS)
+    assert read("own.yaml") == {
+        "runs": {
+            "b1_512": {"batch": 7, "n": 512, "same": 3},  # its own word goes before the grid's
+            "b1_2k": {"batch": 1, "n": 2048, "same": 3},
+            "b2_512": {"batch": 2, "n": 512, "same": 3},
+            "b2_2k": {"batch": 2, "n": 2048, "same": 3},
+            "none": {"n": [4, 5]},
+        },
+        "sizes": [
+            {"q1": {"q": 1, "k": 2}, "q3": {"q": 3, "k": 4}},
+            {"w1": {"w": 1}, "w2": {"w": 2}, "w3": {"w": 3}},
+        ],
+        "at": ["l/a_1k", "l/a_2k", "l/b_1k", "l/b_2k", "plain", "xy"],
+    }
+    written = expanded(yaml.safe_load(GRIDS), places("own.yaml", [], {}))[1]
+    lines_of = {"runs.b2_2k.n": 3, "runs.b1_512.batch": 4, "runs.b1_512.n": 3, "at.4": 7}
+    for place, line in lines_of.items():
+        parts = tuple(int(part) if part.isdigit() else part for part in place.split("."))
+        assert written[parts] == f"own.yaml, line {line}", place
 
 
 @pytest.mark.parametrize(
-    "files, arguments, sentence",
+    "text, sentence",
     [
-        ({"config.yaml": "a: 1\na: 2\n"}, [], "config.yaml, line 2: key 'a' stands already in l"),
-        ({"config.yaml": None}, [], "config.yaml: there is no such file in "),
-        ({}, ["--configfile", "other.yaml"], "other.yaml: there is no such file in "),
-        ({"own.yaml": "a: 'x"}, ["-q", "--configfile=own.yaml"], "own.yaml, line 1: while"),
-        ({}, ["--config", "device=gpu"], "--config: device: 'gpu' must be auto, cpu, cuda"),
-        ({}, ["--config", "device=cpu", "cpu"], "'cpu' stands behind --config, which takes all"),
-        (
-            {"one.yaml": "timing: {warmup_s: 0.1}\n", "two.yaml": "\nmodel:\n  n_heads: 0\n"},
-            ["--configfile", "one.yaml", "two.yaml"],
-            "two.yaml, line 3: model.n_heads: 0 must be at least 1",
-        ),
+        ("a: { 'b{n}': 3 }", "a.b{n}: 3 must be keys with values: braces in its name make it a"),
+        ("a: { 'b{n}': { m: [1] } }", "a.b{n}: key 'n' is missing, which stands in braces in its"),
+        ("a: { 'b{n}': { 'n,m': [1, 2] } }", "a.b{n}.n,m: [1, 2] must be a list of lists of 2"),
+        ("a: { 'b{n}': { 'n,m': 4 } }", "a.b{n}.n,m: 4 must be a list of lists of 2"),
+        ("a: { 'b{n}': { n: [1, 1] } }", "a: 'b1' is in two grids"),
     ],
 )
-def test_snakemake_names_the_line(files, arguments, sentence, checkout):
-    for name, text in ({"config.yaml": yaml.safe_dump(checkout.config)} | files).items():
-        if text is not None:
-            (checkout.folder / name).write_text(text)
-    status, output = dry_run(checkout, *arguments)
-    assert status != 0
-    assert output.splitlines()[-1].startswith(sentence) and "Traceback" not in output
+def test_a_grid_that_cannot_be_written_out_is_one_sentence(text, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"own.yaml, line 1: {sentence}")):
+        expanded(yaml.safe_load(text), places("own.yaml", [], {}))
 
 
-def test_snakemake_merges_files_that_stand_in_for_the_first(checkout):
-    (checkout.folder / "own.yaml").write_text(yaml.safe_dump(checkout.config))
-    (checkout.folder / "more.yaml").write_text("steps: {cpu: {replicates: 2}}\n")
-    status, output = dry_run(checkout, "--configfile", "own.yaml", "more.yaml")
-    assert status == 0, output
-    assert re.search(r"^step +4$", output, re.MULTILINE), output
+def test_a_target_behind_config_is_one_sentence(capsys):
+    with pytest.raises(SystemExit, match="'cpu' stands behind --config, which takes all"):
+        check_command_line(["--config", "device=cpu", "cpu"])
+    with pytest.raises(SystemExit, match="nowhere.yaml: there is no such file in "):
+        check_command_line(["-q", "--configfile=nowhere.yaml"])
+    check_command_line(["cpu", "--config", "device=cpu", "again=x"])

@@ -1,114 +1,134 @@
 """From configuration to jobs."""
 
-import copy
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.workflow.conftest import changed
 from tnp.bench.outcome import implementation_of
+from tnp.dispatch import tuned_tables
 from tnp.dispatch.registry import catalog
 from tnp.model.variants import named_specs
 from tnp.store.schemas import CEILINGS, FORMATS
-from workflow import plan, problems
+from workflow import models, plan, problems
+from workflow.configuration import read
+from workflow.plan import Plan
+from workflow.studies.ops import deciding
+from workflow.validation import validate
 
-ROOT = Path(__file__).parents[2]
-CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
+CONFIG = read(Path(__file__).parents[2] / "config.yaml")
+CHECKED = validate(CONFIG)
+GPU, CPU = Plan(CHECKED, "cuda", "nvidia-h200"), Plan(CHECKED, "cpu", "cpu")
+STEPS, OPS, PREDICTIONS = GPU.jobs["step"], GPU.jobs["op"], GPU.jobs["prediction"]
+BENCHED = {name: job for name, job in OPS.items() if name not in GPU.on_demand}
+UNTUNED = {name: job for name, job in OPS.items() if job["study"] == "untuned"}
+
+
+def planned(config: dict) -> Plan:
+    return Plan(validate(config), "cuda", "nvidia-h200")
+
+
+def gates(job: dict) -> set[str]:
+    return set(job["gates"].split("|"))
 
 
 def test_ids_say_what_is_measured():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    parameters = steps["matrix--mid--separate--ckpt--graph"]
+    parameters = STEPS["matrix--mid--separate--ckpt--graph"]
     assert parameters["checkpoint"] and parameters["cuda_graph"]
     assert parameters["n_context"] == 10_000
-    assert "matrix--mid--separate" in steps
-    assert not steps["memory_feasibility--large--sdpa_flash"]["optimizer"]
+    assert "matrix--mid--separate" in STEPS
+    assert not STEPS["memory_feasibility--large--sdpa_flash"]["optimizer"]
 
 
 def test_a_device_takes_part_only_where_it_is_named():
-    assert {p["study"] for p in plan.steps(CONFIG, "cpu", "cpu").values()} == {"cpu"}
-    assert plan.ops(CONFIG, "cpu", "cpu") == {}
-
-
-def test_operator_sizes_follow_from_shape_and_model():
-    op = plan.ops(CONFIG, "cuda", "nvidia-h200")["attention--mid"]
-    assert (op["n_q"], op["n_k"], op["n_heads"], op["head_dim"]) == (11_000, 10_000, 8, 64)
+    assert {job["study"] for job in CPU.jobs["step"].values()} == {"cpu"}
+    assert CPU.jobs["train"].keys() == {"gp_cpu"}
+    for kind in plan.TABLES.keys() - {"gate", "step", "train"}:
+        assert CPU.jobs[kind] == {} and GPU.jobs[kind]
 
 
 def test_an_operators_implementations_are_one_job_a_size_and_replicate():
-    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
     spec = CONFIG["ops"]["attention"]
-    names = problems.implementations("attention", spec)
+    names = problems.implementations("attention", spec["implementations"])
     # One of ours stands in it twice.
-    assert ops["attention--mid"]["implementations"] == {
+    assert OPS["attention--mid"]["implementations"] == {
         name: f"attention--mid--{name}" for name in [*names, "fused--twin1"]
     }
-    assert ops["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
-    ceilings = {name: job for name, job in ops.items() if job["study"] == "ceilings"}
+    assert OPS["ceilings--copy"]["implementations"] == {"torch": "ceilings--copy"}
+    ceilings = {name: job for name, job in OPS.items() if job["study"] == "ceilings"}
     assert ceilings["ceilings--matmul"]["dtype"] == CONFIG["compute_dtype"]["cuda"]
     assert ceilings["ceilings--matmul_e4m3"]["dtype"] == "e4m3"
     assert len(ceilings) == len(CEILINGS) + len(FORMATS) - 1
-    jobs = [name for name, _ in plan.running_order(ops) if name.startswith("attention--")]
+    jobs = [name for name, _ in GPU.order if name.startswith("attention--")]
     assert len(jobs) == len(spec["shapes"]) * spec["replicates"]
 
 
 def test_an_operators_benchmark_has_the_sizes_it_depends_on():
-    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
-    names = ("batch", "n_q", "n_k", "d_model", "d_ff", "d_ff_storage", "n_components")
+    names = ("batch", "n_q", "n_k", "head_dim", "d_model", "d_ff", "d_ff_storage", "n_components")
     expected = {
-        "attention--mid": (4, 11_000, 10_000, None, None, None, None),
-        "add_rms_norm--mid": (4, 11_000, None, 512, None, None, None),
-        "mlp--mid": (4, 11_000, None, 512, 1365, 1408, None),
-        "mixture_heads--mid": (4, 1_000, None, 512, 1365, 1408, 10),
-        "mixture_nll--mid": (4, 1_000, None, None, None, None, 10),
+        "attention--mid": (4, 11_000, 10_000, 64, None, None, None, None),
+        "add_rms_norm--mid": (4, 11_000, None, None, 512, None, None, None),
+        "mlp--mid": (4, 11_000, None, None, 512, 1365, 1408, None),
+        "mixture_heads--mid": (4, 1_000, None, None, 512, 1365, 1408, 10),
+        "mixture_nll--mid": (4, 1_000, None, None, None, None, None, 10),
     }
-    found = {op: tuple(ops[op].get(name) for name in names) for op in expected}
-    assert found == expected
-    unpadded = copy.deepcopy(CONFIG)
-    del unpadded["ops"]["mlp"]["d_ff_storage"]
-    assert plan.ops(unpadded, "cuda", "nvidia-h200")["mlp--mid"]["d_ff_storage"] == 1365
+    assert {op: tuple(OPS[op].get(name) for name in names) for op in expected} == expected
+    config = changed(CONFIG, "ops.wide", CONFIG["ops"]["mlp"] | {"op": "mlp", "d_ff_storage": 2048})
+    del config["ops"]["mlp"]["d_ff_storage"]
+    found = planned(config).jobs["op"]
+    widths = {name: found[name]["d_ff_storage"] for name in ("wide--mid", "mlp--mid")}
+    assert widths == {"wide--mid": 2048, "mlp--mid": 1365}
 
 
 def test_the_ablation_adds_each_component_and_takes_it_away():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    assert plan.steps(CONFIG, "cpu", "cpu").keys().isdisjoint(steps)
     spec = CONFIG["ablation"]
-    at_large = [p for p in steps.values() if (p["study"], p["shape"]) == ("ablation", "large")]
-    assert len(at_large) == 2 + 2 * len(spec["shapes"]["large"]["components"])
-    at_mid = [p for p in steps.values() if (p["study"], p["shape"]) == ("ablation", "mid")]
-    assert len(at_mid) == 2 + 2 * len(spec["components"])
-    assert not any(p["cuda_graph"] for p in at_large)
-    only = steps["ablation--small--only_mlp--graph"]
-    base, full = (plan.variants(CONFIG)[spec[end]] for end in ("base", "full"))
+    for shape, components in (("large", spec["shapes"]["large"]["components"]),
+                              ("mid", spec["components"])):  # fmt: skip
+        at = [p for p in STEPS.values() if (p["study"], p["shape"]) == ("ablation", shape)]
+        assert len(at) == 2 + 2 * len(components)
+        assert {p["cuda_graph"] for p in at} == {shape == "mid"}
+        assert {p["replicates"] for p in at} == {3 if shape == "mid" else 1}
+    only = STEPS["ablation--small--only_mlp--graph"]
+    base, full = (models.variants(CHECKED)[spec[end]] for end in ("base", "full"))
     assert full["d_ff_storage"] == 1408 and named_specs()[spec["full"]]["d_ff_storage"] is True
     assert only["variant_spec"] == base | {"mlp": "fused"}
-    without = steps["ablation--small--without_mlp--graph"]
+    without = STEPS["ablation--small--without_mlp--graph"]
     assert without["variant_spec"] | {"mlp": "fused"} == full and without["cuda_graph"]
-    assert (
-        steps["ablation--mid--without_attention--graph"]["variant_spec"]["attention"]
-        == (base["attention"])
-    )
-    assert "skip_unread" not in steps["ablation--mid--without_skip_unread--graph"]["variant_spec"]
+    attention = STEPS["ablation--mid--without_attention--graph"]["variant_spec"]["attention"]
+    assert attention == base["attention"]
+    assert "skip_unread" not in STEPS["ablation--mid--without_skip_unread--graph"]["variant_spec"]
 
 
-def test_a_step_says_what_it_uses_and_what_it_waits_for():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    only = steps["ablation--small--only_mlp--graph"]
+def test_a_job_says_what_it_uses_and_what_it_waits_for():
+    only = STEPS["ablation--small--only_mlp--graph"]
     operators = json.loads(only["operators"])
     assert operators["mlp"] == "fused" and operators["rms_norm"] == "torch"
     assert only["gates"] == "baseline|op--mlp--fused|cuda_graphs"
-    assert steps["matrix--mid--sdpa_flash"]["gates"] == "baseline"
+    assert STEPS["matrix--mid--sdpa_flash"]["gates"] == "baseline"
     # Only the large step has rows enough to be recomputed.
-    assert "checkpointing" not in steps["ablation--mid--fused--graph"]["gates"].split("|")
-    assert "checkpointing" in steps["ablation--large--fused"]["gates"].split("|")
-    runs = plan.training(CONFIG, "cuda", "nvidia-h200")
+    assert "checkpointing" not in gates(STEPS["ablation--mid--fused--graph"])
+    assert "checkpointing" in gates(STEPS["ablation--large--fused"])
+    assert "checkpointing" in gates(STEPS["matrix--mid--fused--ckpt"])
+    for name in (
+        "varying--varying--fused",
+        "varying_samples--varying_samples--fused_packed--graph",
+    ):
+        assert "ragged" in gates(STEPS[name]) and STEPS[name]["vary"]["n_context"] == [3, 64]
+    assert not {"ragged", "centred"} & gates(STEPS["headline--small--fused--graph"])
+    assert "centred" in gates(STEPS["centred--small--fused_centred--graph"])
+    runs = GPU.jobs["train"]
     assert runs["gp_small_sdpa"]["gates"] == "baseline|cuda_graphs"
+    assert "buffer" in gates(runs["gp_small_buffer"]) and "buffer" not in gates(runs["gp_small"])
+    assert PREDICTIONS["predictions--mid_b1--sdpa_cudnn_padded"]["gates"] == "baseline|cuda_graphs"
+    ours = {"op--linear--fused", "op--attention--fused", "op--mlp--fused", "skip_unread"}
+    assert ours <= gates(PREDICTIONS["predictions--mid_b1--fused"])
 
 
 def test_the_runs_that_are_compared_differ_in_their_variant_alone():
-    runs = plan.training(CONFIG, "cuda", "nvidia-h200")
+    runs = GPU.jobs["train"]
     own = ("config_id", "run", "variant", "variant_spec", "operators", "gates")
     compared = [
         {key: value for key, value in runs[f"gp_small_{name}"].items() if key not in own}
@@ -118,28 +138,37 @@ def test_the_runs_that_are_compared_differ_in_their_variant_alone():
 
 
 def test_training_overrides_its_shape():
-    run = plan.training(CONFIG, "cpu", "cpu")["gp_cpu"]
+    run = CPU.jobs["train"]["gp_cpu"]
     assert (run["batch"], run["n_context"], run["n_target"]) == (16, 64, 64)
-    assert run["model"]["d_model"] == 64
+    assert run["model"]["d_model"] == 64 and "devices" not in run
+    assert CPU.job("train", "gp_cpu", None) == run
 
 
 def test_studies_run_by_priority_and_in_rounds_each_in_its_own_order():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    order = plan.running_order(steps)
-    rounds = [(steps[name]["priority"], replicate) for name, replicate in order]
+    order = plan.running_order(STEPS)
+    rounds = [(STEPS[name]["priority"], replicate) for name, replicate in order]
     assert rounds == sorted(rounds)
     first, second = (
-        [name for name, r in order if r == wanted and steps[name]["study"] == "matrix"]
+        [name for name, r in order if r == wanted and STEPS[name]["study"] == "matrix"]
         for wanted in (1, 2)
     )
     assert sorted(first) == sorted(second) and first != second
-    assert order == plan.running_order(dict(reversed(steps.items())))
+    assert order == plan.running_order(dict(reversed(STEPS.items())))
+    of_study = GPU.studies()
+    assert sum(map(len, of_study.values())) == len(GPU.order)
+    assert of_study["matrix"] == [job for job in order if job[0].startswith("matrix--")]
+
+
+def test_a_job_is_told_its_replicate_and_nothing_that_only_orders_it():
+    told = GPU.job("step", "matrix--mid--separate", "2")
+    assert told["replicate"] == 2 and not {"replicates", "priority"} & told.keys()
+    rest = {name: value for name, value in told.items() if name != "replicate"}
+    assert rest.items() <= STEPS["matrix--mid--separate"].items()
 
 
 def test_noise_is_one_implementation_with_its_copies():
-    ops = plan.ops(CONFIG, "cuda", "nvidia-h200")
     spec = CONFIG["noise"]
-    jobs = {name: job for name, job in ops.items() if job["study"] == "noise"}
+    jobs = {name: job for name, job in OPS.items() if job["study"] == "noise"}
     assert set(jobs) == {
         f"noise--{op}--{shape}--{name}"
         for op, study in spec["ops"].items()
@@ -151,17 +180,6 @@ def test_noise_is_one_implementation_with_its_copies():
         assert len(set(map(implementation_of, job["implementations"]))) == 1
     # Enough for a statement about one comparison in a hundred, each of them in two passes.
     assert 2 * len(jobs) * math.comb(spec["copies"], 2) >= 1000
-
-
-def test_steps_whose_sizes_vary_wait_for_the_gate_of_padding():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    for name in (
-        "varying--varying--fused",
-        "varying_samples--varying_samples--fused_packed--graph",
-    ):
-        assert "ragged" in steps[name]["gates"].split("|")
-        assert steps[name]["vary"]["n_context"] == [3, 64]
-    assert "ragged" not in steps["headline--small--fused--graph"]["gates"].split("|")
 
 
 def test_the_strongest_pytorch_has_every_saving_that_ours_has():
@@ -177,86 +195,81 @@ def test_the_strongest_pytorch_has_every_saving_that_ours_has():
 
 @pytest.mark.parametrize(
     ("wanted", "found", "slug"),
-    [("auto", "cpu", "cpu"), ("cpu", "nvidia-h200", "cpu"), ("nvidia-a100", "cpu", "nvidia-a100")],
-)
+    [("auto", "cpu", "cpu"), ("cpu", "nvidia-h200", "cpu"), ("nvidia-a100", "cpu", "nvidia-a100"),
+     ("cuda", "nvidia-h200", "nvidia-h200"), ("cuda", "cpu", None)],
+)  # fmt: skip
 def test_device(wanted, found, slug):
-    assert plan.device(wanted, found) == slug
+    if slug is None:
+        with pytest.raises(ValueError, match="no NVIDIA GPU is visible"):
+            plan.device(wanted, found)
+    else:
+        assert plan.device(wanted, found) == slug
 
 
 def test_what_is_for_a_gpu_says_that_none_is_visible_and_what_runs_here():
-    config = CONFIG | {"device": "auto"}
-    sentences = plan.elsewhere(config, "cpu", "cpu")
-    assert "cpu" not in sentences and {"headline", "mlp", "ablation", "gp_small"} <= set(sentences)
+    sentences = CPU.elsewhere()
+    ours = {"headline", "mlp", "ablation", "gp_small", "joint", "profiles", "noise", "host"}
+    assert "cpu" not in sentences and ours <= set(sentences)
     assert sentences["headline"] == (
         "'headline' is for cuda alone, and no NVIDIA GPU is visible: what can be run here is cpu, "
         "gates and all"
     )
-    assert "headline" not in (there := plan.elsewhere(config, "cuda", "nvidia-h200"))
-    assert (
-        "and the device is 'nvidia-h200': what can be run here is specification, " in there["cpu"]
-    )
+    there = GPU.elsewhere()
+    assert "headline" not in there
+    assert re.search("and the device is 'nvidia-h200': what .* specification, .*gates and all$",
+                     there["cpu"])  # fmt: skip
+    assert CPU.names_elsewhere()["mlp--mid--fused"] == sentences["mlp"]
+    assert "cpu--small_b1--fused" not in CPU.names_elsewhere()
 
 
-def test_cuda_without_gpu_is_refused():
-    with pytest.raises(ValueError, match="no NVIDIA GPU is visible"):
-        plan.device("cuda", "cpu")
-
-
-def test_every_kind_of_job_can_be_measured_again():
-    jobs = plan.names(CONFIG, "cuda", "nvidia-h200")
+def test_every_kind_of_job_can_be_measured_again_but_what_is_on_demand():
+    jobs = GPU.names()
     assert {kind for kind, _ in jobs.values()} == plan.TABLES.keys()
+    assert jobs["attention--mid--sdpa_flash"] == ("op", "attention--mid")
+    assert jobs["gates--baseline"] == ("gate", "baseline")
+    assert GPU.on_demand and not GPU.on_demand.keys() & jobs.keys()
 
 
 def test_predictions_are_a_job_for_each_shape_and_variant():
-    jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
-    expected = {
+    assert set(PREDICTIONS) == {
         f"{study}--{shape}--{variant}"
         for study in ("predictions", "joint")
         for shape in CONFIG[study]["shapes"]
         for variant in CONFIG[study]["variants"]
     }
-    assert set(jobs) == expected and plan.predictions(CONFIG, "cpu", "cpu") == {}
-    job = jobs["predictions--mid_b1--fused"]
+    job, joint = PREDICTIONS["predictions--mid_b1--fused"], PREDICTIONS["joint--mid_b1--fused"]
     assert (job["batch"], job["n_context"], job["n_target"]) == (1, 10_000, 1000)
     assert job["dtype"] == CONFIG["compute_dtype"]["cuda"] and job["study"] == "predictions"
-
-
-def test_joint_samples_are_of_a_model_with_a_buffer_and_wait_for_its_gate():
-    jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
-    job, other = jobs["joint--mid_b1--fused"], jobs["predictions--mid_b1--fused"]
-    assert job["study"] == "joint" and job["model"] == CONFIG["model"] | {"buffer": 128}
-    waits, others = (one["gates"].split("|") for one in (job, other))
-    assert set(waits) - set(others) == {"buffer"} and "buffer" not in other["model"]
-    assert "'joint' is for cuda alone" in plan.elsewhere(CONFIG, "cpu", "cpu")["joint"]
-    training = plan.training(CONFIG, "cuda", "nvidia-h200")
-    assert "buffer" in training["gp_small_buffer"]["gates"].split("|")
-    assert "buffer" not in training["gp_small"]["gates"].split("|")
+    # Joint samples are of a model with a buffer, and wait for its gate.
+    assert joint["study"] == "joint" and joint["model"] == CONFIG["model"] | {"buffer": 128}
+    assert gates(joint) - gates(job) == {"buffer"} and "buffer" not in job["model"]
 
 
 def test_profiles_are_a_job_for_each_implementation_of_each_problem():
-    jobs = plan.profiles(CONFIG, "cuda", "nvidia-h200")
+    jobs = GPU.jobs["profile"]
     job = jobs["profiles--attention--mid--fused"]
     assert job["implementation"] == "fused" and list(job["implementations"]) == ["fused"]
     assert job["study"] == "profiles" and job["sections"] == CONFIG["profiles"]["sections"]
-    assert job["problem"] == plan.ops(CONFIG, "cuda", "x")["attention--mid"]["problem"]
+    assert job["problem"] == OPS["attention--mid"]["problem"]
     assert "profiles--rms_norm--llama3_8b-train--torch" in jobs
     causal = jobs["profiles--attention_training--llama3_8b-train--separate"]
     assert causal["op"] == "attention" and '"causal":true' in causal["problem"]
-    assert plan.profiles(CONFIG, "cpu", "cpu") == {}
-    assert "'profiles' is for cuda alone" in plan.elsewhere(CONFIG, "cpu", "cpu")["profiles"]
 
 
-def test_predictions_wait_for_the_gates_of_what_they_use():
-    jobs = plan.predictions(CONFIG, "cuda", "nvidia-h200")
-    assert jobs["predictions--mid_b1--sdpa_cudnn_padded"]["gates"] == "baseline|cuda_graphs"
-    gates = jobs["predictions--mid_b1--fused"]["gates"].split("|")
-    assert {"op--linear--fused", "op--attention--fused", "op--mlp--fused", "skip_unread"} <= {
-        *gates
-    }
+def test_steps_of_the_hosts_study_are_a_job_a_shape_and_come_before_its_calls():
+    jobs, section = GPU.jobs["host_step"], CONFIG["host"]["steps"]
+    assert list(jobs) == [f"host--steps--{shape}" for shape in section["shapes"]]
+    job = jobs["host--steps--small"]
+    forms = [(form["variant"], form["cuda_graph"]) for form in job["forms"]]
+    assert forms == [(name, False) for name in section["launched"]] + [
+        (name, True) for name in section["captured"]
+    ]
+    order = [name for name, _ in plan.running_order(jobs | GPU.jobs["host"])]
+    assert set(order[: 2 * len(jobs)]) == set(jobs) and job["study"] == "host"
 
 
 def test_section_gates_may_ask_for_one_of_each_implementation_of_ours():
-    every = plan.gates({"gates": ["baseline", plan.EVERY_OPERATOR, "op--swiglu--triton"]})
+    every = planned(CONFIG).gates
     assert every[0] == "baseline" and len(set(every)) == len(every)
     ours = {
         f"op--{op}--{name}"
@@ -264,45 +277,102 @@ def test_section_gates_may_ask_for_one_of_each_implementation_of_ours():
         for name in catalog().names(op)
         if catalog().role(op, name) == "own"
     }
-    assert set(every) == ours | {"baseline"}
-    assert set(plan.gates(CONFIG)) >= ours
+    assert set(every) == ours | set(CONFIG["gates"]) - {plan.EVERY_OPERATOR}
 
 
 def test_operators_at_runs_of_language_models_and_at_sizes_by_name():
-    config = copy.deepcopy(CONFIG)
+    problem = json.loads(OPS["cross_entropy--llama3_8b-train"]["problem"])
+    assert problem["sizes"] == {"rows": 8 * 2048, "classes": 128_256}
+    config = {name: section for name, section in CONFIG.items() if name != "noise"}
     config["models"] = {"llama": {"gated": True, "d_ff": 14336, "d_model": 4096}}
     config["runs"] = {"train_2k": {"batch": 2, "n_tokens": 2048}}
-    config["ops"] = {
-        "swiglu": {
-            "devices": ["cuda"],
-            "priority": 1,
-            "at": ["llama/train_2k"],
-            "problems": {"narrow": {"rows": 7, "width": 40}},
-            "implementations": ["torch", "installed", "triton"],
-            "replicates": 1,
-        }
-    }
-    config["noise"] = {"devices": [], "ops": {}}
-    ops = plan.ops(config, "cuda", "nvidia-h200")
+    config["profiles"] = {"priority": 1, "sections": "quick", "ops": {
+        "mlp": {"shapes": ["small"], "implementations": ["torch"]}}}  # fmt: skip
+    swiglu = {"priority": 1, "at": ["llama/train_2k"], "dtype": "float16"}
+    swiglu |= {"problems": {"narrow": {"rows": 7, "width": 40}}}
+    swiglu |= {"implementations": ["torch", "installed", "triton"]}
+    config |= {"ops": {"swiglu": swiglu}}
+    del config["tuning"]
+    ops = planned(config).jobs["op"]
     assert set(ops) == {"swiglu--llama-train_2k", "swiglu--narrow"}
     llama, narrow = ops.values()
     assert llama["shape"] == "llama/train_2k"
-    assert json.loads(llama["problem"])["sizes"] == {"rows": 4096, "width": 14336}
+    problem = json.loads(llama["problem"])
+    assert problem["sizes"] == {"rows": 4096, "width": 14336} and problem["dtype"] == "float16"
     assert json.loads(narrow["problem"])["sizes"] == {"rows": 7, "width": 40}
     others = catalog().installed("swiglu")
     assert list(narrow["implementations"]) == ["torch", *others, "triton", "triton--twin1"]
 
 
-def test_steps_of_the_host_s_study_are_a_job_a_shape_and_come_before_its_calls():
-    jobs = plan.host_steps(CONFIG, "cuda", "nvidia-h200")
-    section = CONFIG["host"]["steps"]
-    assert list(jobs) == [f"host--steps--{shape}" for shape in section["shapes"]]
-    job = jobs["host--steps--small"]
-    forms = [(form["variant"], form["cuda_graph"]) for form in job["forms"]]
-    assert forms == [(name, False) for name in section["launched"]] + [
-        (name, True) for name in section["captured"]
-    ]
-    calls = plan.host(CONFIG, "cuda", "nvidia-h200")
-    order = [name for name, _ in plan.running_order(jobs | calls)]
-    assert set(order[: 2 * len(jobs)]) == set(jobs) and job["study"] == "host"
-    assert plan.host_steps(CONFIG, "cpu", "cpu") == {}
+def test_a_study_may_be_timed_in_its_own_way():
+    (briefly,) = {job["timing"]["warmup_s"] for job in UNTUNED.values()}
+    others = [job["timing"] for job in BENCHED.values()
+              if "timing" not in CONFIG["ops"].get(job["study"], {})]  # fmt: skip
+    assert {timing["warmup_s"] for timing in others} == {CONFIG["timing"]["warmup_s"]}
+    assert briefly < CONFIG["timing"]["warmup_s"]
+    known = CONFIG["timing"].keys() - {"latency"}
+    assert all(job["timing"].keys() - {"latency"} == known for job in OPS.values())
+    # A study of latency has the numbers of calls, and no other study has.
+    asked = {name for name, spec in CONFIG["ops"].items() if spec.get("timing") == "latency"}
+    assert asked and asked == {job["study"] for job in OPS.values() if "latency" in job["timing"]}
+    for job in OPS.values():
+        assert (
+            job["timing"].get("latency", CONFIG["timing"]["latency"]) == CONFIG["timing"]["latency"]
+        )
+
+
+def test_no_table_has_an_entry_of_what_nobody_tuned_for():
+    assert {job["op"] for job in UNTUNED.values()} == {"attention"}
+    assert all(name.startswith("untuned--") for name in UNTUNED)
+    files = tuned_tables.COMMITTED.glob("*.json")
+    entries = [entry for path in files for entry in tuned_tables.table(path)]
+    tuned = [entry["problem"]["sizes"] for entry in entries if entry["of"].startswith("attention")]
+    asked = [json.loads(job["problem"])["sizes"] for job in UNTUNED.values()]
+    assert len(asked) >= 60 and len(tuned) >= 60
+    assert not [sizes for sizes in asked if sizes in tuned]
+    assert {sizes["batch"] * sizes["n_heads"] for sizes in asked} == {8, 32, 64, 512}
+
+
+def test_nothing_is_measured_twice():
+    """The same contenders at the same problem would be two numbers for one thing."""
+    by_name = {"config_id", "study", "shape", "priority", "implementations"}
+    first: dict[str, str] = {}
+    for name, job in BENCHED.items():
+        what = {key: value for key, value in job.items() if key not in by_name}
+        asked = json.dumps([what, list(job["implementations"])], sort_keys=True)
+        assert asked not in first, f"{name} is {first[asked]}"
+        first[asked] = name
+
+
+def test_an_operation_that_two_implementations_share_is_tuned_once():
+    of_mid = {name: one for name, one in GPU.on_demand.items() if "--mid--" in name}
+    assert {name: (list(one["forced"]), one["passes"]) for name, one in of_mid.items()} == {
+        "tuning--attention--mid--forward": (["separate"], ["forward"]),
+        "tuning--attention--mid--separate": (["separate"], ["backward"]),
+        "tuning--attention--mid--fused": (["fused"], ["backward"]),
+        "tuning--attention--mid--forward_8bit": (["e4m3"], ["forward"]),
+    }
+    for name, one in GPU.on_demand.items():
+        assert one["forced"] == {contender: {} for contender in one["implementations"]}
+        assert (one["study"], one["config_id"]) == ("tuning", name)
+    assert {one["shape"] for one in GPU.on_demand.values()} == set(CONFIG["tuning"]["shapes"])
+    assert not GPU.on_demand.keys() & GPU.benchmarks.keys()
+    without = {name: section for name, section in CONFIG.items() if name != "tuning"}
+    assert not CPU.on_demand and not planned(without).on_demand
+
+
+def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
+    jobs = deciding(CHECKED, OPS)
+    assert ("attention--large", 2) in jobs and ("mlp--small", 1) in jobs
+    tuned = {OPS[name]["shape"] for name, _ in jobs}
+    assert tuned == set(CONFIG["tuning"]["shapes"])
+    for op in {OPS[name]["op"] for name, _ in jobs}:
+        known, timed = catalog(), set(CONFIG["ops"][op]["implementations"])
+        assert set(known.candidates(op, "auto")) - set(known.installed(op)) <= timed
+        assert set(CONFIG["ops"][op]["shapes"]) - tuned  # where nothing was tuned
+    without = {name: section for name, section in CONFIG.items() if name != "tuning"}
+    assert deciding(CHECKED, CPU.jobs["op"]) == deciding(validate(without), OPS) == []
+    study = {"op": "attention", "priority": 1, "timing": "latency", "shapes": ["mid"]}
+    quick = changed(CONFIG, "ops.quick", study | {"implementations": ["fused", "auto"]})
+    ops = planned(quick).jobs["op"]
+    assert "quick--mid" in ops and "quick--mid" not in dict(deciding(validate(quick), ops))

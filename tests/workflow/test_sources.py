@@ -7,17 +7,29 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import yaml
-
 from tnp.bench.outcome import implementation_of
 from tnp.dispatch.registry import AUTO, IMPLEMENTATIONS, catalog
 from tnp.gates import gates_for, gates_of
 from tnp.model.variants import FAMILIES
 from tnp.store.schemas import CEILINGS
-from workflow import plan, sources
+from workflow import sources
+from workflow.configuration import read
+from workflow.plan import Plan
+from workflow.studies import kinds
+from workflow.validation import validate
 
 ROOT = Path(__file__).parents[2]
-CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
+CONFIG = validate(read(ROOT / "config.yaml"))
+JOBS = Plan(CONFIG, "cuda", "nvidia-h200").jobs
+STEPS, OPS = JOBS["step"], JOBS["op"]
+
+
+def of_job(kind: str, job: dict) -> dict[str, str]:
+    return kinds()[kind].code(job)
+
+
+def of_step(name: str) -> dict[str, str]:
+    return of_job("step", STEPS[name])
 
 
 def files(found: dict[str, str]) -> set[str]:
@@ -27,21 +39,19 @@ def files(found: dict[str, str]) -> set[str]:
 
 
 def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     kernel = "triton_forward.py"
 
     def uses(found: dict[str, str]) -> bool:
         return any(file.endswith(kernel) for file in files(found))
 
-    assert uses(sources.of_step(steps["matrix--mid--separate"]))
-    assert not uses(sources.of_step(steps["matrix--mid--sdpa_flash"]))
+    assert uses(of_step("matrix--mid--separate"))
+    assert not uses(of_step("matrix--mid--sdpa_flash"))
     assert uses(sources.of_gate("op--attention--separate"))
     assert not uses(sources.of_gate("baseline"))
     assert "tnp/model/network.py" in files(sources.of_gate("baseline"))
 
 
 def test_a_variants_operators_are_sources_each_of_its_own():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
     kernels = {
         op: f"tnp/ops/{file}.py"
         for op, file in (("mlp", "mlp/composed"), ("rms_norm", "rms_norm/triton_rms_norm"))
@@ -50,9 +60,9 @@ def test_a_variants_operators_are_sources_each_of_its_own():
     def used(found: dict[str, str]) -> set[str]:
         return {op for op, kernel in kernels.items() if kernel in files(found)}
 
-    assert used(sources.of_step(steps["ablation--small--only_mlp--graph"])) == {"mlp"}
-    assert used(sources.of_step(steps["ablation--small--fused--graph"])) == {"mlp", "rms_norm"}
-    assert used(sources.of_step(steps["matrix--mid--fused_attention"])) == set()
+    assert used(of_step("ablation--small--only_mlp--graph")) == {"mlp"}
+    assert used(of_step("ablation--small--fused--graph")) == {"mlp", "rms_norm"}
+    assert used(of_step("matrix--mid--fused_attention")) == set()
     assert used(sources.of_gate("op--mlp--fused")) == {"mlp"}
     assert (
         used(sources.of_gate("op--attention--separate"))
@@ -94,9 +104,8 @@ def used_kernels(found: dict[str, str]) -> set[str]:
 
 
 def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    assert used_kernels(sources.of_step(steps["matrix--mid--sdpa_flash"])) == set()
-    assert used_kernels(sources.of_step(steps["ablation--small--fused--graph"])) == KERNELS
+    assert used_kernels(of_step("matrix--mid--sdpa_flash")) == set()
+    assert used_kernels(of_step("ablation--small--fused--graph")) == KERNELS
 
 
 def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
@@ -119,8 +128,7 @@ def test_what_a_backward_runs_is_its_source():
 
 
 def test_what_auto_may_choose_is_its_source_and_gate():
-    steps = plan.steps(CONFIG, "cuda", "nvidia-h200")
-    step = steps["auto--mid--auto--graph"]
+    step = STEPS["auto--mid--auto--graph"]
     assert set(json.loads(step["operators"]).values()) == {"auto"}
     every = [
         gates_for({family: name})
@@ -157,11 +165,10 @@ def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
         ran = {name for name in sources.code(found) if model.match(name)}
         return ran - set().union(*map(sources.of_gate, gates))
 
-    for step in plan.steps(CONFIG, "cuda", "nvidia-h200").values():
-        assert not unproven(sources.of_step(step), step["gates"].split("|")), step["config_id"]
-    for job in plan.predictions(CONFIG, "cuda", "nvidia-h200").values():
-        assert not unproven(sources.of_predictions(job), job["gates"].split("|"))
-    for config_id, job in plan.ops(CONFIG, "cuda", "nvidia-h200").items():
+    for kind in ("step", "prediction"):
+        for job in JOBS[kind].values():
+            assert not unproven(of_job(kind, job), job["gates"].split("|")), job["config_id"]
+    for config_id, job in OPS.items():
         ceiling = job["op"] in CEILINGS
         for name in () if ceiling else set(map(implementation_of, job["implementations"])):
             if gates := gates_of(job["op"], name):
@@ -175,7 +182,7 @@ def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
 
 
 def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
-    found = sources.of_step(plan.steps(CONFIG, "cuda", "nvidia-h200")["matrix--mid--separate"])
+    found = of_step("matrix--mid--separate")
     assert "nvidia-h200.json" in files(found)
     turned = dict(reversed(found.items()))
     prints = [sources.fingerprint(*of) for of in (
@@ -186,32 +193,27 @@ def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
 
 def test_the_order_of_implementations_voids_nothing():
     """Of each the table has other entries."""
-    job = plan.ops(CONFIG, "cuda", "nvidia-h200")["attention--mid"]
+    job = OPS["attention--mid"]
     turned = job | {"implementations": dict(reversed(job["implementations"].items()))}
-    assert sources.of_job("op", job) == sources.of_job("op", turned)
-    tables = [name for name in sources.of_job("op", job) if ".json:" in name]
+    assert of_job("op", job) == of_job("op", turned)
+    tables = [name for name in of_job("op", job) if ".json:" in name]
     assert len(tables) > 2
 
 
 PLANNING = """
 import sys, time
 started = time.perf_counter()
-import yaml
-from tnp.bench.outcome import implementation_of
-from workflow import operator_plan, plan, sources
+from workflow import sources
+from workflow.configuration import read
+from workflow.plan import Plan
+from workflow.studies import kinds
 from workflow.validation import validate
-config = yaml.safe_load(open("config.yaml"))
-validate(config)
-where = config, "cuda", "nvidia-h200"
-for gate in plan.gates(config):
+plan = Plan(validate(read("config.yaml")), "cuda", "nvidia-h200")
+for gate in plan.gates:
     sources.of_gate(gate)
-for step in plan.steps(*where).values():
-    sources.of_step(step)
-for op in (plan.ops(*where) | operator_plan.tuning(*where)).values():
-    for name in map(implementation_of, op["implementations"]):
-        sources.of_op(op | {"implementation": name})
-for run in plan.training(*where).values():
-    sources.of_training(run)
+for kind, jobs in plan.jobs.items():
+    for job in jobs.values():
+        kinds()[kind].completed(job)
 print(f"planned in {time.perf_counter() - started:.1f} s")
 heavy = {name.partition(".")[0] for name in sys.modules}
 heavy &= {"torch", "triton", *sys.argv[1:]}
@@ -232,22 +234,22 @@ def test_planning_for_a_gpu_imports_nothing_that_computes():
 
 
 def test_whole_steps_of_the_host_s_study_depend_on_all_their_forms():
-    job = plan.host_steps(CONFIG, "cuda", "nvidia-h200")["host--steps--small"]
-    found = sources.of_job("host_step", job)
+    job = JOBS["host_step"]["host--steps--small"]
+    found = of_job("host_step", job)
     assert {
         "tnp.bench.host_steps:measure_host_steps",
         "tnp.train.step:TrainingStep",
     } <= found.keys()
     assert any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in found)
     plain = job | {"forms": [form for form in job["forms"] if form["variant"] == "sdpa_flash"]}
-    theirs = sources.of_job("host_step", plain)
+    theirs = of_job("host_step", plain)
     assert not any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in theirs)
 
 
 def test_a_profile_depends_on_the_launch_and_on_the_kernels_that_it_runs():
-    jobs = plan.profiles(CONFIG, "cuda", "nvidia-h200")
-    ours = sources.of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--fused"])
+    jobs = JOBS["profile"]
+    ours = of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--fused"])
     assert "tnp.bench.profile_launch:launch" in ours and "tnp.bench.ncu:profile" in ours
     assert any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in ours)
-    theirs = sources.of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--torch"])
+    theirs = of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--torch"])
     assert not any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in theirs)

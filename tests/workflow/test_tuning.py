@@ -1,4 +1,4 @@
-"""What `snakemake tune` measures, and that what won stands in the device's table."""
+"""What won in a tuning stands in the device's table."""
 
 import json
 import subprocess
@@ -7,54 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tnp.dispatch import tuned_tables
-from tnp.dispatch.registry import catalog
 from tnp.ops.swiglu import OPERATOR
 from tnp.store.files import write_table
-from workflow import operator_plan, plan
 
 ROOT = Path(__file__).parents[2]
-CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
-HERE = (CONFIG, "cuda", "nvidia-h200")
-WITHOUT = {name: section for name, section in CONFIG.items() if name != "tuning"}
-
-
-def test_an_operation_that_two_implementations_share_is_tuned_once():
-    jobs = operator_plan.tuning(*HERE)
-    of_mid = {name: one for name, one in jobs.items() if "--mid--" in name}
-    assert {name: (list(one["forced"]), one["passes"]) for name, one in of_mid.items()} == {
-        "tuning--attention--mid--forward": (["separate"], ["forward"]),
-        "tuning--attention--mid--separate": (["separate"], ["backward"]),
-        "tuning--attention--mid--fused": (["fused"], ["backward"]),
-        "tuning--attention--mid--forward_8bit": (["e4m3"], ["forward"]),
-    }
-    for name, one in jobs.items():
-        assert one["forced"] == {contender: {} for contender in one["implementations"]}
-        assert (one["study"], one["config_id"]) == ("tuning", name)
-    assert {one["shape"] for one in jobs.values()} == set(CONFIG["tuning"]["shapes"])
-
-
-def test_trials_are_no_part_of_what_is_measured_anyway():
-    assert not operator_plan.tuning(*HERE).keys() & plan.ops(*HERE).keys()
-    assert (
-        operator_plan.tuning(CONFIG, "cpu", "cpu") == operator_plan.tuning(WITHOUT, *HERE[1:]) == {}
-    )
-
-
-def test_implementations_are_chosen_by_the_benchmarks_at_the_shapes_to_tune():
-    ops = plan.ops(*HERE)
-    jobs = operator_plan.deciding(CONFIG, ops)
-    assert ("attention--large", 2) in jobs and ("mlp--small", 1) in jobs
-    tuned = {ops[name]["shape"] for name, _ in jobs}
-    assert tuned == set(CONFIG["tuning"]["shapes"])
-    for op in {ops[name]["op"] for name, _ in jobs}:
-        known, timed = catalog(), set(CONFIG["ops"][op]["implementations"])
-        assert set(known.candidates(op, "auto")) - set(known.installed(op)) <= timed
-        assert set(CONFIG["ops"][op]["shapes"]) - tuned  # where nothing was tuned
-    assert operator_plan.deciding(CONFIG, plan.ops(CONFIG, "cpu", "cpu")) == []
-    assert operator_plan.deciding(WITHOUT, ops) == []
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""What a run does: plans, order, refusals, faults, reruns. Measuring itself is faked (conftest)."""
+"""What a run does, from end to end. Measuring itself is faked (conftest), all else is real."""
 
 import os
 import re
@@ -6,108 +6,111 @@ import shutil
 import time
 from pathlib import Path
 
-import pytest
+from tests import false_ncu
+from tests.workflow.conftest import FAKE_GPU, Checkout, configuration, wait_for
+from tnp.store.schemas import TABLES
 
-from tests.workflow.conftest import wait_for
-
+ROOT = Path(__file__).parents[2]
 MATRIX = "figures/matrix.html"
+SEPARATE = "cpu--tiny--separate"
+GPU = "nvidia-h200"
 
 
-def test_without_a_target_all_is_meant(checkout):
-    plans = [checkout.run("-n", *target)[1] for target in ((), ("all",))]
-    counts = [re.findall(r"^(\w+) +(\d+)$", plan, re.MULTILINE) for plan in plans]
-    assert counts[0] == counts[1] and ("step", "2") in counts[0]
+def planned(checkout: Checkout, *target: str) -> dict[str, int]:
+    """Returns rule → jobs of a dry run."""
+    status, output = checkout.run("-n", *target)
+    assert status == 0 and len(output.splitlines()) < 40, output  # not a block for each job
+    return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", output, re.MULTILINE)}
 
 
-def test_dry_run_plans_and_changes_nothing(checkout):
+def outcomes(checkout: Checkout, table: str = "steps") -> list[tuple[str, int, str]]:
+    rows = checkout.rows(table)
+    return sorted((row["config_id"], row["replicate"], row["status"]) for row in rows)
+
+
+def run_ids(checkout: Checkout) -> dict[str, set[str]]:
+    """Returns table → the runs that the store has rows of."""
+    tables = [name for name, schema in TABLES.items() if "run_id" in schema.names]
+    query = "select distinct run_id from {} where run_id is not null"
+    return {table: {run for (run,) in checkout.store(query.format(table))} for table in tables}
+
+
+def refused(checkout: Checkout, *arguments: str) -> str:
+    """Returns the one sentence with which a run ends before any work."""
+    status, output = checkout.run(*arguments)
+    assert status != 0 and "Traceback" not in output and not checkout.calls(), output
+    return output.rstrip().splitlines()[-1]
+
+
+def test_gates_come_first_and_a_red_one_stops_what_depends_on_it(checkout):
+    config = checkout.config
+    config["variants"]["single"] = {"attention": "sdpa_flash", "mlp": "single"}
+    config["steps"]["cpu"] |= {"variants": ["sdpa_flash", "separate", "single"]}
+    config["steps"]["cpu"] |= {"checkpoint": [False, True], "replicates": 2}
+    config["gates"].append("op--mlp--single")
+    config["ops"]["mlp"] = config["ops"]["attention"] | {"implementations": ["torch", "single"]}
+    config["predictions"] = {"devices": ["cpu"], "priority": 3, "shapes": ["tiny"]}
+    config["predictions"] |= {"variants": ["sdpa_flash", "single"]}
     before = {path for path in checkout.folder.rglob("*") if "__pycache__" not in path.parts}
-    status, output = checkout.run("-n", "all")
-    assert status == 0, output
-    assert re.search(r"^step +2$", output, re.MULTILINE), output
-    assert len(output.splitlines()) < 40  # not a block for each job
+    plan = planned(checkout)
+    assert plan == planned(checkout, "all") and (plan["step"], plan["op"], plan["gate"]) == (
+        12,
+        2,
+        4,
+    )
     after = {path for path in checkout.folder.rglob("*") if "__pycache__" not in path.parts}
     new = {path for path in after - before if ".snakemake" not in path.parts}
     assert new <= {checkout.folder / "config.yaml"}
+    # One sentence ends what cannot be.
+    assert refused(checkout, "cqu") == "unknown target 'cqu': did you mean 'cpu'?"
+    assert refused(checkout, "./figures/memory.html").startswith("write 'figures/memory.html' as")
+    assert refused(checkout, "again").endswith("snakemake again --config again=NAME")
+    assert "choose from" in refused(checkout, "again", "--config", "again=zzz")
+    assert refused(checkout, "all", "--config", "device=gpu").startswith("--config: device: 'gpu'")
+    assert "device 'nvidia-none' is not here" in refused(
+        checkout, "gates", "--config", "device=nvidia-none"
+    )
+    config["steps"]["gpu"] = config["steps"]["cpu"] | {"devices": ["cuda"]}
+    assert refused(checkout, "gpu").startswith("'gpu' is for cuda alone, and the device is 'cpu'")
+    del config["steps"]["gpu"]
 
-
-def test_bad_configuration_ends_before_any_work(checkout):
-    checkout.config["steps"]["cpu"]["variants"] = ["sdpa_flsh"]
-    status, output = checkout.run("all")
-    assert status != 0
-    assert "steps.cpu.variants: unknown variant 'sdpa_flsh'" in output
-    assert "Traceback" not in output and not checkout.calls()
-
-
-def test_replicates_run_in_rounds_after_the_gates(checkout):
-    checkout.config["steps"]["cpu"]["replicates"] = 2
-    status, output = checkout.run("all")
-    assert status == 0, output
-    calls = checkout.calls()
+    status, output = checkout.run("all", FAKE_RED="checkpointing,op--mlp--single")
+    assert status != 0 and "Traceback" not in output, output
+    assert "Gate checkpointing is red: fake: error 2, bound 1." in output
+    assert output.index(MATRIX) < output.index("Gate checkpointing is red")
+    assert "from speedup" in output
+    calls, measured = checkout.calls(), checkout.measured()
     # The gates that a job waits for come first, and no other gate runs.
-    gates = {"gate baseline", "gate op--attention--separate"}
-    assert set(calls[:2]) == gates and not any(call.startswith("gate") for call in calls[2:])
-    # By priority of their study, and within one in rounds.
-    steps = [call.split()[-1] for call in checkout.measured() if "cpu--" in call]
-    operators = [call.split()[-1] for call in checkout.measured() if "attention--" in call]
-    assert steps and operators
-    assert [call.split()[-1] for call in checkout.measured()] == sorted(steps) + sorted(operators)
-    assert "figures/speedup.html" in output and "from speedup" in output
+    gates = {"baseline", "checkpointing", "op--attention--separate", "op--mlp--single"}
+    assert {call.removeprefix("gate ") for call in calls[:4]} == gates
+    assert not any(call.startswith("gate") for call in calls[4:])
+    # Then by priority of their study, and within one in rounds.
+    rounds = [(not call.startswith("cpu--"), call[-1]) for call in measured]
+    assert rounds == sorted(rounds) and len(measured) == 4 + 2 + 1
+    bad = "gate_failed"
+    assert {(name, status) for name, _, status in outcomes(checkout)} == {
+        ("cpu--tiny--sdpa_flash", "ok"), ("cpu--tiny--sdpa_flash--ckpt", bad),
+        (SEPARATE, "ok"), (f"{SEPARATE}--ckpt", bad),
+        ("cpu--tiny--single", bad), ("cpu--tiny--single--ckpt", bad),
+    }  # fmt: skip
+    of_mlp = [row for row in checkout.rows("ops") if row["op"] == "mlp"]
+    assert {(row["implementation"], row["status"]) for row in of_mlp} == {
+        ("torch", "ok"), ("single", bad)}  # fmt: skip
+    reasons = {row["reason"] for row in of_mlp if row["status"] == bad}
+    assert reasons == {"gate op--mlp--single is red: fake: error 2, bound 1"} and len(of_mlp) == 6
+    rows = {(row["variant"], row["status"]) for row in checkout.rows("predictions")}
+    assert rows == {("sdpa_flash", "ok"), ("single", bad)}
 
 
-def test_a_study_is_a_target_where_its_device_is(checkout):
-    status, output = checkout.run("cpu")
-    assert status == 0, output
-    assert checkout.measured() and all("cpu--" in call for call in checkout.measured())
-    checkout.config["steps"]["cpu"]["devices"] = ["cuda"]
-    status, output = checkout.run("cpu")
-    assert status != 0
-    assert "'cpu' is for cuda alone, and the device is 'cpu': what can be run here is " in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.parametrize(
-    ("target", "sentence"),
-    [
-        ("cqu", "unknown target 'cqu': did you mean 'cpu'?"),
-        ("everything", "unknown target 'everything': choose from again, all, attention, com"),
-        ("figures/speedupp.html", "unknown target 'figures/speedupp.html': did you mean 'figu"),
-        ("speedup", "unknown target 'speedup': did you mean 'figures/speedup.html'?"),
-        ("./figures/speedup.html", "write 'figures/speedup.html' as it stands here"),
-        ("figures/headline.svg", "'figures/headline.svg' is drawn from the recorded rows alone"),
-        ("data/runs/cpu/steps/a.parquet", "unknown target 'data/runs/cpu/steps/a.parquet': choo"),
-    ],
-)
-def test_a_target_that_is_not_there_is_one_sentence(checkout, target, sentence):
-    status, output = checkout.run(target)
-    assert status != 0 and output.splitlines()[-1].startswith(sentence), output
-    assert "Exception" not in output and not checkout.calls()
-
-
-def test_second_run_does_nothing_again(finished):
-    status, output = finished.run("all", MATRIX)
-    assert status == 0, output
-    assert not finished.calls()
-    assert "figures/speedup.html" in output
-
-
-def test_second_workflow_at_once_is_refused(checkout):
-    first = checkout.start("all", FAKE_SECONDS="2")
-    try:
-        wait_for(lambda: any(call.startswith("start") for call in checkout.calls()))
-        files = sorted(checkout.folder.rglob("data/**/*.parquet"))
-        status, output = checkout.run("all")
-        assert status != 0
-        assert output.count("another workflow") == 1 and "Traceback" not in output
-        assert len(checkout.calls()) <= len(files) + 5
-    finally:
-        first.kill()
-        first.end()
-
-
-def test_killed_run_continues_where_it_was(checkout):
+def test_a_killed_run_continues_where_it_was(checkout):
     checkout.config["steps"]["cpu"]["replicates"] = 2
+    checkout.config["training"] = configuration()["training"]
+    module = "tnp/train/recorded_runs.py"
+    shutil.copy(ROOT / module, checkout.folder / module)
     first = checkout.start("all", FAKE_SECONDS="0.5")
     wait_for(lambda: len(checkout.measured()) >= 2)
+    status, output = checkout.run("all")
+    assert status != 0 and output.count("another workflow") == 1 and "Traceback" not in output
     wait_for(lambda: checkout.calls()[-1].startswith("start"))
     first.kill()
     first.end()
@@ -115,227 +118,201 @@ def test_killed_run_continues_where_it_was(checkout):
     done = checkout.measured()
     assert checkout.calls()[-1].startswith("start"), "the job outlived its workflow"
     assert [file.name for file in checkout.temporary.iterdir()] == ["tnp-cpu.lock"]
-    status, output = checkout.run("all")
-    assert status == 0, output
+    second = checkout.start("measurements")
+    assert any("train gp_tiny: 20 steps, held-out" in line for line in second.stdout)
+    second.kill()
+    second.end()
     again = checkout.measured()[len(done) :]
-    assert not set(done) & set(again)
-    assert len(done) + len(again) == 5
+    assert not set(done) & set(again) and len(done) + len(again) == 5
+    # A training that said that it was done is not trained anew.
+    final = checkout.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
+    table, trained = "data/runs/cpu/training/gp_tiny.parquet", final.stat().st_mtime_ns
+    rows = checkout.rows("training")
+    (checkout.folder / table).unlink()  # as Snakemake does with what it did not hear the end of
+    status, output = checkout.run(table)
+    assert status == 0 and "train gp_tiny: 20 steps, held-out" in output, output
+    assert final.stat().st_mtime_ns == trained
+    kept = [name for name in rows[0] if name not in ("recorded_at", "run_id")]
+    before, after = ([[row[name] for name in kept] for row in found]
+                     for found in (rows, checkout.rows("training")))  # fmt: skip
+    assert before == after and len(after) == 3
+    checkout.config["training"]["gp_tiny"]["seed"] = 1  # another run of the same name is
+    assert checkout.run(table)[0] == 0 and final.stat().st_mtime_ns > trained
 
 
-def test_red_gate_stops_what_depends_on_it_and_nothing_else(checkout):
+def test_what_was_ended_is_tried_again_and_what_is_named_is_measured_again(checkout):
     checkout.config["steps"]["cpu"]["checkpoint"] = [False, True]
-    status, output = checkout.run("all", FAKE_RED="checkpointing")
-    assert status != 0
-    assert "Gate checkpointing is red: fake: error 2, bound 1." in output
-    assert "Traceback" not in output
-    assert output.index("figures/matrix.html") < output.index("Gate checkpointing is red")
-    outcomes = {row["config_id"]: row["status"] for row in checkout.rows("steps")}
-    assert outcomes == {
-        "cpu--tiny--sdpa_flash": "ok",
-        "cpu--tiny--sdpa_flash--ckpt": "gate_failed",
-        "cpu--tiny--separate": "ok",
-        "cpu--tiny--separate--ckpt": "gate_failed",
-    }
-    assert not any("ckpt" in call for call in checkout.measured())
-
-
-def test_predictions_wait_for_their_gates_and_a_red_one_stops_them(checkout):
-    checkout.config["predictions"] = {
-        "devices": ["cpu"],
-        "priority": 1,
-        "shapes": ["tiny"],
-        "variants": ["sdpa_flash", "separate"],
-        "replicates": 1,
-    }
-    status, output = checkout.run("predictions", FAKE_RED="op--attention--separate")
-    assert status == 1 and "Gate op--attention--separate is red" in output
-    rows = checkout.rows("predictions")
-    found = {(row["variant"], row["status"]) for row in rows}
-    assert found == {("sdpa_flash", "ok"), ("separate", "gate_failed")} and len(rows) == 10
-    assert checkout.measured() == ["predictions--tiny--sdpa_flash 1"]
-
-
-def test_red_gate_of_one_implementation_leaves_the_others_of_the_job(checkout):
-    checkout.config["ops"]["attention"]["implementations"] = ["sdpa_flash", "separate"]
-    status, output = checkout.run("attention", FAKE_RED="op--attention--separate")
-    assert status != 0
-    outcomes = {(row["config_id"], row["pass"]): row["status"] for row in checkout.rows("ops")}
-    assert outcomes == {
-        ("attention--tiny--sdpa_flash", "forward"): "ok",
-        ("attention--tiny--sdpa_flash", "backward"): "ok",
-        ("attention--tiny--separate", "forward"): "gate_failed",
-        ("attention--tiny--separate", "backward"): "gate_failed",
-        ("attention--tiny--separate--twin1", "forward"): "gate_failed",
-        ("attention--tiny--separate--twin1", "backward"): "gate_failed",
-    }
-    reasons = {row["reason"] for row in checkout.rows("ops") if row["status"] == "gate_failed"}
-    assert reasons == {"gate op--attention--separate is red: fake: error 2, bound 1"}
-
-
-def test_red_gate_of_one_operator_stops_only_steps_that_use_it(checkout):
-    checkout.config["variants"]["separate_mlp"] = {"attention": "separate", "mlp": "single"}
-    checkout.config["steps"]["cpu"]["variants"] = ["separate", "separate_mlp"]
-    checkout.config["gates"].append("op--mlp--single")
-    status, _ = checkout.run("cpu", FAKE_RED="op--mlp--single")
-    assert status != 0
-    rows = {row["variant"]: row for row in checkout.rows("steps")}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "separate": "ok",
-        "separate_mlp": "gate_failed",
-    }
-    assert "op--mlp--single" in rows["separate_mlp"]["gates"].split("|")
-
-
-def planned(checkout) -> dict[str, int]:
-    """{rule: jobs} of a dry run."""
-    status, output = checkout.run("-n", "measurements")
+    waiting = {f"cpu--tiny--{name}--ckpt" for name in ("separate", "sdpa_flash")}
+    status, output = checkout.run("all", FAKE_KILLED=f"{SEPARATE},attention--tiny,checkpointing")
+    assert status == 0 and " is red" not in output, output
+    said = output[output.index("Not finished") :].rstrip().splitlines()[:-1]
+    assert "Not finished: gate checkpointing: no progress in 120 s, 1 of 2 cases." in said
+    assert said[-2:] == [
+        "Jobs that wait for gates which are not finished: 2.",
+        "Nothing is wrong with it. It goes on with: snakemake --cores 1 all",
+    ]
+    assert not waiting & {call.split()[0] for call in checkout.measured()}
+    stopped = {row["config_id"]: row for row in checkout.rows("steps") if row["status"] != "ok"}
+    assert stopped.keys() == waiting | {SEPARATE}
+    for name in waiting:
+        assert stopped[name]["status"] == "timeout"
+        assert stopped[name]["reason"].startswith("gate checkpointing is not finished: no progres")
+    passed = "select passed from gate_status where gate = 'checkpointing'"
+    assert checkout.store(passed) == [(None,)]
+    before = outcomes(checkout)
+    checkout.forget_calls()
+    status, output = checkout.run("all")
+    assert status == 0 and "Not finished" not in output, output
+    gates = [call for call in checkout.calls() if "gate" in call]
+    assert gates == ["gate checkpointing"] and checkout.store(passed) == [(True,)]
+    assert set(checkout.measured()) == {f"{name} 1" for name in (*waiting, SEPARATE,
+                                                                 "attention--tiny")}  # fmt: skip
+    after = outcomes(checkout)
+    assert set(before) < set(after) and len(after) == 7  # every row stays
+    # All that a name begins, an operator's job by an implementation, and a gate.
+    checkout.forget_calls()
+    names = f"{SEPARATE},attention--tiny--sdpa_flash,gates--baseline"
+    status, output = checkout.run("again", "--config", f"again={names}", FAKE_KILLED=SEPARATE)
     assert status == 0, output
-    return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", output, re.MULTILINE)}
+    measured = {f"{SEPARATE} 2", f"{SEPARATE}--ckpt 2", "attention--tiny 2"}
+    assert set(checkout.measured()) == measured and "gate baseline" in checkout.calls()
+    assert set(after) <= set(outcomes(checkout))
+    checkout.forget_calls()
+    assert checkout.run("all")[0] == 0 and checkout.measured() == [f"{SEPARATE} 2"]
+    checkout.forget_calls()
+    assert checkout.run("all")[0] == 0 and not checkout.calls()
 
 
-def test_a_gate_that_runs_again_takes_no_benchmark_of_the_same_code_with_it(finished):
-    finished.edit("tnp/gates/checkpointing.py", "checks")
-    plan = planned(finished)
-    assert plan["gate"] == 1 and not {"step", "op", "train"} & plan.keys()
-    # What a red gate refused waits for it: nothing says of which code it is.
-    (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--ckpt--r1.state").unlink()
-    assert planned(finished)["step"] == 1
-    status, output = finished.run("gates")
-    assert status == 0 and finished.calls() == ["gate checkpointing"], output
-    assert planned(finished)["step"] == 1
-
-
-def test_touched_or_commented_source_reruns_nothing(finished):
-    for file in (
-        "tnp/model/network.py",
-        "tnp/train/recorded_runs.py",
-        "workflow/scripts/benchmark.py",
-    ):
+def test_an_edit_voids_what_runs_it_and_nothing_that_was_measured_is_lost(finished):
+    before, rows = run_ids(finished), outcomes(finished)
+    # A comment, another docstring and a touched file void nothing.
+    files = ("tnp/model/network.py", "workflow/scripts/benchmark.py", "tnp/train/recorded_runs.py")
+    for file in files:
         finished.append(file, "\n# A comment.\n")
     kernel = finished.folder / "tnp/ops/attention/triton_forward.py"
     docstring, rest = kernel.read_text().split('"""', 2)[1:]
     kernel.write_text(f'"""Not {docstring}"""\n\n{rest}')
-    for script in finished.folder.glob("workflow/scripts/*.py"):
-        script.touch()
+    # A gate that runs again takes no benchmark of the same code with it.
+    finished.edit("tnp/gates/checkpointing.py", "checks")
+    plan = planned(finished, "measurements")
+    assert plan["gate"] == 1 and not {"step", "op", "train"} & plan.keys()
+    # What a red gate refused waits for it: nothing says of which code it is.
+    state = finished.folder / f"data/runs/cpu/steps/{SEPARATE}--ckpt--r1.state"
+    state.rename(state.with_suffix(".away"))
+    assert planned(finished, "measurements")["step"] == 1
+    state.with_suffix(".away").rename(state)
+    status, output = finished.run("gates", "all")
+    assert status == 0 and finished.calls() == ["gate checkpointing"], output
+
+    finished.forget_calls()
+    finished.edit("tnp/ops/attention/triton_forward.py", "_fwd_tile")
     status, output = finished.run("all")
     assert status == 0, output
-    assert not finished.calls()
-
-
-def test_recorded_rows_are_inputs_of_the_store(finished):
-    recorded = finished.folder / "data/recorded/cpu/steps"
-    recorded.mkdir(parents=True)
-    source = finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet"
-    shutil.copy(source, recorded / "stamp.parquet")
-    status, output = finished.run("all")
-    assert status == 0, output
-    assert not finished.calls()
-    origins = finished.store("select origin, count(*) from steps group by all order by all")
-    assert origins == [("recorded", 1), ("runs", 7)]
-
-
-def test_truncated_recorded_file_ends_before_any_work(checkout):
-    bad = checkout.folder / "data/recorded/cpu/steps/stamp.parquet"
-    bad.parent.mkdir(parents=True)
-    bad.write_bytes(b"PAR1 half a file")
-    status, output = checkout.run("all")
-    assert status != 0
-    assert "data/recorded/cpu/steps/stamp.parquet" in output
-    assert "Traceback" not in output and not checkout.calls()
-
-
-@pytest.mark.parametrize("folder", ["data", "figures"])
-def test_unwritable_folder_is_named(checkout, folder):
-    (checkout.folder / folder).write_text("a file where the folder should be")
-    status, output = checkout.run("all")
-    assert status != 0
-    assert f"cannot write to {folder}" in output
-    assert "Traceback" not in output and not checkout.calls()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_folder_is_named(checkout):
-    (checkout.folder / "figures").mkdir(mode=0o500)
-    status, output = checkout.run("all")
-    assert status != 0 and "cannot write to figures/ (Permission denied)" in output
-
-
-def test_what_is_missing_or_damaged_is_made_again(finished):
-    step = finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet"
-    store, figure = (finished.folder / file for file in ("data/results.duckdb", MATRIX))
-    step.unlink()
-    figure.unlink()
-    store.write_bytes(store.read_bytes()[:5000])
-    Path(f"{store}.wal").write_bytes(b"of another program")
-    status, output = finished.run("all")
-    assert status == 0, output
-    assert finished.measured() == ["cpu--tiny--separate 1"]
-    assert step.exists() and figure.exists()
-    assert finished.store("select count(*) from steps") == [(8,)]
-    store.unlink()
-    status, output = finished.run("all")
-    assert status == 0, output
-    assert finished.store("select count(*) from steps") == [(8,)]
+    gates = {call for call in finished.calls() if call.startswith("gate")}
+    assert gates == {"gate op--attention--separate"}  # nothing waits for the others
+    again = finished.measured()
+    assert {call.split()[0] for call in again} == {SEPARATE, f"{SEPARATE}--ckpt"}
+    after = run_ids(finished)
+    assert all(before[table] < after[table] for table in ("steps", "gates")), output
+    assert all(before[table] <= after[table] for table in before)
+    twice = [row for row in rows if f"{row[0]} {row[1]}" in again]
+    assert outcomes(finished) == sorted(rows + twice)
+    # Also where a kill comes amid what is measured anew, and the edit is taken back.
+    text = (finished.folder / "tnp/model/network.py").read_text()
+    finished.edit("tnp/model/network.py", "Network")
+    workflow = finished.start("all", FAKE_SECONDS="60")
+    wait_for(lambda: sum(call.startswith("start") for call in finished.calls()) > len(again))
+    workflow.kill()
+    workflow.end()
+    (finished.folder / "tnp/model/network.py").write_text(text)
+    finished.forget_calls()
+    assert finished.run("all")[0] == 0
+    assert len([call for call in finished.measured() if call.startswith("cpu--")]) == 1
+    last = run_ids(finished)
+    assert all(after[table] <= last[table] for table in after)
+    finished.forget_calls()
+    assert finished.run("all")[0] == 0 and not finished.calls()
 
 
 def test_figures_are_drawn_from_what_there_is(finished):
     """As after an interrupted run, and with sources that would void every measurement."""
+    recorded = finished.folder / "data/recorded/cpu/steps"
+    recorded.mkdir(parents=True)
+    step = finished.folder / f"data/runs/cpu/steps/{SEPARATE}--r1.parquet"
+    shutil.copy(step, recorded / "stamp.parquet")
+    step.unlink()
+    store, figure = (finished.folder / file for file in ("data/results.duckdb", MATRIX))
     shutil.rmtree(finished.folder / "figures")
-    (finished.folder / "data/results.duckdb").unlink()
-    (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
-    finished.edit("tnp/model/network.py", "TransformerNP")
-    status, output = finished.run("figures", MATRIX, FAKE_RED="op--mlp--single")
-    assert status == 0, output
-    assert not finished.calls()
-    assert (finished.folder / MATRIX).exists()
-    assert finished.store("select count(*) from steps") == [(7,)]
-
-
-def test_a_figure_by_its_file_needs_no_measurement_and_outlives_a_failure(checkout):
-    figure = checkout.folder / MATRIX
+    store.unlink()
+    text = (finished.folder / "tnp/model/network.py").read_text()
+    finished.edit("tnp/model/network.py", "Network")
+    status, output = finished.run("--report", "report.html", "figures")
+    assert status == 0 and "Adding" not in output  # none is drawn yet
     files = [MATRIX, "figures/memory.svg", "figures/index.html", "data/results.duckdb"]
-    status, output = checkout.run(*files, "-n")
-    assert status == 0 and MATRIX in output and not figure.exists()
-    status, output = checkout.run(*files)
-    assert status == 0, output
-    assert all((checkout.folder / file).exists() for file in files) and not checkout.calls()
-    assert not (checkout.folder / "figures/speedup.html").exists()
-    assert "what speedup found" in (checkout.folder / "figures/index.html").read_text()
+    status, output = finished.run(*files)
+    assert status == 0 and not finished.calls(), output
+    assert all((finished.folder / file).exists() for file in files)
+    assert not (finished.folder / "figures/speedup.html").exists()
+    assert "what speedup found" in (finished.folder / "figures/index.html").read_text()
+    origins = finished.store("select origin, count(*) from steps group by all order by all")
+    assert origins == [("recorded", 1), ("runs", 7)]
+    # One that cannot be drawn stays as it was, and the others are drawn.
     figure.write_text("as it was")
-    status, output = checkout.run(MATRIX, FAKE_BROKEN="matrix")
+    status, output = finished.run("figures", FAKE_BROKEN="matrix")
     assert status != 0 and "Traceback" not in output
     assert "not drawn: figures/matrix.html (ValueError: nothing to draw)" in output
-    assert figure.read_text() == "as it was"
-    status, output = checkout.run("figures/matrix.svg")
-    assert status == 0 and figure.read_text() == "matrix", output
+    assert figure.read_text() == "as it was" and (finished.folder / "figures/speedup.svg").exists()
+    status, output = finished.run("--report", "report.html", "figures")
+    assert status == 0 and "Adding speedup.svg" in output
+    assert "Is it faster?" in (finished.folder / "report.html").read_text()
+    # What is missing or damaged is made again.
+    (finished.folder / "tnp/model/network.py").write_text(text)
+    figure.unlink()
+    store.write_bytes(store.read_bytes()[:5000])
+    Path(f"{store}.wal").write_bytes(b"of another program")
+    status, output = finished.run("all")
+    assert status == 0 and finished.measured() == [f"{SEPARATE} 1"], output
+    assert step.exists() and figure.exists()
+    assert finished.store("select count(*) from steps") == [(9,)]
 
 
-def test_a_report_holds_the_figures(checkout):
-    status, output = checkout.run("--report", "report.html", "figures")
-    assert status == 0 and "Adding" not in output  # none is drawn yet
-    checkout.run("figures")
-    status, output = checkout.run("--report", "report.html", "figures")
-    assert status == 0, output
-    assert "Adding speedup.svg" in output and "Adding memory.svg" in output
-    assert "Is it faster?" in (checkout.folder / "report.html").read_text()
-
-
-def test_a_figure_that_cannot_be_drawn_stays_as_it_was(finished):
-    (finished.folder / "figures/memory.html").write_text("as it was")
-    (finished.folder / MATRIX).unlink()
-    status, output = finished.run("figures", FAKE_BROKEN="memory")
-    assert status != 0
-    assert "not drawn: figures/memory.html (ValueError: nothing to draw)" in output
-    assert (finished.folder / "figures/memory.html").read_text() == "as it was"
-    assert (finished.folder / MATRIX).exists()
-
-
-@pytest.mark.parametrize("file", ["recorded/cpu/steps/pipe", "runs/cpu/gates/mlp"])
-def test_a_pipe_among_the_tables_is_named(checkout, file):
-    pipe = checkout.folder / f"data/{file}.parquet"
-    pipe.parent.mkdir(parents=True)
-    os.mkfifo(pipe)
-    status, output = checkout.run("all")
-    assert status != 0
-    assert f"data/{file}.parquet is no regular file: remove it" in output
-    assert not checkout.calls()
+def test_each_kernel_that_is_profiled_becomes_a_row_and_each_pass_one_of_the_view(checkout):
+    """A false GPU and a false `ncu` stand for real ones."""
+    mlp = {"problems": {"few": {"rows": 8, "d_model": 32, "d_ff": 48}}}
+    checkout.config["device"] = GPU
+    checkout.config["gates"].append("op--mlp--single")
+    checkout.config["profiles"] = {"priority": 1, "sections": "full"}
+    checkout.config["profiles"]["ops"] = {"mlp": mlp | {"implementations": ["torch", "single"]}}
+    plan = planned(checkout, "profiles")
+    assert plan["profile"] == 2 and "gate" not in plan
+    for file, text in FAKE_GPU.items():
+        checkout.append(file, text)
+    folder = checkout.folder.parent / "bin"
+    path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    # Counters that may not be read are a sentence and no error.
+    false_ncu.install(folder, "echo ==ERROR== ERR_NVGPUCTRPERM; exit 1", "")
+    status, output = checkout.run("profiles", **path)
+    assert status == 0 and "Traceback" not in output, output
+    said = "profiles--mlp--few--torch r1: unsupported: the driver keeps performance counters for"
+    assert said in output
+    rows = checkout.rows("profiles", GPU)
+    assert [(row["status"], row["kernel"]) for row in rows] == [("unsupported", None)] * 4
+    for made in (checkout.folder / "data/runs", folder):
+        shutil.rmtree(made)
+    false_ncu.install(folder, 'touch "$report"', false_ncu.table(false_ncu.full()))
+    status, output = checkout.run("profiles", "figures", **path)
+    assert status == 0 and "profiles--mlp--few--single r1: 4 rows" in output, output
+    rows = checkout.rows("profiles", GPU)
+    assert len(rows) == 2 * 2 * 2  # implementations, passes, kernels
+    assert {row["status"] for row in rows} == {"ok"} and {row["device"] for row in rows} == {GPU}
+    reports = checkout.folder.glob(f"data/runs/{GPU}/ncu/*/*.ncu-rep")
+    both = [(name, pass_) for name in ("single", "torch") for pass_ in ("backward", "forward")]
+    assert {f"{file.parent.name} {file.stem}" for file in reports} == {
+        f"profiles--mlp--few--{name}--r1 {pass_}" for name, pass_ in both
+    }
+    view = checkout.store(
+        "select implementation, pass, own, n_kernels, duration_us, registers, stall_1, stall_3"
+        " from profiled_passes order by all"
+    )
+    counted = (2, 1234.56 + 2.05, 168, "long scoreboard", "barrier")
+    assert view == [(name, of, name == "single", *counted) for name, of in both]

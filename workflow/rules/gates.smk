@@ -3,7 +3,7 @@
 
 rule gate:
     output:
-        **outputs("gate", "{gate}{attempt}"),
+        **FILES.outputs(GATE, "{gate}{attempt}"),
     log:
         f"{LOGS}/{{gate}}{{attempt}}.log",
     wildcard_constraints:
@@ -18,7 +18,7 @@ rule gate:
         ),
         device=DEVICE,
         slug=SLUG,
-        timeout_s=config["timing"]["timeout_s"],
+        timeout_s=CONFIG.timing["timeout_s"],
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
         unfinished=f"{RUNS}/unfinished/{{gate}}.jsonl",
     script:

@@ -14,8 +14,8 @@ have no influence on anything else: `snakemake --report report.html figures` aft
 # All that has to run on the measured machine; what follows can be done anywhere.
 rule measurements:
     input:
-        planned_tables(),
-        again_tables(),
+        FILES.of_plan(),
+        FILES.of_again(),
 
 
 # Measures nothing.

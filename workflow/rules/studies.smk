@@ -8,30 +8,24 @@ what the compiler says of every kernel for every target.
 
 rule gates:
     input:
-        gate_files(PLANNED_GATES),
+        FILES.of_gates(PLAN.gates),
 
 
 rule compiled:
     input:
-        planned("gate", COMPILED)["gates"],
+        FILES.planned(GATE, COMPILED)["gates"],
 
 
-for study, jobs in plan.studies(OF_BENCHMARKS).items():
+for study, jobs in PLAN.studies().items():
 
     rule:
         name:
             study
         input:
-            [
-                file
-                for config_id, replicate in jobs
-                for file in planned(
-                    benchmark(config_id), f"{config_id}--r{replicate}"
-                ).values()
-            ],
+            [file for files in FILES.of_replicates(jobs) for file in files.values()],
 
 
-for study in ELSEWHERE.keys() - config["training"]:
+for study in ELSEWHERE.keys() - CONFIG.training:
 
     rule:
         name:

@@ -3,9 +3,9 @@
 
 rule train:
     input:
-        awaited("train", TRAINED),
+        awaited("train"),
     output:
-        **outputs("train", TRAINED),
+        **FILES.outputs("train", TRAINED),
     log:
         f"{LOGS}/{TRAINED}.log",
     wildcard_constraints:
@@ -14,7 +14,7 @@ rule train:
     resources:
         gpu=GPUS,
     params:
-        **params_of("train"),
+        **params_of("train", TRAINED),
         # Not an output: Snakemake deletes the outputs of a job that it starts again.
         checkpoints=f"{RUNS}/checkpoints/{TRAINED}",
     script:

@@ -4,14 +4,8 @@ A trial is a contender of an ordinary operator benchmark. The table is no rule's
 committed, and nothing else may wait for a tuning.
 """
 
-TRIALS = [
-    planned("op", f"{config_id}--r{replicate}")
-    for config_id, replicate in plan.running_order(TUNING)
-]
-TIMED = [
-    planned("op", f"{config_id}--r{replicate}")
-    for config_id, replicate in operator_plan.deciding(config, OPS)
-]
+TRIALS = FILES.of_replicates(running_order(PLAN.on_demand))
+TIMED = FILES.of_replicates(deciding(CONFIG, PLAN.jobs["op"]))
 
 
 # Without an output it always runs, and always from the rows that are there.

@@ -1,0 +1,206 @@
+"""Benchmarks of operators: all implementations of a size in one job, and the device's ceilings."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tnp.bench.outcome import implementation_of, op_job, twins
+from tnp.bench.policy import THROUGHPUT, question
+from tnp.dispatch.registry import AUTO, catalog, is_automatic
+from tnp.dispatch.spec import OWN
+from tnp.gates import gates_of
+from tnp.store.schemas import CEILINGS, FORMATS
+from workflow import models, problems, settings, sources
+from workflow.faults import Fault, Place, listed, not_among, unknown
+from workflow.settings import ABSENT, Section
+from workflow.studies import Config, Here, Job, Study
+
+CEILINGS_STUDY = "ceilings"
+
+
+class Sizes(Section):
+    """An operator's sizes and implementations; it is `op`, or else the entry's name."""
+
+    op: str = ABSENT
+    shapes: settings.Names = []
+    at: settings.Names = []
+    problems: settings.some(settings.Free) = ABSENT
+    implementations: settings.SomeNames
+
+
+class Settings(Sizes, settings.Study):
+    implementations: settings.SomeNames = ABSENT  # which the ceilings do not have
+    dtype: settings.one_of("bfloat16", "float16", "float32") = ABSENT  # for compute_dtype
+    timing: settings.OwnTiming = ABSENT
+    d_ff_storage: settings.Size = ABSENT
+
+
+class Ops(Study):
+    """What benchmarks of operators have in common, and section `ops`."""
+
+    section = "ops"
+    holds = dict[settings.Name, Settings]
+    default = {}
+    kind = "op"
+    tables = ("ops", "samples", "code", "environments")
+    said = ("time_ms_p50", "pass", "implementation")
+
+    def entries(self, config: Config) -> Mapping[str, settings.Study]:
+        return self.spec(config)
+
+    def operators(self, config: Config) -> Iterator[tuple[Place, str, Any]]:
+        """Yields (place, operator, entry) of every entry of the section."""
+        for name, spec in self.spec(config).items():
+            if name != CEILINGS_STUDY:
+                yield (self.section, name), spec.op or name, spec
+
+    def jobs(self, here: Here) -> Iterator[Job]:
+        for study, spec in self.here(here):
+            if study == CEILINGS_STUDY:
+                yield from _ceilings(here, spec)
+                continue
+            op = spec.op or study
+            names = problems.implementations(op, spec.implementations)
+            contenders = [*names, *twins(_twice(op, names), 1)]
+            timing = here.timing(spec.timing or {})
+            for named in problems.of_operator(here.config, op, spec, spec.dtype or here.dtype):
+                config_id = f"{study}--{named.shape.replace('/', '-')}"
+                yield job(here, study, spec, config_id, named, contenders, timing=timing)
+
+    def faults(self, config: Config) -> Iterator[Fault]:
+        for place, op, spec in self.operators(config):
+            yield from _faults(place, op, spec, config, self.devices(config, spec))
+        for name, spec in self.spec(config).items() if type(self) is Ops else ():
+            if name == CEILINGS_STUDY:
+                known = settings.Study.model_fields
+                for key in spec.model_fields_set - known.keys():
+                    yield Fault((self.section, name), unknown("key", key, known), (key,))
+            elif spec.implementations is None:
+                yield Fault((self.section, name), "key 'implementations' is missing")
+
+    def devices(self, config: Config, spec: Any) -> list[str]:
+        """Returns the devices for which problems are made."""
+        return spec.devices
+
+    def uses(self, config: Config) -> Iterator[models.Use]:
+        for place, op, spec in self.operators(config):
+            for index, name in enumerate(spec.implementations):
+                if is_automatic(name) or name in catalog().names(op):
+                    model = config.model | {"d_ff_storage": problems.storage(config, op, spec)}
+                    where = (*place, "implementations", index)
+                    yield models.Use(where, {op: name}, model, trains=False)
+
+    def gates(self, job: Job) -> dict[str, list[str]]:
+        op = job["op"]
+        return {
+            name: [] if op in CEILINGS else gates_of(op, implementation_of(name))
+            for name in job["implementations"]
+        }
+
+    def code(self, job: Job) -> sources.Found:
+        found: sources.Found = {}
+        for name in dict.fromkeys(map(implementation_of, job["implementations"])):
+            found |= sources.of_op(job | {"implementation": name})
+        return found
+
+    def completed(self, job: Job) -> Job:
+        """Returns a job with the `definitions` of each implementation, the house's too."""
+        names = dict.fromkeys(map(implementation_of, job["implementations"]))
+        found = {name: sources.of_op(job | {"implementation": name}, ()) for name in names}
+        return job | {"definitions": {name: sources.code(of) for name, of in found.items()}}
+
+    def names(self, job: Job) -> list[str]:
+        return [job["config_id"], *job["implementations"].values()]
+
+
+def job(
+    here: Here,
+    study: str,
+    spec: settings.Study,
+    config_id: str,
+    named: problems.Named,
+    contenders: Iterable[str],
+    **others: Any,
+) -> Job:
+    """Returns the job of one problem, with contender → config_id of its rows."""
+    of = op_job(named.problem, contenders, config_id, named.draw, shape=named.shape)
+    return of | named.columns | here.job(config_id, study, spec, **others)
+
+
+def deciding(config: Config, ops: Mapping[str, Job]) -> list[tuple[str, int]]:
+    """Returns (id, replicate) of those benchmarks, of `ops`, by which implementations are chosen.
+
+    They are those of throughput with "auto" at a shape of section `tuning`. The other shapes tell
+    how good the choice is where nothing was tuned.
+    """
+    shapes = config.tuning.shapes if config.tuning else ()
+    return [
+        (config_id, replicate)
+        for config_id, of in ops.items()
+        if of.get("shape") in shapes
+        and of["study"] in config.ops
+        and question(of["timing"]) == THROUGHPUT
+        and AUTO in of["implementations"]
+        for replicate in range(1, of["replicates"] + 1)
+    ]
+
+
+def _ceilings(here: Here, spec: settings.Study) -> Iterator[Job]:
+    asked = [(ceiling, here.dtype) for ceiling in CEILINGS]
+    formats = FORMATS if here.device == "cuda" else ()
+    asked += [("ceiling_matmul", name) for name in formats if name != here.dtype]
+    for ceiling, number in asked:
+        mark = "" if number == here.dtype else f"_{number}"
+        config_id = f"{CEILINGS_STUDY}--{ceiling.removeprefix('ceiling_')}{mark}"
+        about = {"op": ceiling, "implementations": {"torch": config_id}, "dtype": number}
+        yield here.job(config_id, CEILINGS_STUDY, spec, **about)
+
+
+def _twice(op: str, implementations: list[str]) -> str:
+    """Returns who stands in a benchmark twice: the last of ours, or the last."""
+    named = [name for name in implementations if not is_automatic(name)]
+    ours = [name for name in named if catalog().role(op, name) == OWN]
+    return [*implementations, *ours][-1]
+
+
+def _faults(
+    place: Place, op: str, spec: Any, config: Config, devices: list[str]
+) -> Iterator[Fault]:
+    """Yields names, and problems, that the operator or its gates do not know."""
+    if op not in catalog().operators:
+        of, key = (place, "op") if getattr(spec, "op", None) else (place[:-1], op)
+        yield Fault(of, unknown("operator", op, catalog().operators), (key,))
+        return
+    names = spec.implementations or []
+    known = [*catalog().names(op), AUTO, problems.INSTALLED]
+    yield from not_among((*place, "implementations"), "implementation", names, known)
+    yield from not_among((*place, "shapes"), "shape", spec.shapes, config.shapes)
+    yield from models.faults_of_storage(
+        place, {"d_ff_storage": getattr(spec, "d_ff_storage", None)}, config.model
+    )
+    if not spec.model_fields_set & set(problems.SECTIONS):
+        yield Fault(place, f"one of the keys {listed(problems.SECTIONS)} is missing")
+    for device in devices:
+        dtype = getattr(spec, "dtype", None) or config.compute_dtype[device]
+        try:
+            of_op = list(problems.of_operator(config, op, spec, dtype))
+        except ValueError as error:
+            yield Fault(place, str(error))
+            return
+        called = [named.shape for named in of_op]
+        for name in sorted({name for name in called if called.count(name) > 1}):
+            yield Fault(place, f"two of its problems are called {name!r}: rename one")
+        for named in of_op:
+            for reason in refusals(op, names, named.problem, device):
+                yield Fault(place, f"{named.shape}: {reason}")
+
+
+def refusals(op: str, names: list[str], problem: Any, device: str) -> Iterator[str]:
+    """Yields why a problem cannot be timed: no gate is like it, or one of `names` refuses it."""
+    without = problems.without_case(problem, device)
+    if without is not None:
+        yield without
+    for name in names if device == "cuda" else ():
+        if name in catalog().names(op):
+            reason = models.refusal(catalog().operator(op), name, problem, trains=False)
+            if reason is not None:
+                yield reason
