@@ -76,7 +76,7 @@ def again(change):
     change()
     return codes()
 
-FILE = Path("tnp/ops/attention/triton_forward.py").resolve()
+FILE = Path("tnp/ops/attention/portable/forward.py").resolve()
 read_text, found = Path.read_text, [codes(), again(lambda: None)]
 
 def reads(old, new):

@@ -18,7 +18,8 @@ from tnp.contract import Budget, Call
 from tnp.contract import Case as OperatorsCase
 from tnp.gates import rounding
 from tnp.gates.checks import distance, error_ratio, max_abs_error
-from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, triton_backward
+from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE
+from tnp.ops.attention.portable import backward as portable_backward
 from tnp.ops.attention.primitives import LOG2_E
 from tnp.ops.attention.torch_forms import reference as formula
 from tnp.ops.attention.torch_forms import visible
@@ -319,14 +320,14 @@ def test_split_reduction_is_the_single_pass(monkeypatch):
     inputs = draw(Case(3, 1, 67, 60, dtype=torch.float32))
     n_keys = counts(*COUNTS)
     whole = KERNELS["separate"].run(*inputs, n_keys)
-    segments, partials = [], triton_backward.Partials
+    segments, partials = [], portable_backward.Partials
 
     def counted(k, n, whole):
         segments.append(n)
         return partials(k, n, whole)
 
-    monkeypatch.setattr(triton_backward, "MIN_SEGMENT_TILES", 1)
-    monkeypatch.setattr(triton_backward, "Partials", counted)
+    monkeypatch.setattr(portable_backward, "MIN_SEGMENT_TILES", 1)
+    monkeypatch.setattr(portable_backward, "Partials", counted)
     split, again = (KERNELS["separate"].run(*inputs, n_keys) for _ in range(2))
     assert segments == [5, 5]
     assert all(map(torch.equal, split, again))

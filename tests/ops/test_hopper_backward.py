@@ -14,8 +14,8 @@ from tests.ops.problems import DEVICE
 from tnp import targets
 from tnp.contract import Call
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention.hopper_dkdv_pipeline import heads_in_turn
-from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
+from tnp.ops.attention.hopper.dkdv_pipeline import heads_in_turn
+from tnp.ops.attention.hopper.padded_rows import TILE_ROWS, PaddedRows
 from tnp.ops.attention.keys import (
     Reach,
     block_in_turn,

@@ -14,7 +14,7 @@ from tnp.contract import Call
 from tnp.gates.checks import relative_error
 from tnp.launch import Bound
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention import hopper_backward as backward
+from tnp.ops.attention.hopper import backward
 from tnp.ops.attention.primitives import KeyGradients, n_key_tiles
 
 BLOCK_N = backward.BLOCK_N.value

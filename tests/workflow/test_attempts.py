@@ -105,7 +105,7 @@ def run_ids(checkout) -> dict[str, set[str]]:
 
 def test_what_an_edit_voids_and_nothing_else_is_measured_beside_what_is_there(finished):
     before, rows = run_ids(finished), outcomes(finished)
-    finished.edit("tnp/ops/attention/triton_forward.py", "_fwd_tile")
+    finished.edit("tnp/ops/attention/portable/forward.py", "_fwd_tile")
     status, output = finished.run("all")
     assert status == 0, output
     gates = {call for call in finished.calls() if call.startswith("gate")}

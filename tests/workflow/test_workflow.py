@@ -208,7 +208,7 @@ def test_a_gate_that_runs_again_takes_no_benchmark_of_the_same_code_with_it(fini
 def test_touched_or_commented_source_reruns_nothing(finished):
     for file in ("tnp/model.py", "tnp/train.py", "workflow/scripts/benchmark.py"):
         finished.append(file, "\n# A comment.\n")
-    kernel = finished.folder / "tnp/ops/attention/triton_forward.py"
+    kernel = finished.folder / "tnp/ops/attention/portable/forward.py"
     docstring, rest = kernel.read_text().split('"""', 2)[1:]
     kernel.write_text(f'"""Not {docstring}"""\n\n{rest}')
     for script in finished.folder.glob("workflow/scripts/*.py"):

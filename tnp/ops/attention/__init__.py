@@ -147,26 +147,26 @@ def _operation(name: str, *kernels: str) -> Operation:
 
 
 FORWARD = _operation(
-    "forward", "few_keys:FORWARD", "hopper_forward:FORWARD", "triton_forward:FORWARD"
+    "forward", "few_keys:FORWARD", "hopper.forward:FORWARD", "portable.forward:FORWARD"
 )
 # The backward pass for few keys is one launch without atomics: the deterministic form, and fused.
 SEPARATE = _operation(
     "separate",
     "few_keys:BACKWARD",
-    "hopper_backward:SEPARATE_BY_HEAD",
-    "hopper_backward:SEPARATE",
-    "triton_backward:SEPARATE",
+    "hopper.backward:SEPARATE_BY_HEAD",
+    "hopper.backward:SEPARATE",
+    "portable.backward:SEPARATE",
 )
 FUSED = _operation(
     "fused",
     "few_keys:BACKWARD",
-    "hopper_backward:FUSED_BY_HEAD",
-    "hopper_backward:FUSED",
-    "triton_backward:FUSED",
+    "hopper.backward:FUSED_BY_HEAD",
+    "hopper.backward:FUSED",
+    "portable.backward:FUSED",
 )
-PORTABLE_FORWARD = _operation("portable_forward", "triton_forward:FORWARD")
-PORTABLE_BACKWARD = _operation("portable_backward", "triton_backward:SEPARATE")
-IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWARD")
+PORTABLE_FORWARD = _operation("portable_forward", "portable.forward:FORWARD")
+PORTABLE_BACKWARD = _operation("portable_backward", "portable.backward:SEPARATE")
+IN_8_BITS = _operation("forward_8bit", "eight_bit.hopper:FORWARD", "eight_bit.portable:FORWARD")
 OPERATOR = Operator(
     "attention",
     inputs=("q", "k", "v", "n_keys?", "cu_seqlens_q?", "cu_seqlens_k?"),

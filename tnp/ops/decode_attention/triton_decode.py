@@ -15,7 +15,7 @@ arithmetic and waits: `lengths` it may read, since the first lets it begin when 
 ended.
 
 Products accumulate in float32 and softmax is to base 2, by a running maximum, as in
-`tnp.ops.attention.triton_forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
+`tnp.ops.attention.portable.forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
 along the keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., arXiv 2309.06180.)
 """
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from tnp.contract import Call
-from tnp.ops.attention.hopper_primitives import ring
+from tnp.ops.attention.hopper.primitives import ring
 from tnp.ops.attention.keys import block_in_turn, blocks_after, blocks_before, place, query_tiles
 from tnp.ops.hopper_primitives import opaque
 

@@ -22,10 +22,10 @@ import triton.language as tl
 from tnp.contract import Call, Kernel, Problem, Reason
 from tnp.launch import Bound
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
-from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, heads_in_turn
-from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
-from tnp.ops.attention.hopper_primitives import supported, without_reference
+from tnp.ops.attention.hopper.dkdv import DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper.dkdv_pipeline import BLOCK_N, heads_in_turn
+from tnp.ops.attention.hopper.padded_rows import TILE_ROWS, PaddedRows
+from tnp.ops.attention.hopper.primitives import supported, without_reference
 from tnp.ops.attention.keys import Tiles, all_seen, block_in_turn, n_tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,

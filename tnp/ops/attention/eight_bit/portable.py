@@ -13,6 +13,13 @@ from tnp.contract import Call, Kernel
 from tnp.launch import Bound
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.eight_bit import RANGE
+from tnp.ops.attention.eight_bit.quantize import (
+    BLOCK,
+    empty_output,
+    key_at,
+    quantizer,
+    value_offsets,
+)
 from tnp.ops.attention.primitives import (
     LOG2_E,
     forward,
@@ -22,7 +29,6 @@ from tnp.ops.attention.primitives import (
     rows_layout,
     store_rows,
 )
-from tnp.ops.attention.quantize import BLOCK, empty, key_at, quantizer, value_offsets
 from tnp.ops.primitives import KernelConfig, cast, dot, key_count
 
 _RANGE = tl.constexpr(RANGE)
@@ -117,4 +123,4 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel("triton_8bit", empty, prepare, configs=configs, options=OPTIONS)
+FORWARD = Kernel("triton_8bit", empty_output, prepare, configs=configs, options=OPTIONS)

@@ -21,6 +21,8 @@ the next maximum. Other warpgroups' exponentials run beside it. To start the nex
 registers for both, so that two consumers are left: 514 TFLOP/s in place of 587 (large, H200).
 """
 
+from collections.abc import Callable
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,12 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from tnp.contract import Call, Kernel, Reason
+from tnp.launch import Bound
 from tnp.ops.attention import eight_bit
-from tnp.ops.attention.hopper_forward_kernel import store_part
-from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
-from tnp.ops.attention.hopper_forward_walk import lane_sums
-from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, tile
-from tnp.ops.attention.quantize import BLOCK, GROUP
+from tnp.ops.attention.definition import OPTIONS
+from tnp.ops.attention.eight_bit.quantize import BLOCK, GROUP, empty_output, quantizer
+from tnp.ops.attention.hopper import forward as hopper_forward
+from tnp.ops.attention.hopper import primitives as hopper_primitives
+from tnp.ops.attention.hopper.forward import ForwardConfig, lane_sums, store_part
+from tnp.ops.attention.hopper.forward_pipeline import LAG, ROWS, Pipeline, produce
+from tnp.ops.attention.hopper.primitives import allocate_tiles, head_map, ring, tile
+from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
 from tnp.ops.hopper_primitives import barriers, opaque
 
 RANGE = gl.constexpr(eight_bit.RANGE)
@@ -285,3 +292,55 @@ def attention_fwd_hopper_8bit_kernel(
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],
     )
+
+
+# DOC of hopper_8bit
+# """Attention forward in 8 bits for Hopper: what runs around `hopper_8bit_kernel`.
+#
+# One launch quantizes, one attends, and where tiles were split along the keys a third adds them up.
+# """
+def supported(call: Call) -> Reason:
+    """As the kernels for 16 bits, but the quantizer reads what TMA cannot."""
+    if call.target.kind != "cuda" or call.target.capability != 90:
+        return hopper_primitives.supported(call)
+    return None
+
+
+def configs(call: Call) -> tuple[ForwardConfig, ...]:
+    """Candidates, the default first: 1.730 and 1.771 ms at mid, 143.0 and 144.2 at large (H200)."""
+    return ForwardConfig(BLOCK.value, 2, 160, 3), ForwardConfig(BLOCK.value, 4, 160, 3)
+
+
+def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
+    """Quantization, the kernel, and the sum of parts where tiles are split."""
+    q, k, _, n_keys = inputs[:4]
+    _, n_heads, n_q, _ = q.shape
+    of_o, rows = rows_layout(q), ROWS.value
+    quantize = quantizer(call, inputs)
+    n_tiles, _, (n_whole, n_split, share) = hopper_forward.tiles(call, config)
+    kernel = Bound(
+        attention_fwd_hopper_8bit_kernel, (call.target.multiprocessors,),
+        n_tiles, n_heads, n_q, k.shape[2], n_whole, share,
+        maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
+        STAGES=config.num_stages, REGISTERS=config.registers, CONSUMERS=config.consumers,
+        HAS_N_KEYS=n_keys is not None, num_warps=4,
+    )  # fmt: skip
+    of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
+
+    def launch(inputs, scalars):
+        q, _, _, n_keys = inputs[:4]
+        o = q.new_empty_strided(*of_o)
+        x = quantize(inputs)
+        of_split = x.vector.new_empty_strided(*of_parts) if combine else x.vector
+        kernel(
+            x.q, x.k, x.v, o, x.q_scale, x.scales, x.vector, of_split,
+            x.vector if n_keys is None else n_keys, scalars[0] * LOG2_E,
+        )  # fmt: skip
+        if combine:
+            combine(of_split, o, x.vector)
+        return (o,), ()
+
+    return forward(launch, call)
+
+
+FORWARD = Kernel("hopper_8bit", empty_output, prepare, supported, configs, OPTIONS)

@@ -193,7 +193,7 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
     return quantize
 
 
-def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
+def empty_output(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
     """o [B, H, n_q, D] laid out [B, n_q, H, D]; nothing is saved."""
     q = inputs[0]
     return (q.new_empty_strided(*rows_layout(q)),), ()

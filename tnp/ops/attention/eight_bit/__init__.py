@@ -18,6 +18,7 @@ from tnp.ops.attention.torch_forms import LN_2
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 HEAD_DIM = 64
 BLOCK = 128  # keys that share a scale and a reference
 SAMPLED = 256  # rows, at most, of which keys and values take the mean
