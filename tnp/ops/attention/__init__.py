@@ -153,14 +153,12 @@ FORWARD = _operation(
 SEPARATE = _operation(
     "separate",
     "few_keys:BACKWARD",
-    "hopper.backward:SEPARATE_BY_HEAD",
     "hopper.backward:SEPARATE",
     "portable.backward:SEPARATE",
 )
 FUSED = _operation(
     "fused",
     "few_keys:BACKWARD",
-    "hopper.backward:FUSED_BY_HEAD",
     "hopper.backward:FUSED",
     "portable.backward:FUSED",
 )

@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from tnp.contract import Call, Kernel, Reason
 from tnp.launch import Bound
@@ -45,13 +44,13 @@ from tnp.ops.attention.hopper.forward import ForwardConfig, lane_sums, store_par
 from tnp.ops.attention.hopper.forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper.primitives import allocate_tiles, head_map, ring, tile
 from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
-from tnp.ops.hopper_primitives import barriers, opaque
+from tnp.ops.hopper_primitives import barriers, opaque, structure
 
 RANGE = gl.constexpr(eight_bit.RANGE)
 HEAD_DIM = gl.constexpr(64)
 
 
-@aggregate
+@structure
 class Pipeline8:
     """What all warps of a program share; `Pipeline` has the split of the work."""
 
@@ -82,25 +81,6 @@ class Pipeline8:
     GROUP: gl.constexpr
     PACKED: gl.constexpr
     MASKED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, o, q_full, q_empty, full, empty, q_scale_ptr, scales_ptr, n_keys_ptr,
-        n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS,
-    ):  # fmt: skip
-        self.q, self.k, self.v, self.o = q, k, v, o
-        self.q_full, self.q_empty = q_full, q_empty
-        self.full, self.empty = full, empty
-        self.q_scale_ptr, self.scales_ptr = q_scale_ptr, scales_ptr
-        self.n_keys_ptr = n_keys_ptr
-        self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
-        self.n_whole, self.share, self.scale_log2 = n_whole, share, scale_log2
-        self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK), gl.constexpr(STAGES)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
-        self.HEAD_DIM, self.GROUP = HEAD_DIM, gl.constexpr(1)
-        self.PACKED, self.MASKED = gl.constexpr(False), gl.constexpr(False)
 
     n_items = Pipeline.n_items
     item = Pipeline.plain_item
@@ -279,7 +259,7 @@ def attention_fwd_hopper_8bit_kernel(
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
         q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS,
+        BLOCK, STAGES, CONSUMERS, HAS_N_KEYS, HEAD_DIM, 1, False, False,
     )  # fmt: skip
     # An inline list: assigned to a name first, its constants would turn into tensors.
     gl.warp_specialize(

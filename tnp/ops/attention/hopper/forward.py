@@ -1,31 +1,30 @@
 """Attention forward for Hopper: TMA, warp specialization, a reference that is checked afterwards.
 
-A program keeps one multiprocessor: consumer warpgroups own 64 query rows each, a producer warp
+A program keeps one multiprocessor. Consumer warpgroups own 64 query rows each, and a producer warp
 streams blocks of keys and values through shared memory. For a tile of queries, with
 s = scale·log2(e)·q kᵀ:
 
     p = 2^(s − m)    o = (Σ_j p_j v_j) / Σ_j p_j    lse = m + log2(Σ_j p_j)
 
-Softmax does not change with the reference m. First m is each row's largest score in the block of
-keys that comes first, and neither maximum nor rescaling follows. The row's sum is at least 1, so
-that nothing underflows that counts, and it tells afterwards whether a later score lay too far above
-m: then it passes LIMIT, or the output is not finite. A program that saw such a row does all its
-tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.02867); in bfloat16 a score must
-lie 64 above m for it, to base 2.
+Softmax does not depend on the reference m. The kernel takes each row's largest score in its first
+block of keys as m. It then computes no maximum and rescales nothing. The row's sum is at least 1,
+so no weight that matters underflows. The sum also shows afterwards whether a later score was too
+far above m: it is then above LIMIT, or the output is not finite. A program with such a row computes
+all its tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.02867). In bfloat16 that
+takes a score 64 above m, to base 2.
 
-BASE2: q carries scale·log2(e), and m is 0, but of a block that is alone. A score then costs an
-exponential and no FFMA, which is 5 to 7 % of the time, since what limits the kernel is power. Sums
-from 2^−64 to 2^64 stand: nothing that counts under- or overflows in bfloat16 then.
+BASE2: q carries scale·log2(e), and m is 0 unless a block is the only one. A score then costs an
+exponential and no FFMA. That saves 5 to 7 % of the time, because power limits the kernel. Sums from
+2^−64 to 2^64 are accepted: no weight that matters then under- or overflows in bfloat16.
 
 The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
 (arXiv 2407.08608).
 
-The last block of keys, the one that may be ragged, comes first, so that the loop needs no mask.
-Tiles that would leave multiprocessors idle in a last round are split along the keys where
-`hopper_forward.schedule` finds it worth while, and a second kernel adds the parts up in a fixed
-order.
+The last block of keys, which may be ragged, comes first, so that the loop needs no mask. Tiles that
+would leave multiprocessors idle in a last round are split along the keys if `schedule` finds that
+worth while. A second kernel adds the parts up in a fixed order.
 
-Saved for the backward pass: `lse` [B, H, n_q] in float32, to base 2.
+It saves `lse` [B, H, n_q] for the backward pass, in float32 and to base 2.
 """
 
 from collections.abc import Callable
@@ -82,15 +81,227 @@ from tnp.ops.attention.primitives import (
 from tnp.ops.hopper_primitives import barriers, opaque
 from tnp.ops.primitives import nan_outside
 
-# The largest sum of a row whose reference stands: p·v stays finite up to |v| = 2^63. In float16 p
-# itself is not up to there, and the row of acc then not finite.
+# The largest sum of a row that is accepted: p·v stays finite up to |v| = 2^63. In float16 p itself
+# is not finite up to there, and then acc is not finite.
 LIMIT = gl.constexpr(2.0**64)
-LEAST = gl.constexpr(2.0**-64)  # and the smallest where the reference is 0
+LEAST = gl.constexpr(2.0**-64)  # the smallest sum that is accepted if the reference is 0
+COMBINE_ROWS = 32
+# Splitting must save a program so many blocks of keys, 0.6 µs each on an H200: parts cost 10 µs.
+MIN_BLOCKS_SAVED = 16
+SECTION_BYTES = 24 * 2**20  # keys and values of a section; an H200's L2 cache holds 50 MiB
+
+
+# ------------------------------------------------------------------------------- a warpgroup's rows
+
+
+@gluon.jit
+def lane_sums(p, BLOCK_N: gl.constexpr):
+    """Returns row sums over the columns that a thread holds, [64, 4], without a shuffle."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _scores(pipe, q, stage):
+    """Starts q kᵀ with the keys of a stage."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
+    zeros = gl.zeros([ROWS, pipe.BLOCK_N], gl.float32, S)
+    k_t = tile(pipe.k, stage).permute((1, 0))
+    return warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(pipe, p, acc, stage):
+    """Starts acc + p v with the values of a stage."""
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    p = gl.convert_layout(p.to(pipe.v.dtype), gl.DotOperandLayout(0, OUT, 2))
+    return warpgroup_mma(p, tile(pipe.v, stage), acc, is_async=True)
+
+
+@gluon.jit
+def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
+    """Returns (p, alpha, m, l_i) after a block of scores. alpha rescales the earlier sums."""
+    if ONLINE:
+        m_new = gl.maximum(m, gl.max(s, 1) * pipe.scale_log2)
+        reference = _reference(pipe, m_new)
+        alpha = gl.exp2(m - reference)
+        p = gl.exp2(s * pipe.scale_log2 - reference[:, None])
+        return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
+    else:
+        p = gl.exp2(s) if pipe.BASE2 else gl.exp2(s * pipe.scale_log2 - m[:, None])
+        return p, 1.0, m, l_i + lane_sums(p, pipe.BLOCK_N)
+
+
+@gluon.jit
+def _reference(pipe, m):
+    """Returns m, and 0 for a row that has seen no key."""
+    return gl.where(m == float("-inf"), 0.0, m) if pipe.MASKED else m
+
+
+@gluon.jit
+def _first_block(pipe, q, step, keys, block, alone, place, ONLINE: gl.constexpr):
+    """Returns (p, m, l_i) after the first block. It is the last one, so it is always masked.
+
+    `alone`: whether it is the only block. `place`: where the rows are; see `_hidden`.
+    """
+    BLOCK_N: gl.constexpr = pipe.BLOCK_N
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    stage, phase = ring(step, pipe.STAGES)
+    mbarrier.wait(pipe.full.index(stage), phase)
+    s = warpgroup_mma_wait(0, deps=[_scores(pipe, q, stage)])
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    if pipe.MASKED:
+        s = _hidden(pipe, s, block, place)
+    else:
+        # As in `_hidden`.
+        columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
+        inside = (columns & -7) < opaque(keys - block * BLOCK_N) - opaque(columns & 6)
+        s = gl.where(inside[None, :], s, float("-inf"))
+    m = gl.max(s, 1) * pipe.scale_log2
+    if pipe.BASE2 and not ONLINE:
+        # A single block takes its own reference: o is then exact if a sample has one key.
+        m = gl.where(alone, m, 0.0)
+    if not ONLINE:
+        m = _reference(pipe, m)
+    p = gl.exp2(s * pipe.scale_log2 - _reference(pipe, m)[:, None])
+    l_i = gl.sum(p, 1) if ONLINE else lane_sums(p, BLOCK_N)
+    return p, m, l_i
+
+
+@gluon.jit
+def _next_block(
+    pipe, q, step, p, acc, m, l_i, block, place, HIDDEN: gl.constexpr, ONLINE: gl.constexpr
+):  # fmt: skip
+    """Returns (p, acc, m, l_i) after a block.
+
+    Its scores are multiplied beside the values of the block before. ptxas waits for those values
+    before the exponentials, which is faster for blocks of 64 keys.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    stage, phase = ring(step, pipe.STAGES)
+    mbarrier.wait(pipe.full.index(stage), phase)
+    s_started = _scores(pipe, q, stage)
+    acc_started = _add_values(pipe, p, acc, stage)
+    s = warpgroup_mma_wait(1, deps=[s_started])
+    if HIDDEN:
+        s = _hidden(pipe, s, block, place)
+    p, alpha, m, l_i = _softmax(pipe, s, m, l_i, ONLINE)
+    acc = warpgroup_mma_wait(0, deps=[acc_started])
+    if ONLINE:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return p, acc, m, l_i
+
+
+@gluon.jit
+def _last_values(pipe, step, p, acc):
+    """Returns acc with the values of the last block added."""
+    stage, phase = ring(step, pipe.STAGES)
+    mbarrier.wait(pipe.full.index(stage), phase)
+    acc = warpgroup_mma_wait(0, deps=[_add_values(pipe, p, acc, stage)])
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return acc
+
+
+@gluon.jit
+def _hidden(pipe, s, block, place):
+    """Returns a block's scores with −inf for each key that the row does not see.
+
+    `place`: the first row in its sequence, and the sequence's numbers of queries and keys.
+    """
+    S: gl.constexpr = s.type.layout
+    row, n_rows, keys = place
+    # Rows and keys count from the thread's own first column of the block, 2·(lane % 4), so that its
+    # columns are constants. Opaque: kept through the loops, indices and masks would spill.
+    columns = gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
+    origin = (opaque(columns & 6) + block * pipe.BLOCK_N)[None, :]
+    rows = (opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)))[:, None]
+    visible = seen(
+        rows - origin, (columns & -7)[None, :], n_rows - origin, keys - origin,
+        pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT,
+    )  # fmt: skip
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
+    """Returns acc [64, D], l_i [64] and m [64] of a warpgroup over key blocks first … last − 1.
+
+    `step` stages were consumed before. Unless ONLINE, the reference m is that of the first block.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
+    end = step + last - first
+    place = (0, 0, 0)
+    p, m, l_i = _first_block(
+        pipe, q, step, keys, last - 1, last - first == 1, place, ONLINE
+    )  # fmt: skip
+    for j in range(step + 1, end):
+        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, 0, place, False, ONLINE)
+    return _last_values(pipe, end, p, acc), _whole_sums(pipe, l_i, ONLINE), m
+
+
+@gluon.jit
+def _whole_sums(pipe, l_i, ONLINE: gl.constexpr):
+    """Returns the sums of rows from those of lanes."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
+    return l_i if ONLINE else gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
+
+
+@gluon.jit
+def attend_masked(pipe, q, step, place, first, last, ONLINE: gl.constexpr):
+    """Returns the same as `attend`, from the last block that these rows see to the first.
+
+    The tile's other warpgroups may see more blocks. This warpgroup hands those back unread.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
+    acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
+    row, n_rows, keys = place
+    own_first, own_last = pipe.blocks(row, n_rows, keys, ROWS, first, last)
+    own_first = gl.where(row < 0, own_last - 1, own_first)  # no rows: a block of little use
+    _begin, full_begin, full_end, _end = key_range(
+        row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
+    )
+    # The first block is at step `begin`. From step `plain` to `hidden` − 1 no score is hidden.
+    begin = step + last - own_last
+    end = begin + own_last - own_first
+    plain = gl.minimum(gl.maximum(step + last - full_end // pipe.BLOCK_N, begin + 1), end)
+    hidden = end
+    if pipe.LEFT:
+        full_first = gl.cdiv(full_begin, pipe.BLOCK_N)
+        hidden = gl.minimum(gl.maximum(step + last - full_first, plain), end)
+    _pass_by(pipe, step, begin)
+    p, m, l_i = _first_block(
+        pipe, q, begin, keys, own_last - 1, own_last - own_first == 1, place, ONLINE
+    )
+    for j in range(begin + 1, plain):
+        block = step + last - 1 - j
+        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, block, place, True, ONLINE)
+    for j in range(plain, hidden):
+        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, 0, place, False, ONLINE)
+    if pipe.LEFT:
+        for j in range(hidden, end):
+            block = step + last - 1 - j
+            p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, block, place, True, ONLINE)
+    acc = _last_values(pipe, end, p, acc)
+    _pass_by(pipe, end + LAG, step + last - first + LAG)
+    return acc, _whole_sums(pipe, l_i, ONLINE), m
+
+
+@gluon.jit
+def _pass_by(pipe, begin, end):
+    """Hands the stages begin … end − 1 back unread."""
+    for j in range(begin, end):
+        stage, phase = ring(j, pipe.STAGES)
+        mbarrier.wait(pipe.full.index(stage), phase)
+        mbarrier.arrive(pipe.empty.index(stage), count=1)
+
+
+# --------------------------------------------------------------------------------------- the kernel
 
 
 @gluon.constexpr_function
 def part_width(head_dim):
-    """Of a row of a part: acc, m and l, padded so that rows stay aligned."""
+    """Returns the floats of a row of a part: acc, m and l, padded so that rows stay aligned."""
     return head_dim + 4
 
 
@@ -105,7 +316,7 @@ def _producer(pipe, q_desc, k_desc, v_desc):
 
 @gluon.jit
 def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
-    """Leave a warpgroup's acc [64, D], m [64] and l_i [64] of the program's i-th item, a part."""
+    """Stores a warpgroup's acc [64, D], m [64] and l_i [64] of the program's i-th item, a part."""
     OUT: gl.constexpr = acc.type.layout
     HEAD_DIM: gl.constexpr = pipe.HEAD_DIM
     WIDTH: gl.constexpr = part_width(HEAD_DIM)
@@ -122,7 +333,7 @@ def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _sees(pipe, place, LAYOUT: gl.constexpr):
-    """[64], whether a row is one that sees some key."""
+    """Returns [64]: whether a row exists and sees some key."""
     row, n_rows, keys = place
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     begin, _full_begin, _full_end, end = key_range(
@@ -135,7 +346,7 @@ def _sees(pipe, place, LAYOUT: gl.constexpr):
 def _consume(
     pipe, o_desc, o_ptr, lse_ptr, part_ptr, n, step, WARPGROUP: gl.constexpr, ONLINE: gl.constexpr
 ):  # fmt: skip
-    """Attend for the program's items; n items and `step` stages came before. Both, after it."""
+    """Attends for the program's items after `n` items and `step` stages. Returns both after it."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     DTYPE: gl.constexpr = o_desc.dtype
@@ -148,7 +359,7 @@ def _consume(
             q = tile(pipe.q, slot * pipe.CONSUMERS + WARPGROUP)
             IN_REGISTERS: gl.constexpr = pipe.HEAD_DIM * pipe.BLOCK_N < 128 * 128  # else they spill
             operand = q.load(gl.DotOperandLayout(0, S, 2)) if IN_REGISTERS else q
-            # The last tile's output has left shared memory by now.
+            # Waits until the last tile's output has left shared memory.
             tma.store_wait(0)
             mbarrier.arrive(pipe.q_empty.index(slot ^ 1), count=1, pred=n > 0)
             if pipe.MASKED:
@@ -164,7 +375,7 @@ def _consume(
             if pipe.MASKED:
                 sees = _sees(pipe, (row, n_rows, keys), S)
             if not ONLINE:
-                # Not l > LIMIT, which NaN would not be either.
+                # Not l > LIMIT, which would be false for NaN.
                 stands = l_i <= LIMIT
                 if pipe.MASKED:
                     stands = stands & ((l_i >= LEAST) | ~sees)
@@ -173,8 +384,8 @@ def _consume(
                 if o_desc.dtype == gl.float16:
                     finite = gl.sum(acc * 0.0, 1) == 0.0
                     stands = stands & gl.convert_layout(finite, gl.SliceLayout(1, S))
-                # By row, and asked once after all items: of a maximum over warps ptxas keeps a
-                # register through all loops, and spills it.
+                # Kept by row, and read once after all items: for a maximum over warps ptxas would
+                # keep a register through all loops, and spill it.
                 failed = pipe.failed.slice(WARPGROUP * ROWS, ROWS)
                 failed.store(gl.where(stands, failed.load(gl.SliceLayout(1, S)), 1.0))
 
@@ -183,7 +394,7 @@ def _consume(
             rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             if pipe.MASKED or i < pipe.n_whole:
                 if pipe.MASKED:
-                    l_i = gl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key o is 0
+                    l_i = gl.where(l_i == 0.0, 1.0, l_i)  # o of a row that sees no key is 0
                     m = gl.where(sees, m, float("-inf"))
                 counted: gl.constexpr = pipe.HAS_N_KEYS or pipe.PACKED
                 l_i = nan_outside(l_i, pipe.n_keys_ptr, bh // pipe.n_heads, pipe.n_k, counted)
@@ -203,7 +414,7 @@ def _consume(
                         o_desc, [bh // pipe.n_heads, bh % pipe.n_heads, row, 0],
                         pipe.q.index(q_slot),
                     )  # fmt: skip
-                else:  # the rows that follow are another sequence's
+                else:  # the next rows belong to another sequence
                     store_some(o_ptr, acc.to(DTYPE), bh, row, n_q, pipe.n_heads)
                 lse_ptrs = lse_ptr + bh.to(gl.int64) * pipe.n_q + row + rows
                 gl.store(lse_ptrs, m + gl.log2(l_i), mask=(row + rows < n_q) & exist)
@@ -212,7 +423,7 @@ def _consume(
             step += last - first + LAG
             n += 1
     if not ONLINE:
-        # Each warp reads all rows, and no maximum over warps follows.
+        # Each warp reads all rows, so that no maximum over warps is needed.
         of_warp: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [4], [0])
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         some = gl.max(pipe.failed.slice(WARPGROUP * ROWS, ROWS).load(of_warp), 0)
@@ -246,7 +457,7 @@ def attention_fwd_hopper_kernel(
     REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr, HAS_N_KEYS: gl.constexpr,
     PACKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BASE2: gl.constexpr,
 ):  # fmt: skip
-    """o and lse of whole query tiles, and parts of those that are split."""
+    """Writes o and lse of whole query tiles, and the parts of split ones."""
     flag: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     zeros = gl.zeros([4 * ROWS], gl.float32, one)
@@ -261,9 +472,10 @@ def attention_fwd_hopper_kernel(
         failed, overflow, barriers(1, CONSUMERS).index(0),
         tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
         n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
-        HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT, BASE2,
+        HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT,
+        LEFT or RIGHT or PACKED, BASE2,
     )  # fmt: skip
-    # An inline list: assigned to a name first, its constants would turn into tensors.
+    # The list is inline: assigned to a name first, its constants would turn into tensors.
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
@@ -287,227 +499,17 @@ def attention_fwd_hopper_kernel(
         )
 
 
-# DOC of hopper_forward_walk
-# """What a warpgroup of Hopper's forward kernel does with its rows of queries: it goes through the
-# blocks of keys that they see (`hopper_forward_kernel` says how softmax is computed).
-# """
-@gluon.jit
-def lane_sums(p, BLOCK_N: gl.constexpr):
-    """Row sums over the columns that a thread holds: [64, 4], without a shuffle."""
-    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _scores(pipe, q, stage):
-    """Start q kᵀ with the keys of a stage."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
-    zeros = gl.zeros([ROWS, pipe.BLOCK_N], gl.float32, S)
-    k_t = tile(pipe.k, stage).permute((1, 0))
-    return warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add_values(pipe, p, acc, stage):
-    """Start acc + p v with the values of a stage."""
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
-    p = gl.convert_layout(p.to(pipe.v.dtype), gl.DotOperandLayout(0, OUT, 2))
-    return warpgroup_mma(p, tile(pipe.v, stage), acc, is_async=True)
-
-
-@gluon.jit
-def _softmax(pipe, s, m, l_i, ONLINE: gl.constexpr):
-    """(p, alpha, m, l_i) after a block of scores; alpha rescales what was summed before."""
-    if ONLINE:
-        m_new = gl.maximum(m, gl.max(s, 1) * pipe.scale_log2)
-        reference = _reference(pipe, m_new)
-        alpha = gl.exp2(m - reference)
-        p = gl.exp2(s * pipe.scale_log2 - reference[:, None])
-        return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
-    else:
-        p = gl.exp2(s) if pipe.BASE2 else gl.exp2(s * pipe.scale_log2 - m[:, None])
-        return p, 1.0, m, l_i + lane_sums(p, pipe.BLOCK_N)
-
-
-@gluon.jit
-def _reference(pipe, m):
-    """m, and 0 of a row that has seen no key."""
-    return gl.where(m == float("-inf"), 0.0, m) if pipe.MASKED else m
-
-
-@gluon.jit
-def _first_block(pipe, q, step, keys, block, alone, place, ONLINE: gl.constexpr):
-    """(p, m, l_i) after the first block, which always has a mask: the last one may be ragged.
-
-    `alone`: whether it is the only one. `place` says where the rows stand (`_hidden`).
-    """
-    BLOCK_N: gl.constexpr = pipe.BLOCK_N
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    stage, phase = ring(step, pipe.STAGES)
-    mbarrier.wait(pipe.full.index(stage), phase)
-    s = warpgroup_mma_wait(0, deps=[_scores(pipe, q, stage)])
-    mbarrier.arrive(pipe.empty.index(stage), count=1)
-    if pipe.MASKED:
-        s = _hidden(pipe, s, block, place)
-    else:
-        # As in `_hidden`.
-        columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
-        inside = (columns & -7) < opaque(keys - block * BLOCK_N) - opaque(columns & 6)
-        s = gl.where(inside[None, :], s, float("-inf"))
-    m = gl.max(s, 1) * pipe.scale_log2
-    if pipe.BASE2 and not ONLINE:
-        # One block alone may have its reference: o is then exact where a sample has one key.
-        m = gl.where(alone, m, 0.0)
-    if not ONLINE:
-        m = _reference(pipe, m)
-    p = gl.exp2(s * pipe.scale_log2 - _reference(pipe, m)[:, None])
-    l_i = gl.sum(p, 1) if ONLINE else lane_sums(p, BLOCK_N)
-    return p, m, l_i
-
-
-@gluon.jit
-def _next_block(
-    pipe, q, step, p, acc, m, l_i, block, place, HIDDEN: gl.constexpr, ONLINE: gl.constexpr
-):  # fmt: skip
-    """(p, acc, m, l_i) after a block, whose scores are multiplied beside the values of the one
-    before. ptxas waits for these ahead of the exponentials; 64-key blocks are faster that way.
-    """
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
-    stage, phase = ring(step, pipe.STAGES)
-    mbarrier.wait(pipe.full.index(stage), phase)
-    s_started = _scores(pipe, q, stage)
-    acc_started = _add_values(pipe, p, acc, stage)
-    s = warpgroup_mma_wait(1, deps=[s_started])
-    if HIDDEN:
-        s = _hidden(pipe, s, block, place)
-    p, alpha, m, l_i = _softmax(pipe, s, m, l_i, ONLINE)
-    acc = warpgroup_mma_wait(0, deps=[acc_started])
-    if ONLINE:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    mbarrier.arrive(pipe.empty.index(stage), count=1)
-    return p, acc, m, l_i
-
-
-@gluon.jit
-def _last_values(pipe, step, p, acc):
-    """acc with the values of the last block."""
-    stage, phase = ring(step, pipe.STAGES)
-    mbarrier.wait(pipe.full.index(stage), phase)
-    acc = warpgroup_mma_wait(0, deps=[_add_values(pipe, p, acc, stage)])
-    mbarrier.arrive(pipe.empty.index(stage), count=1)
-    return acc
-
-
-@gluon.jit
-def _hidden(pipe, s, block, place):
-    """Scores with those of a block's keys at −inf that a row does not see.
-
-    `place`: the rows' first one in its sequence, and the sequence's queries and keys.
-    """
-    S: gl.constexpr = s.type.layout
-    row, n_rows, keys = place
-    # Rows and keys are counted from the thread's own first column of the block, 2·(lane % 4), so
-    # that its columns are constants. Opaque, or indices and masks would be kept through the loops,
-    # and spill.
-    columns = gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
-    origin = (opaque(columns & 6) + block * pipe.BLOCK_N)[None, :]
-    rows = (opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)))[:, None]
-    visible = seen(
-        rows - origin, (columns & -7)[None, :], n_rows - origin, keys - origin,
-        pipe.left, pipe.right, pipe.LEFT, pipe.RIGHT,
-    )  # fmt: skip
-    return gl.where(visible, s, float("-inf"))
-
-
-@gluon.jit
-def attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
-    """acc [64, D], l_i [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
-
-    `step` stages were consumed before. The reference m is of the first block unless ONLINE.
-    """
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
-    acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
-    end = step + last - first
-    place = (0, 0, 0)
-    p, m, l_i = _first_block(
-        pipe, q, step, keys, last - 1, last - first == 1, place, ONLINE
-    )  # fmt: skip
-    for j in range(step + 1, end):
-        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, 0, place, False, ONLINE)
-    return _last_values(pipe, end, p, acc), _whole_sums(pipe, l_i, ONLINE), m
-
-
-@gluon.jit
-def _whole_sums(pipe, l_i, ONLINE: gl.constexpr):
-    """Sums of rows from those of lanes."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
-    return l_i if ONLINE else gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
-
-
-@gluon.jit
-def attend_masked(pipe, q, step, place, first, last, ONLINE: gl.constexpr):
-    """As `attend`, from the last block that these rows see to the first. The tile's other
-    warpgroups may see more: those blocks are passed by.
-    """
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
-    acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
-    row, n_rows, keys = place
-    own_first, own_last = pipe.blocks(row, n_rows, keys, ROWS, first, last)
-    own_first = gl.where(row < 0, own_last - 1, own_first)  # no rows: a block of little use
-    _begin, full_begin, full_end, _end = key_range(
-        row, n_rows, keys, pipe.left, pipe.right, ROWS, pipe.LEFT, pipe.RIGHT
-    )
-    # Steps: the first block is at `begin`, and from `plain` to `hidden` − 1 no score is hidden.
-    begin = step + last - own_last
-    end = begin + own_last - own_first
-    plain = gl.minimum(gl.maximum(step + last - full_end // pipe.BLOCK_N, begin + 1), end)
-    hidden = end
-    if pipe.LEFT:
-        full_first = gl.cdiv(full_begin, pipe.BLOCK_N)
-        hidden = gl.minimum(gl.maximum(step + last - full_first, plain), end)
-    _pass_by(pipe, step, begin)
-    p, m, l_i = _first_block(
-        pipe, q, begin, keys, own_last - 1, own_last - own_first == 1, place, ONLINE
-    )
-    for j in range(begin + 1, plain):
-        block = step + last - 1 - j
-        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, block, place, True, ONLINE)
-    for j in range(plain, hidden):
-        p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, 0, place, False, ONLINE)
-    if pipe.LEFT:
-        for j in range(hidden, end):
-            block = step + last - 1 - j
-            p, acc, m, l_i = _next_block(pipe, q, j, p, acc, m, l_i, block, place, True, ONLINE)
-    acc = _last_values(pipe, end, p, acc)
-    _pass_by(pipe, end + LAG, step + last - first + LAG)
-    return acc, _whole_sums(pipe, l_i, ONLINE), m
-
-
-@gluon.jit
-def _pass_by(pipe, begin, end):
-    """Hand the stages begin … end − 1 back unread."""
-    for j in range(begin, end):
-        stage, phase = ring(j, pipe.STAGES)
-        mbarrier.wait(pipe.full.index(stage), phase)
-        mbarrier.arrive(pipe.empty.index(stage), count=1)
-
-
-# DOC of hopper_forward
-# """Attention forward for Hopper: what runs around `hopper_forward_kernel`.
-#
-# Where tiles were split along the keys, a second kernel adds their parts up in a fixed order.
-# """
-COMBINE_ROWS = 32
-# Blocks of keys (0.6 µs each on an H200) that splitting must save a program: parts cost 10 µs and
-# more.
-MIN_BLOCKS_SAVED = 16
-SECTION_BYTES = 24 * 2**20  # of keys and values; an H200's L2 cache holds 50 MiB
+# ------------------------------------------------------------------------------------- the launches
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Keys a block, blocks in flight (a power of two), registers of a consumer's thread, consumers.
+    """Configures the launch.
 
-    Three consumers, of 192 rows, overlap best; two leave fewer rows of a last tile without work.
+    block_n: keys of a block.
+    num_stages: blocks in flight, a power of two.
+    registers: of each thread of a consumer.
+    consumers: warpgroups of 64 rows. Three overlap best. Two leave fewer rows of a last tile empty.
     """
 
     block_n: int
@@ -517,9 +519,9 @@ class ForwardConfig:
 
 
 def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple[int, int, int]:
-    """(query tiles a program takes whole, tiles left to split, blocks of keys of those a program).
+    """Returns a program's whole query tiles, the tiles to split, and its key blocks of those.
 
-    Without a split the last round is of whole tiles too, and not all programs have one.
+    Without a split, the last round has whole tiles too, and not all programs get one.
     """
     n_whole, n_split = divmod(n_tiles, programs)
     share = triton.cdiv(n_split * blocks, programs)
@@ -534,9 +536,10 @@ def _combine_kernel(
     blocks, TILE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     PART_WIDTH: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
+    """Writes rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
 
-    CENTRED: `beside` is a vector of each head to be added to the rows; else lse, to be written.
+    CENTRED: `beside` holds a vector for each head, which is added to the rows. Else it is lse,
+    which is written.
     """
     split = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -571,7 +574,7 @@ def _combine_kernel(
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Candidates, the default first. With masks wide blocks would spill."""
+    """Returns the candidates, the default first. With masks wide blocks would spill."""
     wide, masked = call.problem["head_dim"] == 128, not all_seen(call.problem)
     if masked and wide:
         return (ForwardConfig(64, 4, 240, 2),)
@@ -589,11 +592,11 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 
 def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, int]]:
-    """Query tiles, blocks of keys of one, and `schedule`, of programs as many as multiprocessors.
+    """Returns all query tiles, the key blocks of one tile, and the `schedule` of the programs.
 
-    With n_keys, and where queries see unequal numbers of keys, nothing is split: a program's share
-    would depend on the samples' lengths. Under a causal mask without a window the rounds of a
-    section of heads stand in the share's place.
+    There are as many programs as multiprocessors. With n_keys or a mask nothing is split: a
+    program's share would depend on the samples' lengths. With a causal mask and no window, the last
+    number of the schedule is the rounds of a section of heads.
     """
     p = call.problem
     rows = config.consumers * ROWS.value
@@ -610,14 +613,15 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
 
 
 def n_rounds(of_head: int, heads: int, section: int, programs: int) -> int:
-    """Tiles of the busiest program where each section of heads begins with a round of its own."""
+    """Returns the busiest program's tiles if each section of heads begins a new round."""
     sections = (min(section, heads - first) for first in range(0, heads, section))
     return sum(triton.cdiv(of_head * n, programs) for n in sections)
 
 
 def heads_together(call: Call) -> int:
-    """Heads of queries that programs take together: those whose keys and values lie in half of the
-    L2 cache, and all that share them.
+    """Returns how many heads of queries programs take together.
+
+    Their keys and values fit half of the L2 cache. All heads that share keys are taken together.
     """
     p = call.problem
     of_keys = 2 * p["n_k"] * p["head_dim"] * p.itemsize
@@ -628,10 +632,11 @@ def heads_together(call: Call) -> int:
 def parts(
     call: Call, config: ForwardConfig, of_o: Layout, centred: bool = False
 ) -> tuple[Layout, Bound | None]:
-    """The workspace that split tiles are left in, and what adds them up, None without a split.
+    """Returns the workspace for the parts of split tiles, two a program, and the launch that adds
+    them up, or None without a split.
 
-    Two parts a program. What adds them up takes the workspace, o, and lse, which it writes; where
-    `centred` a vector of each head in its place, [B, H, D], which it adds to o.
+    Call the launch with (workspace, o, lse). It writes o and lse. If `centred`, pass a vector for
+    each head [B, H, D] in place of lse: it is added to o.
     """
     p = call.problem
     tile_rows = config.consumers * ROWS.value
@@ -649,14 +654,17 @@ def parts(
 
 @of_all_seen
 def counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
-    """A launch, blocks of keys of the busiest program, tiles of an average one, a split."""
+    """Returns what a launch's time is made of: see `Kernel.counts`.
+
+    These are the launch, the busiest program's key blocks, an average program's tiles, and a split.
+    """
     n, blocks, (n_whole, n_split, share) = tiles(call, config)
     busiest = n_whole * blocks + share
     return 1, busiest, n / call.target.multiprocessors, float(n_split > 0)
 
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
-    """The kernel, and the sum of parts where tiles are split."""
+    """Prepares the kernel, and the sum of parts if tiles are split."""
     q, k, v = inputs[:3]
     _, n_heads, n_q, head_dim = q.shape
     of_o, of_lse = rows_layout(q), lse_layout(q)
