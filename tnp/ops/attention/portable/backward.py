@@ -120,9 +120,10 @@ def attention_bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_N_KEYS: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv, which share strides. A program takes `segment` queries, n · BLOCK_M.
+    """Writes dk and dv, which share strides. A program takes `segment` queries.
 
-    If heads share keys, a program walks the queries of all these heads, one after the other.
+    `segment` is a multiple of BLOCK_M. If heads share keys, a program walks the queries of all of
+    them, one head after the other.
     """
     n_kv_heads = n_heads // GROUP
     pid_kv = tl.program_id(0) // n_tiles
