@@ -1,4 +1,4 @@
-"""Launches of attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
+"""Launches attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WARPS, QUERIES_OF_A_WARP = 4, 16
 
 
 def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
-    """One launch, a block 64 queries of a head."""
+    """Prepares one launch of `wmma.cu`, with a block for 64 queries of a head."""
     return _prepare(call, inputs, WMMA, cuda.TYPES)
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
-    """Likewise."""
+    """Prepares one launch of `cute.cu`, with a block for 64 queries of a head."""
     return _prepare(call, inputs, CUTE, CUTE_TYPES, cuda.cutlass() or "")
 
 
