@@ -216,9 +216,9 @@ def test_what_is_out_of_range_is_asserted_where_asked(monkeypatch):
 
 
 OUT_OF_RANGE = [
-    ([5, 97], None, "lengths is 97 in sample 1: it must lie between 0 and 96"),
-    ([-1, 5], None, "lengths is -1 in sample 0: it must lie between 0 and 96"),
-    ([5, 97], (0, 0, 0), "lengths is 97 in sample 1: it must lie between 0 and 96"),
+    ([5, 97], None, "n_keys is 97 in sample 1: it must lie between 0 and 96"),
+    ([-1, 5], None, "n_keys is -1 in sample 0: it must lie between 0 and 96"),
+    ([5, 97], (0, 0, 0), "n_keys is 97 in sample 1: it must lie between 0 and 96"),
     ([40, 40], (1, 1, 9), "page_table is 9 in sample 1 at place 1: it must lie between 0 and 8"),
     ([40, 40], (0, 0, -1), "page_table is -1 in sample 0 at place 0: it must lie between 0 and 8"),
 ]
@@ -353,11 +353,11 @@ FLAT = K[:2]
         ({"k": K.half(), "v": V.half()}, "k is torch.float16 and q is torch.float32"),
         ({"k": K.to(torch.float8_e4m3fn), "v": V.to(torch.float8_e4m3fn)}, "a q of 16 bits"),
         ({"q": Q[..., :8]}, "they must agree in D"),
-        ({"q": Q[:, :3]}, "q's heads be a multiple of k's"),
-        ({"lengths": LENGTHS.long()}, r"lengths is torch.int64 \(2,\): it must be int32"),
-        ({"lengths": LENGTHS[:1]}, r"it must be int32 of shape \(2,\)"),
-        ({"lengths": LENGTHS.to("meta")}, "lengths is on meta and q on cpu"),
-        ({"page_table": None}, "q is of 2 sequences and k of 9: without page_table"),
+        ({"q": Q[:, :3]}, "q's heads must be a multiple of k's"),
+        ({"n_keys": LENGTHS.long()}, r"n_keys is torch.int64 \(2,\): it must be int32"),
+        ({"n_keys": LENGTHS[:1]}, r"it must be int32 of shape \(2,\)"),
+        ({"n_keys": LENGTHS.to("meta")}, "n_keys is on meta and q on cpu"),
+        ({"page_table": None}, "q has 2 sequences and k 9: without page_table"),
         ({"page_table": TABLE.long()}, r"it must be int32 \[2, max_pages\]"),
         ({"page_table": TABLE[:1]}, r"it must be int32 \[2, max_pages\]"),
         ({"k": K[:0], "v": V[:0]}, "k has no pages: it must have at least one"),
@@ -373,7 +373,7 @@ FLAT = K[:2]
 )
 @pytest.mark.parametrize("implementation", ["sdpa", "triton", "auto"])
 def test_refusals(change, message, implementation):
-    inputs = {"q": Q, "k": K, "v": V, "lengths": LENGTHS, "page_table": TABLE} | change
+    inputs = {"q": Q, "k": K, "v": V, "n_keys": LENGTHS, "page_table": TABLE} | change
     with pytest.raises(ValueError, match=message):
         decode_attention(**inputs, implementation=implementation)
 
