@@ -214,7 +214,7 @@ def bad_inputs():
     yield "window is 0: it must be a whole number, at least 1", x, x, {"window": 0}
     yield "window is -1: it must be a whole number, at least 1", x, x, {"window": -1}
     yield "window is 1.5", x, x, {"window": 1.5}
-    yield "k has 2 heads and q 3: theirs must divide q's", x[:, [0, 1, 1]], x, {}
+    yield "k has 2 heads and q 3: k's heads must divide q's", x[:, [0, 1, 1]], x, {}
     yield "k has 4 heads and q 2", x, x[:, [0, 1, 1, 0]], {}
     yield "k has 0 heads and q 2", x, x[:, :0], {}
     yield "cu_seqlens_k is None: packed sequences need", x, x, {"cu_seqlens_q": half}

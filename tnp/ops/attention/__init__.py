@@ -77,7 +77,7 @@ def describe(
     if n_heads == 0:
         raise ValueError("q has 0 heads: attention needs at least one")
     if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"k has {n_kv_heads} heads and q {n_heads}: theirs must divide q's")
+        raise ValueError(f"k has {n_kv_heads} heads and q {n_heads}: k's heads must divide q's")
     found = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
     found |= {"head_dim": head_dim}
     if n_kv_heads != n_heads:

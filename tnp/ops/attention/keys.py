@@ -30,7 +30,7 @@ AT_ONCE = tl.constexpr(64)  # sequences, and tiles, that a program of the table 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a problem's queries see. A side is bounded if its flag is set."""
+    """Says how far a problem's queries see. A side is bounded if its flag is set."""
 
     left: int = 0
     right: int = 0
