@@ -124,6 +124,12 @@ def test_heads_have_programs_of_their_own_where_the_gpu_would_be_empty(sizes, op
         assert [config.by_head for config in backward.fused_configs(call)] == expected
 
 
+def test_heads_that_share_no_keys_have_no_shares():
+    """However few they are."""
+    reason = backward.by_head(call(1, 777, 777))
+    assert reason == "it is for heads that share keys"
+
+
 def test_shares_of_heads_have_a_limit():
     """64 heads that share one of keys would take 1.6 GB for 24,000 of them."""
     of = {"batch": 1, "n_heads": 64, "n_kv_heads": 1, "head_dim": 128, "causal": True}
