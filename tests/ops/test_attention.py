@@ -9,7 +9,7 @@ import torch
 from tests.ops.attention_kinds import OURS, ours
 from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
-from tnp import opaque, plans
+from tnp.dispatch import custom_op, plans
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops.attention import OPERATOR, attention
@@ -96,7 +96,7 @@ def test_operators_keep_their_contracts(implementation):
     """With lengths and many keys: the gate calls the operator with few."""
     inputs = tuple(problem("counted").inputs.values())
     text = told(implementation, ["q", "k", "v"], [["base2", True]], ["n_keys"])
-    op = opaque.custom_op(OPERATOR)
+    op = custom_op.custom_op(OPERATOR)
     (o,), saved = op(*inputs, 0.125, text)
     q, k = inputs[:2]
     sizes = (*q.shape[:3], k.shape[2], q.shape[3])

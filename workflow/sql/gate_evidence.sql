@@ -5,7 +5,7 @@
 -- `auto` chose forward and backward may differ, and each pass is judged by its own. A run of the
 -- gate matches where it was on the same device model with the same torch and triton, and names no
 -- definition that the measurement names with another hash, and names whole modules where the
--- measurement does. Definitions of `tnp.choice` do not count: they read tables and compute nothing,
+-- measurement does. Definitions of `tnp.dispatch.tuned_tables` do not count: they read tables and compute nothing,
 -- and the kernels that they chose are compared (`evidence`). The newest match decides. It has
 -- passed where a check about what the measurement uses, or about all implementations, is green and
 -- no such check is red or an error. `concerned` is false where `auto` waited for the gate and chose
@@ -63,7 +63,7 @@ gate_runs as (
 
 sources as (
     select * from code_parts
-    where part in ('definition', 'module') and not starts_with(name, 'tnp.choice:')
+    where part in ('definition', 'module') and not starts_with(name, 'tnp.dispatch.tuned_tables:')
 ),
 
 -- Rows name whole modules, or since definitions are told apart those.

@@ -9,10 +9,10 @@ blocks are known before it is read, and no product is computed whose weights are
 import triton
 import triton.language as tl
 
-from tnp.contract import Problem
+from tnp.dispatch.spec import Problem
+from tnp.ops._shared.primitives import dot
 from tnp.ops.attention.primitives import load_rows
 from tnp.ops.buffered_attention.definition import BLOCK_N, Rows, n_blocks
-from tnp.ops.primitives import dot
 
 # A kernel is not compiled again for other values of these.
 COUNTS = [

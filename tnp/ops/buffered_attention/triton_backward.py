@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import KernelConfig, dot, key_count
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
@@ -45,7 +46,6 @@ from tnp.ops.buffered_attention.primitives import (
     rows_beside,
     scores,
 )
-from tnp.ops.primitives import KernelConfig, dot, key_count
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
-from tnp.inputs import (
+from tnp.dispatch.spec import (
+    ALL_FLOATS,
+    Call,
+    Implementation,
+    Operation,
+    Operator,
+    Reason,
+    triton_from,
+)
+from tnp.ops.attention import HEAD_DIMS
+from tnp.ops.decode_attention import definition, torch_forms
+from tnp.util.checks import (
     positive_number,
     require_between,
     require_bools,
@@ -21,8 +31,6 @@ from tnp.inputs import (
     require_one_device,
     require_pages,
 )
-from tnp.ops.attention import HEAD_DIMS
-from tnp.ops.decode_attention import definition, torch_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,7 +251,7 @@ def decode_attention(
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], factors of k and of v, or None.
         scale: a positive, finite number, or None for 1/√D.
         full: whether every query sees all n_keys[b] keys.
-        implementation: a name of `tnp.catalog`, "torch" for `sdpa`, "own" for the best of ours, or
+        implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa`, "own" for the best of ours, or
             "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens, and up to
             1,024 sequences. Registers bound the queries that read the same keys, heads of a group
             times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
@@ -257,7 +265,7 @@ def decode_attention(
             bool; a tensor requires a gradient; or on the CPU a number of keys or a page is invalid.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if full.__class__ is not bool:
         require_bools(full=full)
@@ -272,4 +280,4 @@ def decode_attention(
     if full:
         options += (("full", True),)
     inputs = q, k, v, n_keys, page_table, k_descale, v_descale
-    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+    return call(OPERATOR, implementation, inputs, (scale,), options)

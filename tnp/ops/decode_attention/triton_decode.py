@@ -11,7 +11,7 @@ workspace: rows not yet divided, their maxima and their sums. A program has at m
 the pair in which it begins, and of the pair in which it ends. A second kernel computes in the same
 way which programs have parts of a pair, and adds them up in their order.
 
-On Hopper and newer GPUs both launch while the kernel before them runs (`tnp.ops.few_rows`). The
+On Hopper and newer GPUs both launch while the kernel before them runs (`tnp.ops._shared.few_rows`). The
 second does its arithmetic and then waits. It may read `lengths` before, because the first kernel
 lets it begin when all earlier kernels have ended.
 
@@ -27,15 +27,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.few_rows import chained, follow
+from tnp.ops._shared.operands import near
+from tnp.ops._shared.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
+from tnp.ops._shared.ranges import asserting, between
 from tnp.ops.attention.primitives import LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
-from tnp.ops.few_rows import chained, follow
-from tnp.ops.operands import near
-from tnp.ops.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
-from tnp.ops.ranges import asserting, between
 
 # The cost of beginning a pair, in blocks. 64 sequences with log-uniform lengths up to 32,768 take
 # 278 µs with 0, 255 with 1, 247 with 2 and 250 with 4 (H200).

@@ -33,8 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tnp.contract import Call, Kernel, Reason
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason
+from tnp.ops._shared.hopper_primitives import barriers, opaque, structure
 from tnp.ops.attention import eight_bit
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.eight_bit.quantize import BLOCK, GROUP, empty_output, quantizer
@@ -44,7 +45,6 @@ from tnp.ops.attention.hopper.forward import ForwardConfig, lane_sums, store_par
 from tnp.ops.attention.hopper.forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper.primitives import allocate_tiles, head_map, ring, tile
 from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
-from tnp.ops.hopper_primitives import barriers, opaque, structure
 
 RANGE = gl.constexpr(eight_bit.RANGE)
 HEAD_DIM = gl.constexpr(64)

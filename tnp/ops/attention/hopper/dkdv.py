@@ -46,8 +46,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
-from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.hopper_primitives import barriers, opaque
 from tnp.ops.attention.hopper.dkdv_pipeline import BLOCK_N, ROWS, Pipeline, heads_in_turn
 from tnp.ops.attention.hopper.primitives import (
     acquired,
@@ -63,7 +64,6 @@ from tnp.ops.attention.hopper.primitives import (
     written,
 )
 from tnp.ops.attention.keys import Reach, key_range, lengths_given, n_tiles, seen
-from tnp.ops.hopper_primitives import barriers, opaque
 
 WIDTH = gl.constexpr(64)  # columns of dq that are added at a time
 NAN_STAYS = gl.constexpr(PropagateNan.ALL)

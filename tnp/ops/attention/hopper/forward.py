@@ -43,8 +43,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.hopper_primitives import barriers, opaque
+from tnp.ops._shared.primitives import nan_outside
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper.forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper.primitives import (
@@ -78,8 +80,6 @@ from tnp.ops.attention.primitives import (
     rows_layout,
     store_rows,
 )
-from tnp.ops.hopper_primitives import barriers, opaque
-from tnp.ops.primitives import nan_outside
 
 # The largest sum of a row that is accepted: p·v stays finite up to |v| = 2^63. In float16 p itself
 # is not finite up to there, and then acc is not finite.

@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tnp.ops._shared.hopper_primitives import opaque, structure
 from tnp.ops.attention.hopper.primitives import load_tile, ring, tile_in_turn
 from tnp.ops.attention.keys import key_range, place
-from tnp.ops.hopper_primitives import opaque, structure
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 LAG = gl.constexpr(1)  # a stage holds the keys of one block and the values of the one LAG before

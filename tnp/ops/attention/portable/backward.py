@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops.attention import primitives
 from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.keys import (
@@ -58,7 +59,6 @@ from tnp.ops.attention.primitives import (
     store_rows,
     tile_width,
 )
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
 
 
 @triton.jit(do_not_specialize=["n_q"])

@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import add_dot, cast, dot, nan_outside
 from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.keys import (
     Reach,
@@ -48,7 +49,6 @@ from tnp.ops.attention.primitives import (
     store_rows,
     tile_width,
 )
-from tnp.ops.primitives import add_dot, cast, dot, nan_outside
 
 # Candidates by bytes per element and columns of a tile, the default first. None spills on any
 # target, and those for masks do not spill with masks. In 16 bits at 64 columns, the default is the
