@@ -70,13 +70,13 @@ def codes():
     return {job.name: kept.code(job) for job in jobs}
 
 def again(change):
-    for cached in (kernel_hash, tnp.experiment.code_hash._reached,
-    tnp.experiment.code_hash._source):
+    reader = tnp.experiment.code_hash
+    for cached in (kernel_hash, reader._reached, reader._source):
         cached.cache_clear()
     change()
     return codes()
 
-FILE = Path("tnp/ops/attention/triton_forward.py").resolve()
+FILE = Path("tnp/ops/attention/portable/forward.py").resolve()
 read_text, found = Path.read_text, [codes(), again(lambda: None)]
 
 def reads(old, new):

@@ -77,9 +77,10 @@ def test_every_configuration_at_ragged_sizes(dtype, pass_, config, n):
     assert_as_float64(lambda *xs: plan.run(xs, (0.125,)), inputs, options, dtype)
 
 
-@pytest.mark.parametrize("lengths", [{}, {"lengths": "5,67", "batch": 2}])
-@pytest.mark.parametrize("all_rows", [True, False])
-def test_programs_that_share_a_head_leave_partials(lengths, all_rows):
+@pytest.mark.parametrize(
+    "all_rows, lengths", [(True, {}), (False, {"lengths": "5,67", "batch": 2})], ids=str
+)
+def test_programs_that_share_a_head_leave_partials(all_rows, lengths):
     """Of two blocks of the context and two of the buffer, the same rows in every block's turn."""
     inputs, options, _ = drawn(67, 66, 2, 40, all_rows, "bfloat16", **lengths)
     target = replace(devices.of_device(DEVICE), multiprocessors=6)
@@ -128,11 +129,11 @@ def bad_inputs():
     yield r"q has shape \(1, 20, 16\): it must be \[B, H, n_q, D\]", (q[0], k, k, 3), {}
     yield "v is torch.float64 and q is torch.float32", (q, k, k.double(), 3), {}
     yield r"v \(2, 1, 7, 16\): they must be equal", (q, k, k[:, :, 1:], 3), {}
-    yield "they must agree but in their rows", (q, k[:1], k[:1], 3), {}
+    yield "they must agree except in their rows", (q, k[:1], k[:1], 3), {}
     yield "n_buffer is 0: it must be a whole number, at least 1", (q, k, k, 0), {}
-    yield "n_buffer is 8 of 8 keys: the context needs at least one of them", (q, k, k, 8), {}
+    yield "n_buffer is 8 of 8 keys: at least one key must belong to the context", (q, k, k, 8), {}
     yield "n_groups is -1: it must be a whole number, at least 0", (q, k, k, 3), {"n_groups": -1}
-    yield "q has 20 rows: those of the context, the buffer and 5 groups that it must begin with", (
+    yield "q has 20 rows: it must have at least 23, for the context, the buffer and 5 groups", (
         q, k, k, 3,
     ), {"n_groups": 5}  # fmt: skip
     n_keys = torch.tensor([1, 6], dtype=torch.int32)

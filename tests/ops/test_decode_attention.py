@@ -75,11 +75,11 @@ def close(found, inputs):
     torch.testing.assert_close(found.double(), one_by_one(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13, 40, 100])
+@pytest.mark.parametrize("programs", [1, 3, 8, 40, 100])
 def test_any_number_of_programs_shares_any_lengths(programs):
     """Ranges that begin and end inside of pairs, at their edges, and that are empty."""
     chance = random.Random(programs)
-    for seed in range(3):
+    for seed in range(2):
         lengths = [chance.choice((0, 1, 15, 16, 17, 48, 95, 96)) for _ in range(5)]
         inputs = draw(lengths, n_queries=1 + seed, seed=seed)
         close(run(plan(inputs, programs), inputs), inputs)
@@ -107,11 +107,9 @@ def test_pages_and_blocks_of_any_sizes(page, block_n):
     close(run(plan(inputs, 3, Config(block_n, 1, 4, 2)), inputs), inputs)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (1, 6), (3, 1), (2, 3), (4, 4)])
-@pytest.mark.parametrize("n_queries", [1, 5])
-def test_grouped_heads_and_several_queries(heads, n_queries):
-    kv_heads, group = heads
-    inputs = draw([3, 40, 7], kv_heads, group, n_queries)
+@pytest.mark.parametrize("kv_heads, group", [(3, 1), (2, 3)])
+def test_grouped_heads_and_several_queries(kv_heads, group):
+    inputs = draw([3, 40, 7], kv_heads, group, n_queries=5)
     close(ours(*inputs), inputs)
 
 
@@ -121,12 +119,6 @@ def test_a_query_without_a_key_gives_zero():
         o = decode_attention(*inputs, implementation=implementation)
         assert (o[0] == 0).all() and (o[1, :, :2] == 0).all()
         assert o[1, :, 2:].all() and o[2].all()
-
-
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 192, 256])
-def test_head_dims(head_dim):
-    inputs = draw([33, 70], n_keys=70, head_dim=head_dim)
-    close(ours(*inputs), inputs)
 
 
 @pytest.mark.parametrize("page", [None, 32])
@@ -172,7 +164,7 @@ def test_lengths_and_tables_that_are_strided():
     assert torch.equal(ours(q, k, v, lengths, table.T.contiguous().T), expected)
 
 
-@pytest.mark.parametrize("page, programs", [(None, 3), (None, 40), (16, 40), (32, 3), (48, 3)])
+@pytest.mark.parametrize("page, programs", [(None, 3), (16, 40), (48, 3)])
 def test_what_is_out_of_range_is_nan_in_its_own_sequence(page, programs):
     """Which is what happens on CUDA, where the host does not know it; and nothing is read there."""
     inputs = draw([96, 20, 40, 33], page=page, n_queries=2)
@@ -216,9 +208,9 @@ def test_what_is_out_of_range_is_asserted_where_asked(monkeypatch):
 
 
 OUT_OF_RANGE = [
-    ([5, 97], None, "lengths is 97 in sample 1: it must lie between 0 and 96"),
-    ([-1, 5], None, "lengths is -1 in sample 0: it must lie between 0 and 96"),
-    ([5, 97], (0, 0, 0), "lengths is 97 in sample 1: it must lie between 0 and 96"),
+    ([5, 97], None, "n_keys is 97 in sample 1: it must lie between 0 and 96"),
+    ([-1, 5], None, "n_keys is -1 in sample 0: it must lie between 0 and 96"),
+    ([5, 97], (0, 0, 0), "n_keys is 97 in sample 1: it must lie between 0 and 96"),
     ([40, 40], (1, 1, 9), "page_table is 9 in sample 1 at place 1: it must lie between 0 and 8"),
     ([40, 40], (0, 0, -1), "page_table is -1 in sample 0 at place 0: it must lie between 0 and 8"),
 ]
@@ -353,11 +345,11 @@ FLAT = K[:2]
         ({"k": K.half(), "v": V.half()}, "k is torch.float16 and q is torch.float32"),
         ({"k": K.to(torch.float8_e4m3fn), "v": V.to(torch.float8_e4m3fn)}, "a q of 16 bits"),
         ({"q": Q[..., :8]}, "they must agree in D"),
-        ({"q": Q[:, :3]}, "q's heads be a multiple of k's"),
-        ({"lengths": LENGTHS.long()}, r"lengths is torch.int64 \(2,\): it must be int32"),
-        ({"lengths": LENGTHS[:1]}, r"it must be int32 of shape \(2,\)"),
-        ({"lengths": LENGTHS.to("meta")}, "lengths is on meta and q on cpu"),
-        ({"page_table": None}, "q is of 2 sequences and k of 9: without page_table"),
+        ({"q": Q[:, :3]}, "q's heads must be a multiple of k's"),
+        ({"n_keys": LENGTHS.long()}, r"n_keys is torch.int64 \(2,\): it must be int32"),
+        ({"n_keys": LENGTHS[:1]}, r"it must be int32 of shape \(2,\)"),
+        ({"n_keys": LENGTHS.to("meta")}, "n_keys is on meta and q on cpu"),
+        ({"page_table": None}, "q has 2 sequences and k 9: without page_table"),
         ({"page_table": TABLE.long()}, r"it must be int32 \[2, max_pages\]"),
         ({"page_table": TABLE[:1]}, r"it must be int32 \[2, max_pages\]"),
         ({"k": K[:0], "v": V[:0]}, "k has no pages: it must have at least one"),
@@ -373,7 +365,7 @@ FLAT = K[:2]
 )
 @pytest.mark.parametrize("implementation", ["sdpa", "triton", "auto"])
 def test_refusals(change, message, implementation):
-    inputs = {"q": Q, "k": K, "v": V, "lengths": LENGTHS, "page_table": TABLE} | change
+    inputs = {"q": Q, "k": K, "v": V, "n_keys": LENGTHS, "page_table": TABLE} | change
     with pytest.raises(ValueError, match=message):
         decode_attention(**inputs, implementation=implementation)
 

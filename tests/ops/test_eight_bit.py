@@ -10,7 +10,7 @@ from tnp.dispatch import devices, selection
 from tnp.dispatch.spec import Call
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import OPERATOR, attention, eight_bit
-from tnp.ops.attention.quantize import Quantized, quantizer
+from tnp.ops.attention.eight_bit.quantize import Quantized, quantizer
 
 E4M3 = next(one for one in OPERATOR.implementations if one.name == "e4m3")
 

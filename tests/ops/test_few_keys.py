@@ -15,7 +15,6 @@ from tests.ops.test_attention_kernels import (
     Case,
     counts,
     draw,
-    ratios,
     reference,
     seen,
 )
@@ -23,7 +22,7 @@ from tnp.dispatch import devices, plans
 from tnp.dispatch.spec import Budget, Call
 from tnp.gates.checks import distance, error_ratio, max_abs_error
 from tnp.ops._shared import rounding_error
-from tnp.ops.attention import OPERATOR, few_keys
+from tnp.ops.attention import OPERATOR, attention, few_keys
 from tnp.ops.attention.few_keys import BACKWARD, FORWARD, ForwardConfig
 from tnp.ops.attention.primitives import LOG2_E, LaunchConfig
 
@@ -47,14 +46,6 @@ BACKWARD_CONFIGS = sorted(
     },
     key=str,
 )
-
-
-@pytest.mark.parametrize("n_q, n_k", [(1, 64), (63, 128), (64, 64), (65, 64), (127, 128)])
-def test_sizes(n_q, n_k):
-    inputs = draw(Case(2, 3, n_q, n_k))
-    outs = FEW.run(*inputs, counts(n_k, 3))
-    for name, ratio in ratios(outs, inputs, counts(n_k, 3)).items():
-        assert ratio <= BUDGETS[name], name
 
 
 @cache
@@ -148,12 +139,16 @@ def test_an_lse_off_by_a_rounding_does_not_unbalance_a_row():
 
 
 @pytest.mark.blas
-def test_a_gradient_of_expanded_rows():
-    q, k, v, _ = draw(Case(1, 2, 70, 40, dtype=torch.float32))
-    do = torch.randn(64, device=DEVICE).expand_as(q)
-    outs = FEW.run(q, k, v, do)
-    for name, ratio in ratios(outs, (q, k, v, do)).items():
-        assert ratio <= BUDGETS[name], name
+def test_the_gradient_of_lse_goes_into_delta():
+    q, k, v, do = draw(Case(1, 2, 70, 40, dtype=torch.float32))
+    dlse = torch.randn(1, 2, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = []
+    for implementation in ("fused", "reference"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        results = attention(*leaves, lse=True, implementation=implementation)
+        found.append(torch.autograd.grad(results, leaves, (do, dlse)))
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
 
 
 def test_what_they_refuse():

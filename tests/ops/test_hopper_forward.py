@@ -8,12 +8,12 @@ import pytest
 from tnp.dispatch import devices
 from tnp.dispatch.spec import Call
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention.hopper_forward import (
+from tnp.ops.attention.hopper.forward import (
     MIN_BLOCKS_SAVED,
     ForwardConfig,
     configs,
+    heads_together,
     schedule,
-    section,
     tiles,
 )
 
@@ -50,7 +50,7 @@ def causal(batch: int, n_q: int, head_dim: int = 64, **kind) -> Call:
 def taken(call: Call, config: ForwardConfig, in_rounds: bool) -> Iterator[tuple[int, int, int]]:
     """As `tile_in_turn` has it: each program, and the heads and tiles that it takes."""
     n, _blocks, (n_whole, _n_split, rounds) = tiles(call, config)
-    heads, together = call.problem["batch"] * call.problem["n_heads"], section(call)
+    heads, together = call.problem["batch"] * call.problem["n_heads"], heads_together(call)
     of_head = n // heads
     for i, program in product(range(n_whole + 2), range(PROGRAMS)):
         at = program if i % 2 == 0 else PROGRAMS - 1 - program

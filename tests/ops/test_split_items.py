@@ -14,7 +14,7 @@ from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import OPERATOR
-from tnp.ops.attention import hopper_backward as backward
+from tnp.ops.attention.hopper import backward
 from tnp.ops.attention.primitives import KeyGradients, n_key_tiles
 
 BLOCK_N = backward.BLOCK_N.value
@@ -116,8 +116,18 @@ def test_heads_have_programs_of_their_own_where_the_gpu_would_be_empty(sizes, op
     of = {"batch": batch, "n_heads": 32, "n_q": n_q, "n_k": n_k, "head_dim": 128}
     for heads in (0, 8):
         problem = OPERATOR.problem("bfloat16", **of, n_kv_heads=heads, **options)
-        reason = backward.by_head(Call(problem, devices.named("nvidia-h200"), ("q", "k", "v")))
+        call = Call(problem, devices.named("nvidia-h200"), ("q", "k", "v"))
+        reason, configs = backward.by_head(call), backward.separate_configs(call)
         assert (reason is None) is (is_served and heads > 0), reason
+        expected = [True, False] if reason is None else [False]
+        assert [config.by_head for config in configs] == expected
+        assert [config.by_head for config in backward.fused_configs(call)] == expected
+
+
+def test_heads_that_share_no_keys_have_no_shares():
+    """However few they are."""
+    reason = backward.by_head(call(1, 777, 777))
+    assert reason == "it is for heads that share keys"
 
 
 def test_shares_of_heads_have_a_limit():

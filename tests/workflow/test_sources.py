@@ -39,7 +39,7 @@ def files(found: dict[str, str]) -> set[str]:
 
 
 def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
-    kernel = "triton_forward.py"
+    kernel = "portable/forward.py"
 
     def uses(found: dict[str, str]) -> bool:
         return any(file.endswith(kernel) for file in files(found))
@@ -77,11 +77,11 @@ def test_a_variants_operators_are_sources_each_of_its_own():
 KERNELS = {
     f"tnp/ops/{module}.py"
     for module in (
-        "attention/triton_forward",
-        "attention/triton_backward",
+        "attention/portable/forward",
+        "attention/portable/backward",
         "attention/few_keys",
-        "attention/hopper_forward",
-        "attention/hopper_backward",
+        "attention/hopper/forward",
+        "attention/hopper/backward",
         "embedding/triton_embedding",
         "_shared/hopper_matmul",
         "_shared/hopper_silu",

@@ -189,7 +189,7 @@ def test_an_edit_voids_what_runs_it_and_nothing_that_was_measured_is_lost(finish
     files = ("tnp/model/network.py", "workflow/scripts/benchmark.py", "tnp/train/recorded_runs.py")
     for file in files:
         finished.append(file, "\n# A comment.\n")
-    kernel = finished.folder / "tnp/ops/attention/triton_forward.py"
+    kernel = finished.folder / "tnp/ops/attention/portable/forward.py"
     docstring, rest = kernel.read_text().split('"""', 2)[1:]
     kernel.write_text(f'"""Not {docstring}"""\n\n{rest}')
     # A gate that runs again takes no benchmark of the same code with it.
@@ -205,7 +205,7 @@ def test_an_edit_voids_what_runs_it_and_nothing_that_was_measured_is_lost(finish
     assert status == 0 and finished.calls() == ["gate checkpointing"], output
 
     finished.forget_calls()
-    finished.edit("tnp/ops/attention/triton_forward.py", "_fwd_tile")
+    finished.edit("tnp/ops/attention/portable/forward.py", "_fwd_tile")
     status, output = finished.run("all")
     assert status == 0, output
     gates = {call for call in finished.calls() if call.startswith("gate")}

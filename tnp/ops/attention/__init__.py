@@ -2,15 +2,14 @@
 
     o = softmax(scale · q kᵀ) v
 
-A query sees all keys of its sample; where asked to, those up to its own (`causal`) or near it
-(`window`) alone, or those of its packed sequence. Heads of queries may share heads of keys. Which
-keys these are is answered in `keys`.
+A query sees all keys of its sample or of its packed sequence. With `causal` it sees only keys up to
+its own, with `window` only keys near it. Heads of queries may share heads of keys. `keys` defines
+which keys a query sees.
 
-Ours, `separate` and `fused`, share the forward pass and differ in the backward. `separate` gives
-gradients that are equal from run to run: the portable kernels by two launches, dk and dv and then
-dq, Hopper's by one that adds dq up in one order. `fused` may add it up in any. `portable` is
-`separate` without Hopper's warp-specialized kernels. `e4m3` has both products of the forward pass
-in 8 bits, and no backward. `tnp_lab` adds `wmma` and `cute`.
+Our implementations, `separate` and `fused`, share the forward pass and differ in the backward pass.
+`separate` gives gradients that are equal from run to run. `fused` may add dq up in any order.
+`portable` is `separate` without Hopper's warp-specialized kernels. `e4m3` computes both products
+of the forward pass in 8 bits, and has no backward pass. `tnp_lab` adds `wmma` and `cute`.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def describe(
     window: int = 0,
     lse: bool = False,
 ) -> dict[str, int]:
-    """Sizes, n_kv_heads and n_sequences; ValueError where the tensors do not go together."""
+    """Returns sizes, n_kv_heads and n_sequences. Raises ValueError if tensors do not fit."""
     definition.require_heads(q, k, v)
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
@@ -75,7 +74,7 @@ def describe(
     if n_heads == 0:
         raise ValueError("q has 0 heads: attention needs at least one")
     if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"k has {n_kv_heads} heads and q {n_heads}: theirs must divide q's")
+        raise ValueError(f"k has {n_kv_heads} heads and q {n_heads}: k's heads must divide q's")
     found = {"batch": batch, "n_heads": n_heads, "n_q": n_q, "n_k": k.shape[2]}
     found |= {"head_dim": head_dim}
     if n_kv_heads != n_heads:
@@ -90,12 +89,12 @@ def describe(
 def _n_sequences(
     q: Tensor, n_keys: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> int:
-    """How many sequences are packed; ValueError where what says so is no such thing."""
+    """Returns how many sequences are packed. Raises ValueError if cu_seqlens cannot say."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} is None: packed sequences need cu_seqlens of both sides")
     if n_keys is not None:
-        raise ValueError("n_keys and cu_seqlens are both given: of packed sequences cu_seqlens say")
+        raise ValueError("n_keys and cu_seqlens are both given: packed sequences take cu_seqlens")
     if q.shape[0] != 1:
         raise ValueError(f"q has a batch of {q.shape[0]}: packed sequences lie in a batch of 1")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -127,26 +126,24 @@ def _operation(name: str, *kernels: str) -> Operation:
 
 
 FORWARD = _operation(
-    "forward", "few_keys:FORWARD", "hopper_forward:FORWARD", "triton_forward:FORWARD"
+    "forward", "few_keys:FORWARD", "hopper.forward:FORWARD", "portable.forward:FORWARD"
 )
-# The backward pass for few keys is one launch without atomics: the deterministic form, and fused.
+# The backward pass for few keys is one launch without atomics. It serves as both forms.
 SEPARATE = _operation(
     "separate",
     "few_keys:BACKWARD",
-    "hopper_backward:SEPARATE_BY_HEAD",
-    "hopper_backward:SEPARATE",
-    "triton_backward:SEPARATE",
+    "hopper.backward:SEPARATE",
+    "portable.backward:SEPARATE",
 )
 FUSED = _operation(
     "fused",
     "few_keys:BACKWARD",
-    "hopper_backward:FUSED_BY_HEAD",
-    "hopper_backward:FUSED",
-    "triton_backward:FUSED",
+    "hopper.backward:FUSED",
+    "portable.backward:FUSED",
 )
-PORTABLE_FORWARD = _operation("portable_forward", "triton_forward:FORWARD")
-PORTABLE_BACKWARD = _operation("portable_backward", "triton_backward:SEPARATE")
-IN_8_BITS = _operation("forward_8bit", "hopper_8bit:FORWARD", "triton_8bit:FORWARD")
+PORTABLE_FORWARD = _operation("portable_forward", "portable.forward:FORWARD")
+PORTABLE_BACKWARD = _operation("portable_backward", "portable.backward:SEPARATE")
+IN_8_BITS = _operation("forward_8bit", "eight_bit.hopper:FORWARD", "eight_bit.portable:FORWARD")
 OPERATOR = Operator(
     "attention",
     inputs=("q", "k", "v", "n_keys?", "cu_seqlens_q?", "cu_seqlens_k?"),
@@ -256,63 +253,62 @@ def attention(
     compute_dtype: torch.dtype | None = None,
     implementation: str = "sdpa_flash",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ) v over the keys that each query sees; 0 where it sees none.
+    """Returns softmax(scale · q kᵀ) v over the keys that each query sees, and 0 if it sees none.
 
-    Query i stands beside key i + n − n_q, where n is n_k or the sample's n_keys: the last query
-    beside the last key. So a cache of keys may be longer than the queries.
+    Query i is beside key i + n − n_q, where n is n_k or the sample's n_keys. So the last query is
+    beside the last key, and a cache of keys may be longer than the queries.
 
     Args:
         q: [B, H, n_q, D], a float dtype. Any strides with the last dimension contiguous, such as
-            views of a fused projection. Ours take D = 16, 32, 48, 64, 80, 96, 128, 192 and 256,
-            `e4m3` bfloat16 and 64.
-        k, v: [B, H_kv, n_k, D], n_k ≥ 1, like q in dtype and device. H_kv divides H: heads
-            h · H / H_kv … of q share head h of k and v.
-        scale: a number, positive and finite; 1/√D where None.
-        base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to:
-            o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then do without a reference
-            and are some 5 % faster.
-        causal: a query sees no key after the one it stands beside. The mask is aligned bottom
-            right, as in FlashAttention; PyTorch's `is_causal` is aligned top left.
-        window: how many keys a query sees at most to one side, the one it stands beside among
-            them: the last `window` where causal, else window − 1 more on either side. One of
-            n_q + n_k or more bounds nothing and is left out.
-        n_keys: int32 [B] on q's device, each from 1 to n_k, or None for n_k everywhere: sample b
-            has keys 0 … n_keys[b] − 1. Rows of k and v past them are padding: any finite values, of
-            weight exactly 0 and gradient exactly 0. A number out of range is a ValueError on the
-            CPU. On CUDA, where the host does not know it, ours make all results of its sample NaN;
-            with TNP_CHECK=1 in the environment, they assert it instead,
-            at the next synchronization. PyTorch's take it as the mask that it makes.
-        cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device: sequence s has rows
-            cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries and of keys. B is 1. They begin with 0,
-            never decrease, and end with n_q and n_k. Anything else is a ValueError on the CPU, and
-            from `sdpa_flash`, which asks the device. On CUDA it makes all results of ours NaN, or
-            with TNP_CHECK=1 an assertion.
-        lse: whether to return the logarithm of what softmax divides by as well, by which attention
-            over parts of the keys can be put together. Ours and `reference` take it.
-        compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
-            bits, on request: q, k and v are cast to it and o back, and gradients come in the
-            inputs' dtypes. None: they are computed in their own.
-        implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa_flash`, "own" for the
-        best of
-            ours, or "auto".
+            views of a fused projection. Ours take D = 16, 32, 48, 64, 80, 96, 128, 192 and 256.
+            `e4m3` takes bfloat16 and D = 64.
+        k, v: [B, H_kv, n_k, D], n_k ≥ 1, with q's dtype and device. H_kv divides H. The H / H_kv
+            heads of q from h · H / H_kv on share head h of k and v.
+        scale: a positive, finite number, or None for 1/√D.
+        base2: q carries scale · log2(e) already, as `project_qkv` returns it on request:
+            o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then need no reference and
+            are some 5 % faster.
+        causal: a query sees no key after the one beside it. The mask is aligned bottom right, as in
+            FlashAttention. PyTorch's `is_causal` is aligned top left.
+        window: the most keys that a query sees to one side, with the key beside it. If causal these
+            are the last `window` keys, else window − 1 more on either side. A window of n_q + n_k
+            or more bounds nothing.
+        n_keys: int32 [B] on q's device, each from 1 to n_k, or None for n_k. Sample b has keys
+            0 … n_keys[b] − 1. Later rows of k and v are padding: any finite values. Their weight
+            and gradient are exactly 0. A number out of range is a ValueError on the CPU. On CUDA
+            the host does not know it: ours make all results of its sample NaN. With TNP_CHECK=1 in
+            the environment they assert it, at the next synchronization. PyTorch's implementations
+            use the mask that the number gives.
+        cu_seqlens_q, cu_seqlens_k: int32 [n_sequences + 1] on q's device. Sequence s has rows
+            cu_seqlens[s] … cu_seqlens[s + 1] − 1 of queries, and of keys. B is 1. They begin with
+            0, never decrease, and end with n_q and n_k. Else they are a ValueError on the CPU, and
+            with `sdpa_flash`, which reads them from the device. On CUDA ours make all results NaN,
+            or with TNP_CHECK=1 assert.
+        lse: whether to return the logarithm of softmax's denominator too. It serves to combine
+            attention over parts of the keys. Ours and `reference` take it.
+        compute_dtype: torch.bfloat16 or torch.float16 to compute float32 inputs in 16 bits. q, k
+            and v are cast to it, and o is cast back. Gradients have the inputs' dtypes. None: the
+            inputs' own dtype.
+        implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa_flash`, "own" for
+            the best of ours, or "auto".
 
     Returns:
-        [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours. If `lse`, the pair of it and
-        log Σ e^(scale · q kᵀ) over the keys that a query sees, natural, [B, H, n_q] in float32
-        (float64 of what is computed in float64), −inf where it sees none; gradients pass through
-        both.
+        [B, H, n_q, D] in q's dtype. Ours lie in memory as [B, n_q, H, D]. If `lse`, it is a pair
+        of that and log Σ e^(scale · q kᵀ) over the keys that a query sees. The latter is natural,
+        [B, H, n_q], in float32, or float64 for float64 inputs, and −inf if a query sees no key.
+        Gradients pass through both.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, a scale or a window out of
-            range, both scale and base2, a compute_dtype of other than 16 bits, a base2, causal or
-            lse that is no bool, or on the CPU n_keys or cu_seqlens that cannot be.
+        ValueError: shapes, dtypes or devices do not fit together; a scale or window is out of
+            range; both scale and base2 are given; compute_dtype has not 16 bits; base2, causal or
+            lse is no bool; or on the CPU n_keys or cu_seqlens are invalid.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch.call as dispatch
 
     if not (base2.__class__ is causal.__class__ is lse.__class__ is bool):
         require_bools(base2=base2, causal=causal, lse=lse)
-    # What is no tensor or of other dimensions `describe` and `call` refuse.
+    # `describe` and `call` refuse other objects and dimensions.
     shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
     if scale is None:
         scale = (q.shape[-1] or 1) ** -0.5 if shaped else 1.0

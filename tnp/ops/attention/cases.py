@@ -1,4 +1,4 @@
-"""The cases of attention's gate, what must fail there, and what float32 may lose."""
+"""The cases of attention's gate, its controls that must fail, and the errors of float32."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from tnp.ops.attention.torch_forms import LN_2, attend, reference, softmax_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-# On both sides of every tile's edge, in turn for queries and keys; at magnitude 40 scores go past
-# where 2^s overflows float32, from 8 on no tile of Hopper's keeps its reference, at 0 all keys are
-# equal. Of few keys at magnitude 12 and more one has all the weight, and dq and dk are differences
-# of equals.
+# Numbers of queries, or of keys, on both sides of every tile's edge. At magnitude 0 all keys are
+# equal. From magnitude 8 on, no tile of Hopper's kernel keeps its reference. At 40, 2^s overflows
+# float32. From 12 on, one of few keys has all the weight, and dq and dk are differences of equals.
 _EDGES = (1, 63, 64, 65, 127, 564, 777, 10_000, 11_000, 205_000)
 
 
 def cases(operator: Operator, target: Target) -> Iterable[Case]:
-    """Of attention without a mask, and of every kind."""
+    """Returns the cases: attention without a mask, and attention of every kind."""
     return (*_without_a_mask(operator, target), *_of_any_kind(operator, target))
 
 
 def _of_any_kind(operator: Operator, target: Target) -> Iterable[Case]:
-    """Masks on both sides of every tile's edge, queries that see no key, grouped heads, packed
-    sequences some of which are empty, and every head_dim.
+    """Returns cases of every kind.
+
+    They have masks on both sides of every tile's edge, queries that see no key, grouped heads,
+    packed sequences, some of them empty, and every head_dim.
     """
 
     def case(n_q, n_k, head_dim=64, heads=(2, 2), dtype="bfloat16", batch=1, **named) -> Case:
@@ -93,7 +94,7 @@ def _of_any_kind(operator: Operator, target: Target) -> Iterable[Case]:
         case(777, 777, 128, dtype="float16", causal=True),
         *(case(200, 200, n, dtype="float32", causal=True) for n in (64, 96, 128)),
         packed("77,300,5", dtype="float32", window=30),
-        # Scores far from zero: a reference that is of few keys, or of none, may not stand.
+        # Scores far from zero, where a reference from few keys, or from none, may fail.
         *(
             case(777, 777, head_dim, causal=True, magnitude=magnitude)
             for magnitude in (0.0, 4.0, 8.0, 40.0)
@@ -111,7 +112,7 @@ def _of_any_kind(operator: Operator, target: Target) -> Iterable[Case]:
 
 
 def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
-    """Ragged, far apart, of one key, and of a length for every sample."""
+    """Returns cases without a mask: ragged sizes, scores far apart, one key, and n_keys."""
 
     def case(batch, n_heads, n_q, n_k, head_dim=64, dtype="bfloat16", **drawn) -> Case:
         sizes = batch, n_heads, n_q, n_k, head_dim
@@ -123,7 +124,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
 
     if target.kind != "cuda":
         return (
-            # The first of its options is tested most thoroughly, so it is the smallest.
+            # The first case of some options is tested most thoroughly, so it is the smallest.
             case(1, 1, 1, 65, 16, dtype="float32"),
             case(1, 1, 67, 65, 16, dtype="float32"),
             case(1, 1, 70, 63),
@@ -134,7 +135,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
             case(2, 1, 20, 140, 16, lengths="7,140"),
             case(1, 1, 40, 33, 16, base2=True),
             case(2, 1, 20, 70, 16, lengths="7,70", base2=True),
-            # Of head_dim 64, as the 8-bit form takes it.
+            # With head_dim 64, which the 8-bit form takes.
             of_values(40, 300, values="one_hot"),
             of_values(33, 300, values="offset", batch=2, lengths="129,300"),
             case(1, 1, 40, 33, magnitude=2.5),
@@ -162,19 +163,19 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
         case(3, 2, 300, 128, lengths="1,65,128"),
         case(2, 2, 700, 600, magnitude=8.0, lengths="65,600"),
         case(1, 1, 11_000, 10_000),
-        # What a wrong order of keys, and sums that lose their last bits, would do most to. Their
-        # gradients are differences of equals.
+        # Values that change most with a wrong order of keys, or with sums that lose their last
+        # bits. Their gradients are differences of equals.
         *(of_values(200, n, values="one_hot") for n in (64, 777, 65_536)),
         *(of_values(200, n, values="offset") for n in (1000, 65_536, 205_000)),
         of_values(700, 600, values="offset", batch=3, lengths="65,129,600"),
-        # More tiles than multiprocessors: whole ones and then parts, some done again; by sample.
+        # More tiles than multiprocessors: whole tiles and then parts, some computed again.
         case(1, 8, 3300, 3000, magnitude=4.0),
         case(1, 8, 3300, 3000, dtype="float16", magnitude=2.0),
         case(4, 8, 2000, 1000, lengths="1,64,777,1000"),
-        # More blocks of keys than four for each multiprocessor, the last ragged, and an odd number
-        # of query tiles: what persistent programs take up again and again.
+        # More than four blocks of keys for each multiprocessor, the last ragged, and an odd number
+        # of query tiles: persistent programs work on several items.
         *(case(8, 8, 300, 1100, dtype=dtype, magnitude=2.0) for dtype in FLOATS[:2]),
-        # From magnitude 8 on some tiles of queries, and at 40 all, have an lse too far from 0.
+        # From magnitude 8 on some tiles of queries have an lse too far from 0, and at 40 all.
         *(case(1, 2, 777, n, base2=True) for n in (1, 65, 257, 10_000)),
         *(case(1, 2, n, 777, base2=True) for n in (1, 129)),
         *(case(1, 2, 777, 564, magnitude=size, base2=True) for size in (0.0, 4.0, 8.0, 40.0)),
@@ -188,7 +189,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
         *(case(1, 2, 300, 200, dtype=dtype, lse=True) for dtype in FLOATS[1:]),
         case(4, 8, 2000, 1000, lengths="1,64,777,1000", lse=True),
         case(1, 8, 3300, 3000, lse=True),  # some tiles in parts
-        # In some heads every lse is near 0, in the others not.
+        # In some heads every lse is near 0, in the others some are not.
         *(case(8, 8, 300, 1100, magnitude=size, base2=True) for size in (2.0, 3.0)),
     )
 
@@ -207,7 +208,7 @@ def _scaled_all_the_same(*arguments, base2=False, **kind):
 
 
 def _values_in_another_order(q, k, v, *rest, **kind):
-    """Of each 16 in the order of tensor cores' 8-bit operands, left to their own keys."""
+    """Reorders each 16 values as tensor cores' 8-bit operands are, but not their keys."""
     whole = v.shape[2] // 16 * 16
     groups = v[:, :, :whole].unflatten(2, (-1, 2, 4, 2)).transpose(3, 4)
     v = v.clone()
@@ -220,7 +221,7 @@ def _values_less_their_mean(q, k, v, *rest, **kind):
 
 
 def _diagonal_one_off(q, k, v, n_keys, cu_q, cu_k, scale, **kind):
-    """With a query more at the end each of the others stands a key earlier."""
+    """Adds a query at the end, so that each other query is beside the key before its own."""
     if cu_q is not None:
         return reference(q, k, v, n_keys, cu_q, cu_k, scale, **kind)
     import torch
@@ -237,7 +238,7 @@ def _window_one_short(*arguments, window=0, **kind):
 
 
 def _heads_grouped_the_other_way(q, k, v, *rest, **kind):
-    """Head h asks keys of head h modulo H_kv."""
+    """Gives head h of queries the keys of head h modulo H_kv."""
     times = q.shape[1] // k.shape[1]
     return reference(q, k.repeat(1, times, 1, 1), v.repeat(1, times, 1, 1), *rest, **kind)
 
@@ -280,7 +281,7 @@ CONTROLS_OF = {  # by option
 
 
 def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:
-    """What float32 must be expected to lose of each result: see `lost`."""
+    """Returns the relative error of each result that float32 may have: see `lost`."""
     p = case.problem
     q, k, v, *lengths = (inputs[name] for name in operator.tensors)
     seen = visible(q, k, *lengths, p["causal"], p["window"])
@@ -288,10 +289,10 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
 
 
 def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> dict[str, float]:
-    """What float32 must be expected to lose of each result, relative to it (`gates.rounding`).
+    """Returns the relative error of each result that float32 may have (`gates.rounding`).
 
-    Where one key has all the weight dq and dk are what equal terms leave of one another: no
-    arithmetic in float32 has them right. An output gradient is drawn, any will do.
+    If one key has all the weight, dq and dk are differences of equal terms, which no arithmetic in
+    float32 has right. The output gradient is random; any will do.
     """
     import torch
 

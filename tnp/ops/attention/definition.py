@@ -1,4 +1,4 @@
-"""What attention is measured by: its inputs, their work, and what is compiled."""
+"""Attention's inputs, their work, exact values of single heads, and the problems to compile."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from tnp.ops._shared.random_values import Random
 
 
-SCALE = 0.125  # that gates and benchmarks pass
-OPTIONS = ("base2", "n_keys")  # that all kernels of ours take
+SCALE = 0.125  # gates and benchmarks pass this scale
+OPTIONS = ("base2", "n_keys")  # all kernels of ours take these
 PACKED = ("cu_seqlens_q", "cu_seqlens_k")
-# And those that take attention of any kind.
+# Kernels for attention of any kind take these.
 OF_ANY_KIND = (*OPTIONS, *PACKED, "causal", "n_kv_heads", "n_sequences", "window")
 WITH_LSE = (*OF_ANY_KIND, "lse")
 
 
 def require_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError where q, k and v are not what any attention takes."""
+    """Raises ValueError if q, k and v have wrong dimensions, dtypes, strides or devices."""
     of_keys = "[B, H_kv, n_k, D]"
     for name, x, shape in (("q", q, "[B, H, n_q, D]"), ("k", k, of_keys), ("v", v, of_keys)):
         if x.dim() != 4:
@@ -47,14 +47,15 @@ def require_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def n_kv_heads(problem: Problem) -> int:
-    """Heads of keys and values."""
+    """Returns the number of heads of keys and values."""
     return int(problem["n_kv_heads"] or problem["n_heads"])
 
 
 def packed_lengths(case: Case, side: str) -> list[int]:
-    """Of each packed sequence, n_q or n_k: those that the case names, or as equal as can be.
+    """Returns the length of each packed sequence. `side` is "n_q" or "n_k".
 
-    `lengths` names both sides', `key_lengths` those of the keys: "7,0,40".
+    The case names them, as "7,0,40": `lengths` those of both sides, `key_lengths` those of the
+    keys. Without them, lengths are as equal as possible.
     """
     drawn, p = dict(case.draw), case.problem
     named = drawn.get("key_lengths" if side == "n_k" else "lengths", drawn.get("lengths"))
@@ -65,12 +66,15 @@ def packed_lengths(case: Case, side: str) -> list[int]:
 
 
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
-    """q, k, v, views of one projection [B, L, H + 2 H_kv, D] as in a model.
+    """Returns q, k, v, views of one projection [B, L, H + 2 H_kv, D] as in a model, and lengths.
 
-    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn, or where
-    sequences are packed their lengths; `values` are "offset", of mean 1, or "one_hot", where o says
-    how much weight which keys have. With base2 q carries the scale, and scores are to base 2 what
-    they are to base e without.
+    The case may name these:
+
+    - `magnitude` scales q and k.
+    - `lengths`, "7,40", are n_keys, else random, or the lengths of packed sequences.
+    - `values` are "offset", with mean 1, or "one_hot", so that o shows each key's weight.
+
+    With base2, q carries the scale. Scores to base 2 are then what they are to base e without.
     """
     import torch
 
@@ -103,7 +107,7 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
 
 
 def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Half of each sample's keys, and packed sequences in the reverse order."""
+    """Returns half of each sample's n_keys, and packed sequences in the reverse order."""
     found = {name: inputs[name] for name in (*PACKED, "n_keys") if inputs[name] is not None}
     for name, x in found.items():
         if name == "n_keys":
@@ -116,11 +120,14 @@ def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 def out_of_range(
     case: Case, inputs: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[dict, dict, dict]]:
-    """Numbers of keys, which spoil their sample, and a cu_seqlens that spoils the whole pack."""
+    """Yields invalid lengths, valid ones, and where results become NaN.
+
+    An n_keys out of range spoils its sample. An invalid cu_seqlens spoils the whole pack.
+    """
     import torch
 
     n_k, results = case.problem["n_k"], ("o", "lse", "dq", "dk", "dv")
-    # No sample's results depend on the number of another: those drawn serve.
+    # No sample's results depend on the number of another, so the given ones serve as valid ones.
     for wrong, _, spoiled in numbers_out_of_range(inputs, "n_keys", 1, n_k, *results):
         yield wrong, {}, spoiled
     for name in PACKED:
@@ -131,9 +138,9 @@ def out_of_range(
 
 
 def scores(case: Case) -> int:
-    """How many a head computes: pairs of a query and a key that it sees, of all samples.
+    """Returns how many scores a head has: pairs of a query and a key that it sees, in all samples.
 
-    Keys past a sample's n_keys are not left out: what is left depends on values.
+    Keys past a sample's n_keys count too, because n_keys are values and not sizes.
     """
     p = case.problem
     sides = [[p["n_q"]], [p["n_k"]]]
@@ -152,7 +159,7 @@ def scores(case: Case) -> int:
 
 
 def work(case: Case, pass_: str) -> Work:
-    """Two products forward; five backward, since the scores are computed again."""
+    """Returns the work: two products forward, and five backward, which computes scores again."""
     p = case.problem
     products = {"forward": 2.0, "backward": 5.0}[pass_]
     flops = products * 2 * p["n_heads"] * scores(case) * p["head_dim"]
@@ -164,18 +171,19 @@ def work(case: Case, pass_: str) -> Work:
 
 
 ENDS = [0, -1], [0, -1]  # the first head of the first sample, the last of the last
-SCORES_AT_ONCE = 1 << 27  # of them in float64, 1 GiB
+SCORES_AT_ONCE = 1 << 27  # 1 GiB in float64
 
 
 def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
-    """Two heads of keys, and the heads that ask them, some queries at a time: all scores of 200,000
-    keys would take terabytes.
+    """Returns exact results of two heads of keys and of the heads of queries that share them.
+
+    It takes some queries at a time: all scores of 200,000 keys would take terabytes.
     """
     import torch
 
     p = case.problem
     group = p["n_heads"] // n_kv_heads(p)
-    # [2, H / H_kv]: of each end its sample, and the heads of the queries that share its keys.
+    # [2, H / H_kv] each: the sample of each end, and the heads of queries that share its keys.
     samples = torch.tensor(ENDS[0])[:, None].expand(2, group)
     heads = torch.stack([torch.arange(group), torch.arange(-group, 0)])
     of_queries = samples, heads
@@ -209,9 +217,10 @@ def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[
 
 
 def random_problem(operator: Operator, chance: random.Random, dtype: str) -> Problem:
-    """Sizes as neural processes have them, up to half a millisecond forward on an H200.
+    """Returns a random problem with sizes as in neural processes.
 
-    Most of them have at most 256 keys, which a kernel of its own takes.
+    Its forward pass takes up to half a millisecond on an H200. Most problems have at most 256 keys,
+    which a kernel of its own takes.
     """
     while True:
         batch = chance.choice((1, 2, 4, 8, 16, 24, 32, 48, 64))
@@ -222,14 +231,18 @@ def random_problem(operator: Operator, chance: random.Random, dtype: str) -> Pro
 
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
-    """A layer's: in a language model tokens ask those before them, of their own sequence where a
-    run draws `lengths`, "7,0,40"; in a neural process every row asks, and context rows answer.
+    """Returns the problem of a model's layer, or None if `model` has no heads.
+
+    In a language model, a token sees the tokens before it, of its own sequence if the run has
+    `lengths`, "7,0,40". In a neural process, every row sees the context rows.
+
+    Raises ValueError if lengths do not fit the run, or if tokens are cached.
     """
     if "n_tokens" in run:
         if "n_heads" not in model:
             return None
         if "n_cached" in run:
-            raise ValueError("its tokens ask what is cached: that is operator decode_attention's")
+            raise ValueError("its tokens see cached keys: that is operator decode_attention's")
         kv_heads = model.get("n_kv_heads", model["n_heads"])
         kind = {"causal": True, "window": model.get("window", 0)}
         kind["n_kv_heads"] = kv_heads if kv_heads != model["n_heads"] else 0
@@ -259,8 +272,8 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
 
 # ---------------------------------------------------------------------------------- the compiler
 
-# dtype, head_dim, and options. Away from the model's own type only the form with n_keys is
-# compiled, which needs more registers, and float16 needs what bfloat16 needs.
+# dtype, head_dim, and options. Types other than the model's own are compiled only with n_keys,
+# which need more registers. float16 needs as many as bfloat16.
 _TYPES = (
     ("bfloat16", 64, ()),
     ("bfloat16", 64, ("n_keys",)),
@@ -272,8 +285,8 @@ _TYPES = (
     *((dtype, head_dim, ("n_keys",)) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
     ("bfloat16", 128, ("n_keys",)),  # float32 spills there in every tile: slow, and still right
 )
-# Of other kinds, with masks that need most registers: what language models train with, and at
-# head_dims that the portable kernels alone take, whose columns are masked too, all at once.
+# Other kinds, with masks that need most registers: those of language models, and head_dims that
+# only the portable kernels take, whose columns are masked too.
 _GROUPED = {"causal": True, "n_kv_heads": 2}
 _WINDOW = {"causal": True, "window": 300, "n_sequences": 4} | dict.fromkeys(PACKED, True)
 _KINDS = (
@@ -285,18 +298,18 @@ _KINDS = (
     ("float32", 64, _GROUPED | _WINDOW),
     ("bfloat16", 128, {"lse": True}),
 )
-# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few; so many
-# keys that the forward pass splits tiles along them.
+# Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few. With the
+# last one the forward pass splits tiles along the keys.
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 
 
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
-    """What kernels are compiled for, of 8 heads; at other sizes they are the same.
+    """Yields problems for which kernels are compiled, with 8 heads. Other sizes need no others.
 
-    Every type for the GPU that has all kernels, the model's own for the others; other head_dims
-    for many keys and for few alone; every kind for many keys.
+    The GPU with all kernels gets every type, the others the model's own type. Other head_dims come
+    with many keys and with few, and every kind with many keys.
     """
-    if target.capability < 80:  # CUDA C++ alone
+    if target.capability < 80:  # only CUDA C++
         sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}
         yield from (operator.problem("float16", **sizes, head_dim=n) for n in (64, 128))
         return

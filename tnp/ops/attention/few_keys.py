@@ -1,19 +1,18 @@
-"""Attention with at most 256 keys: all in one tile, every tensor read and written once.
+"""Attention with at most 256 keys: all keys in one tile, every tensor read and written once.
 
 The keys and values of a head stay on chip while a program walks a chunk of its queries. One tile
-holds a whole row of scores, so that softmax needs no running statistics, and the backward pass
-yields dq, dk and dv in one launch, with neither atomics nor a second look at the scores. With
-s = scale·log2(e)·q kᵀ:
+holds a whole row of scores, so softmax needs no running statistics. The backward pass computes dq,
+dk and dv in one launch, without atomics. With s = scale·log2(e)·q kᵀ:
 
     m = max_j s_j    p = 2^(s − m)    l = Σ_j p_j    o = p v / l    lse = m + log2(l)
 
     p = 2^(s − lse)    dp = do vᵀ    delta = Σ_j p_j dp_j    ds = p ∘ (dp − delta)
     dv = pᵀ do         dk = scale · dsᵀ q                    dq = scale · ds k
 
-delta equals Σ_d do·o; summed over the keys of the tile instead, o need not be read. Neighbouring
-programs take the heads of the same rows, which lie side by side in memory. Where the heads are too
-few to fill the GPU, the backward pass splits the queries into segments that write float32
-partials, which a second launch adds up in a fixed order.
+delta equals Σ_d do·o. It is summed over the keys of the tile, so that o need not be read.
+Neighbouring programs take the heads of the same rows, which lie side by side in memory. If the
+heads are too few to fill the GPU, the backward pass splits the queries into segments. They write
+float32 partials, which a second launch adds up in a fixed order.
 """
 
 from collections.abc import Callable
@@ -25,13 +24,14 @@ import triton.language as tl
 
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel, Reason, Support
-from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
+from tnp.ops._shared.primitives import KernelConfig, cast, dot, key_count, nan_outside
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
     LaunchConfig,
     Partials,
+    add_gradients,
     backward,
     empty,
     empty_backward,
@@ -42,6 +42,7 @@ from tnp.ops.attention.primitives import (
     lse_layout,
     n_query_tiles,
     of_all_seen,
+    own_delta,
     row_strides,
     rows_layout,
     segments,
@@ -50,13 +51,13 @@ from tnp.ops.attention.primitives import (
 
 BLOCKS = (64, 128, 256)  # keys of a tile
 MAX_KEYS = BLOCKS[-1]
-# A segment shorter than this costs more in partials than its parallelism gains.
+# The partials of a shorter segment cost more than its parallelism gains.
 MIN_SEGMENT_TILES = 2
 
 
 @dataclass(frozen=True)
 class ForwardConfig(KernelConfig):
-    """Tile of queries and of all keys, and the query tiles a program walks."""
+    """Configures a launch: the tile of queries and of all keys, and a program's query tiles."""
 
     block_m: int
     block_n: int
@@ -65,8 +66,8 @@ class ForwardConfig(KernelConfig):
     num_stages: int
 
 
-# Queries, tiles a program walks, warps and stages; by keys of the tile, bytes per element and
-# head_dim, the default first; none spills on any target.
+# Candidates by keys of the tile, bytes per element and head_dim, the default first: queries of a
+# tile, tiles of a program, warps and stages. None spills on any target.
 _TILES = ((64, 1, 4, 1), (64, 3, 4, 3), (64, 5, 4, 3), (128, 1, 8, 1))
 FORWARD_TILES = {
     **{(64, 2, head_dim): (*_TILES, (128, 3, 8, 3)) for head_dim in (16, 32, 64)},
@@ -75,11 +76,11 @@ FORWARD_TILES = {
     **{(64, 4, head_dim): ((16, 1, 8, 1),) for head_dim in (16, 32, 64, 128)},
     **{(128, 4, head_dim): ((16, 1, 8, 1),) for head_dim in (16, 32, 64)},
 }
-# Elsewhere than on WIDE_TARGETS tiles of 256 keys spill. The first is the fastest of ten on an H200
-# for 10,000 queries (125 µs of batch 8, 18 of batch 1), the second for 2,256.
+# Tiles of 256 keys spill except on WIDE_TARGETS. The first is the fastest of ten on an H200 for
+# 10,000 queries (125 µs with batch 8, 18 µs with batch 1). The second is it for 2,256 queries.
 WIDE_FORWARD_TILES = {(256, 2, 64): ((64, 5, 4, 3), (64, 9, 4, 2), (64, 3, 4, 2))}
-# Queries, warps and stages, likewise. WIDE_TARGETS multiply with keys in shared memory; elsewhere
-# these take registers, and the tiles stay small.
+# Candidates likewise: queries of a tile, warps and stages. WIDE_TARGETS multiply with keys in
+# shared memory. Elsewhere keys take registers, and the tiles stay small.
 BACKWARD_TILES = {
     (64, 2, 16): ((64, 4, 2), (64, 4, 3)),
     (64, 2, 32): ((64, 4, 2), (64, 4, 3)),
@@ -102,7 +103,7 @@ WIDE_BACKWARD_TILES = {
 
 @triton.jit
 def _program(n_q, n_heads, chunk):
-    """Sample, head of all samples' heads, and first query of a program; heads vary fastest."""
+    """Returns a program's sample, head of all heads, and first query. Heads vary fastest."""
     n_chunks = tl.cdiv(n_q, chunk)
     h = tl.program_id(0) % n_heads
     b = tl.program_id(0) // n_heads // n_chunks
@@ -121,7 +122,7 @@ def _few_keys_fwd_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """RAGGED: some of a tile's keys are none."""
+    """Writes o and lse. RAGGED: the tile has more columns than the sample has keys."""
     b, pid_bh, begin = _program(n_q, n_heads, TILES * BLOCK_M)
     q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
     k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
@@ -161,7 +162,10 @@ def _few_keys_bwd_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_N_KEYS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv share strides; `chunk` queries, a multiple of BLOCK_M, belong to a program."""
+    """Writes dq, dk and dv. A program takes `chunk` queries, a multiple of BLOCK_M.
+
+    dk and dv share strides.
+    """
     b, pid_bh, begin = _program(n_q, n_heads, chunk)
     q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
     k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
@@ -185,16 +189,11 @@ def _few_keys_bwd_kernel(
         s = tl.where(offs_n[None, :] < n_keys, dot(q, tl.trans(k)), float("-inf"))
         p = tl.math.exp2(s * scale_log2 - lse[:, None])
         dp = dot(do, tl.trans(v))
-        # An lse off by a rounding scales all p of a row: divided by their sum, delta is exact.
-        delta = tl.sum(p * dp, 1) / tl.sum(p, 1)
+        delta = own_delta(p, dp)
         if HAS_DLSE:
             delta -= tl.load(dlse_ptr + offs_m, mask=offs_m < n_q, other=0.0)
-        ds = cast(p * (dp - delta[:, None]), k.dtype)
-        # Transposed sums need no transpose of p and ds, only of tiles in shared memory; a computed
-        # left operand that is transposed came out wrong on 64-wide tiles (triton 3.4 to 3.7).
-        dv_t = add_dot(tl.trans(do), cast(p, do.dtype), dv_t)
-        dk_t = add_dot(tl.trans(q), ds, dk_t)
-        store_rows(dq_ptr, dot(ds, k) * scale, offs_m, n_q, stride_dqm, HEAD_DIM)
+        dq, dk_t, dv_t = add_gradients(q, do, k, p, dp, delta, dk_t, dv_t)
+        store_rows(dq_ptr, dq * scale, offs_m, n_q, stride_dqm, HEAD_DIM)
     partial = (begin // chunk).to(tl.int64) * stride_dks
     dk_ptr = head_ptr(dk_ptr, stride_dkb, stride_dkh, pid_bh, n_heads) + partial
     dv_ptr = head_ptr(dv_ptr, stride_dkb, stride_dkh, pid_bh, n_heads) + partial
@@ -203,12 +202,12 @@ def _few_keys_bwd_kernel(
 
 
 def _block_n(n_k: int) -> int:
-    """Of the smallest tile that holds n_k keys, or of the largest."""
+    """Returns the keys of the smallest tile that holds n_k keys, or of the largest tile."""
     return next((block for block in BLOCKS if n_k <= block), MAX_KEYS)
 
 
 def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Candidates, the default first; none where the forward pass is unsupported."""
+    """Returns the candidates, the default first; none if the forward pass is unsupported."""
     block_n = _block_n(call.problem["n_k"])
     key = block_n, call.problem.itemsize, call.problem["head_dim"]
     tiles = FORWARD_TILES.get(key, ())
@@ -218,7 +217,7 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 
 def backward_configs(call: Call) -> tuple[LaunchConfig, ...]:
-    """Candidates, the default first; none where the backward pass is unsupported."""
+    """Returns the candidates, the default first; none if the backward pass is unsupported."""
     block_n = _block_n(call.problem["n_k"])
     key = block_n, call.problem.itemsize, call.problem["head_dim"]
     tiles = BACKWARD_TILES.get(key, ())
@@ -241,14 +240,17 @@ def _supported(configs: Callable[[Call], tuple]) -> Support:
 
 @of_all_seen
 def forward_counts(call: Call, config: ForwardConfig) -> tuple[float, ...]:
-    """A launch, query tiles of a multiprocessor on average, programs of the busiest."""
+    """Returns what a launch's time is made of: see `Kernel.counts`.
+
+    These are the launch, an average multiprocessor's query tiles, and the busiest one's programs.
+    """
     tiles = n_query_tiles(call, config.block_m) / call.target.multiprocessors
     programs = n_query_tiles(call, config.tiles * config.block_m)
     return 1, tiles, triton.cdiv(programs, call.target.multiprocessors)
 
 
 def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
-    """One launch, which walks `tiles` tiles of queries a program."""
+    """Prepares one launch, in which each program walks `tiles` tiles of queries."""
     q, k, v, n_keys = inputs[:4]
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
@@ -271,7 +273,7 @@ def prepare_forward(call: Call, config: ForwardConfig, inputs: tuple) -> Callabl
 
 
 def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
-    """Programs that share a head's queries, and the tiles of one of them."""
+    """Returns how many programs share a head's queries, and the tiles of one program."""
     p = call.problem
     wanted = full_grid(call.target) // (p["batch"] * p["n_heads"])
     return segments(triton.cdiv(p["n_q"], config.block_m), wanted, MIN_SEGMENT_TILES)
@@ -279,7 +281,10 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
 
 @of_all_seen
 def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
-    """A launch, query tiles of a multiprocessor on average, those of a program, a sum of parts."""
+    """Returns what a launch's time is made of: see `Kernel.counts`.
+
+    These are the launch, an average multiprocessor's query tiles, a program's, and a sum of parts.
+    """
     n_segments, tiles = _segments(call, config)
     load = n_query_tiles(call, config.block_m) / call.target.multiprocessors
     return 1, load, tiles, float(n_segments > 1)
@@ -287,7 +292,7 @@ def backward_counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
 
 @backward
 def prepare_backward(call, config, do, q, k, v, lengths, o, lse, dlse):
-    """One launch, or one that leaves parts and one that adds them up; o is not read."""
+    """Prepares one launch, or one that leaves parts and one that adds them up. o is not read."""
     batch, n_heads, n_q, head_dim = q.shape
     n_segments, tiles = _segments(call, config)
     chunk = tiles * config.block_m
@@ -323,7 +328,7 @@ FORWARD = Kernel(
     "few_keys", empty, prepare_forward, _supported(forward_configs), forward_configs, TAKEN,
     counts=forward_counts,
 )  # fmt: skip
-# One launch without atomics is both the deterministic form and the fused one.
+# One launch without atomics serves both as the deterministic form and as the fused one.
 BACKWARD = Kernel(
     "few_keys", empty_backward, prepare_backward, _supported(backward_configs), backward_configs,
     TAKEN, counts=backward_counts,

@@ -1,17 +1,17 @@
-"""Which keys a query sees, answered once for all kernels.
+"""Answers which keys a query sees, for all kernels.
 
-Of a sequence with n_q queries and n_keys keys, query i stands beside key i + n_keys − n_q: the last
-query beside the last key. It sees the keys from `left` before to `right` after that one:
+A sequence has n_q queries and n_keys keys. Query i is beside key i + n_keys − n_q, so that the last
+query is beside the last key. It sees the keys from `left` before to `right` after that key:
 
     i + n_keys − n_q − left  ≤  j  ≤  i + n_keys − n_q + right,    0 ≤ j < n_keys
 
-Causal attention has right = 0, a window of w keys left = w − 1, and where it is not causal as many
-to the right. A side that is not bounded is no part of a kernel: its flag is a constant.
+Causal attention has right = 0. A window of w keys has left = w − 1, and without `causal` also
+right = w − 1. A side's flag is a constant, so that a side without a bound costs a kernel nothing.
 
-Packed sequences lie one after the other in the rows of one sample, sequence s of queries in rows
-cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1, and of keys likewise. A tile of rows belongs to one
-sequence: a table says to which, and where in it the tile begins. A pack whose cu_seqlens cannot be
-is taken for one sequence, so that no kernel leaves its rows, and its results are NaN.
+Packed sequences lie one after the other in the rows of one sample. Sequence s has queries in rows
+cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1, and keys likewise. A tile of rows has one sequence.
+A table holds the sequence of each tile, and where in it the tile begins. A pack with invalid
+cu_seqlens is taken as one sequence, so that no kernel leaves its rows. Its results are NaN.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from tnp.dispatch.spec import Call, Problem
 from tnp.ops._shared.primitives import key_count
 from tnp.ops.attention.torch_forms import bounded
 
-AT_ONCE = tl.constexpr(64)  # sequences, and tiles, that a program of the table takes at a time
+AT_ONCE = tl.constexpr(64)  # sequences, and tiles, that a program of the table reads at a time
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a problem's queries see; a side is bounded where its flag is set."""
+    """Says how far a problem's queries see. A side is bounded if its flag is set."""
 
     left: int = 0
     right: int = 0
@@ -39,7 +39,7 @@ class Reach:
 
     @classmethod
     def of(cls, problem: Problem) -> "Reach":
-        """Of its options `causal` and `window`."""
+        """Returns the reach that the problem's options `causal` and `window` give."""
         causal = bool(problem["causal"])
         window = bounded(int(problem["window"]), problem["n_q"], problem["n_k"])
         left = window - 1 if window else 0
@@ -48,17 +48,17 @@ class Reach:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """`left` and `right`, as kernels take them."""
+        """Returns `left` and `right`, as kernels take them."""
         return self.left, self.right
 
     @property
     def constants(self) -> dict[str, bool]:
-        """Flags, as kernels name them."""
+        """Returns the flags by the names that kernels have for them."""
         return {"LEFT": self.bounded_left, "RIGHT": self.bounded_right}
 
 
 def all_seen(problem: Problem) -> bool:
-    """Whether every query sees all keys of its sample."""
+    """Returns whether every query sees all keys of its sample."""
     return not (problem["n_sequences"] or problem["causal"] or problem["window"])
 
 
@@ -66,8 +66,10 @@ def all_seen(problem: Problem) -> bool:
 def key_range(
     row, n_q, n_keys, left, right, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """Of queries row … row + ROWS − 1: the first key that any sees, the first and the last + 1 of
-    those that all see, and the last + 1 that any sees.
+    """Returns the keys that queries row … row + ROWS − 1 see, as four numbers.
+
+    They are the first key that any of them sees, the first and the last + 1 of the keys that all of
+    them see, and the last + 1 that any sees.
     """
     beside = row + n_keys - n_q  # the key beside the first row
     begin = 0
@@ -87,8 +89,10 @@ def key_range(
 def query_range(
     key, n_q, n_keys, left, right, KEYS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """Of keys key … key + KEYS − 1: the first query that sees any, the first and the last + 1 of
-    those that see all of them, and the last + 1 that sees any.
+    """Returns the queries that see keys key … key + KEYS − 1, as four numbers.
+
+    They are the first query that sees any of them, the first and the last + 1 of the queries that
+    see all of them, and the last + 1 that sees any.
     """
     beside = key - (n_keys - n_q)  # the query beside the first key
     begin = 0
@@ -101,7 +105,7 @@ def query_range(
     if LEFT:
         end = tl.maximum(tl.minimum(beside + KEYS + left, n_q), 0)
         full_end = tl.maximum(tl.minimum(beside + left + 1, n_q), 0)
-    end = tl.where(key < n_keys, end, 0)  # keys past the end are seen by nobody
+    end = tl.where(key < n_keys, end, 0)  # no query sees keys past the end
     return begin, full_begin, full_end, end
 
 
@@ -110,7 +114,10 @@ def query_tiles(
     key, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS queries that see any of keys key … key + KEYS − 1: the first, the last + 1."""
+    """Returns the first and the last + 1 of the tiles of ROWS queries that see any of these keys.
+
+    The keys are key … key + KEYS − 1.
+    """
     begin, _full_begin, _full_end, end = query_range(
         key, n_q, n_keys, left, right, KEYS, LEFT, RIGHT
     )
@@ -123,7 +130,10 @@ def blocks_before(
     key, row, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of KEYS keys before that of `key` that some of queries row … row + ROWS − 1 see."""
+    """Returns how many blocks of KEYS keys before that of `key` some of these queries see.
+
+    The queries are row … row + ROWS − 1.
+    """
     before = key // KEYS
     if LEFT:
         begin, _full_begin, _full_end, _end = key_range(
@@ -138,7 +148,10 @@ def blocks_after(
     key, row, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of KEYS keys after that of `key` that some of queries row … row + ROWS − 1 see."""
+    """Returns how many blocks of KEYS keys after that of `key` some of these queries see.
+
+    The queries are row … row + ROWS − 1.
+    """
     _begin, _full_begin, _full_end, end = key_range(
         row, n_q, n_keys, left, right, ROWS, LEFT, RIGHT
     )
@@ -147,8 +160,8 @@ def blocks_after(
 
 @triton.jit
 def block_in_turn(item, n_items, of_head, section, LAST_FIRST: tl.constexpr):
-    """Head and block of keys of one of n_items, of which each head has `of_head`: heads are taken
-    in sections, one block of each in turn, from the first block or the last.
+    """Returns an item's head and block of keys. A head has `of_head` of the n_items items.
+    Heads are taken in sections, one block of each head in turn, from the first block or the last.
     """
     begin = item // (of_head * section) * section
     of_section = tl.minimum(section, n_items // of_head - begin)
@@ -161,7 +174,7 @@ def block_in_turn(item, n_items, of_head, section, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
-    """A range in blocks: where the first begins, where those begin and end that need no mask."""
+    """Returns where a range's first block begins, and where its unmasked blocks begin and end."""
     first = begin // BLOCK * BLOCK
     last = first + tl.cdiv(tl.maximum(end - first, 0), BLOCK) * BLOCK
     full_first = tl.minimum(tl.cdiv(full_begin, BLOCK) * BLOCK, last)
@@ -171,9 +184,9 @@ def whole_blocks(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def seen(queries, keys, n_q, n_keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Which of `keys` which of `queries` see: indices that broadcast to a tile.
+    """Returns whether each of `queries` sees each of `keys`: indices that broadcast to a tile.
 
-    As comparisons with each query's first and last key, which are no tiles.
+    It compares with each query's first and last key, which are not whole tiles.
     """
     beside = queries + (n_keys - n_q)
     visible = keys <= tl.minimum(beside + right, n_keys - 1) if RIGHT else keys < n_keys
@@ -187,8 +200,10 @@ def place(
     tile, b, tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, n_q, n_k,
     ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of ROWS rows: its first row in its sequence, the first row of the sequence's
-    queries, how many they are, the first row of its keys, and how many they are.
+    """Returns where a tile of ROWS rows lies, as five numbers.
+
+    They are its first row in its sequence; the first row of the sequence's queries and their
+    number; the first row of its keys and their number.
     """
     if PACKED:
         s = tl.load(tiles_ptr + 2 * tile)
@@ -208,16 +223,17 @@ def _tiles_kernel(
     tiles_ptr, used_q_ptr, used_k_ptr, n_keys_ptr, cu_q_ptr, cu_k_ptr, n_sequences, n_tiles, n_q,
     n_k, ROWS: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile its sequence and first row in it, by a program a sequence; −1 past the last.
+    """Writes each tile's sequence and its first row in it, with −1 past the last tile.
 
-    Under a causal mask a tile of queries takes the longer the more tiles of its sequence come
-    before it, and one of keys the more come after it. The table goes by that number, so that tiles
-    which take as long follow one another, whatever sequences they are of: queries' from the
-    shortest on, since kernels take them from the last back, and keys' from the longest.
+    There is a program for each sequence. With a causal mask, a tile of queries takes longer the
+    more tiles of its sequence come before it, and a tile of keys the more come after it. The table
+    is sorted by that number, so that tiles that take as long follow one another, whatever their
+    sequences. Tiles of queries begin with the shortest, because kernels take them from the last
+    back. Tiles of keys begin with the longest.
 
-    The device alone knows what cu_seqlens hold. Attention reads the copies that this kernel leaves
-    in `used_q` and `used_k`. Where the numbers cannot be, the copies name one sequence of all rows,
-    and `n_keys` becomes 0, by which the forward pass makes the results NaN; else it becomes n_k.
+    Only the device knows what cu_seqlens hold. Attention reads the copies in `used_q` and `used_k`.
+    If the numbers are invalid, the copies name one sequence of all rows, and `n_keys` becomes 0, so
+    that the forward pass makes the results NaN. Else it becomes n_k.
     """
     s = tl.program_id(0)
     wrong = _cannot_be(cu_q_ptr, n_sequences, n_q) | _cannot_be(cu_k_ptr, n_sequences, n_k)
@@ -257,7 +273,7 @@ def _tiles_kernel(
 
 @triton.jit
 def _cannot_be(cu_ptr, n_sequences, n_rows):
-    """Whether sequences do not follow one another from row 0 to the last of n_rows."""
+    """Returns whether sequences fail to follow one another from row 0 to the last of n_rows."""
     wrong = (tl.load(cu_ptr) != 0) | (tl.load(cu_ptr + n_sequences) != n_rows)
     for start in tl.range(0, n_sequences, AT_ONCE):
         at = start + tl.arange(0, AT_ONCE)
@@ -269,46 +285,47 @@ def _cannot_be(cu_ptr, n_sequences, n_rows):
 
 @triton.jit
 def _used(cu_ptr, at, n_sequences, n_rows, wrong):
-    """Number `at` of cu_seqlens, or of one sequence of all rows where they are `wrong`."""
+    """Returns number `at` of cu_seqlens, or of one sequence of all rows if they are `wrong`."""
     given = tl.load(cu_ptr + at, mask=at <= n_sequences, other=0)
     return tl.where(wrong, tl.where(at > 0, n_rows, 0), given)
 
 
 @triton.jit
 def _n_tiles(cu_ptr, at, n_sequences, n_rows, wrong, ROWS: tl.constexpr):
-    """Of sequences `at` how many tiles they have; 0 past the last sequence."""
+    """Returns how many tiles the sequences `at` have; 0 past the last sequence."""
     begin = _used(cu_ptr, at, n_sequences, n_rows, wrong)
     end = _used(cu_ptr, at + 1, n_sequences, n_rows, wrong)
     return tl.where(at < n_sequences, tl.cdiv(end - begin, ROWS), 0)
 
 
 def n_tiles(n_rows: int, rows: int, n_sequences: int) -> int:
-    """The most tiles of `rows` that a head's rows have, each of one of so many sequences, or of the
-    only one where there are none.
+    """Returns the most tiles of `rows` that a head's rows have.
+
+    Each tile belongs to one of `n_sequences` packed sequences. With 0 the rows are not packed.
     """
     return n_rows // rows + n_sequences if n_sequences else triton.cdiv(n_rows, rows)
 
 
 def lengths_given(call: Call) -> dict[str, bool]:
-    """Which numbers of keys a call brings, as kernels name them."""
+    """Returns which lengths a call has, by the names that kernels have for them."""
     p = call.problem
     return {"HAS_N_KEYS": bool(p["n_keys"]), "PACKED": bool(p["n_sequences"])}
 
 
 class Tiles:
-    """The table of tiles [n, 2], int32, of packed rows; nothing where rows are not packed.
+    """Fills the table of tiles [n, 2], int32, of packed rows. Does nothing if rows are not packed.
 
     Args:
-        call: whose sequences these are.
+        call: the call to serve.
         side: "n_q" for tiles of queries, "n_k" for tiles of keys.
-        rows: of a tile.
+        rows: rows of a tile.
     """
 
     def __init__(self, call: Call, side: str, rows: int) -> None:
         p = call.problem
         n_sequences = int(p["n_sequences"])
         self.n = n_tiles(p[side], rows, n_sequences)
-        # The table, both cu_seqlens and a number of keys: whole multiples of 16 bytes.
+        # The table, both cu_seqlens and a number of keys, each padded to a multiple of 16 bytes.
         counts = 2 * self.n, n_sequences + 1, n_sequences + 1, 1
         self._parts = [-(-count // 4) * 4 for count in counts]
         self._size = sum(self._parts)
@@ -318,13 +335,13 @@ class Tiles:
         ) if n_sequences else None  # fmt: skip
 
     def pointers(self, lengths: tuple, otherwise: Tensor) -> tuple[Tensor, ...]:
-        """What `place` reads: the table, cu_seqlens of queries and of keys, and n_keys.
+        """Returns the tensors that `place` reads: the table, cu_seqlens of both sides, and n_keys.
 
-        Of packed rows n_keys is one number: n_k, or 0 where cu_seqlens cannot be.
+        For packed rows n_keys is one number: n_k, or 0 if cu_seqlens are invalid.
 
         Args:
             lengths: n_keys, cu_seqlens_q and cu_seqlens_k, each perhaps None.
-            otherwise: a tensor in place of each that nobody reads.
+            otherwise: a tensor to return in place of each that no kernel reads.
         """
         n_keys, cu_q, cu_k = lengths
         if self._fill is None:

@@ -1,10 +1,10 @@
-"""Layouts of queries, keys and values, and the ways between them.
+"""Converts between the layouts of queries, keys and values.
 
 `attention` takes [B, H, T, D] with any strides whose last dimension is contiguous. Projections
-write, and FlashAttention takes, [B, T, H, D]; packed sequences lie there in rows [B · T, H, D].
-Grouped [B, H_kv, G, T, D] shows which heads of queries share a head of keys: those of its G.
+write, and FlashAttention takes, [B, T, H, D]. Packed sequences lie in rows [B · T, H, D]. Grouped
+[B, H_kv, G, T, D] shows the G heads of queries that share a head of keys.
 
-Nothing is copied where strides allow a view.
+Nothing is copied if strides allow a view.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[B, T, H, D] as [B, H, T, D], a view."""
+    """Returns [B, T, H, D] as [B, H, T, D], a view."""
     _require_dimensions(x, "[B, T, H, D]")
     return x.transpose(1, 2)
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """[B, H, T, D] as [B, T, H, D], a view; contiguous where x is a result of ours."""
+    """Returns [B, H, T, D] as [B, T, H, D], a view. It is contiguous if x is a result of ours."""
     _require_dimensions(x, "[B, H, T, D]")
     return x.transpose(1, 2)
 
 
 def to_rows(x: Tensor) -> Tensor:
-    """[B, H, T, D] as rows [B · T, H, D]: the samples as sequences of equal length."""
+    """Returns [B, H, T, D] as rows [B · T, H, D]: the samples as sequences of equal length."""
     return tokens_first(x).flatten(0, 1)
 
 
 def from_rows(x: Tensor, batch: int) -> Tensor:
-    """Rows [B · T, H, D] as [B, H, T, D], a view; the inverse of `to_rows`.
+    """Returns rows [B · T, H, D] as [B, H, T, D], a view; the inverse of `to_rows`.
 
-    Raises ValueError where `batch` does not divide the rows.
+    Raises ValueError if `batch` does not divide the rows.
     """
     _require_dimensions(x, "[B · T, H, D]")
     if batch < 1 or len(x) % batch:
@@ -44,10 +44,10 @@ def from_rows(x: Tensor, batch: int) -> Tensor:
 
 
 def grouped(q: Tensor, n_kv_heads: int) -> Tensor:
-    """[B, H, T, D] as [B, H_kv, G, T, D], a view: [:, h] are the queries that ask head h of keys.
+    """Returns [B, H, T, D] as [B, H_kv, G, T, D], a view. [:, h] are the queries of head h of keys.
 
     So with keys [B, H_kv, T, D] scores are `grouped(q, H_kv) @ k[:, :, None].mT`. Raises ValueError
-    where `n_kv_heads` does not divide the heads.
+    if `n_kv_heads` does not divide the heads.
     """
     _require_dimensions(q, "[B, H, T, D]")
     n_heads = q.shape[1]
@@ -57,7 +57,7 @@ def grouped(q: Tensor, n_kv_heads: int) -> Tensor:
 
 
 def ungrouped(x: Tensor) -> Tensor:
-    """[B, H_kv, G, T, D] as [B, H, T, D]; the inverse of `grouped`."""
+    """Returns [B, H_kv, G, T, D] as [B, H, T, D]; the inverse of `grouped`."""
     _require_dimensions(x, "[B, H_kv, G, T, D]")
     return x.flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: loads of row tiles, launch configurations."""
+"""Parts that attention kernels share: tiles of rows, allocations, wrappers of launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call
 from tnp.ops._shared.operands import Layout
-from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot
 from tnp.ops._shared.ranges import asserting, between, cumulative
 from tnp.ops.attention.keys import all_seen
 from tnp.ops.attention.torch_forms import LN_2
@@ -21,13 +21,12 @@ from tnp.util.checks import is_expanded
 
 LOG2_E = 1.4426950408889634
 
-# Elements a program of the reduction adds up.
-SUM_BLOCK = 1024
+SUM_BLOCK = 1024  # elements that a program of the reduction adds up
 
 
 @dataclass(frozen=True)
 class LaunchConfig(KernelConfig):
-    """Tile of queries and keys a program works on."""
+    """Configures a launch: a program's tile of queries and keys, warps and stages."""
 
     block_m: int
     block_n: int
@@ -36,10 +35,10 @@ class LaunchConfig(KernelConfig):
 
 
 def candidates(call: Call, configs: dict, masked: dict | None = None) -> tuple:
-    """The entry of the problem's bytes per element and columns of a tile, 64's where there is none.
+    """Returns the entry for the problem's bytes per element and columns of a tile, or that of 64.
 
-    float32 from 128 on has none: every tile spills there, which is slow and still right. A kernel
-    that masks more than the ends of rows needs more registers: of it `masked` has the default.
+    float32 has no entry from 128 columns on: every tile spills there, which is slow but right. A
+    kernel that masks more than the ends of rows needs more registers: `masked` holds its default.
     """
     p = call.problem
     width = triton.next_power_of_2(p["head_dim"])
@@ -52,20 +51,21 @@ def candidates(call: Call, configs: dict, masked: dict | None = None) -> tuple:
 
 
 def n_query_tiles(call: Call, rows: int) -> int:
-    """Tiles of so many queries, of all heads of all samples."""
+    """Returns how many tiles of `rows` queries all heads of all samples have."""
     p = call.problem
     return triton.cdiv(p["n_q"], rows) * p["batch"] * p["n_heads"]
 
 
 def n_key_tiles(call: Call, rows: int) -> int:
-    """Tiles of so many keys, of all heads of all samples."""
+    """Returns how many tiles of `rows` keys all heads of all samples have."""
     p = call.problem
     return triton.cdiv(p["n_k"], rows) * p["batch"] * p["n_heads"]
 
 
 def of_all_seen(counts: Callable) -> Callable:
-    """`Kernel.counts` that hold where every query sees all keys of its sample and no heads share
-    keys: tables have costs of such problems alone. Of others no time is predicted.
+    """Wraps `Kernel.counts` so that it returns None with a mask or with shared heads.
+
+    Tables hold no costs of such problems, so no time is predicted for them.
     """
 
     @wraps(counts)
@@ -78,30 +78,30 @@ def of_all_seen(counts: Callable) -> Callable:
 
 
 def segments(n_tiles: int, wanted: int, least: int) -> tuple[int, int]:
-    """Of query tiles that programs share: how many share them, and the tiles of one.
+    """Returns how many programs share `n_tiles` query tiles, and the tiles of one program.
 
-    At most about `wanted`, each with at least `least` tiles where there are as many.
+    There are about `wanted` programs at most. Each has at least `least` tiles if there are so many.
     """
     tiles = triton.cdiv(n_tiles, max(1, min(wanted, n_tiles // least)))
     return triton.cdiv(n_tiles, tiles), tiles
 
 
 def full_grid(target: Target) -> int:
-    """Programs that keep every multiprocessor busy twice over."""
+    """Returns how many programs give every multiprocessor two."""
     return 2 * target.multiprocessors
 
 
 @triton.constexpr_function
 def tile_width(head_dim):
-    """Columns of a tile that holds rows of head_dim elements: a power of two."""
+    """Returns the columns of a tile that holds rows of head_dim elements: a power of two."""
     return triton.next_power_of_2(head_dim)
 
 
 @triton.jit
 def load_rows(ptr, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `offs_row` of a [n_rows, HEAD_DIM] matrix, in a tile of `tile_width` columns.
+    """Loads rows `offs_row` of a [n_rows, HEAD_DIM] matrix into a tile of `tile_width` columns.
 
-    Rows past the end are 0 where MASKED, and columns past HEAD_DIM always.
+    Columns past HEAD_DIM are 0. Rows past the end are 0 if MASKED, and else must not be loaded.
     """
     offs_d = tl.arange(0, tile_width(HEAD_DIM))
     # 64-bit: 205,000 rows of a projection of 1,536 columns pass 2³¹ in a batch of 7.
@@ -119,7 +119,7 @@ def load_rows(ptr, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr, MASKED:
 
 @triton.jit
 def store_rows(ptr, tile, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr):
-    """Store the rows before n_rows of a tile, less the columns past HEAD_DIM."""
+    """Stores the rows of a tile before n_rows, without the columns past HEAD_DIM."""
     offs_d = tl.arange(0, tile_width(HEAD_DIM))
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_d[None, :]
     inside = offs_row[:, None] < n_rows
@@ -130,7 +130,7 @@ def store_rows(ptr, tile, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
-    """Start of one batch's head."""
+    """Returns the address of head `pid_bh` of all samples' heads."""
     b = (pid_bh // n_heads).to(tl.int64)
     h = (pid_bh % n_heads).to(tl.int64)
     return ptr + b * stride_b + h * stride_h
@@ -138,63 +138,91 @@ def head_ptr(ptr, stride_b, stride_h, pid_bh, n_heads):
 
 @triton.jit
 def row_ptr(ptr, row, stride_row):
-    """A head's row, from which on those of one sequence lie."""
+    """Returns the address of a row of a head."""
     return ptr + tl.cast(row, tl.int64) * stride_row
+
+
+# -------------------------------------------------------------- gradients of a tile of few keys
+
+
+@triton.jit
+def own_delta(p, dp):
+    """Returns Σ_j p_j dp_j of each row of a tile that holds all keys of its rows.
+
+    An lse with a rounding error scales all p of a row. Divided by their sum, delta is exact.
+    """
+    return tl.sum(p * dp, 1) / tl.sum(p, 1)
+
+
+@triton.jit
+def add_gradients(q, do, k, p, dp, delta, dk_t, dv_t):
+    """Returns dq, unscaled, and dkᵀ and dvᵀ with what these rows of queries add to them.
+
+    Transposed sums need no transpose of p and ds, only of tiles in shared memory. A computed left
+    operand that is transposed came out wrong on 64-wide tiles (Triton 3.4 to 3.7).
+    """
+    ds = cast(p * (dp - delta[:, None]), k.dtype)
+    dv_t = add_dot(tl.trans(do), cast(p, do.dtype), dv_t)
+    dk_t = add_dot(tl.trans(q), ds, dk_t)
+    return dot(ds, k), dk_t, dv_t
 
 
 # ---------------------------------------------------------------------- what a launch allocates
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides of [B, H, L, D], whose last dimension is contiguous."""
+    """Returns the batch, head and row strides of [B, H, L, D], contiguous in the last dimension."""
     return x.stride()[:3]
 
 
 def rows_layout(like: Tensor) -> Layout:
-    """[B, H, L, D] laid out [B, L, H, D], as the projections read it."""
+    """Returns the layout of [B, H, L, D] in memory as [B, L, H, D], which the projections read."""
     _batch, n_heads, n_rows, head_dim = like.shape
     row = n_heads * head_dim
     return tuple(like.shape), (n_rows * row, head_dim, row, 1)
 
 
 class KeyGradients:
-    """dk and dv [B, H, n_k, D]: halves of rows [B, n_k, 2, H, D], which the projections multiply
-    as one matrix, or where they are to lie apart [B, n_k, H, D] each.
+    """Allocates dk and dv [B, H, n_k, D].
+
+    They are halves of rows [B, n_k, 2, H, D], which the projections multiply as one matrix. If they
+    must lie apart, each is [B, n_k, H, D] in memory.
 
     Args:
-        k: their shape, dtype and device.
-        apart: whether they must share no memory. Otherwise either of them keeps that of both.
+        k: a tensor of their shape, dtype and device.
+        apart: whether they must share no memory. Else each keeps the memory of both alive.
     """
 
     def __init__(self, k: Tensor, apart: bool) -> None:
         shape, (of_b, of_h, width, _) = rows_layout(k)
         self.width, self.apart = width, apart
-        # Of dk and of dv: batch, head and row.
+        # The strides of dk, and of dv: batch, head and row.
         self.strides = (of_b, of_h, width) if apart else (2 * of_b, of_h, 2 * width)
         self.one = shape, (*self.strides, 1)
         self.both = (2, *shape), (width, *self.strides, 1)
 
     def allocate(self, k: Tensor) -> tuple[Tensor, ...]:
-        """dk and dv."""
+        """Returns dk and dv, uninitialized."""
         if self.apart:
             return k.new_empty_strided(*self.one), k.new_empty_strided(*self.one)
         return k.new_empty_strided(*self.both).unbind()
 
 
 def lse_layout(q: Tensor) -> Layout:
-    """[B, H, n_q], contiguous."""
+    """Returns the layout of [B, H, n_q], contiguous."""
     batch, n_heads, n_q, _head_dim = q.shape
     return (batch, n_heads, n_q), (n_heads * n_q, n_q, 1)
 
 
 def flat(n: int) -> Layout:
-    """Of a workspace of n numbers."""
+    """Returns the layout of a workspace of n numbers."""
     return (n,), (1,)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple, lse: bool = False) -> tuple[tuple, tuple]:
-    """o [B, H, n_q, D] laid out [B, n_q, H, D], and saved lse [B, H, n_q], float32, base 2; another
-    in nats beside o where asked for.
+    """Returns o [B, H, n_q, D], in memory [B, n_q, H, D], and the saved lse [B, H, n_q].
+
+    lse is float32 and to base 2. If `lse`, another one in nats stands beside o.
     """
     q = inputs[0]
     o = q.new_empty_strided(*rows_layout(q))
@@ -205,7 +233,7 @@ def empty(wanted: tuple[str, ...], inputs: tuple, lse: bool = False) -> tuple[tu
 
 
 def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, laid out [B, L, H, D] each."""
+    """Returns dq, dk, dv in the shapes and dtype of q, k, v, each in memory [B, L, H, D]."""
     named = zip(("q", "k", "v"), inputs[1], strict=False)
     return tuple(x.new_empty_strided(*rows_layout(x)) if n in wanted else None for n, x in named)
 
@@ -214,10 +242,12 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple[Tensor | Non
 
 
 def forward(launch: Callable, call: Call) -> Callable:
-    """The launch of a forward pass: given scale; where asked to it gives lse too, and asserts
-    first that lengths are in range.
+    """Returns the launch of a forward pass as an operation wants it.
+
+    It passes the scale, returns lse if asked to, and with TNP_CHECK=1 asserts that lengths are in
+    range.
     """
-    launch, p = _scaled(launch, call), call.problem
+    launch, p = scaled(launch, call), call.problem
     if p["lse"]:
         launch = _with_lse(launch)
     if p["n_sequences"]:
@@ -229,16 +259,17 @@ def forward(launch: Callable, call: Call) -> Callable:
 
 
 def with_counted_keys(launch: Callable, call: Call, most: int, what: str) -> Callable:
-    """A forward launch that, where asked to, asserts first that n_keys lie from 1 to `most`, which
-    is called `what`.
+    """Returns a forward launch that, with TNP_CHECK=1, first asserts that n_keys lie in 1 … `most`.
+
+    `what` names `most` in the message.
     """
     if not call.problem["n_keys"]:
         return launch
     return asserting(launch, lambda inputs: [between("n_keys", inputs[3], 1, most, f"{what} = ")])
 
 
-def _scaled(launch: Callable, call: Call) -> Callable:
-    """The launch whose scale times log2(e) is 1 where q carries both."""
+def scaled(launch: Callable, call: Call) -> Callable:
+    """Returns the launch, with a scale of ln 2 if q carries scale · log2(e)."""
     if not call.problem["base2"]:
         return launch
     scalars = (LN_2,)
@@ -246,7 +277,7 @@ def _scaled(launch: Callable, call: Call) -> Callable:
 
 
 def _with_lse(launch: Callable) -> Callable:
-    """A forward launch that gives lse as well, which it saves to base 2."""
+    """Returns a forward launch that returns lse in nats too. `launch` saves it to base 2."""
 
     def both(inputs, scalars):
         (o,), (lse,) = launch(inputs, scalars)
@@ -256,49 +287,51 @@ def _with_lse(launch: Callable) -> Callable:
 
 
 def backward(decide: Callable) -> Callable:
-    """`prepare` of a backward kernel.
+    """Turns `decide` into the `prepare` of a backward kernel.
 
-    `decide(call, config, do, q, k, v, lengths, o, lse, dlse)` returns a launch of the same tensors
-    and the scale, which gives dq, dk and dv; `lengths` are n_keys and both cu_seqlens. It sees do
-    as the kernels can read it: copied where its last dimension is not contiguous, or where another
-    is expanded, as of a sum's gradient. `dlse` is the gradient of lse in nats, contiguous, or None:
-    what a score gains is p (dp − delta + dlse), so that it is taken off delta.
+    `decide(call, config, do, q, k, v, lengths, o, lse, dlse)` returns a launch. It takes the same
+    tensors and the scale, and returns dq, dk and dv. `lengths` are n_keys and, in attention, both
+    cu_seqlens.
+
+    do is one that kernels can read: a copy if its last dimension is not contiguous, or if it is
+    expanded, as the gradient of a sum is. `dlse` is the gradient of lse in nats, contiguous, or
+    None. The gradient of a score is p (dp − delta + dlse), so that kernels subtract it from delta.
     """
 
     def prepare(call: Call, config: object, inputs: tuple) -> Callable:
         gradients, kept, (lse,) = inputs
-        do, dlse = _arriving(gradients, kept[6])
-        copies = is_unreadable(do)
+        do, dlse = _arriving(gradients, kept[-1])
+        copies = _is_unreadable(do)
         readable = do.contiguous() if copies else do
-        run = decide(call, config, readable, *kept[:3], kept[3:6], kept[6], lse, dlse)
+        run = decide(call, config, readable, *kept[:3], kept[3:-1], kept[-1], lse, dlse)
         given = tuple(name in call.wanted for name in ("q", "k", "v"))
         some = not all(given)
 
         def launch(inputs, scalars):
             gradients, kept, (lse,) = inputs
-            do, dlse = _arriving(gradients, kept[6])
+            do, dlse = _arriving(gradients, kept[-1])
             if copies:
                 do = do.contiguous()
-            gradients = run(do, *kept[:3], kept[3:6], kept[6], lse, dlse, *scalars)
+            gradients = run(do, *kept[:3], kept[3:-1], kept[-1], lse, dlse, *scalars)
             if some:
                 return tuple([x if one else None for x, one in zip(gradients, given, strict=True)])
             return gradients
 
-        return _scaled(launch, call)
+        return scaled(launch, call)
 
     return prepare
 
 
 def _arriving(gradients: tuple, o: Tensor) -> tuple[Tensor, Tensor | None]:
-    """do, zeros where o was not used, and dlse."""
+    """Returns do, which is zeros if o was not used, and dlse or None."""
     do, dlse = gradients if len(gradients) == 2 else (*gradients, None)
     if do is None:
         do = torch.zeros_like(o)
     return do, None if dlse is None else dlse.contiguous()
 
 
-def is_unreadable(x: Tensor) -> bool:
-    """Whether kernels need a copy of it: expanded, or its last dimension not contiguous."""
+def _is_unreadable(x: Tensor) -> bool:
+    """Returns whether kernels need a copy: it is expanded, or its rows are not contiguous."""
     return is_expanded(x) or (x.stride(-1) != 1 and x.shape[-1] > 1)
 
 
@@ -310,6 +343,7 @@ def _sum_partials_kernel(
     partials_ptr, dk_ptr, dv_ptr, n, n_segments, stride_row, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Writes dk and dv, the sums of their parts."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dk = tl.zeros([BLOCK], tl.float32)
     dv = tl.zeros([BLOCK], tl.float32)
@@ -324,17 +358,19 @@ def _sum_partials_kernel(
 
 
 class Partials:
-    """dk and dv as float32 parts, one a segment of the queries, and their sum in a fixed order.
+    """Holds dk and dv as float32 parts, one for each segment of queries, and adds them up in order.
+
+    Call `add(parts, dk, dv)` to write the sums.
 
     Args:
         k: [B, H, n_k, D], like dk and dv.
         segments: how many parts there are.
-        whole: how dk and dv lie.
+        whole: how dk and dv lie in memory.
     """
 
     def __init__(self, k: Tensor, segments: int, whole: KeyGradients) -> None:
         self.n = k.numel()
-        self.segment = 2 * self.n  # dk and dv of one
+        self.segment = 2 * self.n  # numbers of one part: dk and dv
         self.strides = rows_layout(k)[1][:3]
         self.layout = flat(segments * self.segment)
         self.add = Bound(
@@ -343,6 +379,6 @@ class Partials:
         )  # fmt: skip
 
     def allocate(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The workspace, which starts with the first part of dk, and the first part of dv."""
+        """Returns the workspace, which begins with dk's first part, and the first part of dv."""
         parts = like.new_empty_strided(*self.layout, dtype=torch.float32)
         return parts, parts.narrow(0, self.n, self.n)

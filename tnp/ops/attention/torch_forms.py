@@ -1,7 +1,7 @@
 """Attention in PyTorch: the formula, and scaled_dot_product_attention with one backend forced.
 
-Torch is imported where a function runs: the declaration names these functions, and planning reads
-it without torch.
+Functions import torch when they run: the declaration names them, and planning reads it without
+torch.
 """
 
 from functools import cache
@@ -11,23 +11,23 @@ from tnp.ops.attention.layouts import from_rows, to_rows
 from tnp.util.checks import require_cumulative, require_end
 
 ALIGNMENT = 16  # bytes
-LN_2 = 0.6931471805599453  # the scale of base2
+LN_2 = 0.6931471805599453  # the scale with base2
 
 
 def softmax_scale(scale, base2):
-    """What scores are multiplied by ahead of e^."""
+    """Returns the factor of scores in e^(factor · score)."""
     return LN_2 if base2 else scale
 
 
 def bounded(window, n_q, n_k):
-    """A window, no longer than the one that bounds nothing: a longer one may not fit an integer."""
+    """Returns the window, at most n_q + n_k, which bounds nothing. A longer one may overflow."""
     return min(window, n_q + n_k)
 
 
 def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, rows=None):
-    """bool, broadcast to [B, 1, n_q, n_k]: which keys a query sees; None where all see all.
+    """Returns whether a query sees a key: bool, broadcast to [B, 1, n_q, n_k], or None for all.
 
-    Query i stands beside key i + n_keys − n_q of its sequence. `rows` is a slice of the queries.
+    Query i is beside key i + n_keys − n_q of its sequence. `rows` is a slice of the queries.
     """
     import torch
 
@@ -57,16 +57,17 @@ def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, ro
 
 
 def attend(q, k, v, seen, scale, lse=False):
-    """softmax(scale · q kᵀ) v over the keys that are seen, 0 where none is; heads may be grouped.
+    """Returns softmax(scale · q kᵀ) v over the keys that are seen, 0 for a query that sees none.
 
-    If `lse` the pair of it and log Σ e^(scale · q kᵀ) over these keys, [B, H, n_q] in float32 or
-    wider, −inf where none is.
+    If `lse`, it returns a pair of that and log Σ e^(scale · q kᵀ) over these keys. The latter is
+    [B, H, n_q] in float32 or wider, and −inf for a query that sees no key.
 
     Args:
         q: [B, H, n_q, D].
-        k, v: [B, H_kv, n_k, D], H_kv a divisor of H.
+        k, v: [B, H_kv, n_k, D]. H_kv divides H.
         seen: bool, broadcast to [B, 1, n_q, n_k], or None.
         scale: a number.
+        lse: whether to return lse too.
     """
     import torch
 
@@ -90,18 +91,18 @@ def reference(
     q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False, window=0,
     lse=False,
 ):  # fmt: skip
-    """softmax(scale · q kᵀ) v in whatever dtype it is given.
+    """Returns softmax(scale · q kᵀ) v, in any float dtype.
 
     Args:
         q: [B, H, n_q, D].
-        k, v: [B, H_kv, n_k, D], H_kv a divisor of H.
-        n_keys: [B], keys of each sample, or None for n_k everywhere; NaN in samples where it is
-            out of range.
+        k, v: [B, H_kv, n_k, D]. H_kv divides H.
+        n_keys: [B], keys of each sample, or None for n_k everywhere. Samples with a number out of
+            range give NaN.
         cu_seqlens_q, cu_seqlens_k: [n_sequences + 1], of packed sequences, or None.
         scale: a number.
         base2: whether q carries scale · log2(e), so that weights are powers of 2.
         causal, window: see `visible`.
-        lse: whether it is a pair of that and its lse, as of `attend`.
+        lse: whether to return the pair of `attend`.
     """
     if n_keys is not None:
         import torch
@@ -114,9 +115,9 @@ def reference(
 
 
 def with_aligned_rows(x):
-    """x, copied where a row does not start at a multiple of 16 bytes.
+    """Returns x, or a copy if some row does not start at a multiple of 16 bytes.
 
-    The flash backend reads 16 bytes at a time and does not check: a misaligned address ends the
+    The flash backend reads 16 bytes at a time and does not check. A misaligned address ends the
     process's CUDA context.
     """
     item = x.element_size()
@@ -141,16 +142,16 @@ def _sdpa(backend, q, k, v, scale, mask=None, causal=False):
 
 
 def _is_key(k, n_keys):
-    """bool [B, 1, 1, n_k]: whether a row of k is a key of its sample."""
+    """Returns whether a row of k is a key of its sample: bool [B, 1, 1, n_k]."""
     import torch
 
     return (torch.arange(k.shape[2], device=k.device) < n_keys[:, None])[:, None, None]
 
 
 def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
-    """PyTorch's flash kernel over packed sequences; a batch is packed as sequences of equal length.
+    """Calls PyTorch's flash kernel for packed sequences. A batch becomes sequences of equal length.
 
-    Its grid is made for the longest sequence, which PyTorch asks for as a number.
+    PyTorch wants the longest sequence as a number, because it sizes the grid for it.
     """
     from inspect import signature
 
@@ -173,7 +174,7 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     reach = (window - 1 if window else -1, 0 if causal else window - 1 if window else -1)
     told = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if "enable_gqa" not in signature(varlen_attn).parameters:
-        told = {}  # torch 2.11 takes grouped heads without being told
+        told = {}  # torch 2.11 has no such argument and takes grouped heads
     o = varlen_attn(
         to_rows(q), to_rows(k), to_rows(v), cu_seqlens_q, cu_seqlens_k, *longest, scale=scale,
         window_size=reach, **told,
@@ -195,14 +196,14 @@ def longest_sequence(cu_seqlens, name, of, n_rows):
 
 
 def on_host(x):
-    """Returns a tensor's numbers as they stand, in lists. The host waits for the device.
+    """Returns a tensor's current numbers, in lists. The host waits for the device.
 
-    Nothing on the host tells whether a replayed CUDA graph has changed them, so every call asks.
-    While a graph is captured the host cannot ask. Then it takes the numbers of the last call with
-    this tensor, and the graph keeps what it made of them.
+    The host cannot know whether a replayed CUDA graph has changed them, so every call reads them.
+    It cannot read while a graph is captured. Then it takes the numbers of the last call with this
+    tensor, and the graph keeps what follows from them.
 
     Raises:
-        RuntimeError: a graph is captured, and no call asked before, or the tensor changed since.
+        RuntimeError: a graph is captured, and no call read them before, or the tensor has changed.
     """
     import torch
 
@@ -224,27 +225,26 @@ def on_host(x):
 
 @cache
 def _asked():
-    """Returns tensor → its version and its numbers when the host last asked."""
+    """Returns the map from a tensor to its version and its numbers when the host last read it."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()
 
 
-# Of the dimension that tells padding from keys: what queries hold there, and what padding holds.
-# 16-bit floats hold both, and with a scale from 1e-6 on their product is out of reach of any score.
+# An extra dimension separates padding from keys. Queries hold the first number there, and padding
+# the second. 16-bit floats hold both. With a scale of 1e-6 or more no score reaches their product.
 _ASKING, _PADDING = 6e4, -3e4
-_MORE_DIMENSIONS = 8  # flash takes head_dims that are multiples of 8
+_MORE_DIMENSIONS = 8  # the flash backend takes multiples of 8
 
 
 def sdpa_flash(
     q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False, window=0
 ):
-    """PyTorch's flash backend; RuntimeError where it cannot run.
+    """Calls PyTorch's flash backend. Raises RuntimeError if it cannot run.
 
-    On CUDA it takes no mask. Where samples have numbers of keys of their own, a dimension more
-    tells padding from keys, which is exact, and costs what a wider head costs. Windows, packed
-    sequences, and causal attention with fewer queries than keys are `varlen_attn`'s; on the CPU,
-    where the backend takes masks, these are masks.
+    On CUDA it takes no mask. With n_keys, an extra dimension separates padding from keys. That is
+    exact, and costs as much as a wider head. `varlen_attn` serves windows, packed sequences, and
+    causal attention with unequal numbers of queries and keys. On the CPU the backend takes masks.
     """
     import torch
     from torch.nn.attention import SDPBackend
@@ -272,7 +272,7 @@ def sdpa_flash(
 
 
 def sdpa_cudnn(q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False):
-    """PyTorch's cuDNN backend; RuntimeError where it cannot run."""
+    """Calls PyTorch's cuDNN backend. Raises RuntimeError if it cannot run."""
     from torch.nn.attention import SDPBackend
 
     mask = None if n_keys is None else _is_key(k, n_keys)
@@ -281,7 +281,7 @@ def sdpa_cudnn(q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, 
 
 
 def _on_cuda(call, backend):
-    """What both backends ask for on a GPU."""
+    """Returns why neither backend can serve a call on a GPU, or None."""
     p = call.problem
     if p.itemsize != 2:
         return f"SDPA's {backend} backend on CUDA takes bfloat16 or float16, not {p.dtype}"
@@ -295,7 +295,10 @@ def _on_cuda(call, backend):
 
 
 def flash_supported(call):
-    """Any of its dtypes on the CPU, 16-bit floats on GPUs from 8.0 on."""
+    """Returns why the flash backend cannot serve a call, or None.
+
+    It takes any of its dtypes on the CPU, and 16-bit floats on GPUs from 8.0 on.
+    """
     p = call.problem
     if call.target.kind != "cuda":
         return None
@@ -307,7 +310,7 @@ def flash_supported(call):
 
 
 def cudnn_supported(call):
-    """16-bit floats on GPUs from 8.0 on."""
+    """Returns why cuDNN cannot serve a call, or None. It takes 16 bits on GPUs from 8.0 on."""
     p = call.problem
     if call.target.kind != "cuda":
         return f"cuDNN needs a CUDA device, not {call.target.kind}"

@@ -1,10 +1,10 @@
-"""Attention of rows around a causal buffer (`tnp.model.causal_buffer`), of all kinds at once.
+"""Attention of all rows around a causal buffer (`tnp.model.causal_buffer`) at once.
 
-Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or, as in a model's
-last block, followers and others alone. Followers are groups of as many rows as the buffer has
-points: row i of the buffer and of each group sees the context and points 0 … i. Context rows and
-others see the context alone. `attention` takes these kinds of rows in two calls, between copies
-that sort them.
+Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or only followers
+and others, as in a model's last block. Followers are groups of as many rows as the buffer has
+points. Row i of the buffer, and row i of each group, sees the context and points 0 … i. Context
+rows and others see only the context. `attention` needs two calls for these rows, and copies that
+sort them.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ def describe(
     all_rows: bool = False,
     base2: bool = False,
 ) -> dict[str, int]:
-    """Sizes; ValueError where the tensors do not go together, or not with these counts."""
+    """Returns sizes. Raises ValueError if tensors do not fit together, or do not fit the counts."""
     require_heads(q, k, v)
     batch, n_heads, n_q, head_dim = q.shape
     n_k = k.shape[2]
     if (batch, n_heads, head_dim) != (*k.shape[:2], k.shape[3]):
         raise ValueError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree but in their rows"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree except in their rows"
         )
     require_count("n_buffer", n_buffer, 1)
     require_count("n_groups", n_groups, 0)
     if n_buffer >= n_k:
         raise ValueError(
-            f"n_buffer is {n_buffer} of {n_k} keys: the context needs at least one of them"
+            f"n_buffer is {n_buffer} of {n_k} keys: at least one key must belong to the context"
         )
     rows = Rows.counted(n_k - n_buffer, n_buffer, n_groups, all_rows, n_q)
     if n_q < rows.n_first + rows.n_beside:
         raise ValueError(
-            f"q has {n_q} rows: those of the context, the buffer and {n_groups} groups that it "
-            f"must begin with are {rows.n_first + rows.n_beside}"
+            f"q has {n_q} rows: it must have at least {rows.n_first + rows.n_beside}, for the "
+            f"context, the buffer and {n_groups} groups"
         )
     if n_keys is not None:
         require_lengths(q, n_keys=n_keys)
@@ -115,38 +115,37 @@ def buffered_attention(
     base2: bool = False,
     implementation: str = "torch",
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys that each row sees.
+    """Returns softmax(scale · q kᵀ) v over the keys that each row sees.
 
     Args:
         q: [B, H, n_q, D]: rows of the context, of the buffer, n_groups groups of n_buffer
-            followers, and others; or without the first two kinds. Any strides with the last
-            dimension contiguous, as of `attention`; `triton` takes D = 16, 32 and 64 in
-            bfloat16 and float16, and on a GPU 32 in float32.
-        k, v: [B, H, n_k, D], like q in dtype and device: of the context, then of the buffer.
-            `triton` takes at most four blocks of 64, each of the context or of the buffer.
+            followers, and others; or only the last two kinds. Any strides with the last dimension
+            contiguous, as in `attention`. `triton` takes D = 16, 32 and 64 in bfloat16 and
+            float16, and on a GPU D = 32 in float32.
+        k, v: [B, H, n_k, D], with q's dtype and device: first the context, then the buffer.
+            `triton` takes at most four blocks of 64 keys, each of the context or of the buffer.
         n_buffer: points of the buffer, from 1 to n_k − 1.
-        n_groups: of followers.
+        n_groups: groups of followers.
         all_rows: whether q has rows of the context and of the buffer.
-        n_keys: int32 [B] on q's device, each from 1 to n_k − n_buffer, or None for all: sample b
-            has the first n_keys[b] points of the context. Rows of k and v of the others are
-            padding, of weight and gradient exactly 0. What is out of range is treated as by
-            `attention`.
-        scale: a number, positive and finite; 1/√D where None.
-        base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to.
+        n_keys: int32 [B] on q's device, each from 1 to n_k − n_buffer, or None for all. Sample b
+            has the first n_keys[b] points of the context. The others' rows of k and v are padding,
+            with weight and gradient exactly 0. Numbers out of range have the effect that they have
+            in `attention`.
+        scale: a positive, finite number, or None for 1/√D.
+        base2: q carries scale · log2(e) already, as `project_qkv` returns it on request.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours.
+        [B, H, n_q, D] in q's dtype. Ours lies in memory as [B, n_q, H, D].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, rows that are too few for
-            these counts, a scale out of range, both scale and base2, or on the CPU n_keys that
-            cannot be.
+        ValueError: shapes, dtypes or devices do not fit together; q has too few rows; scale is out
+            of range; both scale and base2 are given; or on the CPU n_keys are invalid.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch.call as dispatch
 
-    # What is no tensor or of other dimensions `describe` and `call` refuse.
+    # `describe` and `call` refuse other objects and dimensions.
     shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
     if scale is None:
         scale = (q.shape[-1] or 1) ** -0.5 if shaped else 1.0
@@ -155,7 +154,7 @@ def buffered_attention(
     else:
         scale = positive_number("scale", scale)
     require_bools(base2=base2, all_rows=all_rows)
-    # `index` has torch.compile take a symbolic number for a constant of the graph.
+    # `index` makes torch.compile take a symbolic number as a constant of the graph.
     n_buffer = index(require_count("n_buffer", n_buffer, 1))
     n_groups = index(require_count("n_groups", n_groups, 0))
     if shaped and n_keys is not None:

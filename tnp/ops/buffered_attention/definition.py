@@ -1,4 +1,4 @@
-"""Attention around a causal buffer: its inputs and their work, who sees what, its gate's cases."""
+"""Attention around a causal buffer: its inputs, their work, its mask, and its gate's cases."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from tnp.ops._shared.random_values import Random
 
 TAKEN = ("all_rows", "base2", "n_groups", "n_keys")  # options that every implementation takes
-BLOCK_N = 64  # keys that the kernels multiply at a time
-MOST_BLOCKS = 4  # that they keep on chip
+BLOCK_N = 64  # keys of a block
+MOST_BLOCKS = 4  # blocks that the kernels keep on chip
 HEAD_DIMS = (16, 32, 64)
-FLOAT32_HEAD_DIMS = (32,)  # on a GPU: tiles of others spill, or do not fit shared memory
+FLOAT32_HEAD_DIMS = (32,)  # on a GPU: other tiles spill, or do not fit shared memory
 _triton = triton_from(80)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows of q there are of each kind: first those of the context, then those beside the
-    buffer, then others.
+    """The numbers of rows of q: first those of the context, then those beside the buffer, then
+    others.
     """
 
     n_context: int
@@ -40,7 +40,7 @@ class Rows:
 
     @classmethod
     def of(cls, problem: Problem) -> Rows:
-        """Of a problem."""
+        """Returns the rows of a problem."""
         n, n_q = int(problem["n_buffer"]), int(problem["n_q"])
         n_groups, whole = int(problem["n_groups"]), bool(problem["all_rows"])
         return cls.counted(int(problem["n_k"]) - n, n, n_groups, whole, n_q)
@@ -49,23 +49,23 @@ class Rows:
     def counted(
         cls, n_context: int, n_buffer: int, n_groups: int, all_rows: bool, n_q: int
     ) -> Rows:
-        """Of these sizes; with all_rows those of the context and of the buffer come first."""
+        """Returns the rows of these sizes. With all_rows, context and buffer come first."""
         n_beside = (n_groups + all_rows) * n_buffer
         return cls(n_context, n_buffer, n_context if all_rows else 0, n_beside, n_q)
 
     @property
     def n_alone(self) -> int:
-        """Rows that see the context alone."""
+        """Returns how many rows see only the context."""
         return self.n_q - self.n_beside
 
     @property
     def n_groups(self) -> int:
-        """Of rows beside the buffer, its own among them."""
+        """Returns how many groups of rows are beside the buffer, with the buffer's own rows."""
         return self.n_beside // self.n_buffer
 
 
 def n_blocks(problem: Problem) -> tuple[int, int]:
-    """Of keys of the context, and of the buffer."""
+    """Returns how many blocks of keys the context has, and how many the buffer."""
     rows = Rows.of(problem)
     return -(-rows.n_context // BLOCK_N), -(-rows.n_buffer // BLOCK_N)
 
@@ -74,9 +74,9 @@ def visible(
     q: Tensor, k: Tensor, n_keys: Tensor | None, n_buffer: int, n_groups: int, all_rows: bool,
     more: int = 0,
 ) -> Tensor:  # fmt: skip
-    """bool, broadcast to [B, 1, n_q, n_k]: which keys a row sees.
+    """Returns whether a row sees a key: bool, broadcast to [B, 1, n_q, n_k].
 
-    Rows beside the buffer see `more` of its points than they should.
+    Rows beside the buffer see `more` points more than they should.
     """
     import torch
 
@@ -94,16 +94,16 @@ def visible(
 def reference(
     q, k, v, n_keys, scale, n_buffer, n_groups=0, all_rows=False, base2=False
 ) -> Tensor:  # fmt: skip
-    """softmax(scale · q kᵀ) v under one explicit mask, in whatever dtype it is given."""
+    """Returns softmax(scale · q kᵀ) v under one explicit mask, in any float dtype."""
     seen = visible(q, k, n_keys, n_buffer, n_groups, all_rows)
     return attend(q, k, v, seen, softmax_scale(scale, base2))
 
 
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
-    """q, k, v, views of one projection [B, L, 3 H, D] as in a model, from row `start` on.
+    """Returns q, k, v, views of one projection [B, L, 3 H, D] as in a model, from row `start` on.
 
-    `magnitude` scales q and k; `lengths` names n_keys, "7,40", which else are drawn. With base2 q
-    carries the scale.
+    `magnitude` scales q and k. `lengths`, "7,40", are n_keys, else random. With base2, q carries
+    the scale.
     """
     import torch
 
@@ -126,7 +126,7 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
 
 
 def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Half of each sample's context."""
+    """Returns half of each sample's n_keys."""
     n_keys = inputs["n_keys"]
     return {} if n_keys is None else {"n_keys": (n_keys + 1) // 2}
 
@@ -134,7 +134,7 @@ def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 def out_of_range(
     case: Case, inputs: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[dict, dict, dict]]:
-    """Numbers of points of the context, which spoil their sample."""
+    """Yields invalid n_keys, and where results become NaN: in their sample."""
     n_context = Rows.of(case.problem).n_context
     results = ("o", "dq", "dk", "dv")
     for wrong, _, spoiled in numbers_out_of_range(inputs, "n_keys", 1, n_context, *results):
@@ -142,9 +142,9 @@ def out_of_range(
 
 
 def work(case: Case, pass_: str) -> Work:
-    """Two products forward; five backward, since the scores are computed again.
+    """Returns the work: two products forward, and five backward, which computes scores again.
 
-    Of pairs of a row and a key that it sees; points of the context past n_keys are not left out.
+    It counts pairs of a row and a key that it sees. Points of the context past n_keys count too.
     """
     p = case.problem
     rows, heads = Rows.of(p), p["batch"] * p["n_heads"]
@@ -158,7 +158,7 @@ def work(case: Case, pass_: str) -> Work:
 
 
 def supported(call: Call) -> Reason:
-    """What the kernels keep on chip."""
+    """Returns why the kernels cannot serve a call, or None."""
     if (reason := _triton(call)) is not None:
         return reason
     p = call.problem
@@ -177,7 +177,7 @@ def supported(call: Call) -> Reason:
 
 
 def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:
-    """As of attention under the same mask."""
+    """Returns the errors that float32 may have: those of attention under the same mask."""
     p = case.problem
     q, k, v, n_keys = (inputs[name] for name in operator.tensors)
     seen = visible(q, k, n_keys, p["n_buffer"], int(p["n_groups"]), bool(p["all_rows"]))
@@ -189,8 +189,10 @@ def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, floa
 
 
 def cases(operator: Operator, target: Target) -> Iterable[Case]:
-    """Points of the context and of the buffer on both sides of every tile's edge, groups of none to
-    many, others of none to many, all rows and targets alone.
+    """Returns the gate's cases.
+
+    They have points of the context and of the buffer on both sides of every tile's edge, no to many
+    groups, no to many others, and all rows or followers and others only.
     """
 
     def case(m, n, groups, others, whole=True, batch=1, heads=2, d=64, dtype="bfloat16", **named):
@@ -238,7 +240,7 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
 
 
 def _seeing(more: int) -> object:
-    """The reference whose rows beside the buffer see so many more points."""
+    """Returns the reference with rows beside the buffer that see `more` points more."""
 
     def broken(q, k, v, n_keys, scale, n_buffer, n_groups=0, all_rows=False, base2=False):
         seen = visible(q, k, n_keys, n_buffer, n_groups, all_rows, more)
@@ -298,9 +300,10 @@ CONTROLS = {
 
 
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
-    """What kernels are compiled for: every tile of the context and of the buffer, with lengths,
-    which need more registers; of every other dtype and head_dim the most tiles; few heads, which
-    leave partials.
+    """Returns problems for which kernels are compiled.
+
+    They have every number of blocks, with n_keys, which need more registers. Every other dtype and
+    head_dim has the most blocks. Few heads leave partials.
     """
 
     def problem(m, n, dtype="bfloat16", head_dim=64, batch=64, **options) -> Problem:

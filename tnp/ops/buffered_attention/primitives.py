@@ -1,10 +1,9 @@
-"""What both passes of attention around a buffer share: which rows a tile has, and what they see.
+"""Parts that both passes of attention around a buffer share: the rows of a tile, and their keys.
 
-Keys lie in blocks of 64, those of the context and of the buffer apart. Rows are walked by what they
-see, numbered as if those that see equally many blocks were neighbours: rows that see the context
-alone are the first and the last of q, and of each group beside the buffer the rows from 64·j on see
-its block j. So which blocks a tile sees is known before it is read, and no product is computed
-whose weights are all zero.
+Keys lie in blocks of 64. No block has keys both of the context and of the buffer. Rows are numbered
+as if rows that see equally many blocks were neighbours. The first and the last rows of q see only
+the context. In each group beside the buffer, the rows from 64·j on see its block j. So a tile's
+blocks are known before it is read, and no product is computed whose weights are all zero.
 """
 
 import triton
@@ -13,10 +12,9 @@ import triton.language as tl
 from tnp.dispatch.spec import Problem
 from tnp.ops._shared.primitives import dot
 from tnp.ops.attention.primitives import load_rows
-from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.buffered_attention.definition import BLOCK_N, Rows, n_blocks
 
-# What a kernel is not compiled anew for.
+# A kernel is not compiled again for other values of these.
 COUNTS = [
     "n_q", "n_context", "n_buffer", "n_first", "n_beside", "n_alone", "n_each", "n_segments",
     "chunk", "chunk_each", "chunk_last",
@@ -25,7 +23,7 @@ COUNTS = [
 
 @triton.jit
 def rows_alone(tile, n_first, n_beside, n_q, BLOCK_M: tl.constexpr):
-    """Rows of q of a tile of those that see the context alone, n_q where there is none."""
+    """Returns the rows of q in a tile of rows that see only the context; n_q is no row."""
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     return tl.minimum(tl.where(at < n_first, at, at + n_beside), n_q)
 
@@ -34,8 +32,8 @@ def rows_alone(tile, n_first, n_beside, n_q, BLOCK_M: tl.constexpr):
 def rows_beside(
     tile, block, n_first, n_beside, n_buffer, n_q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Rows of q of a tile of those beside points of a block of the buffer, n_q where there is none,
-    and these points.
+    """Returns the rows of q in a tile of rows beside points of a block of the buffer, and these
+    points. n_q is no row.
     """
     n_each = tl.minimum(BLOCK_N, n_buffer - block * BLOCK_N)  # of a group
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -49,7 +47,7 @@ def load_block(
     k_ptr, v_ptr, stride_kn, stride_vn, block, n_seen, n_context, n_buffer,
     C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a block, 0 where there is none and in padding of the context."""
+    """Loads the keys and values of a block, with 0 past its end and in the context's padding."""
     offs_n = first_key(block, n_context, C_BLOCKS, BLOCK_N) + tl.arange(0, BLOCK_N)
     end = tl.where(block < C_BLOCKS, n_seen, n_context + n_buffer)
     k = load_rows(k_ptr, offs_n, end, stride_kn, HEAD_DIM, True)
@@ -59,7 +57,7 @@ def load_block(
 
 @triton.jit
 def first_key(block, n_context, C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a block: those of the buffer begin at n_context."""
+    """Returns the first key of a block. Keys of the buffer begin at n_context."""
     return block * BLOCK_N + tl.where(block < C_BLOCKS, 0, n_context - C_BLOCKS * BLOCK_N)
 
 
@@ -68,8 +66,10 @@ def scores(
     q, k, block, n_seen, place, IN_CONTEXT: tl.constexpr, C_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """q kᵀ of a block of keys, −inf where a row does not see a key: of the context it sees the
-    first n_seen, which are whole blocks unless RAGGED, and of the buffer points up to `place`.
+    """Returns q kᵀ of a block of keys, with −inf for each key that the row does not see.
+
+    A row sees the context's first n_seen keys, which are whole blocks unless RAGGED. Of the buffer
+    it sees the points up to `place`.
     """
     s = dot(q, tl.trans(k))
     offs_n = tl.arange(0, BLOCK_N)[None, :]
@@ -82,7 +82,7 @@ def scores(
 
 
 def constants(problem: Problem) -> dict:
-    """What both kernels are compiled for, beside their configurations."""
+    """Returns the constants of both kernels that are not in their configurations."""
     c_blocks, of_buffer = n_blocks(problem)
     return {
         "HEAD_DIM": problem["head_dim"],
@@ -92,8 +92,3 @@ def constants(problem: Problem) -> dict:
         "RAGGED": bool(problem["n_keys"] or Rows.of(problem).n_context % BLOCK_N),
         "HAS_N_KEYS": problem["n_keys"],
     }
-
-
-def scale_of(problem: Problem, scalars: tuple) -> float:
-    """That of scores ahead of e^."""
-    return LN_2 if problem["base2"] else scalars[0]

@@ -1,15 +1,16 @@
 """The backward pass of attention around a buffer, in one launch.
 
-A program takes a head, and one block of keys after the other: a block's gradients stay in registers
-while its rows are walked, and dq is added up in memory, in its own dtype, by the program that wrote
-it: a rounding a block, which is little beside that of o in delta. Gradients of
-three blocks at once spill 300 bytes a thread in every tile that was tried. Delta, the sum of p ∘ dp
-over all keys, is that of do ∘ o and is taken first; where a row sees one block alone it is summed
-there, and o is not read. Where the heads are too few to fill the GPU, several programs share a
-head's rows and leave float32 partials of dk and dv, which a second launch adds up in a fixed order.
+A program takes a head, and one block of keys after the other. A block's gradients stay in registers
+while the program walks the rows that see it. The same program adds up dq in memory, in dq's dtype.
+That costs one rounding a block, which is little beside the rounding of o in delta. Gradients of
+three blocks at once spill 300 bytes a thread with every tile that was tried.
+
+Delta, the sum of p ∘ dp over all keys, equals that of do ∘ o and is computed first. If a row sees
+one block only, delta is summed there, and o is not read. If the heads are too few to fill the GPU,
+several programs share a head's rows. They leave float32 partials of dk and dv, which a second
+launch adds up in a fixed order.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import triton
@@ -17,17 +18,19 @@ import triton.language as tl
 
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel
-from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot, key_count
+from tnp.ops._shared.primitives import KernelConfig, dot, key_count
 from tnp.ops.attention.primitives import (
     LOG2_E,
     KeyGradients,
     Partials,
+    add_gradients,
+    backward,
     empty_backward,
     full_grid,
     head_ptr,
-    is_unreadable,
     load_rows,
     lse_layout,
+    own_delta,
     row_strides,
     rows_layout,
     segments,
@@ -41,23 +44,22 @@ from tnp.ops.buffered_attention.primitives import (
     load_block,
     rows_alone,
     rows_beside,
-    scale_of,
     scores,
 )
 
 
 @dataclass(frozen=True)
 class BackwardConfig(KernelConfig):
-    """Rows of a tile."""
+    """Configures the launch: rows of a tile, warps and stages."""
 
     block_m: int
     num_warps: int
     num_stages: int
 
 
-# By bytes per element; none of the three spills.
+# By bytes per element. None of the three spills.
 CONFIGS = {2: BackwardConfig(32, 8, 2), 4: BackwardConfig(16, 8, 1)}
-WIDE_TARGETS, WIDE_CONFIG = (90,), BackwardConfig(64, 4, 1)  # of 16 bits
+WIDE_TARGETS, WIDE_CONFIG = (90,), BackwardConfig(64, 4, 1)  # for 16 bits
 
 
 @triton.jit
@@ -65,8 +67,9 @@ def _rows_of_segment(
     i, least, segment, chunk_each, chunk_last, n_first, n_beside, n_buffer, n_q,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The i-th tile of a segment's rows beside blocks of the buffer from `least` on: see
-    `rows_beside`.
+    """Returns the i-th tile of a segment's rows beside blocks of the buffer from `least` on.
+
+    The result is that of `rows_beside`.
     """
     block = least + i // chunk_each
     mine = segment * tl.where(block < N_BLOCKS - 1, chunk_each, chunk_last)
@@ -79,7 +82,7 @@ def _rows_of_segment(
 def _store_delta(
     o_ptr, do_ptr, delta_ptr, stride_om, stride_dom, rows, n_q, HEAD_DIM: tl.constexpr
 ):
-    """Of these rows Σ o ∘ do, which is that of p ∘ dp over all keys."""
+    """Stores delta of these rows: Σ o ∘ do, which equals Σ p ∘ dp over all keys."""
     o = load_rows(o_ptr, rows, n_q, stride_om, HEAD_DIM, True)
     do = load_rows(do_ptr, rows, n_q, stride_dom, HEAD_DIM, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -87,16 +90,15 @@ def _store_delta(
 
 
 @triton.jit
-def _add_gradients(
+def _add_tile(
     q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, stride_qm, stride_dom, stride_dqm,
     rows, place, n_q, n_seen, block, scale, scale_log2, k, v, dk_t, dv_t,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, C_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
     IN_CONTEXT: tl.constexpr, ALL: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dkᵀ and dvᵀ of a block of keys with what these rows add to them; dq gains what the block adds
-    to it.
+    """Returns dkᵀ and dvᵀ of a block of keys with what these rows add, and adds to dq in memory.
 
-    ALL: the block is all that these rows see. FIRST: it is the first that they see.
+    ALL: these rows see no other block. FIRST: it is the first block that they see.
     """
     q = load_rows(q_ptr, rows, n_q, stride_qm, HEAD_DIM, True)
     do = load_rows(do_ptr, rows, n_q, stride_dom, HEAD_DIM, True)
@@ -104,17 +106,12 @@ def _add_gradients(
     s = scores(q, k, block, n_seen, place, IN_CONTEXT, C_BLOCKS, BLOCK_N, RAGGED)
     p = tl.math.exp2(s * scale_log2 - lse[:, None])
     dp = dot(do, tl.trans(v))
-    if ALL:
-        # An lse off by a rounding scales all p of a row: divided by their sum, delta is exact.
-        delta = tl.sum(p * dp, 1) / tl.sum(p, 1)
+    if ALL:  # noqa: SIM108
+        delta = own_delta(p, dp)
     else:
         delta = tl.load(delta_ptr + rows, mask=rows < n_q, other=0.0)
-    ds = cast(p * (dp - delta[:, None]), k.dtype)
-    # Transposed sums need no transpose of p and ds, only of tiles in shared memory; a computed left
-    # operand that is transposed came out wrong on 64-wide tiles (triton 3.4 to 3.7).
-    dv_t = add_dot(tl.trans(do), cast(p, do.dtype), dv_t)
-    dk_t = add_dot(tl.trans(q), ds, dk_t)
-    dq = dot(ds, k) * scale
+    dq, dk_t, dv_t = add_gradients(q, do, k, p, dp, delta, dk_t, dv_t)
+    dq *= scale
     if not FIRST:
         dq += load_rows(dq_ptr, rows, n_q, stride_dqm, HEAD_DIM, True).to(tl.float32)
     store_rows(dq_ptr, dq, rows, n_q, stride_dqm, HEAD_DIM)
@@ -131,8 +128,10 @@ def _gradients_of_block(
     C_BLOCKS: tl.constexpr, N_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
     IN_CONTEXT: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Walks the rows that see a block of keys: of the context all, of the buffer those beside it
-    and beside the blocks after it.
+    """Walks the rows that see a block of keys, and writes its dk and dv.
+
+    All rows see a block of the context. Rows beside a block of the buffer, or beside a later one,
+    see that block.
     """
     k, v = load_block(
         k_ptr, v_ptr, stride_kn, stride_vn, block, n_seen, n_context, n_buffer, C_BLOCKS, BLOCK_N,
@@ -145,7 +144,7 @@ def _gradients_of_block(
     if IN_CONTEXT:
         for tile in tl.range(segment * chunk, (segment + 1) * chunk):
             rows = rows_alone(tile, n_first, n_beside, n_q, BLOCK_M)
-            dk_t, dv_t = _add_gradients(
+            dk_t, dv_t = _add_tile(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, stride_qm, stride_dom, stride_dqm,
                 rows, rows, n_q, n_seen, block, scale, scale_log2, k, v, dk_t, dv_t,
                 HEAD_DIM, BLOCK_N, C_BLOCKS, RAGGED, True, C_BLOCKS == 1, FIRST,
@@ -158,7 +157,7 @@ def _gradients_of_block(
             i, least, segment, chunk_each, chunk_last, n_first, n_beside, n_buffer, n_q, BLOCK_M,
             BLOCK_N, N_BLOCKS,
         )  # fmt: skip
-        dk_t, dv_t = _add_gradients(
+        dk_t, dv_t = _add_tile(
             q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, stride_qm, stride_dom, stride_dqm,
             rows, place, n_q, n_seen, block, scale, scale_log2, k, v, dk_t, dv_t,
             HEAD_DIM, BLOCK_N, C_BLOCKS, RAGGED, IN_CONTEXT, False, FIRST,
@@ -184,9 +183,11 @@ def _buffered_attention_bwd_kernel(
     C_BLOCKS: tl.constexpr, N_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv share strides. A program takes `chunk` tiles of rows that see the context alone,
-    chunk_each of those beside each block of the buffer, and chunk_last of those beside its last: in
-    every block's turn the same rows, so that nobody else writes into their dq.
+    """Writes dq, dk and dv. dk and dv share strides.
+
+    A program takes `chunk` tiles of rows that see only the context, chunk_each tiles beside each
+    block of the buffer, and chunk_last tiles beside its last block. For every block it takes the
+    same rows, so that no other program writes into their dq.
     """
     h = tl.program_id(0) % n_heads
     segment = tl.program_id(0) // n_heads % n_segments
@@ -215,7 +216,7 @@ def _buffered_attention_bwd_kernel(
         )  # fmt: skip
         _store_delta(o_ptr, do_ptr, delta_ptr, stride_om, stride_dom, rows, n_q, HEAD_DIM)
     for block in tl.static_range(C_BLOCKS + N_BLOCKS):
-        tl.debug_barrier()  # what one thread wrote of delta and dq another may read
+        tl.debug_barrier()  # a thread may read delta and dq that another thread wrote
         _gradients_of_block(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
             stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm, stride_dkn,
@@ -226,7 +227,7 @@ def _buffered_attention_bwd_kernel(
 
 
 def configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """The only candidate."""
+    """Returns the only candidate."""
     itemsize = call.problem.itemsize
     wide = itemsize == 2 and call.target.capability in WIDE_TARGETS
     return (WIDE_CONFIG if wide else CONFIGS[itemsize],)
@@ -234,8 +235,8 @@ def configs(call: Call) -> tuple[BackwardConfig, ...]:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Programs that share a head's rows, and the tiles of one of them: of rows that see the context
-    alone, of those beside each block of the buffer, and beside its last.
+    """Programs that share a head's rows, and the tiles of one program: of rows that see only the
+    context, of rows beside each block of the buffer, and of rows beside its last block.
     """
 
     n_segments: int
@@ -258,44 +259,37 @@ class _Shares:
         return cls(n_segments, *(triton.cdiv(n, n_segments) for n in tiles))
 
 
-def prepare(call: Call, config: BackwardConfig, inputs: tuple) -> Callable:
-    """One launch, or one that leaves parts and one that adds them up."""
+@backward
+def prepare(call, config, do, q, k, v, lengths, o, lse, dlse):
+    """Prepares one launch, or one that leaves parts and one that adds them up."""
     p, rows, shares = call.problem, Rows.of(call.problem), _Shares.of(call, config.block_m)
-    (do,), (q, k, v, n_keys, o), (lse,) = inputs
-    copies = is_unreadable(do)
-    readable = do.contiguous() if copies else do
     of_q, of_keys, of_lse = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
     partials = Partials(k, shares.n_segments, of_keys) if shares.n_segments > 1 else None
     kernel = Bound(
         _buffered_attention_bwd_kernel, (p["batch"] * p["n_heads"] * shares.n_segments,),
-        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o), *row_strides(readable),
+        *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o), *row_strides(do),
         *of_q[1][:3], *(partials or of_keys).strides, partials.segment if partials else 0,
         p["n_heads"], rows.n_q, rows.n_context, rows.n_buffer, rows.n_first, rows.n_beside,
         shares.n_segments, shares.alone, shares.each, shares.last,
         **constants(p), **config.kernel_arguments(),
     )  # fmt: skip
-    given = tuple(name in call.wanted for name in ("q", "k", "v"))
 
-    def launch(inputs, scalars):
-        (do,), (q, k, v, n_keys, o), (lse,) = inputs
-        if copies:
-            do = do.contiguous()
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
+        (n_keys,) = lengths
         dq = q.new_empty_strided(*of_q)
         dk, dv = of_keys.allocate(k)
         dk_part, dv_part = partials.allocate(lse) if partials else (dk, dv)
         delta = lse.new_empty_strided(*of_lse)
-        scale = scale_of(p, scalars)
         kernel(
             q, k, v, o, do, lse, delta, dq, dk_part, dv_part, q if n_keys is None else n_keys,
             scale, scale * LOG2_E,
         )  # fmt: skip
         if partials:
             partials.add(dk_part, dk, dv)
-        gradients = zip((dq, dk, dv), given, strict=True)
-        return tuple([x if one else None for x, one in gradients])
+        return dq, dk, dv
 
     return launch
 
 
-# One launch without atomics: its gradients are equal from run to run.
+# It has no atomics, so gradients are equal from run to run.
 BACKWARD = Kernel("triton", empty_backward, prepare, configs=configs, options=TAKEN)

@@ -1,6 +1,6 @@
 """The forward pass of attention around a buffer, in one launch.
 
-A program keeps the blocks of keys that its rows see on chip.
+A program keeps on chip all blocks of keys that its rows see.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,9 @@ from tnp.ops.attention.primitives import (
     lse_layout,
     row_strides,
     rows_layout,
+    scaled,
     store_rows,
+    with_counted_keys,
 )
 from tnp.ops.buffered_attention.definition import BLOCK_N, TAKEN, Rows, n_blocks
 from tnp.ops.buffered_attention.primitives import (
@@ -30,14 +32,13 @@ from tnp.ops.buffered_attention.primitives import (
     load_block,
     rows_alone,
     rows_beside,
-    scale_of,
     scores,
 )
 
 
 @dataclass(frozen=True)
 class ForwardConfig(KernelConfig):
-    """Rows of a tile, and the tiles that a program walks."""
+    """Configures the launch: rows of a tile, tiles of a program, warps and stages."""
 
     block_m: int
     tiles: int
@@ -45,8 +46,8 @@ class ForwardConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; neither spills anywhere. In 16 bits others take 1.1 to 1.5 times as long
-# forward, those of the backward pass 1.1 to 2.2 times (small with a buffer of 128, H100).
+# By bytes per element. None spills on any target. In 16 bits other configurations take 1.1 to 1.5
+# times as long, and in the backward pass 1.1 to 2.2 times (small with a buffer of 128, H100).
 CONFIGS = {2: ForwardConfig(64, 1, 4, 1), 4: ForwardConfig(16, 1, 8, 1)}
 
 
@@ -55,8 +56,9 @@ def _add_weighted(
     q, k, v, m, l, o, scale_log2, n_seen, place,  # noqa: E741
     BLOCK: tl.constexpr, C_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum, sum and weighted values with a block of keys more, of which a row may see
-    none; of the first it sees some.
+    """Returns m, l and o, a row's maximum, sum and weighted values, after one more block of keys.
+
+    A row may see none of its keys. Each row sees some key of the first block.
     """
     s = scores(q, k, BLOCK, n_seen, place, BLOCK < C_BLOCKS, C_BLOCKS, BLOCK_N, RAGGED)
     s *= scale_log2
@@ -74,7 +76,7 @@ def _attend(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     C_BLOCKS: tl.constexpr, SEEN: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles from the first on, of the rows that see SEEN blocks of keys."""
+    """Writes o and lse of TILES tiles of rows that see SEEN blocks of keys, from `first` on."""
     k_0, v_0 = load_block(
         k_ptr, v_ptr, stride_kn, stride_vn, 0, n_seen, n_context, n_buffer, C_BLOCKS, BLOCK_N,
         HEAD_DIM,
@@ -136,8 +138,8 @@ def _buffered_attention_fwd_kernel(
     C_BLOCKS: tl.constexpr, N_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of a head's programs n_alone take rows that see the context alone, and n_each those that see
-    one block of the buffer, two blocks, and so on.
+    """Writes o and lse. Of a head's programs, n_alone take rows that see only the context. n_each
+    take rows that see one block of the buffer, n_each those that see two, and so on.
     """
     n_programs = n_alone + N_BLOCKS * n_each
     h = tl.program_id(0) % n_heads
@@ -168,17 +170,17 @@ def _buffered_attention_fwd_kernel(
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """The only candidate."""
+    """Returns the only candidate."""
     return (CONFIGS[call.problem.itemsize],)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple, n_buffer: int) -> tuple[tuple, tuple]:
-    """As of attention: o laid out [B, n_q, H, D], and saved lse."""
+    """Returns what attention's `empty` returns: o, in memory [B, n_q, H, D], and the saved lse."""
     return primitives.empty(wanted, inputs)
 
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
-    """One launch."""
+    """Prepares one launch."""
     p, rows = call.problem, Rows.of(call.problem)
     q, k, v, n_keys = inputs
     of_o, of_lse = rows_layout(q), lse_layout(q)
@@ -197,10 +199,10 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
         q, k, v, n_keys = inputs
         o = q.new_empty_strided(*of_o)
         lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
-        kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scale_of(p, scalars) * LOG2_E)
+        kernel(q, k, v, o, lse, q if n_keys is None else n_keys, scalars[0] * LOG2_E)
         return (o,), (lse,)
 
-    return primitives.with_counted_keys(launch, call, rows.n_context, "n_k − n_buffer")
+    return with_counted_keys(scaled(launch, call), call, rows.n_context, "n_k − n_buffer")
 
 
 FORWARD = Kernel("triton", empty, prepare, configs=configs, options=TAKEN)

@@ -1,9 +1,9 @@
 """Decode attention: the last few tokens of every sequence against a cache of keys and values.
 
-    o = softmax(scale · q kᵀ) v        query t of T sees keys 0 … lengths − T + t
+    o = softmax(scale · q kᵀ) v        query t of T sees keys 0 … n_keys − T + t
 
-If `full` every query sees all keys of its sequence. The cache is contiguous, or in pages that a
-table names in their order. Forward only.
+If `full`, every query sees all keys of its sequence. The cache is contiguous, or in pages that a
+table lists in their order. There is no backward pass.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tnp.util.checks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-PAGE_MULTIPLE = 16  # keys of a page
-MOST_SEQUENCES = 1024  # whose lengths a program reads at once
-# Of the queries that a program has at once, by itemsize: registers hold no more.
+PAGE_MULTIPLE = 16  # keys of a page are a multiple of this
+MOST_SEQUENCES = 1024  # a program reads the lengths of all sequences at once
+# The most numbers of queries that a program has at once, by itemsize: registers hold no more.
 TILE_NUMBERS = {2: 16_384, 4: 4_096}
 _INFINITY = float("inf")
 _triton = triton_from(80)
@@ -47,14 +47,14 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor,
+    n_keys: Tensor,
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     cache: str | bool = False,
     full: bool = False,
 ) -> dict[str, int]:
-    """Sizes; ValueError where the tensors do not go together."""
+    """Returns sizes. Raises ValueError if tensors do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             of = "[B, H, T, D]" if name == "q" else "[B, H_kv, S, D], or [n_pages, H_kv, page, D]"
@@ -66,7 +66,7 @@ def describe(
     require_no_gradient("decode_attention", q=q, k=k, v=v)
     given = {"page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
     given = {name: x for name, x in given.items() if x is not None}
-    require_one_device(q=q, k=k, v=v, lengths=lengths, **given)
+    require_one_device(q=q, k=k, v=v, n_keys=n_keys, **given)
     require_floats(q=q)
     if (k.shape, k.dtype) != (v.shape, v.dtype):
         raise ValueError(
@@ -81,33 +81,33 @@ def describe(
     n_pages, kv_heads, page, _ = k.shape
     if k.shape[3] != head_dim or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree in D, and q's heads be "
-            "a multiple of k's"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they must agree in D, and q's heads "
+            "must be a multiple of k's"
         )
-    require_lengths(q, lengths=lengths)
-    n_keys = page
+    require_lengths(q, n_keys=n_keys)
+    capacity = page
     if page_table is not None:
-        n_keys = page * _columns(page_table, batch, n_pages)
+        capacity = page * _columns(page_table, batch, n_pages)
     elif n_pages != batch:
         raise ValueError(
-            f"q is of {batch} sequences and k of {n_pages}: without page_table they must be equal"
+            f"q has {batch} sequences and k {n_pages}: without page_table they must be equal"
         )
     for name in ("k_descale", "v_descale"):
         if name in given:
             _require_descale(name, given[name], batch, kv_heads)
     return {
         "batch": batch, "heads": heads, "kv_heads": kv_heads, "n_queries": n_queries,
-        "n_keys": n_keys, "head_dim": head_dim, "page": page,
+        "n_keys": capacity, "head_dim": head_dim, "page": page,
     }  # fmt: skip
 
 
 def _is_in(x: Tensor, cache: str) -> bool:
-    """Whether a tensor has the dtype of this number format."""
+    """Returns whether a tensor has the dtype of this number format."""
     return str(x.dtype) == f"torch.{definition.CACHES[cache]}"
 
 
 def _columns(page_table: Tensor, batch: int, n_pages: int) -> int:
-    """Pages that a sequence may have."""
+    """Returns how many pages a sequence may have."""
     shape = tuple(page_table.shape)
     if str(page_table.dtype) != "torch.int32" or len(shape) != 2 or shape[0] != batch:
         raise ValueError(
@@ -127,16 +127,17 @@ def _require_descale(name: str, descale: Tensor, batch: int, kv_heads: int) -> N
         )
 
 
-def _require_in_range(k: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
-    """Raises ValueError where the host knows of a length past the cache, or of a page of a sequence
-    that there is not; shapes that do not go together are left to `describe`.
+def _require_in_range(k: Tensor, n_keys: Tensor, page_table: Tensor | None) -> None:
+    """Raises ValueError if the host knows a length past the cache, or a page that does not exist.
+
+    `describe` checks shapes.
     """
     n_pages, page = k.shape[0], k.shape[2]
     if page_table is None:
-        require_between("lengths", lengths, 0, page)
+        require_between("n_keys", n_keys, 0, page)
     elif getattr(page_table, "ndim", 0) == 2:
-        require_between("lengths", lengths, 0, page * page_table.shape[1])
-        require_pages(page_table, lengths, page, n_pages)
+        require_between("n_keys", n_keys, 0, page * page_table.shape[1])
+        require_pages(page_table, n_keys, page, n_pages)
 
 
 def _ours(call: Call) -> Reason:
@@ -219,7 +220,7 @@ def decode_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor,
+    n_keys: Tensor,
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -228,42 +229,38 @@ def decode_attention(
     full: bool = False,
     implementation: str = "sdpa",
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v of each sequence's last tokens over its cache.
+    """Returns softmax(scale · q kᵀ) v of each sequence's last tokens over its cache.
 
     Args:
         q: [B, H, T, D], a float dtype: the last T tokens of each sequence. Query t sees keys
-            0 … lengths[b] − T + t: a causal mask aligned to the bottom right.
-        k, v: the cache, with the keys and values of the queries' own tokens in it. [B, H_kv, S, D],
-            or in pages [n_pages, H_kv, page, D]; any strides with the last dimension contiguous,
-            such as views of [B, S, H_kv, D]. H_kv divides H, and query head h reads kv head
-            h // (H // H_kv). In q's dtype, or in torch.float8_e4m3fn beside a q of 16 bits. Rows
-            past a sequence's length hold any finite values, and from `triton` anything.
-        lengths: int32 [B], each from 0 to S, or to max_pages · page: how many keys each sequence
-            has. A query without a key, as some are where lengths[b] < T, gives 0. On the CPU a
-            length out of range is a ValueError, and so is a page that there is not among those that
-            a sequence uses. On CUDA, where the host does not know them, either makes all results of
-            its sequence NaN; with TNP_CHECK=1 in the environment,
-            `triton` asserts them instead, at the next synchronization.
-        page_table: int32 [B, max_pages], or None for a contiguous cache: the pages of each
-            sequence in their order; entries past its length are not read.
-        k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
-        scale: a number, positive and finite; 1/√D where None.
-        full: every query sees all of the lengths[b] keys, as rows beside one another do.
+            0 … n_keys[b] − T + t: a causal mask aligned to the bottom right.
+        k, v: the cache, which holds the keys and values of the queries' own tokens too.
+            [B, H_kv, S, D], or in pages [n_pages, H_kv, page, D]. Any strides with the last
+            dimension contiguous, such as views of [B, S, H_kv, D]. H_kv divides H, and query head h
+            reads kv head h // (H // H_kv). In q's dtype, or in torch.float8_e4m3fn if q has 16
+            bits. Rows past a sequence's last key hold any finite values; `triton` takes any values.
+        n_keys: int32 [B], each from 0 to S, or to max_pages · page: the keys of each sequence. A
+            query that sees no key gives 0; there are some if n_keys[b] < T. On the CPU a number out
+            of range is a ValueError, and so is an invalid page that a sequence uses. On CUDA the
+            host does not know them, and either makes all results of its sequence NaN. With
+            TNP_CHECK=1 in the environment `triton` asserts them, at the next synchronization.
+        page_table: int32 [B, max_pages], the pages of each sequence in their order, or None for a
+            contiguous cache. Entries past a sequence's last key are not read.
+        k_descale, v_descale: float32 [H_kv] or [B, H_kv], factors of k and of v, or None.
+        scale: a positive, finite number, or None for 1/√D.
+        full: whether every query sees all n_keys[b] keys.
         implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa`, "own" for the best of
-        ours, or
-            "auto". `triton` takes D of `HEAD_DIMS`, pages
-            of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
-            same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
-            and 32 in float32.
+            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens, and up to
+            1,024 sequences. Registers bound the queries that read the same keys, heads of a group
+            times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
 
     Returns:
-        [B, H, T, D] in q's dtype, without a gradient; laid out [B, T, H, D] by ours, and equal from
-        run to run.
+        [B, H, T, D] in q's dtype, without a gradient. Ours lies in memory as [B, T, H, D], and is
+        equal from run to run.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, a scale out of range, a
-            full that is no bool, a tensor that asks for a gradient, or on the CPU a length or a
-            page out of range.
+        ValueError: shapes, dtypes or devices do not fit together; scale is out of range; full is no
+            bool; a tensor requires a gradient; or on the CPU a number of keys or a page is invalid.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
     import tnp.dispatch.call as dispatch
@@ -274,11 +271,11 @@ def decode_attention(
         scale = (q.shape[-1] or 1) ** -0.5 if getattr(q, "ndim", 0) == 4 else 1.0
     elif scale.__class__ is not float or not 0.0 < scale < _INFINITY:
         scale = positive_number("scale", scale)
-    if getattr(k, "ndim", 0) == 4:  # what is not, or no tensor, `describe` and `call` refuse
-        _require_in_range(k, lengths, page_table)
+    if getattr(k, "ndim", 0) == 4:  # `describe` and `call` refuse other objects and dimensions
+        _require_in_range(k, n_keys, page_table)
     in_8_bits = str(getattr(k, "dtype", None)) == "torch.float8_e4m3fn"
     options = (("cache", "e4m3"),) if in_8_bits else ()
     if full:
         options += (("full", True),)
-    inputs = q, k, v, lengths, page_table, k_descale, v_descale
+    inputs = q, k, v, n_keys, page_table, k_descale, v_descale
     return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)

@@ -1,4 +1,4 @@
-"""Configurations of decode attention's kernel: how much of the cache is on its way, and in use."""
+"""Configurations of decode attention's kernel: how much of the cache is loaded ahead or in use."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,22 @@ from tnp.dispatch.spec import Call, Problem
 from tnp.ops._shared.primitives import KernelConfig
 from tnp.ops.decode_attention.definition import cache_itemsize, rows_of
 
-LEAST = 16  # rows and keys of a tensor core's tile
-MOST_KEYS = 128  # of a block
-# What a block has at most: bytes of keys and values, and keys times head_dim or rows.
+LEAST = 16  # the fewest rows, and keys, of a tensor core's tile
+MOST_KEYS = 128  # keys of a block
+# The most bytes of keys and values of a block, and its most keys times head_dim or rows.
 BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
 MOST_STAGES = 8
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Keys a block, programs a multiprocessor, warps, and blocks on their way and in use."""
+    """Configures the launch.
+
+    block_n: keys of a block.
+    programs: programs of a multiprocessor.
+    num_warps: warps of a program.
+    num_stages: blocks that are loaded ahead or in use.
+    """
 
     block_n: int
     programs: int
@@ -26,12 +32,12 @@ class Config(KernelConfig):
 
 
 def tile_rows(problem: Problem) -> int:
-    """Rows of the tile of queries that read the same keys."""
+    """Returns the rows of the tile of queries that read the same keys."""
     return max(LEAST, triton.next_power_of_2(rows_of(problem)))
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Candidates, the default first: those whose programs' blocks fit beside each other."""
+    """Returns the candidates, the default first. All programs of a multiprocessor fit beside."""
     p, target = call.problem, call.target
     width = triton.next_power_of_2(p["head_dim"])
     row_bytes, rows = width * cache_itemsize(p), tile_rows(p)
@@ -41,11 +47,11 @@ def configs(call: Call) -> tuple[Config, ...]:
     keys, fewer = max(LEAST, most), max(LEAST, most // 2)
     # 32 rows of D = 128 spill with four (triton 3.6).
     warps = 4 if rows * width <= (4096 if rows == LEAST else 2048) and row_bytes < 1024 else 8
-    # A block is free as soon as it is in registers; from 64 rows on products read it where it lies.
+    # A block is free once it is in registers. From 64 rows on, products read it in shared memory.
     in_use = 0 if rows >= 64 else 1
 
     def config(block_n: int, programs: int, num_warps: int, kib: int) -> Config:
-        """With so many KiB of keys and values in shared memory a program."""
+        """Returns the configuration with `kib` KiB of keys and values for each program."""
         blocks = kib * 1024 // (2 * block_n * row_bytes)
         return Config(block_n, programs, num_warps, min(max(2, blocks + in_use), MOST_STAGES))
 
@@ -61,7 +67,7 @@ def configs(call: Call) -> tuple[Config, ...]:
 
     def fits(config: Config) -> bool:
         blocks = (config.num_stages - in_use) * 2 * config.block_n * row_bytes
-        # Beside them lie q and weights as operands, in float32 more than once, or results.
+        # Operands or results lie beside them. Operands are q and weights, in float32 three times.
         operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
         beside = max(operands, rows * width * 4)
         shared = config.programs * (blocks + beside) <= target.shared_bytes

@@ -1,4 +1,4 @@
-"""What decode attention is measured by: inputs, work, the cases of its gate, what must fail."""
+"""Decode attention's inputs, their work, the cases of its gate, and the controls that must fail."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
     from tnp.ops._shared.random_values import Random
 
-SCALE = 0.125  # that gates and benchmarks pass
+SCALE = 0.125  # gates and benchmarks pass this scale
 OPTIONS = ("cache", "full", "page_table", "k_descale", "v_descale")
-CACHES = {"e4m3": "float8_e4m3fn"}  # number formats of a cache that are not q's
-SPARE_PAGES = 3  # that no sequence has
+CACHES = {"e4m3": "float8_e4m3fn"}  # number formats of a cache other than q's
+SPARE_PAGES = 3  # pages of no sequence
 
 
 def rows_of(problem: Problem) -> int:
-    """Queries that read the same keys: heads of a group, and tokens."""
+    """Returns how many queries read the same keys: heads of a group times tokens."""
     return problem["heads"] // problem["kv_heads"] * problem["n_queries"]
 
 
 def cache_itemsize(problem: Problem) -> int:
-    """Bytes of an element of the cache."""
+    """Returns the bytes of an element of the cache."""
     return ITEMSIZE[CACHES[problem["cache"]]] if problem["cache"] else problem.itemsize
 
 
 def lengths_of(case: Case) -> list[int]:
-    """Of the case's sequences: "7,40", "log_uniform" for drawn ones, else as long as can be."""
+    """Returns the case's lengths: "7,40", or "log_uniform" for random ones, or else all full."""
     batch, n_keys, drawn = case.problem["batch"], case.problem["n_keys"], case["lengths"]
     if drawn == "log_uniform":
         chance = Chance(0)
@@ -43,9 +43,10 @@ def lengths_of(case: Case) -> list[int]:
 
 
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
-    """A token's heads lie together, as projections leave them, or a head's tokens, "heads_first".
+    """Returns the inputs of a case.
 
-    Pages stand in any order, some of them nobody's. `magnitude` scales q and k.
+    A token's heads lie together, as projections write them, or with "heads_first" a head's tokens.
+    Pages are in random order, and some belong to no sequence. `magnitude` scales q and k.
     """
     import torch
 
@@ -65,7 +66,7 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
         return random(n_pages, p["page"], kv_heads, head_dim).transpose(1, 2)
 
     q, k = random(batch, p["n_queries"], heads, head_dim).transpose(1, 2), cache()
-    if case["magnitude"]:  # a product is a copy, and the largest caches fit but once
+    if case["magnitude"]:  # a product is a copy, and memory holds the largest caches only once
         q, k = q * case["magnitude"], k * case["magnitude"]
     tensors |= {"q": q, "k": k.to(dtype), "v": cache().to(dtype)}
     for name in ("k_descale", "v_descale"):
@@ -77,14 +78,17 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
 
 
 def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Half of each sequence's keys."""
+    """Returns half of each sequence's length."""
     return {"lengths": inputs["lengths"] // 2}
 
 
 def out_of_range(
     case: Case, inputs: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[dict, dict, dict]]:
-    """Lengths, and a page that the first sequence uses; each spoils its sequence."""
+    """Yields invalid lengths, and an invalid page that the first sequence uses.
+
+    Each makes the results of its sequence NaN.
+    """
     yield from numbers_out_of_range(inputs, "lengths", 0, case.problem["n_keys"], "o")
     table, uses = inputs["page_table"], inputs["lengths"] > 0
     if table is None or not uses[0]:
@@ -95,7 +99,7 @@ def out_of_range(
 
 
 def work(case: Case, pass_: str) -> Work:
-    """Two products with the keys that there are, each read once."""
+    """Returns the work: two products with each sequence's keys, which are read once."""
     p, n_keys = case.problem, sum(lengths_of(case))
     flops = 4.0 * n_keys * p["heads"] * p["n_queries"] * p["head_dim"]
     queries = p["batch"] * p["heads"] * p["n_queries"] * p["head_dim"] * p.itemsize
@@ -104,8 +108,10 @@ def work(case: Case, pass_: str) -> Work:
 
 
 def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
-    """In a language model, of a batch that has `n_cached` keys, new tokens among them, a sequence;
-    in pages where the run says of how many tokens. ValueError for a model whose window hides some.
+    """Returns the problem of a language model's layer, or None for other models.
+
+    Each sequence has `n_cached` keys, with the new tokens' keys. They are in pages if the run has
+    `page`. Raises ValueError if the model's window hides some.
     """
     if "vocabulary" not in model:
         return None
@@ -125,7 +131,7 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
 
 
 def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
-    """The first head of the first sequence and the last of the last."""
+    """Returns exact results of the first sequence's first head and the last one's last head."""
     import torch
 
     p, found = case.problem, []
@@ -156,7 +162,10 @@ _EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 
 
 def cases(operator: Operator, target: Target) -> Iterable[Case]:
-    """Lengths around the edges of blocks and pages, grouped heads, one query and several."""
+    """Returns the gate's cases.
+
+    They have lengths around the edges of blocks and pages, grouped heads, and one or more queries.
+    """
 
     def case(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype, page=0, **named) -> Case:
         sizes = batch, heads, kv_heads, n_queries, n_keys, head_dim, page or n_keys
@@ -241,11 +250,11 @@ CONTROLS = {
 
 
 def condition(case: Case, inputs: Mapping) -> float:
-    """What float32's scores must be expected to lose, relative to the result.
+    """Returns the relative error that results may have from float32 scores.
 
-    A score is off by some of its roundings, and e^ makes that a relative error of its weight. Of
-    D products added up one after the other each sum is rounded: by √k/√3 half units at the kth of
-    normal numbers, which is D/√6 in all.
+    A score has an error of some of its roundings, which e^ makes a relative error of its weight. If
+    D products of normal numbers are added one after the other, the k-th sum is rounded by √k/√3
+    half units. In all that is D/√6.
     """
     p = case.problem
     of_product = SCALE * float(case["magnitude"] or 1.0) ** 2

@@ -1,23 +1,23 @@
 """Decode attention in PyTorch: the formula, and scaled_dot_product_attention under a mask.
 
-Torch is imported where a function runs: the declaration names these functions, and planning reads
-it without torch.
+Functions import torch when they run: the declaration names them, and planning reads it without
+torch.
 """
 
 from tnp.ops.attention.layouts import grouped, ungrouped
 
 
 def gathered(cache, page_table):
-    """[n_pages, H_kv, page, D] → [B, H_kv, S, D], a copy of each sequence's pages in their order.
+    """Returns each sequence's pages in their order: [n_pages, H_kv, page, D] → [B, H_kv, S, D].
 
-    A number that is no page's, as past a sequence's end, is taken for the nearest that is.
+    A number that names no page, as past a sequence's end, is taken as the nearest one that does.
     """
     pages = page_table.long().clamp(0, cache.shape[0] - 1)
     return cache[pages].transpose(1, 2).flatten(2, 3)
 
 
 def whole(cache, page_table, descale, dtype):
-    """Keys or values [B, H_kv, S, D] in `dtype`, multiplied by their descale."""
+    """Returns keys or values [B, H_kv, S, D] in `dtype`, multiplied by their descale."""
     if page_table is not None:
         cache = gathered(cache, page_table)
     if descale is not None:
@@ -26,8 +26,9 @@ def whole(cache, page_table, descale, dtype):
 
 
 def seen(lengths, n_queries, n_keys, full, ahead=0):
-    """bool [B, T, S], or [B, 1, S] if `full`: whether a query sees a key; `ahead` keys more than it
-    should.
+    """Returns whether a query sees a key: bool [B, T, S], or [B, 1, S] if `full`.
+
+    Each query sees `ahead` keys more than it should.
     """
     import torch
 
@@ -40,8 +41,9 @@ def seen(lengths, n_queries, n_keys, full, ahead=0):
 
 
 def out_of_range(k, lengths, page_table):
-    """bool [B, 1, 1, 1]: whether a sequence's length is none that the cache can have, or a page
-    that its length reaches is none of the cache's. Its results are NaN.
+    """Returns whether a sequence's results must be NaN: bool [B, 1, 1, 1].
+
+    Either its length is out of range, or a page that its length reaches does not exist.
     """
     import torch
 
@@ -58,16 +60,17 @@ def out_of_range(k, lengths, page_table):
 def reference(
     q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, full=False, ahead=0
 ):  # fmt: skip
-    """softmax(scale · q kᵀ) v over the keys that each query sees, 0 where there is none, and NaN in
-    sequences that are `out_of_range`.
+    """Returns softmax(scale · q kᵀ) v over the keys that each query sees.
+
+    It is 0 if a query sees none, and NaN in sequences that are `out_of_range`.
 
     Args:
         q, k, v, lengths, page_table, k_descale, v_descale: as for
             `tnp.ops.decode_attention.decode_attention`; in any float dtype.
         scale: a number.
-        cache: the cache's number format, which its dtype says too.
-        full: every query sees all keys of its sequence.
-        ahead: keys that every query sees more than it should, for a control of the gate.
+        cache: the cache's number format, which its dtype shows too.
+        full: whether every query sees all keys of its sequence.
+        ahead: how many keys each query sees more than it should, for a control of the gate.
     """
     import torch
 
@@ -83,7 +86,7 @@ def reference(
 def sdpa(
     q, k, v, lengths, page_table, k_descale, v_descale, scale, cache=False, full=False
 ):  # fmt: skip
-    """PyTorch's scaled_dot_product_attention under a mask, of a copy of what is paged or 8-bit."""
+    """Calls scaled_dot_product_attention with a mask. A paged or 8-bit cache is copied first."""
     from torch.nn.functional import scaled_dot_product_attention
 
     wrong = out_of_range(k, lengths, page_table)

@@ -1,21 +1,22 @@
 """Decode attention in portable Triton: an equal share of the work for every program.
 
-A unit of work is a block of keys of one pair, a sequence and a kv head, and START units more of it
-are what beginning with a pair takes, in which no block is read. The units of all pairs stand in a
-row, and each program takes an equal, contiguous part of it, which it finds from
-`lengths` on the device: no shape of a launch depends on them, so that a captured launch is right
-for any. All queries that read a kv head's keys, heads of a group and tokens, are one tile of rows.
+A pair is a sequence and a kv head. A unit of work is a block of keys of one pair. To begin a pair
+costs START units more, in which no block is read. The units of all pairs form a row, and each
+program takes an equal, contiguous part of it. It computes its part from `lengths` on the device. No
+shape of a launch depends on lengths, so a captured launch serves any lengths. All queries that read
+a kv head's keys, heads of a group times tokens, are one tile of rows.
 
-A pair that lies in one program is finished there. Of a pair that lies in several each leaves a part
-in a workspace: rows not yet divided, their maxima and their sums. A program has two at most, of the
-pair that it begins inside of and of the one that it ends inside of. A second kernel finds by the
-same arithmetic which programs have parts of a pair, and adds them up in their order. On Hopper and
-newer both are launched while what comes before them runs (`tnp.ops._shared.few_rows`). The second
-does that arithmetic and waits: `lengths` it may read, since the first lets it begin when all before
-has ended.
+A pair in one program is finished there. If several programs share a pair, each leaves a part in a
+workspace: rows not yet divided, their maxima and their sums. A program has at most two parts: of
+the pair in which it begins, and of the pair in which it ends. A second kernel computes in the same
+way which programs have parts of a pair, and adds them up in their order.
 
-Products accumulate in float32 and softmax is to base 2, by a running maximum, as in
-`tnp.ops.attention.triton_forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
+On Hopper and newer GPUs both launch while the kernel before them runs
+(`tnp.ops._shared.few_rows`). The second does its arithmetic and then waits. It may read `lengths` before, because the first kernel
+lets it begin when all earlier kernels have ended.
+
+Products accumulate in float32. Softmax is to base 2, with a running maximum, as in
+`tnp.ops.attention.portable.forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
 along the keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., arXiv 2309.06180.)
 """
 
@@ -36,33 +37,33 @@ from tnp.ops.attention.primitives import LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
 
-# What a program takes before the first block of a pair, in blocks. Of lengths up to 32,768 drawn
-# log-uniform 64 sequences take 278 µs with 0, 255 with 1, 247 with 2 and 250 with 4 (H200).
+# The cost of beginning a pair, in blocks. 64 sequences with log-uniform lengths up to 32,768 take
+# 278 µs with 0, 255 with 1, 247 with 2 and 250 with 4 (H200).
 START = 2
-# Of float32, from 64 rows on: products in three tf32 parts gave wrong numbers there, from matmuls
-# of a warpgroup (triton 3.6.0, H200).
+# The precision of float32 from 64 rows on. Products in three tf32 parts gave wrong numbers there,
+# from matmuls of a warpgroup (Triton 3.6.0, H200).
 EXACTLY = "ieee"
-LEAST_BATCH = 64  # lengths that are read at once: up to so many sequences share a compiled kernel
-# Numbers of the parts of a row that are read at once, and by a warp: 64 a thread.
+LEAST_BATCH = 64  # up to so many sequences share a compiled kernel, which reads as many lengths
+# Numbers of a row's parts that are read at once, and that a warp reads: 64 for each thread.
 PARTS_AT_ONCE, PARTS_A_WARP = 8192, 2048
 
 
 @triton.jit
 def _n_keys(length, capacity):
-    """A length, clamped to what the cache holds."""
+    """Returns a length, clamped to the cache's capacity."""
     return tl.minimum(tl.maximum(length, 0), capacity)
 
 
 @triton.jit
 def _n_blocks(n_keys, BLOCK_N: tl.constexpr):
-    """Of a pair; one, with no key in it, of an empty sequence, whose rows are zeros."""
+    """Returns the blocks of a pair. An empty sequence has one block without keys: zeros."""
     return tl.maximum(tl.cdiv(n_keys, BLOCK_N), 1)
 
 
 @triton.jit
 def _units(lengths_ptr, stride_l, batch, capacity, BATCH: tl.constexpr, KV_HEADS: tl.constexpr,
            BLOCK_N: tl.constexpr, START: tl.constexpr):  # fmt: skip
-    """The sequences' numbers, and the units of each."""
+    """Returns the sequences' numbers, and the units of each."""
     sequence = tl.arange(0, BATCH)
     length = tl.load(lengths_ptr + sequence * stride_l, mask=sequence < batch, other=0)
     units = START + _n_blocks(_n_keys(length, capacity), BLOCK_N)
@@ -71,7 +72,7 @@ def _units(lengths_ptr, stride_l, batch, capacity, BATCH: tl.constexpr, KV_HEADS
 
 @triton.jit
 def _holder(unit, total, programs):
-    """The program that takes a unit; see `_share`."""
+    """Returns the program that takes a unit; see `_share`."""
     each, more = total // programs, total % programs
     of_longer = unit // (each + 1)
     of_others = more + (unit - more * (each + 1)) // tl.maximum(each, 1)
@@ -80,7 +81,7 @@ def _holder(unit, total, programs):
 
 @triton.jit
 def _share(program, total, programs):
-    """A program's first unit and the next one's: where shares differ, the first have one more."""
+    """Returns the first unit of a program, and of the next. The first ones have one unit more."""
     each, more = total // programs, total % programs
     begin = program * each + tl.minimum(program, more)
     return begin, begin + each + (program < more).to(tl.int32)
@@ -88,9 +89,9 @@ def _share(program, total, programs):
 
 @triton.jit
 def _pages(table_ptr, stride_tn, key, n_keys, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the keys from `key` on: one where a block lies in one, else a vector, by key.
+    """Returns the pages of the keys from `key` on: one if a block lies in one page, else one a key.
 
-    As they stand in the table, without a sign: what is negative is larger than any page.
+    They are the table's numbers without a sign, so that a negative one is larger than any page.
     """
     if PAGE % BLOCK_N != 0:
         key += tl.arange(0, BLOCK_N)
@@ -103,7 +104,7 @@ def _cache_tile(
     ptr, page, slot, stride_b, stride_n, there, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a block [BLOCK_N, WIDTH] as an operand in `dtype`; 0 past the last."""
+    """Loads keys or values of a block [BLOCK_N, WIDTH] as an operand in `dtype`; 0 past the end."""
     offs_d = tl.arange(0, WIDTH)
     rows = page.to(tl.int64) * stride_b + slot.to(tl.int64) * stride_n
     mask = there[:, None]
@@ -112,13 +113,13 @@ def _cache_tile(
     x = tl.load(ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
     if INTERPRETED:
         return widened(x)
-    # By way of float32: e4m3 in bfloat16 is else a conversion F2F an element in sm_90a's code.
+    # Through float32: else e4m3 to bfloat16 is an F2F conversion for each element on sm_90a.
     return x.to(tl.float32).to(dtype) if x.dtype != dtype else x
 
 
 @triton.jit
 def _descale(ptr, b, h, stride_b, stride_h, GIVEN: tl.constexpr):
-    """What the cache of a pair is multiplied by."""
+    """Returns the factor of a pair's cache."""
     return tl.load(ptr + b * stride_b + h * stride_h) if GIVEN else 1.0
 
 
@@ -133,10 +134,12 @@ def _decode_kernel(
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
     START: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Of a contiguous cache a sequence is its own page. WIDTH: HEAD_DIM and what pads it.
+    """Writes o of pairs that lie in one program, and parts of the others.
 
-    Memory is read within bounds whatever lengths and pages are: what is out of range is taken for
-    the nearest that is in it, and the sum that its sequence's results are divided by is NaN.
+    In a contiguous cache each sequence is its own page. WIDTH: HEAD_DIM with padding.
+
+    Reads stay within bounds with any lengths and pages. A number out of range is taken as the
+    nearest valid one, and the sum by which its sequence's results are divided becomes NaN.
     """
     follow(CHAINED)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -168,7 +171,7 @@ def _decode_kernel(
         k_of, v_of = k_ptr + h.to(tl.int64) * stride_kh, v_ptr + h.to(tl.int64) * stride_vh
         table_of = table_ptr + b.to(tl.int64) * stride_tb
         scale = scale_log2 * _descale(k_descale_ptr, b, h, stride_kdb, stride_kdh, K_DESCALE)
-        # The queries are the sequence's last tokens: each sees those up to itself, or all if FULL.
+        # The queries are the sequence's last tokens. Each sees tokens up to itself, or all if FULL.
         seen = n_keys + 0 * token if FULL else n_keys - TOKENS + 1 + token
 
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -185,8 +188,8 @@ def _decode_kernel(
             next_page = page
             if PAGED:
                 slot = key % PAGE
-                # A block ahead, for Triton's pipeline: with 4 stages three blocks of keys are on
-                # their way. Were it read where it is used, one would be (counted, triton 3.7.1).
+                # It is read a block ahead for Triton's pipeline: with 4 stages three blocks of keys
+                # are then loaded ahead. Read where it is used, it would be one (Triton 3.7.1).
                 next_key = (block + 1) * BLOCK_N
                 named = _pages(table_of, stride_tn, next_key, n_keys, PAGE, BLOCK_N)
                 wrong |= named > last_page
@@ -195,7 +198,7 @@ def _decode_kernel(
             s = dot(q, tl.trans(k), PRECISION) * scale
             s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
-            # Of a row that has seen no key yet any finite number does.
+            # A row that has seen no key yet may take any finite number.
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.math.exp2(s - reference[:, None])
             alpha = tl.math.exp2(m_i - reference)
@@ -215,7 +218,7 @@ def _decode_kernel(
             o_of = o_ptr + b.to(tl.int64) * stride_ob
             tl.store(o_of + offs_o[:, None] + offs_d[None, :], cast(o, dtype), mask=in_rows)
         elif first < stop:
-            # Of the pair that the program begins inside of the first, of the other the second.
+            # The first part is of the pair in which the program begins, the second of the other.
             part_row = (2 * program + (first == 0).to(tl.int32)) * n_rows + row
             part = parts_ptr + (part_row * HEAD_DIM)[:, None] + offs_d[None, :]
             tl.store(part, acc, mask=in_rows)
@@ -236,10 +239,9 @@ def _add_parts_kernel(
     WIDTH: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
     START: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A row of a pair that several programs have parts of: Σ 2^(m − max m)·acc over
-    Σ 2^(m − max m)·l.
+    """Writes a row of a pair in several programs: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
 
-    Programs with nothing to add wait too: what is launched next waits for this kernel alone.
+    Programs with nothing to add wait too, because the next launch waits only for this kernel.
     """
     n_rows: tl.constexpr = GROUP * TOKENS
     row, pair = tl.program_id(0) % n_rows, tl.program_id(0) // n_rows
@@ -281,20 +283,20 @@ def _add_parts_kernel(
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
-    """o [B, H, T, D] laid out [B, T, H, D]."""
+    """Returns o [B, H, T, D], in memory [B, T, H, D]."""
     q = inputs[0]
     return (q.new_empty_strided(*rows_layout(q)),), ()
 
 
 def _descale_strides(descale: torch.Tensor | None) -> tuple[int, int]:
-    """Of sequence and kv head, of [H_kv] or [B, H_kv]."""
+    """Returns the strides of sequence and kv head of [H_kv] or [B, H_kv]."""
     if descale is None:
         return 0, 0
     return descale.stride() if descale.dim() == 2 else (0, descale.stride(0))
 
 
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
-    """The kernel, and where a pair may have several blocks the sum of parts."""
+    """Prepares the kernel, and the sum of parts if a pair may have several blocks."""
     of_descales = [() if x is None else tuple(range(x.dim())) for x in inputs[5:]]
     read = near(inputs, ((1, 2), (), (), (), (1,), *of_descales))
     q, k, v, lengths, table, k_descale, v_descale = read(inputs)
@@ -309,7 +311,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         WIDTH=width, BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)), BLOCK_N=config.block_n,
         START=START,
     )  # fmt: skip
-    split = capacity > config.block_n  # a pair may be
+    split = capacity > config.block_n  # whether several programs may share a pair
     kernel = Bound(
         _decode_kernel, (programs,),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
@@ -324,7 +326,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     )  # fmt: skip
     add_parts = None
     if split:
-        # As many as a pair has where all are alike; of more some are read after others.
+        # As many parts as a pair has if all lengths are equal. More parts are read in turns.
         alike = triton.next_power_of_2(triton.cdiv(programs, batch * kv_heads) + 1)
         at_once = max(4, min(alike, PARTS_AT_ONCE // width))
         add_parts = Bound(
@@ -351,9 +353,9 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
 
 
 def _in_range(capacity: int, page: int, inputs: tuple) -> Iterator[tuple[torch.Tensor, str]]:
-    """Conditions on lengths and on the pages that they reach, for `asserting`."""
+    """Yields conditions on lengths and on the pages that they reach, for `asserting`."""
     _q, k, _v, lengths, table, *_ = inputs
-    yield between("lengths", lengths, 0, capacity, "the cache's ")
+    yield between("n_keys", lengths, 0, capacity, "the cache's ")
     if table is not None:
         used = torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]
         yield between("pages", torch.where(used, table, 0), 0, len(k) - 1)

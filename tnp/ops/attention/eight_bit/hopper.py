@@ -1,25 +1,27 @@
 """Attention forward in 8 bits for Hopper: both products of e4m3 operands, online softmax.
 
-As `hopper_forward_kernel`, whose producer and split of the work it shares: consumer warpgroups own
-64 query rows each, a producer warp streams blocks of 128 keys and values. `quantize` says what it
-reads. With f the scales of a row of q and a block of keys, and log2(e)·scale, times one another:
+It shares the producer and the split of the work with `hopper.forward`: consumer warpgroups own 64
+query rows each, and a producer warp streams blocks of 128 keys and values. `quantize` describes its
+operands. With f the product of a row's scale, a block's scale and scale·log2(e):
 
     s = f·q kᵀ    m' = max(m, ⌈max_j s_j⌉)    p = 2^(s − m' + 8)    l = l·2^(m − m') + Σ_j p_j
-    o = o·2^(m − m') + p v    and at the end  o / l, plus the vector that was taken from the values
+    o = o·2^(m − m') + p v    and at the end  o / l + vector
 
-m is a whole number: then p keeps the same 4 bits of its significand whatever the reference is, and
-results depend on the order of blocks in nothing but what is too small for e4m3. 2^8 uses its range.
+m is a whole number, so that p keeps the same 4 bits of its significand with any reference. The
+order of blocks then changes results only in what is too small for e4m3. 2^8 uses e4m3's range.
 
-Sums of products of e4m3 keep about 13 bits in Hopper's tensor cores. So those of a block start at
-zero, and blocks are added up in float32: acc·2^(m − m') + o is one FFMA, as the rescaling alone
-would be. acc is in units of the last block's values; that the next block has others is part of the
-same factor.
+Sums of products of e4m3 keep about 13 bits in Hopper's tensor cores. So the sums of a block start
+at zero, and blocks are added up in float32: acc·2^(m − m') + o is one FFMA, as rescaling alone
+would be. acc is in units of the last block's values. The factor also holds the change of units.
 
-p never crosses the edge of the loop, where it would be unpacked. Within a trip: exponentials of the
-scores that are there, their product with the values, the next scores; then the sums of values, and
-the next maximum. Other warpgroups' exponentials run beside it. To start the next scores first takes
-registers for both, so that two consumers are left: 514 TFLOP/s in place of 587 (large, H200).
+p never crosses the edge of the loop, where it would be unpacked. A trip computes the exponentials
+of the scores it has, their product with the values, and the next scores. Then it computes the sums
+of values and the next maximum. Other warpgroups' exponentials run beside it. To start the next
+scores first takes registers for both scores, which leaves two consumers: 514 TFLOP/s in place of
+587 (large, H200).
 """
+
+from collections.abc import Callable
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,26 +32,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
-from tnp.ops._shared.hopper_primitives import barriers, opaque
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason
+from tnp.ops._shared.hopper_primitives import barriers, opaque, structure
 from tnp.ops.attention import eight_bit
-from tnp.ops.attention.hopper_forward_kernel import store_part
-from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
-from tnp.ops.attention.hopper_forward_walk import lane_sums
-from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, tile
-from tnp.ops.attention.quantize import BLOCK, GROUP
+from tnp.ops.attention.definition import OPTIONS
+from tnp.ops.attention.eight_bit.quantize import BLOCK, GROUP, empty_output, quantizer
+from tnp.ops.attention.hopper import forward as hopper_forward
+from tnp.ops.attention.hopper import primitives as hopper_primitives
+from tnp.ops.attention.hopper.forward import ForwardConfig, lane_sums, store_part
+from tnp.ops.attention.hopper.forward_pipeline import LAG, ROWS, Pipeline, produce
+from tnp.ops.attention.hopper.primitives import allocate_tiles, head_map, ring, tile
+from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
 
 RANGE = gl.constexpr(eight_bit.RANGE)
 HEAD_DIM = gl.constexpr(64)
 
 
-@aggregate
+@structure
 class Pipeline8:
-    """What all warps of a program share; `Pipeline` has the split of the work."""
+    """Shared memory, barriers and sizes of all warps of a program; `Pipeline` splits the work."""
 
     q: gl.shared_memory_descriptor  # 2 × consumers, [64, D]: this tile's and the next one's
-    k: gl.shared_memory_descriptor  # stages, [128, D], and of each the values of LAG before
+    k: gl.shared_memory_descriptor  # stages, [128, D]; a stage has the values of LAG blocks before
     v: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor  # consumers, [64, D]
     q_full: gl.shared_memory_descriptor
@@ -70,30 +76,11 @@ class Pipeline8:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_N_KEYS: gl.constexpr
-    # What `produce` and `store_part` ask of a pipeline beside.
+    # `produce` and `store_part` read these too.
     HEAD_DIM: gl.constexpr
     GROUP: gl.constexpr
     PACKED: gl.constexpr
     MASKED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, o, q_full, q_empty, full, empty, q_scale_ptr, scales_ptr, n_keys_ptr,
-        n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS,
-    ):  # fmt: skip
-        self.q, self.k, self.v, self.o = q, k, v, o
-        self.q_full, self.q_empty = q_full, q_empty
-        self.full, self.empty = full, empty
-        self.q_scale_ptr, self.scales_ptr = q_scale_ptr, scales_ptr
-        self.n_keys_ptr = n_keys_ptr
-        self.n_tiles, self.n_heads, self.n_q, self.n_k = n_tiles, n_heads, n_q, n_k
-        self.n_whole, self.share, self.scale_log2 = n_whole, share, scale_log2
-        self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK), gl.constexpr(STAGES)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.HAS_N_KEYS = gl.constexpr(HAS_N_KEYS)
-        self.HEAD_DIM, self.GROUP = HEAD_DIM, gl.constexpr(1)
-        self.PACKED, self.MASKED = gl.constexpr(False), gl.constexpr(False)
 
     n_items = Pipeline.n_items
     item = Pipeline.plain_item
@@ -101,7 +88,7 @@ class Pipeline8:
 
 @gluon.jit
 def _scores(pipe, q, stage):
-    """Start q kᵀ with the keys of a stage."""
+    """Starts q kᵀ with the keys of a stage."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, S)
     k_t = tile(pipe.k, stage).permute((1, 0))
@@ -110,11 +97,11 @@ def _scores(pipe, q, stage):
 
 @gluon.jit
 def _packed(p):
-    """p [64, 128] as an operand in e4m3, its columns in the order of `quantize.key_at`."""
+    """Returns p [64, 128] as an operand in e4m3, with columns in the order of `quantize.key_at`."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     p = gl.permute(gl.reshape(p, [ROWS, BLOCK // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
     p = gl.convert_layout(gl.reshape(p, [ROWS, BLOCK]), gl.DotOperandLayout(0, OUT, 4))
-    # `.to(float8e4nv)` would take bytes apart and put them together again.
+    # `.to(float8e4nv)` would unpack and repack bytes.
     return gl.inline_asm_elementwise(
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
@@ -124,9 +111,9 @@ def _packed(p):
 
 @gluon.jit
 def _values(pipe, p, stage):
-    """Start p v with the values of a stage."""
+    """Starts p v with the values of a stage."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
-    # Two transposed tiles [D, 64], one behind the other: so lies [D, 128] of rows of 64 bytes.
+    # Two transposed tiles [D, 64], one behind the other, lie as [D, 128] in rows of 64 bytes.
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(GROUP, 8, 2)
     v_t = tile(pipe.v, stage)._reinterpret(gl.float8e4nv, [HEAD_DIM, BLOCK], LAYOUT)
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
@@ -135,7 +122,7 @@ def _values(pipe, p, stage):
 
 @gluon.jit
 def _exponentials(s, factor, m, l_i):
-    """(2^(s − m + 8) packed as an operand, l [64, 4] with its sums)."""
+    """Returns 2^(s − m + 8), packed as an operand, and l [64, 4] with its sums added."""
     p = gl.exp2(s * factor[:, None] + (RANGE - m)[:, None])
     l_i = l_i + lane_sums(p, BLOCK)
     return _packed(p), l_i
@@ -143,10 +130,10 @@ def _exponentials(s, factor, m, l_i):
 
 @gluon.jit
 def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last):
-    """acc [64, D], l [64] and m [64] of one warpgroup's rows over key blocks first … last − 1.
+    """Returns acc [64, D], l [64] and m [64] of a warpgroup over key blocks first … last − 1.
 
-    `step` stages were consumed before. `q_factor` [64] is a row's scale, times scale·log2(e);
-    `scales_ptr` are the scales of the head's blocks.
+    `step` stages were consumed before. `q_factor` [64] is each row's scale times scale·log2(e).
+    `scales_ptr` points to the scales of the head's blocks.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
@@ -201,7 +188,7 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last):
 
 @gluon.jit
 def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
-    """Attend for the program's items."""
+    """Attends for the program's items."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     n = 0
@@ -229,7 +216,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
                 vector = gl.load(vector_ptr + bh * HEAD_DIM + offs_d)
                 of_row = gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))
                 o = acc * of_row[:, None] + vector[None, :]
-                # The last tile's output has left shared memory by now.
+                # Waits until the last tile's output has left shared memory.
                 tma.store_wait(0)
                 # Opaque, or addresses would be kept through the loops, and spill.
                 buffer = opaque(WARPGROUP)
@@ -261,7 +248,7 @@ def attention_fwd_hopper_8bit_kernel(
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr,
     HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """o of whole query tiles, and parts of those that are split."""
+    """Writes o of whole query tiles, and the parts of split ones."""
     gl.static_assert(CONSUMERS == 3, "three are launched")
     pipe = Pipeline8(
         allocate_tiles(q_desc, 2 * CONSUMERS),
@@ -272,9 +259,9 @@ def attention_fwd_hopper_8bit_kernel(
         barriers(STAGES, 2), barriers(STAGES, CONSUMERS),
         q_scale_ptr, scales_ptr, n_keys_ptr,
         n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
-        STAGES, CONSUMERS, HAS_N_KEYS,
+        BLOCK, STAGES, CONSUMERS, HAS_N_KEYS, HEAD_DIM, 1, False, False,
     )  # fmt: skip
-    # An inline list: assigned to a name first, its constants would turn into tensors.
+    # The list is inline: assigned to a name first, its constants would turn into tensors.
     gl.warp_specialize(
         [
             (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
@@ -285,3 +272,56 @@ def attention_fwd_hopper_8bit_kernel(
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],
     )
+
+
+# ------------------------------------------------------------------------------------- the launches
+
+
+def supported(call: Call) -> Reason:
+    """Returns why it cannot serve a call, or None. The quantizer reads rows that TMA cannot."""
+    if call.target.kind != "cuda" or call.target.capability != 90:
+        return hopper_primitives.supported(call)
+    return None
+
+
+def configs(call: Call) -> tuple[ForwardConfig, ...]:
+    """Returns the candidates, the default first.
+
+    They take 1.730 and 1.771 ms at mid, and 143.0 and 144.2 ms at large (H200).
+    """
+    return ForwardConfig(BLOCK.value, 2, 160, 3), ForwardConfig(BLOCK.value, 4, 160, 3)
+
+
+def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
+    """Prepares the quantization, the kernel, and the sum of parts if tiles are split."""
+    q, k, _, n_keys = inputs[:4]
+    _, n_heads, n_q, _ = q.shape
+    of_o, rows = rows_layout(q), ROWS.value
+    quantize = quantizer(call, inputs)
+    n_tiles, _, (n_whole, n_split, share) = hopper_forward.tiles(call, config)
+    kernel = Bound(
+        attention_fwd_hopper_8bit_kernel, (call.target.multiprocessors,),
+        n_tiles, n_heads, n_q, k.shape[2], n_whole, share,
+        maps=(head_map(rows), head_map(config.block_n), head_map(config.block_n), head_map(rows)),
+        STAGES=config.num_stages, REGISTERS=config.registers, CONSUMERS=config.consumers,
+        HAS_N_KEYS=n_keys is not None, num_warps=4,
+    )  # fmt: skip
+    of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
+
+    def launch(inputs, scalars):
+        q, _, _, n_keys = inputs[:4]
+        o = q.new_empty_strided(*of_o)
+        x = quantize(inputs)
+        of_split = x.vector.new_empty_strided(*of_parts) if combine else x.vector
+        kernel(
+            x.q, x.k, x.v, o, x.q_scale, x.scales, x.vector, of_split,
+            x.vector if n_keys is None else n_keys, scalars[0] * LOG2_E,
+        )  # fmt: skip
+        if combine:
+            combine(of_split, o, x.vector)
+        return (o,), ()
+
+    return forward(launch, call)
+
+
+FORWARD = Kernel("hopper_8bit", empty_output, prepare, supported, configs, OPTIONS)

@@ -1,8 +1,8 @@
-"""What attention in 8 bits (e4m3) takes, and what its number format makes of an input.
+"""Attention in 8 bits (e4m3): the calls that it takes, and its rounding in PyTorch for the gate.
 
-`quantize` says how q, k and v are held. Here the same is computed once more in PyTorch, for the
-gate: `held` are the operands as float64 has them, `rounded` is the output as float64 computes it
-where p is rounded to e4m3 too. Torch is imported where a function runs: planning reads this.
+`quantize` says how q, k and v are held. The same is computed here once more in PyTorch. `held`
+returns the rounded operands in float64. `rounded` returns the output in float64 with p rounded to
+e4m3 too. Functions import torch when they run, because planning reads this module without torch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from tnp.ops.attention.torch_forms import LN_2
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 HEAD_DIM = 64
 BLOCK = 128  # keys that share a scale and a reference
-SAMPLED = 256  # rows, at most, of which keys and values take the mean
-# The least exponent of a scale, that of zeros: the ratio of two scales cannot overflow while values
-# are below 2^90.
+SAMPLED = 256  # the mean of keys, and of values, is taken over at most so many rows
+# The smallest exponent of a scale, which zeros have. The ratio of two scales then cannot overflow
+# while values are below 2^90.
 LEAST = -40
-# log2 of what p is scaled by: the largest is then between 128 and 256, and e4m3 holds 448.
+# log2 of the factor of p. The largest p is then between 128 and 256, and e4m3 holds up to 448.
 RANGE = 8.0
 _triton = triton_from(89)
 
 
 def supported(call: Call) -> Reason:
-    """GPUs with tensor cores for e4m3, head_dim 64."""
+    """Returns why it cannot serve a call, or None. It needs tensor cores for e4m3, and D = 64."""
     if (reason := _triton(call)) is not None:
         return reason
     if call.problem["head_dim"] != HEAD_DIM:
@@ -39,7 +40,7 @@ def supported(call: Call) -> Reason:
 
 
 def work(case: Case, pass_: str) -> Work:
-    """That of attention, its products in e4m3."""
+    """Returns the work of attention, with its products in e4m3."""
     least = definition.work(case, pass_)
     return Work({"e4m3": sum(least.flops.values())}, least.read, least.written)
 
@@ -48,16 +49,19 @@ def work(case: Case, pass_: str) -> Work:
 
 
 class Head(NamedTuple):
-    """One head of one sample as 8 bits hold it, in float64: [L, D], keys and values centred."""
+    """One head of one sample as 8 bits hold it, in float64 [L, D], with keys and values centred."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    vector: Tensor  # [D], that was taken from the values
+    vector: Tensor  # [D], which was subtracted from the values
 
 
 def centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, D] less the mean of some rows, held in blocks of 128 rows; and that mean, float32 [D]."""
+    """Returns x [n, D] minus the mean of some rows, rounded in blocks of 128 rows, and that mean.
+
+    The mean is float32 [D].
+    """
     import torch
     from torch.nn.functional import pad
 
@@ -69,7 +73,7 @@ def centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def heads(inputs: Mapping[str, Tensor | None]) -> Iterator[tuple[tuple[int, int], int, Head]]:
-    """(sample, head), its number of keys, and what 8 bits hold of it."""
+    """Yields (sample, head), the sample's number of keys, and the head as 8 bits hold it."""
     q, k, v, n_keys = (inputs[name] for name in ("q", "k", "v", "n_keys"))
     for b in range(q.shape[0]):
         n = k.shape[2] if n_keys is None else int(n_keys[b])
@@ -81,7 +85,7 @@ def heads(inputs: Mapping[str, Tensor | None]) -> Iterator[tuple[tuple[int, int]
 
 
 def held(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """q, k and v in float64 as the kernel is given them; keys less their vector, which is exact."""
+    """Returns q, k and v in float64 as the kernel gets them. Keys lack their mean: it is exact."""
     import torch
 
     found = {name: torch.zeros_like(inputs[name], dtype=torch.float64) for name in "qkv"}
@@ -95,10 +99,10 @@ def held(case: Case, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 def rounded(
     case: Case, inputs: Mapping[str, Tensor | None], upstream: object = None
 ) -> dict[str, Tensor]:
-    """o in float64, of what 8 bits hold of q, k, v and p; there are no gradients.
+    """Returns o in float64 from q, k, v and p as 8 bits hold them. There are no gradients.
 
-    The reference of p is that of online softmax over blocks of 128 keys, the last one first, as a
-    whole number.
+    The reference of p is that of online softmax over blocks of 128 keys, rounded up to a whole
+    number. The last block comes first.
     """
     import torch
     from torch.nn.functional import pad

@@ -5,10 +5,12 @@ For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m
     m' = max(m, max_j s_j)    p = 2^(s − m')    l = l·2^(m − m') + Σ_j p_j
     o  = o·2^(m − m') + p v   and at the end  o / l,  lse = m + log2(l)
 
-Products accumulate in float32; p is rounded to the inputs' dtype for the second matmul. Saved for
-the backward pass: `lse` [B, H, n_q] in float32, to base 2. A sample with n_keys ends its loop
-there; where that number is out of range l is NaN, and with it o, lse and, by lse, the gradients.
-(Dao, FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv 1805.02867.)
+Products accumulate in float32; p is rounded to the inputs' dtype for the second matmul. It saves
+`lse` [B, H, n_q] for the backward pass, in float32 and to base 2.
+
+With n_keys, a sample's loop ends at its last key. If that number is out of range, l is NaN. Then o,
+lse and, through lse, the gradients are NaN too. (Dao, FlashAttention-2, arXiv 2307.08691; Milakov
+and Gimelshein, arXiv 1805.02867.)
 """
 
 from collections.abc import Callable
@@ -48,10 +50,10 @@ from tnp.ops.attention.primitives import (
     tile_width,
 )
 
-# By bytes per element and columns of a tile, the default first; none spills on any target, those
-# for masks not with masks either. In 16 bits at 64 the default is the fastest of ten measured on an
-# H200 (B=4, 11,000 queries, 10,000 keys). The last two were the fastest for 113 queries and 920
-# keys (11 µs). The others: the largest tiles that do not spill, unmeasured.
+# Candidates by bytes per element and columns of a tile, the default first. None spills on any
+# target, and those for masks do not spill with masks. In 16 bits at 64 columns, the default is the
+# fastest of ten on an H200 (batch 4, 11,000 queries, 10,000 keys). The last two were the fastest
+# for 113 queries and 920 keys (11 µs). The others, not measured, are the largest that do not spill.
 CONFIGS = {
     (2, 64): (
         LaunchConfig(128, 64, 8, 3),
@@ -76,7 +78,7 @@ def _fwd_tile(
     scale_log2, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax update with keys start_n … start_n + BLOCK_N."""
+    """Returns acc, l_i and m_i after keys start_n … start_n + BLOCK_N − 1."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr, offs_n, n_keys, stride_kn, HEAD_DIM, MASKED)
     s = dot(q, tl.trans(k))
@@ -108,10 +110,11 @@ def _attention_fwd_kernel(
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_N_KEYS: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
+    """Writes o and lse. A program owns a tile of queries."""
     pid_bh = tl.program_id(0) // n_tiles
     tile = tl.program_id(0) % n_tiles
     if RIGHT:
-        tile = n_tiles - 1 - tile  # those that see most first: the last to end are then short
+        tile = n_tiles - 1 - tile  # tiles that see most keys first, so that the last ones are short
     start_m, first_q, n_rows, first_k, n_keys = place(
         tile, pid_bh // n_heads, tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, n_q, n_k, BLOCK_M,
         PACKED, HAS_N_KEYS,
@@ -130,26 +133,18 @@ def _attention_fwd_kernel(
         start_m, n_rows, n_keys, left, right, BLOCK_M, LEFT, RIGHT
     )
     first, full_first, full_last = whole_blocks(begin, full_begin, full_end, end, BLOCK_N)
-    if LEFT:
-        for start_n in tl.range(first, full_first, BLOCK_N):
+    for part in tl.static_range(0 if LEFT else 1, 3):  # masked, unmasked, masked again
+        begin = first if part == 0 else (full_first if part == 1 else full_last)
+        stop = full_first if part == 0 else (full_last if part == 1 else end)
+        for start_n in tl.range(begin, stop, BLOCK_N):
             acc, l_i, m_i = _fwd_tile(
                 acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_rows, n_keys, stride_kn,
-                stride_vn, left, right, scale_log2, BLOCK_N, HEAD_DIM, True, LEFT, RIGHT,
+                stride_vn, left, right, scale_log2, BLOCK_N, HEAD_DIM, part != 1, LEFT, RIGHT,
             )  # fmt: skip
-    for start_n in tl.range(full_first, full_last, BLOCK_N):
-        acc, l_i, m_i = _fwd_tile(
-            acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_rows, n_keys, stride_kn, stride_vn,
-            left, right, scale_log2, BLOCK_N, HEAD_DIM, False, LEFT, RIGHT,
-        )  # fmt: skip
-    for start_n in tl.range(full_last, end, BLOCK_N):
-        acc, l_i, m_i = _fwd_tile(
-            acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, start_n, n_rows, n_keys, stride_kn, stride_vn,
-            left, right, scale_log2, BLOCK_N, HEAD_DIM, True, LEFT, RIGHT,
-        )  # fmt: skip
     o_ptr = row_ptr(head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads), first_q, stride_om)
     total = l_i
     if RIGHT or PACKED:
-        total = tl.where(l_i == 0.0, 1.0, l_i)  # of a row that sees no key: o is 0, lse −inf
+        total = tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key has o = 0, lse = −inf
     counted: tl.constexpr = HAS_N_KEYS or PACKED
     total = nan_outside(total, n_keys_ptr, pid_bh // n_heads, n_k, counted)
     store_rows(o_ptr, acc * (1.0 / total)[:, None], offs_m, n_rows, stride_om, HEAD_DIM)
@@ -158,15 +153,16 @@ def _attention_fwd_kernel(
 
 
 def configs(call: Call) -> tuple[LaunchConfig, ...]:
-    """Candidates, the default first."""
+    """Returns the candidates, the default first."""
     return candidates(call, CONFIGS, MASKED_CONFIGS)
 
 
 @of_all_seen
 def counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
-    """A launch, blocks of keys of a multiprocessor, its query tiles, blocks of one of them.
+    """Returns what a launch's time is made of: see `Kernel.counts`.
 
-    On average: several programs share a multiprocessor, and rounds do not show.
+    These are the launch; an average multiprocessor's key blocks and query tiles; and the key blocks
+    of one tile. Averages serve because several programs share a multiprocessor.
     """
     load = n_query_tiles(call, config.block_m) / call.target.multiprocessors
     blocks = triton.cdiv(call.problem["n_k"], config.block_n)
@@ -174,7 +170,7 @@ def counts(call: Call, config: LaunchConfig) -> tuple[float, ...]:
 
 
 def prepare(call: Call, config: LaunchConfig, inputs: tuple) -> Callable:
-    """One launch, a program a tile of queries."""
+    """Prepares one launch, with a program for each tile of queries."""
     q, k, v = inputs[:3]
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)

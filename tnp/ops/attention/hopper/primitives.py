@@ -1,7 +1,7 @@
-"""What the Gluon kernels of attention share: tile layouts, TMA descriptors of strided heads.
+"""Parts that attention's Gluon kernels share: tiles in shared memory, TMA descriptors of heads.
 
-A descriptor spans a whole [B, H, L, D] tensor with whatever strides it has, so that views of a
-fused projection are read and written in place; rows past the end read as 0 and are not written.
+A descriptor spans a whole [B, H, L, D] tensor of any strides. So views of a fused projection are
+read and written in place. Rows past the end read as 0 and are not written.
 """
 
 from collections.abc import Callable
@@ -28,27 +28,27 @@ ELEMENTS = {
 
 
 def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [rows, D] of one head of x [B, H, L, D], its last dimension contiguous."""
+    """Describes tiles [rows, D] of a head of x [B, H, L, D], contiguous in the last dimension."""
     block = [1, 1, rows, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[x.dtype])
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
 def head_map(rows: int) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """What makes a `head_descriptor`, for a `Bound`."""
+    """Returns the function that makes a `head_descriptor`, for `Bound(maps=…)`."""
     return partial(head_descriptor, rows=rows)
 
 
 def flat_map(
     shape: list[int], block: list[int], layout: gl.NVMMASharedLayout
 ) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """What makes the descriptor of numbers in rows that start where a workspace's part does."""
+    """Returns the function that describes rows which begin where a given tensor begins."""
     strides = [*shape[1:], 1]
     return lambda x: TensorDescriptor(x, shape, strides, block, layout)
 
 
 def supported(call: Call) -> Reason:
-    """Why the Hopper kernels cannot serve a call, or None."""
+    """Returns why the Hopper kernels cannot serve a call, or None."""
     problem = call.problem
     if call.target.kind != "cuda" or call.target.capability != 90:
         return "it uses instructions of compute capability 9.0 alone"
@@ -64,46 +64,46 @@ def supported(call: Call) -> Reason:
 
 
 def without_reference(call: Call) -> bool:
-    """Whether weights are 2^s as they are: float16 has too few exponents for that."""
+    """Returns whether weights are 2^s without a reference. float16 has too few exponents for it."""
     return bool(call.problem["base2"]) and call.problem.dtype == "bfloat16"
 
 
 @gluon.jit
 def allocate_tiles(desc, n: gl.constexpr):
-    """`n` buffers in shared memory for the tiles of `desc`."""
+    """Allocates `n` buffers in shared memory for the tiles of `desc`."""
     return gl.allocate_shared_memory(desc.dtype, [n] + desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
 def tile(buffers, index):
-    """Buffer `index` as a matrix [rows, D]."""
+    """Returns buffer `index` as a matrix [rows, D]."""
     buffer = buffers.index(index)
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
 
 
 @gluon.jit
 def load_tile(desc, b, h, row, barrier, buffers, index, pred=True):
-    """Start the copy of rows row … of one head; `barrier` counts its bytes."""
+    """Starts the copy of a tile of one head, from `row` on. `barrier` counts its bytes."""
     tma.async_copy_global_to_shared(desc, [b, h, row, 0], barrier, buffers.index(index), pred)
 
 
 @gluon.jit
 def ring(n, STAGES: gl.constexpr):
-    """Which of STAGES buffers, a power of two, the n-th use takes, and its barriers' phase."""
+    """Returns the buffer of the n-th use, and its barriers' phase. STAGES is a power of two."""
     return n & (STAGES - 1), (n >> (STAGES.bit_length() - 1)) & 1
 
 
 @gluon.jit
 def tile_in_turn(i, n_tiles, of_head, section, rounds=None):
-    """Index, head of the batch and tile in it of a program's i-th tile of queries, `of_head` of
-    each head: programs take tiles there and back, so that each has as much to do where those that
-    see most come first. There is no tile where the index is n_tiles or more.
+    """Returns a program's i-th tile of queries: its index, head of the batch, and tile in the head.
 
-    Heads are taken in sections, a section's tiles from the last to the first, of each of its heads
-    in turn. Where `rounds` are given, those of a section, its last tiles are a round of their own,
-    though it be short, and another section begins with the next: where tiles see unequal numbers of
-    keys, programs that take the largest of one section in the same round in which others take the
-    last of another have more to do.
+    There is no tile if the index is n_tiles or more. Each head has `of_head` tiles. Programs take
+    tiles there and back: tiles that see most keys come first, and all programs have as much to do.
+
+    Heads are taken in sections. A section's tiles go from the last to the first, each head in turn.
+    `rounds` are those of a section, if given. A section's last round may then be short, and the
+    next section begins a new round. Else programs with the largest tiles of one section would have
+    more to do than others of the same round with the last tiles of another.
     """
     i = opaque(i)
     program = opaque(gl.program_id(0))
@@ -129,7 +129,7 @@ def tile_in_turn(i, n_tiles, of_head, section, rounds=None):
 
 @gluon.jit
 def store_some(ptr, x, bh, row, end, n_heads):
-    """Store the rows before `end` of x [64, D], which begins with `row`, in [L, H, D]."""
+    """Stores the rows of x [64, D] before `end` in [L, H, D]. Its first row is `row`."""
     LAYOUT: gl.constexpr = x.type.layout
     HEAD_DIM: gl.constexpr = x.shape[1]
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -141,8 +141,9 @@ def store_some(ptr, x, bh, row, end, n_heads):
 
 @gluon.jit
 def written(but: gl.constexpr = 0):
-    """Wait until what TMA stored or added for this thread is in memory, not only read from shared
-    memory, `but` for so many of the last.
+    """Waits until TMA's stores and additions for this thread are in memory, but for the last `but`.
+
+    `tma.store_wait` waits only until they were read from shared memory.
     """
     gl.inline_asm_elementwise(
         _wait_ptx(but), "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -156,7 +157,7 @@ def _wait_ptx(but):
 
 @gluon.jit
 def acquired(ptr):
-    """The int32 at ptr; what was released with it is seen after it."""
+    """Returns the int32 at ptr. What was released with it is visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -165,9 +166,7 @@ def acquired(ptr):
 
 @gluon.jit
 def before_reduction():
-    """What lanes of this warp acquired is also seen by what TMA adds after it: one of them starts
-    that, and TMA is of another proxy.
-    """
+    """Makes what lanes of this warp acquired visible to TMA, which works through another proxy."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; fence.proxy.async.global; mov.b32 $0, 0;", "=r", [],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -176,13 +175,13 @@ def before_reduction():
 
 @gluon.constexpr_function
 def product_ptx(dtype):
-    """PTX for two products of 16-bit floats."""
+    """Returns PTX for two products of 16-bit floats."""
     return f"mul.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2 $0, $1, $2;"
 
 
 @builtin
 def reduce_add(desc, coord, src, _semantic=None):
-    """Start the addition of a tile in shared memory to device memory."""
+    """Starts the addition of a tile in shared memory to device memory."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle

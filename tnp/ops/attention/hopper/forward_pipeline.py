@@ -1,32 +1,31 @@
-"""What the partitions of the forward kernels for Hopper share: memory and barriers, what a program
-works on, and the producer that streams it.
+"""The state that all partitions of Hopper's forward kernels share, and their producer.
 
 Without a mask all tiles of queries see as many keys. A program takes its share of them whole, and
-those left over are split along the keys where that pays. With a mask the tiles that see most come
-first: programs take them in turn, there and back, so that each has as much to do. Heads are taken
-in sections whose keys and values stay in the L2 cache together.
+the tiles left over are split along the keys where that pays.
+
+With a mask the tiles that see most keys come first. Programs take them in turn, there and back, so
+that all have as much to do. They take heads in sections whose keys and values stay together in the
+L2 cache.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
-from tnp.ops._shared.hopper_primitives import opaque
-from tnp.ops.attention.hopper_primitives import load_tile, ring, tile_in_turn
+from tnp.ops._shared.hopper_primitives import opaque, structure
+from tnp.ops.attention.hopper.primitives import load_tile, ring, tile_in_turn
 from tnp.ops.attention.keys import key_range, place
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
-# Blocks that the values run behind the keys.
-LAG = gl.constexpr(1)
+LAG = gl.constexpr(1)  # a stage holds the keys of one block and the values of the one LAG before
 
 
-@aggregate
+@structure
 class Pipeline:
-    """Shared memory and barriers between the producer and the consumers, and what is to be done.
+    """Shared memory and barriers between the producer and the consumers, and the problem's sizes.
 
-    Each program takes up to `n_whole` query tiles and then `share`, perhaps 0, of the key blocks of
-    the tiles left.
+    Each program takes up to `n_whole` query tiles. Then it takes `share`, perhaps 0, of the key
+    blocks of the tiles left over.
     """
 
     q: gl.shared_memory_descriptor  # two tiles of CONSUMERS × [64, D]; o leaves through them
@@ -34,23 +33,23 @@ class Pipeline:
     v: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # keys of one block and values of the one LAG before
+    full: gl.shared_memory_descriptor  # a stage
     empty: gl.shared_memory_descriptor
-    failed: gl.shared_memory_descriptor  # 1 for a row whose reference did not stand
-    overflow: gl.shared_memory_descriptor  # 1 for a warpgroup that has such a row
-    done: gl.shared_memory_descriptor  # all consumers with all tiles, and `overflow` with it
+    failed: gl.shared_memory_descriptor  # 1 for a row whose reference was too small or too large
+    overflow: gl.shared_memory_descriptor  # 1 for a warpgroup with a row that failed
+    done: gl.shared_memory_descriptor  # all consumers have all tiles, and have written `overflow`
     tiles_ptr: gl.tensor  # see `keys.place`
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
     n_keys_ptr: gl.tensor
     n_tiles: gl.tensor
     of_head: gl.tensor  # tiles of a head
-    section: gl.tensor  # heads that are taken together
+    section: gl.tensor  # heads that programs take together
     n_heads: gl.tensor
     n_q: gl.tensor
     n_k: gl.tensor
     n_whole: gl.tensor
-    share: gl.tensor  # with a mask the rounds that a section takes
+    share: gl.tensor  # with a mask: the rounds that a section takes
     left: gl.tensor
     right: gl.tensor
     scale_log2: gl.tensor
@@ -66,43 +65,20 @@ class Pipeline:
     MASKED: gl.constexpr  # some query does not see all keys of its sequence
     BASE2: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, q_full, q_empty, full, empty, failed, overflow, done,
-        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr,
-        n_tiles, of_head, section, n_heads, n_q, n_k, n_whole, share, left, right, scale_log2,
-        HEAD_DIM, GROUP, BLOCK_N, STAGES, CONSUMERS, HAS_N_KEYS, PACKED, LEFT, RIGHT, BASE2,
-    ):  # fmt: skip
-        self.q, self.k, self.v = q, k, v
-        self.q_full, self.q_empty = q_full, q_empty
-        self.full, self.empty = full, empty
-        self.failed, self.overflow, self.done = failed, overflow, done
-        self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
-        self.n_keys_ptr = n_keys_ptr
-        self.n_tiles, self.of_head, self.section = n_tiles, of_head, section
-        self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
-        self.n_whole, self.share = n_whole, share
-        self.left, self.right, self.scale_log2 = left, right, scale_log2
-        self.HEAD_DIM, self.GROUP = gl.constexpr(HEAD_DIM), gl.constexpr(GROUP)
-        self.BLOCK_N, self.STAGES = gl.constexpr(BLOCK_N), gl.constexpr(STAGES)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.HAS_N_KEYS, self.PACKED = gl.constexpr(HAS_N_KEYS), gl.constexpr(PACKED)
-        self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.MASKED = gl.constexpr(LEFT or RIGHT or PACKED)
-        self.BASE2 = gl.constexpr(BASE2)
-
     @gluon.jit
     def n_items(self):
-        """Most tiles that a program works on, whole or in part; `item` says which exist."""
-        # Without the way past a loop of no items, whose registers are merged with the loop's.
+        """Returns the most tiles that a program works on, whole or in part: see `item`."""
+        # Else the registers of a path around the loop would be merged with the loop's.
         gl.assume(self.n_whole >= 0)
         gl.assume(self.n_whole < 2**30)
         return self.n_whole + 2
 
     @gluon.jit
     def item(self, i):
-        """Index, head of the batch, first query row, queries, keys, first and last + 1 of the key
-        blocks.
+        """Returns an item as seven numbers.
+
+        They are its index, head of the batch, first query row, queries, keys, and the first and the
+        last + 1 of its key blocks. There is no item if the index is n_tiles or more.
         """
         if self.MASKED:
             return self.masked_item(i)
@@ -111,7 +87,7 @@ class Pipeline:
 
     @gluon.jit
     def masked_item(self, i):
-        """As `item`; rows and blocks count from where their sequence begins."""
+        """Returns the same as `item`. Rows and blocks count from the start of their sequence."""
         index, bh, row, _first_q, n_rows, _first_k, keys = self.origin(i)
         rows: gl.constexpr = self.CONSUMERS * ROWS
         first, last = self.blocks(row, n_rows, keys, rows, 0, gl.cdiv(keys, self.BLOCK_N))
@@ -119,9 +95,11 @@ class Pipeline:
 
     @gluon.jit
     def origin(self, i):
-        """Index, head of the batch, first query row in its sequence, first row of the sequence's
-        queries and how many they are, first row of its keys and how many they are. The first row is
-        negative where a sequence's first tile has warpgroups without rows.
+        """Returns where an item lies, as seven numbers.
+
+        They are its index, its head of the batch, its first query row in the sequence; the
+        sequence's first row of queries and their number; its first row of keys and their number.
+        The first query row is negative if the sequence's first tile has warpgroups without rows.
         """
         index, bh, tile = tile_in_turn(
             i, self.n_tiles, self.of_head, self.section,
@@ -133,14 +111,14 @@ class Pipeline:
             self.n_keys_ptr, self.n_q, opaque(self.n_k), rows, self.PACKED, self.HAS_N_KEYS,
         )  # fmt: skip
         index = gl.where(row < n_rows, index, self.n_tiles)
-        # Warpgroups without rows are those of the sequence's first tile, which sees fewest keys.
+        # Warpgroups without rows belong to the sequence's first tile, which sees fewest keys.
         row -= (gl.cdiv(n_rows, rows) * self.CONSUMERS - gl.cdiv(n_rows, ROWS)) * ROWS
         return index, bh, row, first_q, n_rows, first_k, keys
 
     @gluon.jit
     def blocks(self, row, n_rows, keys, N_ROWS: gl.constexpr, least, most):
-        """First and last + 1 of the key blocks that queries row … row + N_ROWS − 1 see, within
-        least … most − 1; one where they see none.
+        """Returns the first and the last + 1 of the key blocks that queries row … row + N_ROWS − 1
+        see, within least … most − 1. It is one block if they see none.
         """
         begin, _full_begin, _full_end, end = key_range(
             row, n_rows, keys, self.left, self.right, N_ROWS, self.LEFT, self.RIGHT
@@ -151,7 +129,7 @@ class Pipeline:
 
     @gluon.jit
     def plain_item(self, i):
-        """As `item`, where every query sees all keys of its sample."""
+        """Returns the same as `item`, if every query sees all keys of its sample."""
         i = opaque(i)
         program = opaque(gl.program_id(0))
         keys = opaque(self.n_k)
@@ -178,7 +156,7 @@ class Pipeline:
 
     @gluon.jit
     def must_repeat(self, WARPS: gl.constexpr):
-        """Whether some reference of the program did not stand; waits for all consumers."""
+        """Waits for all consumers, and returns whether some row of the program failed."""
         # Each thread reads all of them: the compiler then knows that threads agree.
         whole: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
         mbarrier.wait(self.done, 0)
@@ -187,7 +165,7 @@ class Pipeline:
 
 @gluon.jit
 def produce(pipe, q_desc, k_desc, v_desc, n, step):
-    """Stream the program's items; n items and `step` stages came before. Both, after it."""
+    """Streams the program's items after `n` items and `step` stages. Returns both after it."""
     for i in range(pipe.n_items()):
         index, bh, row, _n_rows, _keys, first, last = pipe.item(i)
         if (index < pipe.n_tiles) & (first < last):

@@ -1,7 +1,7 @@
-"""Rows of lse, delta and dq padded to whole tiles: what Hopper's backward kernels start from.
+"""Rows of lse, delta and dq padded to whole tiles, which Hopper's backward kernel works on.
 
-A row past the last query has an lse of +inf, and do is read as 0 there, so that no loop over
-queries needs a mask. Where sequences are packed each begins with a tile of its own.
+A row past the last query has an lse of +inf, and do is read as 0 there. So no loop over queries
+needs a mask. Each packed sequence begins with a tile of its own.
 """
 
 import triton
@@ -14,16 +14,16 @@ from tnp.ops.attention.keys import Tiles, place
 from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides, store_rows
 
 TILE_ROWS = 64
-AT_ONCE = tl.constexpr(1024)  # lse that a program reads of its head
-FAR = tl.constexpr(64.0)  # |lse| to base 2 from which on a tile is left as it was
+AT_ONCE = tl.constexpr(1024)  # lse of its head that a program reads at a time
+FAR = tl.constexpr(64.0)  # a tile stays as it was from this |lse| on, to base 2
 
 
 @triton.jit
 def _padded_tile(
     program, n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Of a program's tile of queries its first row, the last + 1 that it may have, and which tile
-    of the padded rows it is, in which every sequence begins with a tile of its own.
+    """Returns a program's tile of queries as its first row, the end of its sequence, and its number
+    among the tiles of padded rows.
     """
     tile = program % n_tiles
     row, first_q, n_rows, _first_k, _keys = place(
@@ -48,15 +48,17 @@ def _statistics_kernel(
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
     BASE2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """A query tile's lse, and delta less the gradient of lse if HAS_DLSE, padded; its tile of dq
-    becomes 0, or if ORDERED the count of blocks that have added to it; if BASE2 do times 2^−lse,
-    and the first tile's program says whether some tile of the head was left as it was.
+    """Writes a query tile's padded lse and delta.
+
+    HAS_DLSE: the gradient of lse is subtracted from delta. ORDERED: the tile's count of added
+    blocks becomes 0; else its tile of dq becomes 0. BASE2: do is multiplied by 2^−lse, and the
+    program of a head's first tile writes whether some tile of the head stays as it was.
     """
     pid_bh = tl.program_id(0) // n_tiles
     row, end, at = _padded_tile(
         tl.program_id(0), n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS, PACKED
     )
-    if PACKED and row >= end:  # no sequence needs this entry of the table
+    if PACKED and row >= end:  # this entry of the table belongs to no sequence
         return
     offs_m = row + tl.arange(0, ROWS)
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
@@ -84,7 +86,7 @@ def _statistics_kernel(
             tl.store(padded_ptr + 2 * rows + pid_bh, tl.max(some_left, 0))
         weight = tl.math.exp2(tl.where(left == 0.0, -lse, 0.0))  # past the end do is 0
         do = (do * weight[:, None]).to(weighted_ptr.dtype.element_ty)
-        # Of do as it was rounded: rows of the gradient of scores then sum to zero.
+        # From the rounded do: rows of the gradient of scores then sum to zero.
         delta = tl.sum(o * do.to(tl.float32), 1)
         if HAS_DLSE:
             dlse *= weight
@@ -110,8 +112,9 @@ def _finish_dq_kernel(
     stride_dqb, stride_dqh, stride_dqm, n_heads, n_q, n_tiles, scale,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Scaled dq from float32 tiles in the order of a matmul's registers; if ORDERED one that no
-    block of keys added to was never written, and counts as 0.
+    """Writes scaled dq from float32 tiles in the order of a matmul's registers.
+
+    ORDERED: a tile without added blocks was never written, and is taken as 0.
     """
     pid_bh = tl.program_id(0) // n_tiles
     row, end, at = _padded_tile(
@@ -120,8 +123,8 @@ def _finish_dq_kernel(
     if PACKED and row >= end:
         return
     tile = tile_ptr + at * ROWS * HEAD_DIM
-    # Of each 64 columns, a register: row 16·warp + 8·half + lane/4, column 8·block + 2·(lane % 4) +
-    # pair.
+    # In each 64 columns a register holds row 16·warp + 8·half + lane/4 and column
+    # 8·block + 2·(lane % 4) + pair.
     x = tl.load(tile + tl.arange(0, ROWS * HEAD_DIM)) * scale
     if ORDERED:
         x = tl.where(tl.load(count_ptr + at) > 0, x, 0.0)
@@ -132,8 +135,9 @@ def _finish_dq_kernel(
 
 
 class PaddedRows:
-    """Rows of lse, delta and dq's tiles of all heads, each head's in `n` tiles of queries, those of
-    packed sequences each in tiles of its own.
+    """The padded rows of a call, and the launches that fill and read them.
+
+    Each head has `n` tiles of queries. A packed sequence has tiles of its own.
     """
 
     def __init__(self, call: Call) -> None:
@@ -148,10 +152,17 @@ class PaddedRows:
         self, o: Tensor, do: Tensor, *, ordered: bool = False, base2: bool = False,
         of_lse: bool = False,
     ) -> Bound:  # fmt: skip
-        """Of o, do, lse, its gradient if `of_lse`, a workspace of padded lse, delta and if `base2`
-        a number a head, dq's tiles, which become 0 if not `ordered`, what do times 2^−lse goes to
-        if `base2`, int32 of each tile that become 0 if `ordered`, and the first three of the
-        table's pointers.
+        """Returns the launch that begins a backward pass, which takes these arguments:
+
+        | argument | meaning |
+        |---|---|
+        | o, do, lse | of the forward pass, and the gradient of o |
+        | dlse | the gradient of lse, if `of_lse` |
+        | padded | written: padded lse, then delta, then if `base2` a number a head |
+        | dq_tiles | become 0 if not `ordered` |
+        | weighted | written if `base2`: do multiplied by 2^−lse |
+        | counts | int32, one for each tile; become 0 if `ordered` |
+        | tiles, cu_q, cu_k | the first three of `Tiles.pointers` |
         """
         _batch, n_heads, n_q, head_dim = o.shape
         return Bound(
@@ -161,8 +172,10 @@ class PaddedRows:
         )  # fmt: skip
 
     def finish(self, q: Tensor, strides: tuple[int, ...], *, ordered: bool = False) -> Bound:
-        """Of dq's tiles, dq, if `ordered` of each tile how many blocks of keys added to it, the
-        first three of the table's pointers, and scale.
+        """Returns the launch that writes dq.
+
+        Call it with (dq_tiles, dq, counts, tiles, cu_q, cu_k, scale). It reads counts if `ordered`.
+        The next three are the first of `Tiles.pointers`.
         """
         _batch, n_heads, n_q, head_dim = q.shape
         return Bound(

@@ -1,35 +1,35 @@
-"""What the partitions of `hopper_dkdv` share: memory and barriers, and what a program works on."""
+"""The state that all partitions of the kernel in `dkdv` share: memory, barriers, items of work."""
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from tnp.dispatch.spec import Call
-from tnp.ops._shared.hopper_primitives import opaque
-from tnp.ops.attention.hopper_primitives import ring
+from tnp.ops._shared.hopper_primitives import opaque, structure
+from tnp.ops.attention.hopper.primitives import ring
 from tnp.ops.attention.keys import block_in_turn, blocks_after, blocks_before, place, query_tiles
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
-# Rounds of programs that a section of heads has at least. Of 196 causal problems the busiest
-# multiprocessor then has 3 % more to do than the average, and 16 % head by head (counted).
+# A section of heads has at least this many rounds of programs. Counted for 196 causal problems, the
+# busiest multiprocessor then has 3 % more work than the average, and 16 % head by head.
 LEAST = 1.5
 
 
 def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
-    """Heads of keys one block of each of which is launched in turn.
+    """Returns how many heads of keys are launched together, one block of each head in turn.
 
-    As many as fill the GPU between LEAST and twice as many times, in sections as equal as they can
-    be: of a small one at the end items that take longest would be launched last. Of all heads too
-    little would be in the L2 cache. In a window all items take as long, and a head's blocks follow
-    one another: `fused` took 4.26 ms with four heads in turn, and 3.94 before any were (H200, D =
-    128, 2 × 8,192 tokens, window of 4,096).
+    They fill the GPU from LEAST to 2 · LEAST times, and all sections are as equal as possible: a
+    small last section would launch its longest items last. All heads together would leave too
+    little in the L2 cache.
+
+    With a window it is 1, because all items take as long. There `fused` took 4.26 ms with four
+    heads in turn and 3.94 ms with one (H200, D = 128, 2 × 8,192 tokens, window of 4,096).
 
     Args:
-        call: whose GPU it is.
+        call: the call to serve; its target is the GPU.
         of_head: blocks of keys of a head.
-        n_heads: of keys, of all samples.
+        n_heads: heads of keys of all samples.
     """
     if call.problem["window"]:
         return 1
@@ -37,15 +37,15 @@ def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
     return min(range(least, min(2 * least, n_heads) + 1), key=lambda heads: -n_heads % heads)
 
 
-@aggregate
+@structure
 class Pipeline:
-    """Shared memory and barriers between the partitions, and what the program works on."""
+    """Shared memory and barriers between the partitions, and the sizes of the problem."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor  # of each slot a tile a consumer
+    k: gl.shared_memory_descriptor  # for each slot one tile of each consumer
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
@@ -61,22 +61,22 @@ class Pipeline:
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
     n_keys_ptr: gl.tensor
-    left_ptr: gl.tensor  # of each head, whether do of some query tile is as it was
-    count_ptr: gl.tensor  # of each tile of queries, how many blocks of keys added to its dq
-    n_heads: gl.tensor  # of keys, or where they are SHARED of queries
+    left_ptr: gl.tensor  # for each head: not 0 if do of some query tile is not weighted
+    count_ptr: gl.tensor  # for each tile of queries: how many blocks of keys added to its dq
+    n_heads: gl.tensor  # heads of keys, or if SHARED of queries
     n_q: gl.tensor
     n_k: gl.tensor
     n_items: gl.tensor
     n_whole: gl.tensor  # items that are not split
-    n_pieces: gl.tensor  # of each of the others
+    n_pieces: gl.tensor  # pieces of each other item
     of_head: gl.tensor  # items of a head
-    section: gl.tensor  # heads of keys that programs take in turn where ORDERED or RIGHT
-    head_rows: gl.tensor  # of a head of queries, padded
+    section: gl.tensor  # heads of keys that programs take in turn if ORDERED or RIGHT
+    head_rows: gl.tensor  # padded rows of a head of queries
     left: gl.tensor
     right: gl.tensor
     HEAD_DIM: gl.constexpr
-    GROUP: gl.constexpr  # heads of queries that share one of keys, and a program walks
-    SHARED: gl.constexpr  # heads that share one of keys, where each has programs of its own, or 1
+    GROUP: gl.constexpr  # heads of queries that a program walks for one head of keys
+    SHARED: gl.constexpr  # heads that share one head of keys but have programs of their own, or 1
     STAGES: gl.constexpr
     HAS_N_KEYS: gl.constexpr
     PACKED: gl.constexpr
@@ -88,45 +88,14 @@ class Pipeline:
     SPLIT: gl.constexpr
     APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
     ORDERED: gl.constexpr  # dq is added up in one order
-    LAST_FIRST: gl.constexpr  # and that is from a head's last block of keys to the first
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q, do, lse, delta, k, v, ds, dq, key_full, key_empty, full, empty, ds_full, ds_empty,
-        dq_full, dq_empty,
-        tiles_ptr, cu_q_ptr, cu_k_ptr, n_keys_ptr, left_ptr, count_ptr,
-        n_heads, n_q, n_k, n_items, n_whole, n_pieces, of_head, section, head_rows, left, right,
-        HEAD_DIM, GROUP, SHARED, STAGES, HAS_N_KEYS, PACKED, LEFT, RIGHT, PERSISTENT, BASE2, SPLIT,
-        APART, ORDERED,
-    ):  # fmt: skip
-        self.q, self.do, self.lse, self.delta = q, do, lse, delta
-        self.k, self.v, self.ds, self.dq = k, v, ds, dq
-        self.key_full, self.key_empty = key_full, key_empty
-        self.full, self.empty = full, empty
-        self.ds_full, self.ds_empty = ds_full, ds_empty
-        self.dq_full, self.dq_empty = dq_full, dq_empty
-        self.tiles_ptr, self.cu_q_ptr, self.cu_k_ptr = tiles_ptr, cu_q_ptr, cu_k_ptr
-        self.n_keys_ptr, self.left_ptr, self.count_ptr = n_keys_ptr, left_ptr, count_ptr
-        self.n_heads, self.n_q, self.n_k = n_heads, n_q, n_k
-        self.n_items, self.n_whole, self.n_pieces = n_items, n_whole, n_pieces
-        self.of_head, self.section, self.head_rows = of_head, section, head_rows
-        self.left, self.right = left, right
-        self.HEAD_DIM, self.GROUP = gl.constexpr(HEAD_DIM), gl.constexpr(GROUP)
-        self.SHARED, self.STAGES = gl.constexpr(SHARED), gl.constexpr(STAGES)
-        self.HAS_N_KEYS, self.PACKED = gl.constexpr(HAS_N_KEYS), gl.constexpr(PACKED)
-        self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.PLAIN = gl.constexpr(HEAD_DIM == 64 and GROUP == 1 and not (LEFT or RIGHT or PACKED))
-        self.PERSISTENT, self.BASE2 = gl.constexpr(PERSISTENT), gl.constexpr(BASE2)
-        self.SPLIT, self.APART = gl.constexpr(SPLIT), gl.constexpr(APART)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.LAST_FIRST = gl.constexpr(ORDERED and LEFT)
+    LAST_FIRST: gl.constexpr  # in the order from a head's last block of keys to its first
 
     @gluon.jit
     def item(self):
-        """Of a program that has one, or a piece of one."""
+        """Returns the item of a program that is not persistent, of which it may have a piece."""
         program = gl.program_id(0)
         if self.SPLIT:
-            # Rounded towards zero: never less than the program where that has a whole item.
+            # The division rounds towards zero, so a program with a whole item gets its own number.
             of_piece = self.n_whole + (program - self.n_whole) // self.n_pieces
             return gl.minimum(program, of_piece)
         else:
@@ -134,11 +103,13 @@ class Pipeline:
 
     @gluon.jit
     def block(self, item):
-        """Head of the batch and block of keys of an item: kept through the loop they would spill.
+        """Returns an item's head of the batch and block of keys.
 
-        Heads may be taken in sections, one block of each in turn. Where ORDERED the next block of
-        a head, which waits for this one, is then launched later; where RIGHT earlier blocks see
-        more queries, and those that take longest are launched first.
+        It is computed again at each use: kept through the loop, both would spill.
+
+        If ORDERED or RIGHT, programs take heads in sections, one block of each head in turn. If
+        ORDERED, the next block of a head waits for this one, and so is launched later. If RIGHT,
+        earlier blocks see more queries, so that the longest items are launched first.
         """
         item = opaque(item)
         if self.ORDERED or self.RIGHT:
@@ -149,15 +120,15 @@ class Pipeline:
 
     @gluon.jit
     def place(self, item):
-        """Sample, head, and first key of an item."""
+        """Returns an item's sample, head, and first key."""
         bh, block = self.block(item)
         return bh // self.n_heads, bh % self.n_heads, block * BLOCK_N
 
     @gluon.jit
     def turn(self, item):
-        """The slot of an item's keys and its phase, and the stages of the program before it.
+        """Returns the slot of an item's keys, the slot's phase, and the program's earlier stages.
 
-        Every item walks as many stages, which is why a program is not persistent given n_keys.
+        All items walk as many stages. That is why no program is persistent with n_keys.
         """
         if self.PERSISTENT:
             before = (opaque(item) - gl.program_id(0)) // gl.num_programs(0)
@@ -168,9 +139,9 @@ class Pipeline:
 
     @gluon.jit
     def extent(self, item):
-        """Keys of an item's sample, the stage that its walk begins with, and how many it has.
+        """Returns the keys of an item's sample, the first stage of its walk, and its stages.
 
-        Opaque where there is a loop over items, out of which they would be hoisted and spill.
+        They are opaque if there is a loop over items: hoisted out of it, they would spill.
         """
         keys = opaque(self.n_k) if self.PERSISTENT else self.n_k
         n_stages = gl.cdiv(opaque(self.n_q) if self.PERSISTENT else self.n_q, ROWS)
@@ -189,9 +160,11 @@ class Pipeline:
 
     @gluon.jit
     def origin(self, item):
-        """Sample, head of keys, first key in its sequence, the sequence's first row of queries and
-        how many they are, its first row of keys and how many they are, and its first row in a
-        head's padded lse, delta and dq.
+        """Returns where an item lies, as eight numbers.
+
+        They are its sample, its head of keys, its first key in the sequence; the sequence's first
+        row of queries and their number; its first row of keys and their number; and its first row
+        in a head's padded lse, delta and dq.
         """
         bh, tile = self.block(item)
         b = bh // self.n_heads
@@ -201,26 +174,26 @@ class Pipeline:
         )  # fmt: skip
         padded = 0
         if self.PACKED:
-            # Tiles of queries that begin with their sequence: no two sequences share one.
+            # Each sequence begins with a tile of its own: no two sequences share one.
             s = gl.maximum(gl.load(self.tiles_ptr + 2 * tile), 0)
             padded = (first_q // ROWS + s) * ROWS
         return b, bh % self.n_heads, key, first_q, n_rows, first_k, keys, padded
 
     @gluon.jit
     def tiles(self, key, n_rows, keys):
-        """Tiles of queries that see any of an item's keys, key …: the first and the last + 1."""
+        """Returns the first and the last + 1 of the query tiles that see any key from `key` on."""
         return query_tiles(
             key, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
         )
 
     @gluon.jit
     def count_of(self, padded):
-        """Where blocks of keys count that they added to dq of rows padded … padded + 63."""
+        """Returns the address of the count of blocks that added to rows padded … padded + 63."""
         return self.count_ptr + padded // ROWS
 
     @gluon.jit
     def blocks_before(self, key, row, n_rows, keys):
-        """Blocks of keys that add to dq of queries row … row + 63 before that of `key` does."""
+        """Returns how many blocks of keys add to dq of rows row … row + 63 before that of `key`."""
         if self.LAST_FIRST:
             before = blocks_after(
                 key, row, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
@@ -233,14 +206,15 @@ class Pipeline:
 
     @gluon.jit
     def stage_at(self, i, first, n):
-        """Of a walk of n stages from `first` on the one after i others: queries, and which of the
-        heads that share the keys.
+        """Returns the i-th stage of a walk of n stages from `first` on: a tile of queries, and
+        which of the heads that share the keys.
 
-        From the last queries back, of each tile all heads in turn: under a causal mask blocks that
-        begin together then meet the same tiles one shortly after the other, and none comes up with
-        one that has more to walk. In a window they do so head by head; and if LAST_FIRST from the
-        first queries on: the blocks of a sequence's last keys, which have less to walk, then go
-        ahead of the others in every head, and wait for none.
+        The walk goes from the last queries back, all heads of a tile in turn. With a causal mask,
+        blocks that begin together then meet the same tiles shortly after one another, and none
+        catches up with a block that has more to walk.
+
+        With a window it goes head by head. If LAST_FIRST, it goes from the first queries on: the
+        blocks of a sequence's last keys have less to walk, go ahead in every head, and never wait.
         """
         if self.PLAIN:
             return first + i, 0
@@ -253,12 +227,12 @@ class Pipeline:
 
     @gluon.jit
     def first_walked(self, begin, past):
-        """First row of the stage that is walked first, of rows begin … past − 1."""
+        """Returns the first row of the first stage of a walk of rows begin … past − 1."""
         return begin if self.LAST_FIRST else past - ROWS
 
     @gluon.jit
     def row_after(self, i, row, begin, past):
-        """First row of the stage that is walked after the i-th, which begins with `row`."""
+        """Returns the first row of the stage after the i-th, which begins with `row`."""
         if self.LAST_FIRST:
             return gl.where(row + ROWS == past, begin, row + ROWS)
         elif self.LEFT:
@@ -269,8 +243,8 @@ class Pipeline:
 
     @gluon.jit
     def walk_of(self, item):
-        """First tile of queries that an item walks, how many they are, the first row of queries in
-        their head, and of the first of its heads of queries in the padded lse, delta and dq.
+        """Returns an item's first tile of queries, how many tiles it walks, its sequence's first
+        row of queries, and the first row of its first head in the padded lse, delta and dq.
         """
         if self.PLAIN:
             _keys, first, n = self.extent(item)
@@ -283,12 +257,12 @@ class Pipeline:
 
     @gluon.jit
     def first_row(self, item):
-        """Of an item's head in the padded lse, delta and dq."""
+        """Returns the first row of an item's head in the padded lse, delta and dq."""
         b, h, _first_key = self.place(item)
         return (b * self.n_heads + h) * self.head_rows
 
     @gluon.jit
     def weighted(self, item):
-        """Whether do is times 2^−lse in all query tiles of an item's head."""
+        """Returns whether do is multiplied by 2^−lse in all query tiles of an item's head."""
         b, h, _first_key = self.place(item)
         return gl.load(self.left_ptr + b * self.n_heads + h) == 0.0

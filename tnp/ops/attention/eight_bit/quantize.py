@@ -1,16 +1,17 @@
-"""q, k and v in 8 bits (e4m3) for attention forward: one launch of Triton.
+"""Quantizes q, k and v to 8 bits (e4m3) for attention forward, in one launch of Triton.
 
-Keys and values are centred first: softmax does not change when one vector is taken from all keys,
-and what is taken from all values is added to the output in float32. Any vector is right, so the
-mean of `SAMPLED` rows serves, or of all where there are fewer. What remains is scaled by powers of
-two, 2^e, so that the largest element lies between half of what e4m3 holds and all of it: a row of
-q, a block of 128 keys, a block of 128 values each have a scale of their own.
+Keys and values are centred first. Softmax does not change if one vector is subtracted from all
+keys. The vector that is subtracted from all values is added to the output in float32. Any vector is
+right, so the mean of at most `SAMPLED` rows serves.
 
-Hopper multiplies 8-bit operands only where both are contiguous along what is summed, and holds the
-left one, p, in registers as it leaves the product before. So values are stored transposed, in
-tiles of 64 keys, and `key_at` says in which order: nothing of p is then exchanged between threads.
+The rest is scaled by powers of two, so that the largest element lies between half of e4m3's range
+and all of it. Each row of q, block of 128 keys and block of 128 values has a scale of its own.
 
-A row, or a block, that holds infinity becomes NaN: its scale would hide it otherwise. NaN stays.
+Hopper multiplies 8-bit operands only if both are contiguous along the summed dimension. It holds
+the left one, p, in registers, as the product before leaves it. So values are stored transposed in
+tiles of 64 keys, in the order of `key_at`. Threads then exchange nothing of p.
+
+A row or a block with an infinity becomes NaN, because its scale would hide it. NaN stays NaN.
 """
 
 from collections.abc import Callable
@@ -33,13 +34,13 @@ BLOCK = tl.constexpr(eight_bit.BLOCK)
 SAMPLED = tl.constexpr(eight_bit.SAMPLED)
 LEAST = tl.constexpr(eight_bit.LEAST)
 GROUP = tl.constexpr(64)  # keys of a transposed tile
-BLOCKS = 4  # of keys that a program quantizes: each program computes the means again
+BLOCKS = 4  # blocks of keys that a program quantizes; each program computes the means again
 NUM_WARPS = 8
 
 
 @triton.jit
 def key_at(position):
-    """Which key of its 16 lies where: accumulators' column 8a + 2t + b is operands' 4t + 2a + b."""
+    """Returns the key at a position. Column 8a + 2t + b of a sum is 4t + 2a + b of an operand."""
     a = position // 2 % 2
     t = position // 4 % 4
     return position // 16 * 16 + 8 * a + 2 * t + position % 2
@@ -47,14 +48,14 @@ def key_at(position):
 
 @triton.jit
 def value_offsets(block, positions, offs_d, HEAD_DIM: tl.constexpr):
-    """Where values of a block lie, from the start of their head; the two broadcast."""
+    """Returns where a block's values lie from the start of their head. The indices broadcast."""
     groups = block * (BLOCK // GROUP) + positions.to(tl.int64) // GROUP
     return (groups * HEAD_DIM + offs_d) * GROUP + positions % GROUP
 
 
 @triton.jit
 def _mean(ptr, n_keys, stride_n, HEAD_DIM: tl.constexpr):
-    """Of `SAMPLED` rows spread over a sample, or of all where it has fewer: [D] in float32."""
+    """Returns the mean [D], float32, of `SAMPLED` rows spread over a sample, or of all if fewer."""
     n = tl.minimum(n_keys, SAMPLED)
     total = tl.zeros([HEAD_DIM], tl.float32)
     for begin in tl.range(0, SAMPLED, BLOCK):
@@ -66,7 +67,7 @@ def _mean(ptr, n_keys, stride_n, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _centred(ptr, vector, offs_n, n_keys, stride_n, HEAD_DIM: tl.constexpr):
-    """Rows less the vector, zeros past the end, and the exponent and largest element of all."""
+    """Returns rows minus the vector, zeros past the end, their largest element and exponent."""
     x = load_rows(ptr, offs_n, n_keys, stride_n, HEAD_DIM, True).to(tl.float32)
     x = tl.where(offs_n[:, None] < n_keys, x - vector[None, :], 0.0)
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
@@ -82,7 +83,10 @@ def _quantize_kernel(
     n_heads, n_q, n_k, n_key_programs,
     HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr, HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Programs below `n_key_programs` take BLOCKS blocks of keys and values, the others queries."""
+    """Writes the 8-bit operands and their scales.
+
+    Programs below `n_key_programs` take BLOCKS blocks of keys and values, the others take queries.
+    """
     program = tl.program_id(0)
     offs_d = tl.arange(0, HEAD_DIM)
     if program < n_key_programs:
@@ -99,7 +103,7 @@ def _quantize_kernel(
         of_keys = _mean(k_ptr, n_keys, stride_kn, HEAD_DIM)
         of_values = _mean(v_ptr, n_keys, stride_vn, HEAD_DIM)
         if first == 0:
-            # Added to the output: NaN there where n_keys is out of range.
+            # It is added to the output, which so becomes NaN if n_keys is out of range.
             vector = nan_outside(of_values, n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
             tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, vector)
         last = tl.minimum(first + BLOCKS, tl.cdiv(n_keys, BLOCK))
@@ -135,17 +139,17 @@ def _quantize_kernel(
 
 @dataclass(frozen=True)
 class Quantized:
-    """What attention in 8 bits reads.
+    """The operands of attention in 8 bits.
 
     q: [B, H, n_q, D] e4m3, in units of q_scale, [B, H, n_q] float32.
-    k: [B, H, n_k, D] e4m3, less a vector, in units of scales[…, 0].
-    v: [B, H, n_k padded to 128, D] e4m3: of each 64 keys a transposed tile, in the order of
-        `key_at`, less `vector`, in units of 2^scales[…, 1].
+    k: [B, H, n_k, D] e4m3, minus a vector, in units of scales[…, 0].
+    v: [B, H, n_k padded to 128, D] e4m3, minus `vector`, in units of 2^scales[…, 1]. Each 64 keys
+        are a transposed tile, in the order of `key_at`.
     scales: [B, H, blocks of 128 keys, 2] float32.
     vector: [B, H, D] float32, to be added to the output.
 
-    Of a sample with n_keys, blocks past its last key are not written; in that block what lies past
-    the last key is zero.
+    With n_keys, blocks past a sample's last key are not written. In its last block, elements past
+    the last key are zero.
     """
 
     q: Tensor
@@ -157,9 +161,9 @@ class Quantized:
 
 
 def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
-    """What quantizes inputs like these: q [B, H, n_q, D], k, v [B, H, n_k, D], n_keys or None.
+    """Returns a function that quantizes inputs (q, k, v, n_keys or None), like `inputs`.
 
-    The last dimension of each must be contiguous; nothing is asked of the other strides.
+    The last dimension of each must be contiguous. The other strides may be any.
     """
     q, k, v, n_keys = inputs[:4]
     batch, n_heads, n_q, head_dim = q.shape
@@ -193,7 +197,7 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
     return quantize
 
 
-def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
-    """o [B, H, n_q, D] laid out [B, n_q, H, D]; nothing is saved."""
+def empty_output(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
+    """Returns o [B, H, n_q, D], in memory [B, n_q, H, D]. Nothing is saved."""
     q = inputs[0]
     return (q.new_empty_strided(*rows_layout(q)),), ()

@@ -1,6 +1,6 @@
-"""Attention forward in 8 bits, in portable Triton: the same numbers as `hopper_8bit_kernel`.
+"""Attention forward in 8 bits, in portable Triton. It computes the same numbers as `hopper`.
 
-The same scales, the same blocks of 128 keys, the last one first, sums of a block and of blocks.
+It has the same scales and blocks of 128 keys, takes the last block first, and adds up alike.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,13 @@ from tnp.dispatch.spec import Call, Kernel
 from tnp.ops._shared.primitives import KernelConfig, cast, dot, key_count
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.eight_bit import RANGE
+from tnp.ops.attention.eight_bit.quantize import (
+    BLOCK,
+    empty_output,
+    key_at,
+    quantizer,
+    value_offsets,
+)
 from tnp.ops.attention.primitives import (
     LOG2_E,
     forward,
@@ -23,14 +30,13 @@ from tnp.ops.attention.primitives import (
     rows_layout,
     store_rows,
 )
-from tnp.ops.attention.quantize import BLOCK, empty, key_at, quantizer, value_offsets
 
 _RANGE = tl.constexpr(RANGE)
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Queries of a program, which sees 128 keys at a time."""
+    """Configures the launch: queries of a program, warps and stages. A block has 128 keys."""
 
     block_m: int
     num_warps: int
@@ -43,6 +49,7 @@ def _attention_fwd_8bit_kernel(
     stride_ob, stride_oh, stride_om, n_heads, n_q, n_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Writes o. A program owns a tile of queries."""
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     pid_bh = tl.program_id(0) // n_tiles
     offs_m = tl.program_id(0) % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -76,7 +83,7 @@ def _attention_fwd_8bit_kernel(
         l_i = l_i * tl.math.exp2(m_i - m_new) + tl.sum(p, 1)
         v_t = tl.load(v8_ptr + value_offsets(block, positions[None, :], offs_d[:, None], HEAD_DIM))
         o = dot(cast(p, v_t.dtype), tl.trans(v_t))
-        # As a sum of products Triton would have it added in the tensor cores, with 13 bits.
+        # Without `fma` Triton would add it in the tensor cores, which keep 13 bits.
         rescale = tl.math.exp2(m_i - m_new + (unit - next_unit))
         acc = tl.math.fma(acc, tl.broadcast_to(rescale[:, None], [BLOCK_M, HEAD_DIM]), o)
         m_i = m_new
@@ -88,12 +95,12 @@ def _attention_fwd_8bit_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Candidates, the default first; none was measured."""
+    """Returns the candidates, the default first. None was measured."""
     return (Config(64, 4, 2), Config(128, 8, 2))
 
 
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
-    """Quantization, and one launch, a program a tile of queries."""
+    """Prepares the quantization, and one launch with a program for each tile of queries."""
     q, k, _, n_keys = inputs[:4]
     _, n_heads, n_q, head_dim = q.shape
     of_o = rows_layout(q)
@@ -117,4 +124,4 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     return forward(launch, call)
 
 
-FORWARD = Kernel("triton_8bit", empty, prepare, configs=configs, options=OPTIONS)
+FORWARD = Kernel("triton_8bit", empty_output, prepare, configs=configs, options=OPTIONS)

@@ -1,19 +1,19 @@
-"""Attention backward for Hopper: what runs before and after its kernel, `hopper_dkdv`.
+"""Attention backward for Hopper: the launches around the kernel of `dkdv`.
 
-`fused` adds dQ up in float32 in device memory, in any order; `separate` in one order, equal from
-run to run. Both start from the same statistics, delta = Σ_d do·o and lse in padded rows
-(`hopper_padded_rows`).
+`fused` adds dq up in float32 in device memory, in any order. `separate` adds it up in one order, so
+that dq is equal from run to run. Both first compute delta = Σ_d do·o and lse in padded rows
+(`padded_rows`).
 
-Where heads of queries share keys and few programs would have work, each head has programs of its
-own (`…_BY_HEAD`), and a launch adds up their dk and dv.
+Heads of queries may share keys. If few programs would then have work, each head gets programs of
+its own (`ByHead`), and another launch adds up their dk and dv.
 
-Where q carries scale·log2(e), do and delta of a query tile are multiplied by 2^−lse, so that
-weights are 2^s as they are; its lse is then 0, past the last query too. A tile with a row whose lse
-is not between −64 and 64 is left as it was: no weight overflows in bfloat16 in the others, and what
+If q carries scale·log2(e), do and delta of a query tile are multiplied by 2^−lse. The weights are
+then 2^s, and the tile's lse is 0, past the last query too. A tile stays as it was if some row's lse
+is not between −64 and 64. In the other tiles no weight overflows in bfloat16, and a weight that
 underflows is less than 2^−62.
 """
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 import triton
@@ -22,10 +22,10 @@ import triton.language as tl
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel, Problem, Reason
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
-from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
-from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, heads_in_turn
-from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
-from tnp.ops.attention.hopper_primitives import supported, without_reference
+from tnp.ops.attention.hopper.dkdv import ByHead, DkdvConfig, bound_dkdv
+from tnp.ops.attention.hopper.dkdv_pipeline import BLOCK_N, heads_in_turn
+from tnp.ops.attention.hopper.padded_rows import TILE_ROWS, PaddedRows
+from tnp.ops.attention.hopper.primitives import supported, without_reference
 from tnp.ops.attention.keys import Tiles, all_seen, block_in_turn, n_tiles
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -40,18 +40,18 @@ from tnp.ops.attention.primitives import (
     store_rows,
 )
 
-# Queries from which on programs of `fused` are not persistent. They are level at 11,000, and
-# persistent ones take 2 % more time at 205,000, or 5 % where q carries the scale (H200).
+# From this many queries on, programs of `fused` are not persistent. Both forms take as long at
+# 11,000 queries. At 205,000 persistent ones take 2 % more, or 5 % if q carries the scale (H200).
 LONG_WALK = 16_384
-# What a piece of a split item costs beside its query tiles, in tiles (5.5 µs on an H200), and how
-# many tiles of the busiest multiprocessor splitting must save: pieces are added up by a launch.
+# A piece of a split item costs so many query tiles beside its own (5.5 µs on an H200). Splitting
+# must save the busiest multiprocessor so many tiles, because another launch adds up the pieces.
 PIECE_TILES, MIN_TILES_SAVED = 6, 16
-# And what share of them: of long walks pieces are many, and their sums take memory.
+# Splitting must also save this share of them: long walks have many pieces, whose sums take memory.
 MIN_SHARE_SAVED = 0.01
 MAX_PIECES = 16
-PIECE_ROWS = 32  # that a program adds up
-# Bytes of dk and dv in float32, a share of each head of queries: what 16,000 keys of 32 heads take
-# at D = 64.
+PIECE_ROWS = 32  # rows that a program adds up
+# The most bytes that the heads' shares of dk and dv may take in float32: 16,000 keys of 32 heads at
+# D = 64.
 MOST_SHARES = 1 << 28
 
 
@@ -61,7 +61,7 @@ def _add_pieces_kernel(
     n_heads, n_k, n_items, n_whole, n_pieces, section,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of dv and dk of a split item, from its pieces in turn."""
+    """Writes rows of dv and dk of a split item: the sum of its pieces, in order."""
     split, at = tl.program_id(0), tl.program_id(2)
     offs_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     offs = offs_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -82,7 +82,7 @@ def _add_shares_kernel(
     share_ptr, dk_ptr, dv_ptr, stride_b, stride_h, stride_n, batch, n_k,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of dk and dv, from the shares [2, B, n_k, H, D] of all heads of queries, in turn."""
+    """Writes rows of dk and dv: the sum of the shares [2, B, n_k, H, D] of all heads, in order."""
     first, bh, at = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     n_kv_heads: tl.constexpr = N_HEADS // GROUP
     b, h = bh // n_kv_heads, bh % n_kv_heads
@@ -101,8 +101,10 @@ def _add_shares_kernel(
 
 
 def by_head(call: Call) -> Reason:
-    """Why a program walks the queries of all heads that share its keys; None where the longest walk
-    takes longer than all walks would, spread evenly over the GPU.
+    """Returns why a program walks the queries of all heads that share its keys, or None.
+
+    None means that each head gets programs of its own: the longest walk would else take longer than
+    all walks spread evenly over the GPU.
     """
     p = call.problem
     if reason := supported(call):
@@ -110,12 +112,15 @@ def by_head(call: Call) -> Reason:
     if n_kv_heads(p) == p["n_heads"]:
         return "it is for heads that share keys"
     items = n_tiles(p["n_k"], BLOCK_N.value, int(p["n_sequences"])) * p["batch"] * n_kv_heads(p)
-    # That an average walk is of a longest, half of it under a causal mask, and a little more: 4,096
-    # tokens of Llama 3 8B's heads, 256 items on 132 multiprocessors, took `fused` 0.649 ms and
-    # `separate` 0.848 with programs of each head, and 4,097 without 0.626 and 0.697 (H200).
+    # The average walk's share of the longest. It is a half under a causal mask, and here a little
+    # more. 4,096 tokens of Llama 3 8B's heads are 256 items for 132 multiprocessors. `fused` took
+    # 0.649 ms and `separate` 0.848 with programs of each head. 4,097 tokens without took 0.626 and
+    # 0.697 (H200).
     share = 0.6 if p["causal"] and not p["window"] else 1.0
     if share * items >= call.target.multiprocessors:
-        return "it is for few keys: programs of all heads that share more of them fill the GPU"
+        return (
+            "it is for few keys: with more keys, programs of all heads that share them fill the GPU"
+        )
     shares = 2 * 4 * p["batch"] * p["n_k"] * p["n_heads"] * p["head_dim"]
     if shares > MOST_SHARES:
         return f"the heads' shares of dk and dv would take {shares:,} bytes"
@@ -123,12 +128,13 @@ def by_head(call: Call) -> Reason:
 
 
 def separate_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """The only candidate: what adds dq up in one order knows one item a program."""
-    return (DkdvConfig(2 if call.problem["head_dim"] == 128 else 4, 208, persistent=False),)
+    """Returns the candidates, the default first. None is persistent: each program has one item."""
+    one = DkdvConfig(2 if call.problem["head_dim"] == 128 else 4, 208, persistent=False)
+    return (one,) if by_head(call) else (ByHead(*astuple(one)), one)
 
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """Candidates, the default first; persistent where all items walk as many stages."""
+    """Returns the candidates, the default first. One is persistent if all items are as long."""
     found = separate_configs(call)
     p = call.problem
     if plain(p) and not p["n_keys"] and p["n_q"] < LONG_WALK:
@@ -137,12 +143,15 @@ def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
 
 
 def plain(problem: Problem) -> bool:
-    """Whether every query sees all keys of its sample, D = 64, and no heads share keys."""
+    """Returns whether every query sees all keys of its sample, D is 64, and no heads share keys."""
     return problem["head_dim"] == 64 and all_seen(problem) and not problem["n_kv_heads"]
 
 
 def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
-    """How many items are whole, and in how many pieces each other one is; None where all are."""
+    """Returns how many items stay whole, and into how many pieces each other item is split.
+
+    Returns None if all items stay whole.
+    """
     if config.persistent or call.problem["n_keys"] or not plain(call.problem):
         return None
     programs = call.target.multiprocessors
@@ -151,7 +160,7 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
     walked = busiest // items
 
     def tiles(n_pieces: int) -> int:
-        """Of the busiest multiprocessor in the last rounds."""
+        """Returns the query tiles of the busiest multiprocessor in the last rounds."""
         each = triton.cdiv(walked, n_pieces) + PIECE_TILES
         return triton.cdiv(n_last * n_pieces, programs) * each
 
@@ -163,15 +172,17 @@ def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
 
 
 def _items(call: Call) -> tuple[int, int]:
-    """Items of the busiest multiprocessor, and query tiles that it walks for them."""
+    """Returns the items of the busiest multiprocessor, and the query tiles that it walks."""
     items = triton.cdiv(n_key_tiles(call, BLOCK_N.value), call.target.multiprocessors)
     return items, items * triton.cdiv(call.problem["n_q"], TILE_ROWS)
 
 
 @of_all_seen
 def item_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
-    """A launch, items and pieces of the busiest multiprocessor, query tiles that it walks for them,
-    and tiles of the statistics on average.
+    """Returns what a launch's time is made of: see `Kernel.counts`.
+
+    These are the launch, the items and pieces of the busiest multiprocessor, the query tiles that
+    it walks for them, and the average tiles of the statistics.
     """
     items, walked = _items(call)
     found = split(call, config)
@@ -186,29 +197,17 @@ def item_counts(call: Call, config: DkdvConfig) -> tuple[float, ...]:
 
 @backward
 def prepare_fused(*arguments):
-    """Statistics, dk and dv with dq added up on the way in any order, and dq's rows in place."""
+    """Prepares the statistics, dk and dv with dq added up in any order, and the rows of dq."""
     return _prepare(*arguments, ordered=False)
 
 
 @backward
 def prepare_separate(*arguments):
-    """The same, dq added up in one order."""
+    """Prepares the same with dq added up in one order."""
     return _prepare(*arguments, ordered=True)
 
 
-@backward
-def prepare_fused_by_head(*arguments):
-    """As `fused`, with programs for each head of queries."""
-    return _prepare(*arguments, ordered=False, by_head=True)
-
-
-@backward
-def prepare_separate_by_head(*arguments):
-    """As `separate`, with programs for each head of queries."""
-    return _prepare(*arguments, ordered=True, by_head=True)
-
-
-def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_head=False):
+def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered):
     batch, n_heads, n_q, head_dim = q.shape
     padded = PaddedRows(call)
     base2 = without_reference(call) and plain(call.problem)
@@ -223,9 +222,8 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
     )
     pieces = split(call, config)
     kernel = bound_dkdv(
-        call, q, k, padded.of_head, config, ordered=ordered, base2=base2, split=pieces,
-        by_head=by_head,
-    )  # fmt: skip
+        call, q, k, padded.of_head, config, ordered=ordered, base2=base2, split=pieces
+    )
     key_tiles = Tiles(call, "n_k", BLOCK_N.value)
     if pieces:
         n_whole, n_pieces = pieces
@@ -238,7 +236,7 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
             *of_keys.strides, n_heads, k.shape[2], n_items, n_whole, n_pieces, section,
             HEAD_DIM=head_dim, BLOCK_N=BLOCK_N.value, ROWS=PIECE_ROWS,
         )  # fmt: skip
-    if by_head:
+    if config.by_head:
         n_kv_heads, n_k = k.shape[1:3]
         of_shares = (2, batch * n_k * n_heads * head_dim), (batch * n_k * n_heads * head_dim, 1)
         add_shares = Bound(
@@ -260,14 +258,14 @@ def _prepare(call, config, do, q, k, v, lengths, o, lse, dlse, *, ordered, by_he
         statistics_kernel(o, do, lse, of_lse, statistics, tiles, weighted, counts, *of_queries)
         dk, dv = of_keys.allocate(k)
         of_split = lse.new_empty_strided(*of_pieces) if pieces else lse
-        shares = lse.new_empty_strided(*of_shares) if by_head else (dk, dv)
+        shares = lse.new_empty_strided(*of_shares) if config.by_head else (dk, dv)
         kernel(
             q, weighted, k, v, statistics, delta, tiles, shares[0], shares[1],
             *key_tiles.pointers(lengths, lse), left, of_split, counts, scale, scale * LOG2_E,
         )  # fmt: skip
         if pieces:
             add_pieces(of_split, dk, dv)
-        if by_head:
+        if config.by_head:
             add_shares(shares, dk, dv)
         dq = q.new_empty_strided(*of_q)
         finish_kernel(tiles, dq, counts, *of_queries, scale)
@@ -280,13 +278,7 @@ SEPARATE = Kernel(
     "hopper", empty_backward, prepare_separate, supported, separate_configs, WITH_LSE,
     counts=item_counts,
 )  # fmt: skip
-SEPARATE_BY_HEAD = Kernel(
-    "hopper_by_head", empty_backward, prepare_separate_by_head, by_head, separate_configs, WITH_LSE
-)
-FUSED_BY_HEAD = Kernel(
-    "hopper_by_head", empty_backward, prepare_fused_by_head, by_head, separate_configs, WITH_LSE,
-    nondeterministic=("dq",),
-)  # fmt: skip
+
 FUSED = Kernel(
     "hopper", empty_backward, prepare_fused, supported, fused_configs, WITH_LSE,
     nondeterministic=("dq",), counts=item_counts,

@@ -1,0 +1,1 @@
+"""Attention for Hopper: TMA, warp specialization, `wgmma`."""

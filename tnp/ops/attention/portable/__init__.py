@@ -1,0 +1,1 @@
+"""Attention in portable Triton, for every GPU from compute capability 8.0."""
