@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tnp.bench.outcome import implementation_of
-from tnp.dispatch.registry import AUTO, IMPLEMENTATIONS, catalog
+from tnp.dispatch.registry import AUTO, IMPLEMENTATIONS, OPERATORS, catalog
 from tnp.gates import gates_for, gates_of
 from tnp.model.variants import FAMILIES
 from tnp.store.schemas import CEILINGS
