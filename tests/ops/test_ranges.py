@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
+from tnp.dispatch import call as dispatch
 from tnp.dispatch.call import forget
 from tnp.dispatch.registry import catalog
 from tnp.ops.buffered_attention import buffered_attention
@@ -75,7 +76,7 @@ def test_the_device_asserts_where_asked(name, monkeypatch):
 
     def call(numbers):
         scalars = operator.numbers
-        return call(operator, implementation, inputs(numbers), scalars, options)
+        return dispatch.call(operator, implementation, inputs(numbers), scalars, options)
 
     forget()
     call(wrong[0])
