@@ -41,7 +41,7 @@ SIZES = [(7, 5), (7, 5)]  # of the samples of `step_parameters`
 
 def test_a_step_records_what_auto_chose(tables, monkeypatch):
     assert tables["steps"][0]["choices"] is None
-    monkeypatch.setattr(selection, "_told", {})  # of this process's other tests
+    monkeypatch.setattr(selection, "_logged", {})  # of this process's other tests
     spec = {"attention": "sdpa_flash", "mlp": "auto", "mixture_heads": "auto"}
     (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
     chosen = {(c["op"], c["implementation"], c["source"]) for c in json.loads(row["choices"])}

@@ -38,9 +38,10 @@ def digests(recorded: Path, known: Digests | None = None) -> Digests:
     with duckdb.connect(str(recorded), read_only=True) as connection:
         tables = {
             table: connection.execute(
-                f"select *, '' as file from {table} where recorded_at < ?", [RECORDED_BY]
+                f"select *, '' as file from {table}"
+                + (f" where recorded_at < '{RECORDED_BY}'" if "recorded_at" in schema.names else "")
             ).to_arrow_table()
-            for table in TABLES
+            for table, schema in TABLES.items()
         }
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "results.duckdb"

@@ -53,6 +53,7 @@ def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
     def build(*parts: Tables, recorded: Sequence[Tables] = (), copies: int = 1) -> Query:
         files = []
         for origin, tables in (("runs", together(parts)), ("recorded", together(recorded))):
+            shutil.rmtree(tmp_path / origin, ignore_errors=True)  # an earlier call's rows
             for (table, rows), copy in product(tables.items(), range(copies)):
                 write_table(tmp_path / origin / "gpu" / table / f"{copy}.parquet", table, rows)
             files += parquet_files(tmp_path / origin)

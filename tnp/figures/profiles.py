@@ -1,5 +1,4 @@
-"""Shows what limits each kernel: shares of the GPU's peaks and occupancy, as Nsight Compute counts
-them.
+"""Shows what limits each kernel: its shares of the GPU's peaks, counted by Nsight Compute.
 
 Reads the view `profiled_passes`. One panel per device, operator and problem, one line per pass and
 implementation, and on it what its dominant kernel reaches of each peak.

@@ -8,5 +8,4 @@ left join gate_evidence using (device, run, uses)
 left join code on m.run_id = code.run_id and m.code_of = code.implementation
 left join code_parts using (code_set)
 where m.is_current and m.config_id like 'attention--small--%'
-group by all
-order by all;
+group by all order by all;
