@@ -42,6 +42,7 @@ OPTIONAL = {
     ("ops", "attention"): {"devices", "replicates"},
     ("training",): {"gp_tiny"},
     ("training", "gp_tiny"): {"devices"},
+    ("variants",): {"sdpa_flash"},  # variants.toml has it too
     ("variants", "*"): {"projection"},
 }
 
