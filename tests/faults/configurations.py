@@ -150,7 +150,7 @@ def _of_values() -> Iterator[Case]:
             for name in ("no_such_key", "Not A Name"):
                 config = _changed((*path, name), 5)
                 yield _case("unknown", (*path, name), config)
-            pattern = path if path[:1] != ("variants",) else ("variants", "*")
+            pattern = ("variants", "*") if path[:1] == ("variants",) and path[1:] else path
             for key in node.keys() - OPTIONAL.get(pattern, set()):
                 config = copy.deepcopy(valid())
                 place = config

@@ -267,6 +267,7 @@ def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch
     ours = tuned_tables.entry("swiglu", problem, "triton") | {"gpu": "h200"}
     entries = [ours | {"of": "other"}, ours]
     monkeypatch.setattr(tuned_tables, "of_target", lambda target: entries)
+    monkeypatch.setattr(tuned_tables, "_find", lambda target, of, *_: [ours] * (of == "swiglu"))
     rows = {row[1]: row[3:] for row in device.answers(operator, devices.named("H200"))}
     assert rows["narrow"] == ("no", "", "width 77")
     assert rows["triton"][1] == "tuned"
