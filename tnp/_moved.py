@@ -137,11 +137,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         new = _NEW[spec.name]
-        warnings.warn(
-            f"{spec.name} is now {new}: tnp 0.4 drops the old name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        _warn(spec.name, new)
         module = importlib.import_module(new)
         self._kept = module.__spec__, module.__loader__
         return module

@@ -137,7 +137,7 @@ class Plan:
         parameters = self.jobs[kind][config_id]
         if replicate is None:
             return parameters
-        # What only orders the jobs makes no other job of one.
+        # A key that only orders the jobs does not change a job.
         ordering = ("replicates", "priority")
         of = {name: value for name, value in parameters.items() if name not in ordering}
         return of | {"replicate": int(replicate)}

@@ -200,7 +200,7 @@ def test_a_problem_that_no_gate_case_is_like_is_named(op, dtype, sizes, sentence
         ("    variants:", "    variants: [sdpa_flash, own]", "steps.cpu.variants: unknown variant"),
         ("    implementations:", "    implementations: [fused]", "attention 'fused' cannot be"),
         ("    replicates: 1", "    replicate: 1", "ops.attention: unknown key 'replicate'"),
-        # Of a grid, that of its own.
+        # A grid has its own.
         ("  tiny:", "  tiny{batch}: { batch: [2, 0], n_context: 24, n_target: 8 }", "shapes.tiny0"),
         ("  tiny:", "  tiny{btch}: { batch: [2, 0] }", "key 'btch' is missing, which stands in"),
         ("    shapes: [tiny]", '    shapes: ["ti{n,m}y"]', "steps.cpu.shapes: unknown shape 'tim"),

@@ -265,7 +265,7 @@ def test_figures_are_drawn_from_what_there_is(finished):
     status, output = finished.run("--report", "report.html", "figures")
     assert status == 0 and "Adding speedup.svg" in output
     assert "Is it faster?" in (finished.folder / "report.html").read_text()
-    # What is missing or damaged is made again.
+    # Missing or damaged files are made again.
     (finished.folder / "tnp/model/network.py").write_text(text)
     figure.unlink()
     store.write_bytes(store.read_bytes()[:5000])

@@ -13,7 +13,7 @@ from tnp.dispatch import devices
 # Compute capability → target.
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 
-# What ptxas -v says of a kernel, and of wgmma that wait for one another (C7508, C7510, C7515 …).
+# ptxas -v prints these of a kernel, and warns of wgmma that wait for one another (C7508 …).
 RESOURCES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
 WARNING = re.compile(r"^.*(?:\(C75\d\d\)|\bwarning\b).*$", re.MULTILINE | re.IGNORECASE)
 

@@ -142,7 +142,7 @@ class Network(nn.Module):
         """
         update, run = None, recomputing(self.checkpoint, self.variant, h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
-            # Of the last block only the targets reach the loss.
+            # Only the targets of the last block reach the loss.
             last = index == len(self.blocks) - 1
             first = n_known if last and self.variant.skip_unread else 0
             if run is None:
