@@ -148,6 +148,18 @@ class GraphCache(Generic[Inputs]):
         found = self._by_size[size] = Graph(make_inputs())
         return found
 
+    @contextmanager
+    def eager(self, graph: Graph[Inputs]) -> Iterator[None]:
+        """Marks `graph` as run after the block. A size whose first run fails loses its place."""
+        try:
+            yield
+        except BaseException:
+            if not graph.has_run:
+                (size,) = (size for size, kept in self._by_size.items() if kept is graph)
+                del self._by_size[size]
+            raise
+        graph.has_run = True
+
     def capture(self, graph: Graph[Inputs], work: Callable[[], torch.Tensor]) -> None:
         """Captures `work`, which reads `graph.inputs`."""
         graph.replay, graph.result = self.captures.capture(work)

@@ -63,10 +63,8 @@ class DecodeGraphs:
         if one.replay is None:
             # Eager calls read the static targets too: their address is a part of what plans are
             # found by, and no plan may be missing in the capture.
-            with self._casts.step():
-                parameters = decode(one.inputs)
-            one.has_run = True
-            return parameters
+            with self._graphs.eager(one), self._casts.step():
+                return decode(one.inputs)
         one.replay()
         return one.result.clone()
 

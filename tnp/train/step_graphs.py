@@ -87,9 +87,9 @@ class StepGraphs:
         for static, task in zip(one.inputs, tasks, strict=True):
             static.copy_(task)
         if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
-            loss = self._captures.run(run)
+            with self._graphs.eager(one):
+                loss = self._captures.run(run)
             self._n_eager += 1
-            one.has_run = True
             return loss
         if one.replay is None:
             # What eager steps took would lie beside the graphs' memory, which is as much.
