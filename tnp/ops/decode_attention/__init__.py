@@ -250,10 +250,9 @@ def decode_attention(
         scale: a positive, finite number, or None for 1/√D.
         full: whether every query sees all n_keys[b] keys.
         implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa`, "own" for the best of
-            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens,
-            and up to
-            1,024 sequences. Registers bound the queries that read the same keys, heads of a group
-            times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
+            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens, and
+            up to 1,024 sequences. Registers bound the queries that read the same keys, heads of a
+            group times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
 
     Returns:
         [B, H, T, D] in q's dtype, without a gradient. Ours lies in memory as [B, T, H, D], and is
