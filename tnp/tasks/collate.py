@@ -1,4 +1,4 @@
-"""Batches of tasks that differ in size."""
+"""Makes batches of tasks that differ in size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from tnp.tasks.task import Task, require_tasks
 
 
 def collate(tasks: Sequence[Task]) -> Task:
-    """Joins all samples of `tasks` in one batch, padded to the largest: a DataLoader's
-    `collate_fn`.
+    """Joins all samples of `tasks` in one batch, padded to the largest.
 
-    Lengths are left out where all samples have the same.
+    It is a DataLoader's `collate_fn`.
+
+    The batch has no lengths if all samples are equally long.
 
     Raises:
-        TypeError: something in `tasks` is no `Task`.
+        TypeError: an element of `tasks` is no `Task`.
         ValueError: there is no task, or they differ in dimensions or devices.
     """
     if not tasks:
