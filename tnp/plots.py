@@ -120,7 +120,7 @@ def _picture(
 def _require_dimensions(x: torch.Tensor, d_x: int, other: str) -> None:
     if x.shape[-1] != d_x:
         raise ValueError(
-            f"x_target is {tuple(x.shape)}: this plot is of d_x {d_x}; {other} is of {3 - d_x}"
+            f"x_target is {tuple(x.shape)}: this plot is for d_x {d_x}; {other} is for {3 - d_x}"
         )
 
 

@@ -291,7 +291,7 @@ def table(path: Path) -> tuple[Entry, ...]:
 def _parsed(path: Path) -> tuple[Entry, ...]:
     content = json.loads(path.read_text())
     if content["version"] != VERSION:
-        raise ValueError(f"it is of version {content['version']}")
+        raise ValueError(f"it has version {content['version']}")
     gpu = {"gpu": path.stem, "capability": int(content["capability"])}
     entries = tuple({"mode": EVERY_MODE} | gpu | entry for entry in content["entries"])
     for entry in entries:

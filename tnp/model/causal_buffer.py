@@ -200,8 +200,8 @@ class Buffer:
         else:
             if self._n == self._room:
                 raise ValueError(
-                    f"the buffer is full: it has room for {self._room} points, and they must join "
-                    "the context, which is encoded anew"
+                    f"the buffer is full: it has room for {self._room} points, and then "
+                    "needs a new encoding of a context with these points"
                 )
             x, y = model.prepared_context(*entering)
             self._require_one_each(x=x, y=y)

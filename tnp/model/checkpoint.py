@@ -75,8 +75,8 @@ def unpadded_weights(model: Network) -> dict[str, torch.Tensor]:
     others = sorted(state.keys() ^ shapes.keys())
     if others:
         raise ValueError(
-            f"the model's weights have names of their own ({', '.join(others[:3])}), as those of "
-            "a parametrized layer do: remove what was added, or keep the state_dict() yourself"
+            f"the model's weights have other names ({', '.join(others[:3])}), such as those of a "
+            "parametrized layer: remove the parametrization, or keep the state_dict() yourself"
         )
     require_no_weight_in_padding(model)
     return {name: x[tuple(map(slice, shapes[name]))] for name, x in state.items()}

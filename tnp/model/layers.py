@@ -262,14 +262,14 @@ class Attention(nn.Module):
         return linear(o, self.output, implementation=self.variant.projection)
 
     def attend_cache(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_keys: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the update of a few rows that see the first lengths[b] keys of a cache.
+        """Returns the update of a few rows that see the first n_keys[b] keys of a cache.
 
         There is no gradient.
         """
         o = decode_attention(
-            q, k, v, lengths, scale=LN_2 if self.base2 else None, full=True,
+            q, k, v, n_keys, scale=LN_2 if self.base2 else None, full=True,
             implementation=self.variant.decode_attention,
         )  # fmt: skip
         o = o.transpose(1, 2).flatten(-2)

@@ -223,7 +223,7 @@ class Encoding:
         if cache.n_layers != len(self.blocks):
             raise ValueError(
                 f"the cache has {cache.n_layers} layers and the encoding {len(self.blocks)}: they "
-                "must have as many"
+                "must have equally many"
             )
         n_keys = self.blocks[0][0].shape[2]
         lengths = [n_keys] * self.batch if self.lengths is None else self.lengths.tolist()
@@ -331,7 +331,7 @@ def predict(
     if x_target.shape[0] != encoding.batch:
         raise ValueError(
             f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
-            "must have as many"
+            "must have equally many"
         )
     chunk = max_bytes // (encoding.batch * bytes_per_target(model))
     parts = [encoding.decode(model, x) for x in x_target.split(max(1, chunk), dim=1)]

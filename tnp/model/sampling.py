@@ -39,7 +39,7 @@ def sample(
     if len(x_target) != len(context.x):
         raise ValueError(
             f"x_target has {len(x_target)} samples and the context {len(context.x)}: they must "
-            "have as many"
+            "have equally many"
         )
     device = x_target.device
     require_on_host(model, "x_target", x_target, None)

@@ -210,8 +210,8 @@ class Task:
         for mine, theirs in zip(self, other, strict=True):
             if (mine is None) != (theirs is None):
                 raise ValueError(
-                    "one task says its samples' lengths and the captured step's does not, or the "
-                    "other way round: either all its tasks have them, or none"
+                    "only one of the task and the captured step has lengths: all its tasks must "
+                    "have them, or none"
                 )
             if mine is None:
                 continue

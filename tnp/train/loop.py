@@ -133,7 +133,7 @@ def fit(
     if patience is not None:
         patience = require_count("patience", patience, at_least=1)
         if evaluate is None:
-            raise ValueError("patience needs `evaluate`: it stops by what that gives")
+            raise ValueError("patience needs `evaluate`, whose numbers decide when to stop")
     for name, given in (("schedule", schedule), ("evaluate", evaluate)):
         if given is not None and not callable(given):
             raise TypeError(f"{name} is a {type(given).__name__}: it must be a function or None")
@@ -183,7 +183,7 @@ def _again_and_again(tasks: Iterable[Task]) -> Iterator[Task]:
             yield task
         if n == 0:
             raise ValueError(
-                f"tasks has come to its end and gives nothing when it is begun again: {_SOURCES}"
+                f"tasks has ended and gives nothing when it is started again: {_SOURCES}"
             )
 
 
@@ -265,11 +265,11 @@ class _Run:
         for name in OWN_NAMES:
             if name in found:
                 raise ValueError(
-                    f"evaluate gives {name!r}, which every report has of its own: name it "
-                    f"otherwise, such as 'heldout_{name}'"
+                    f"evaluate gives {name!r}, which every report has already: choose another "
+                    f"name, such as 'heldout_{name}'"
                 )
         if self.patience is not None and found.get(WATCHED) is None:
-            raise ValueError(f"evaluate gives no {WATCHED!r}, which patience goes by")
+            raise ValueError(f"evaluate gives no {WATCHED!r}, which patience needs")
         return {
             name: value if value is None else require_real(f"evaluate's {name}", value)
             for name, value in found.items()
@@ -314,8 +314,8 @@ class _Run:
         shapes = {name: x.shape for name, x in self.step.model.state_dict().items()}
         if shapes != {name: x.shape for name, x in state["model"].items()}:
             raise ValueError(
-                f"checkpoint {self.file} has weights of other names or shapes, as a variant of "
-                "another d_ff_storage has: delete it to start the run again from step 0"
+                f"checkpoint {self.file} has weights of other names or shapes, such as those of a "
+                "variant with another d_ff_storage: delete it to start the run again from step 0"
             )
         mine = _settings(self.step.optimizer)
         self.step.load_optimizer(state["optimizer"])

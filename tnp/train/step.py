@@ -214,7 +214,7 @@ class TrainingStep:
         if here != there:
             raise ValueError(
                 f"the optimizer has groups of {here} parameters here and {there} in its state: "
-                "make it as it was made there"
+                "make it with the same groups"
             )
         how = [
             {name: group[name] for name in ("capturable", "fused", "foreach") if name in group}
@@ -313,11 +313,11 @@ def _check_model(model: object) -> None:
         raise TypeError(sentence)
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(
-            "model was compiled in place, which a step passes by: leave model.compile() out and "
+            "model was compiled in place, which a step ignores: leave model.compile() out and "
             "choose a variant whose `compile` is True"
         )
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        raise TypeError("the model's parameters are DTensors: a step takes whole tensors alone")
+        raise TypeError("the model's parameters are DTensors: a step takes only whole tensors")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "no parameter of the model asks for a gradient: there is nothing to train, unless "
@@ -372,7 +372,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: TransformerNP) -> 
         raise ValueError("LBFGS evaluates the loss several times a step: choose another optimizer")
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not theirs & {id(p) for p in model.parameters()}:
-        raise ValueError("the optimizer has no parameter of the model: make it of its parameters()")
+        raise ValueError("the optimizer has no parameter of the model: give it model.parameters()")
     _check_padding(optimizer, model)
 
 

@@ -107,8 +107,8 @@ class StepGraphs:
         if not self._vary and first is not None:
             if len(first.inputs) != len(tasks):
                 raise ValueError(
-                    f"the captured step is of {len(first.inputs)} tasks, not {len(tasks)}: give as "
-                    "many each time"
+                    f"the captured step takes {len(first.inputs)} tasks, not {len(tasks)}: give as "
+                    "many in every call"
                 )
             if capacity is None:
                 return first  # a task of another size is refused where it is copied

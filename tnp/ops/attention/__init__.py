@@ -107,7 +107,7 @@ def _n_sequences(
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             f"cu_seqlens_q has {len(cu_seqlens_q)} numbers and cu_seqlens_k {len(cu_seqlens_k)}: "
-            "they must have as many"
+            "they must have equally many"
         )
     return len(cu_seqlens_q) - 1
 

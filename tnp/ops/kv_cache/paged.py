@@ -10,6 +10,7 @@ page.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -123,7 +124,7 @@ class PagedCache:
         """Returns a new sequence with the same tokens. Both share pages until one of them writes.
 
         Raises:
-            ValueError: the handle was freed, or is another cache's.
+            ValueError: the handle was freed, or belongs to another cache.
         """
         self._require_own([handle])
         written = -(-max(handle._lengths) // self.page)
@@ -135,7 +136,7 @@ class PagedCache:
         """Gives back the pages that no other sequence has. The handle becomes invalid.
 
         Raises:
-            ValueError: the handle was freed already, or is another cache's.
+            ValueError: the handle was freed already, or belongs to another cache.
         """
         self._require_own([handle])
         self._give_back(handle._pages)
@@ -169,7 +170,7 @@ class PagedCache:
         self._grow(several, layer, n_tokens)
         for one in several:
             one._lengths[layer] += n_tokens
-        self.write(k, v, self.lengths(several, layer), self.page_table(several), layer)
+        self.write(k, v, self.n_keys(several, layer), self.page_table(several), layer)
 
     def extend(self, handles: Handles, n_tokens: int) -> None:
         """Counts `n_tokens` new tokens in every layer, and takes pages for them.
@@ -201,7 +202,7 @@ class PagedCache:
             one._lengths = [length + n_tokens for length in one._lengths]
 
     def write(
-        self, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor, layer: int = 0
+        self, k: Tensor, v: Tensor, n_keys: Tensor, page_table: Tensor, layer: int = 0
     ) -> None:
         """Writes the last tokens of sequences to the places that `n_keys` and `page_table` give.
 
@@ -210,7 +211,7 @@ class PagedCache:
         Args:
             k, v: [B, n_kv_heads, T, head_dim], the last T tokens of each sequence, with the cache's
                 dtype and device, and any strides.
-            lengths: int32 [B], the result of `n_keys` with these tokens, at least T. The device
+            n_keys: int32 [B], the result of `n_keys` with these tokens, at least T. The device
                 asserts that numbers are in range.
             page_table: int32 [B, columns], the result of `page_table`. It is valid until one of its
                 sequences is freed, or writes to a page that it shared. The device asserts, also in
@@ -223,32 +224,37 @@ class PagedCache:
                 valid, or on a CPU the numbers, or the owners of a page.
         """
         self._require_layer(layer)
-        require_tensors(k=k, v=v, lengths=lengths, page_table=page_table)
-        self._require_tokens(lengths.numel(), k=k, v=v)
-        require_lengths(k, lengths=lengths)
+        require_tensors(k=k, v=v, n_keys=n_keys, page_table=page_table)
+        self._require_tokens(n_keys.numel(), k=k, v=v)
+        require_lengths(k, n_keys=n_keys)
         shape = tuple(page_table.shape)
-        if page_table.dtype != torch.int32 or len(shape) != 2 or shape[0] != len(lengths):
+        if page_table.dtype != torch.int32 or len(shape) != 2 or shape[0] != len(n_keys):
             raise ValueError(
-                f"page_table is {page_table.dtype} {shape}: it must be int32 [{len(lengths)}, "
+                f"page_table is {page_table.dtype} {shape}: it must be int32 [{len(n_keys)}, "
                 "columns]"
             )
         n_tokens = k.shape[2]
-        require_between("lengths", lengths, n_tokens, page_table.shape[1] * self.page)
-        require_pages(page_table, lengths, self.page, len(self._owners))
-        ahead = torch.arange(-n_tokens, 0, device=lengths.device)
-        position = lengths[:, None] + ahead
+        require_between("n_keys", n_keys, n_tokens, page_table.shape[1] * self.page)
+        require_pages(page_table, n_keys, self.page, len(self._owners))
+        ahead = torch.arange(-n_tokens, 0, device=n_keys.device)
+        position = n_keys[:, None] + ahead
         pages = page_table.gather(1, position // self.page)
         self._require_one_owner(page_table, pages)
         slots = (pages.long() * self.page + position % self.page).flatten()
         for memory, x in ((self._k[layer], k), (self._v[layer], v)):
             _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
 
-    def lengths(self, handles: Handles, layer: int = 0) -> Tensor:
+    def n_keys(self, handles: Handles, layer: int = 0) -> Tensor:
         """Returns the tokens of each sequence in a layer, int32 [B] on the cache's device."""
         several = self._several(handles)
         self._require_layer(layer)
         found = [one._lengths[layer] for one in several]
         return torch.tensor(found, dtype=torch.int32, device=self.device)
+
+    def lengths(self, handles: Handles, layer: int = 0) -> Tensor:
+        """Returns the result of `n_keys`, the new name of this method."""
+        warnings.warn("PagedCache.lengths is now n_keys", DeprecationWarning, stacklevel=2)
+        return self.n_keys(handles, layer)
 
     def page_table(self, handles: Handles, columns: int | None = None) -> Tensor:
         """Returns each sequence's pages in their order and then −1, int32 [B, columns] on the
@@ -263,7 +269,7 @@ class PagedCache:
                 the longest sequence.
 
         Raises:
-            ValueError: a handle was freed or is another cache's, or has more pages than columns.
+            ValueError: a handle was freed, is of another cache, or has more pages than columns.
         """
         several = self._several(handles)
         most = max((len(one._pages) for one in several), default=0)
@@ -376,13 +382,13 @@ class PagedCache:
     def _require_own(self, handles: list[Handle]) -> None:
         for at, one in enumerate(handles):
             if not isinstance(one, Handle):
-                raise ValueError(f"handle {at} is {one!r}: it must be what allocate or fork gave")
+                raise ValueError(f"handle {at} is {one!r}: it must be a result of allocate or fork")
             if one._cache is None:
-                raise ValueError(f"handle {at} was freed: its pages may be another sequence's")
+                raise ValueError(f"handle {at} was freed: its pages may belong to another sequence")
             if one._cache is not self:
-                raise ValueError(f"handle {at} is another cache's")
+                raise ValueError(f"handle {at} belongs to another cache")
         if len(set(handles)) < len(handles):
-            raise ValueError("a handle stands twice among those given: each may stand once")
+            raise ValueError("handles has a handle twice: each may occur once")
 
     def _require_layer(self, layer: int) -> None:
         if layer.__class__ is not int or layer not in range(len(self._k)):
@@ -400,7 +406,7 @@ class PagedCache:
             if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, n_kv_heads, head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: it must be [{batch}, {n_kv_heads}, T, "
-                    f"{head_dim}], without the first of one sequence"
+                    f"{head_dim}], or without B for one sequence"
                 )
         if tensors["k"].shape != tensors["v"].shape:
             shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())

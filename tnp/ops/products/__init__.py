@@ -35,7 +35,7 @@ def describe_matmul(a, b) -> dict:
         )
     if a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"a has {a.shape[1]} columns and b {b.shape[0]} rows: they must be as many"
+            f"a has {a.shape[1]} columns and b {b.shape[0]} rows: they must be equally many"
         )
     require_alike(a=a, b=b)
     return {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
@@ -153,7 +153,7 @@ def describe_gelu_linear(x, weight, bias) -> dict:
     for name, parameter in (("weight", weight), ("bias", bias)):
         if str(parameter.dtype) not in (str(x.dtype), "torch.float32"):
             raise ValueError(
-                f"{name} is {parameter.dtype}: it must be torch.float32, or {x.dtype} as x is"
+                f"{name} is {parameter.dtype}: it must be torch.float32 or x's {x.dtype}"
             )
         require_one_device(x=x, **{name: parameter})
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}

@@ -55,11 +55,11 @@ def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
     kv_heads = k.shape[1]
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, n_tokens, head_dim):
         raise ValueError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they may differ in their heads alone"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they may differ only in their heads"
         )
     require_alike(q=q, k=k)
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}: it must be even, since elements turn in pairs")
+        raise ValueError(f"head_dim is {head_dim}: it must be even, for pairs of elements")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim // 2:
         raise ValueError(
             f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}: both must be "
@@ -72,13 +72,13 @@ def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
     if cos.device != q.device or sin.device != q.device:
         raise ValueError(
             f"cos is on {cos.device}, sin on {sin.device} and q on {q.device}: "
-            "they must lie together"
+            "they must be on one device"
         )
     if positions is None:
         if cos.shape[0] < n_tokens:
             raise ValueError(
                 f"cos and sin have {cos.shape[0]} positions and q {n_tokens} tokens: without "
-                "positions they must have as many"
+                "positions they must have equally many"
             )
     elif positions.shape != (batch, n_tokens) or positions.device != q.device:
         raise ValueError(
