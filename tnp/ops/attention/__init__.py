@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+__all__ = ["attention"]
+
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 _INFINITY = float("inf")
 _triton = triton_from(80)

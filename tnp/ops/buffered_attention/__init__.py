@@ -28,6 +28,8 @@ from tnp.util.checks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["buffered_attention"]
+
 
 def describe(
     q: Tensor,

@@ -17,6 +17,8 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["cross_entropy"]
+
 IGNORE_INDEX = -100  # PyTorch's default
 
 

@@ -35,6 +35,8 @@ from tnp.util.checks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["decode_attention"]
+
 PAGE_MULTIPLE = 16  # keys of a page are a multiple of this
 MOST_SEQUENCES = 1024  # a program reads the lengths of all sequences at once
 # The most numbers of queries that a program has at once, by itemsize: registers hold no more.

@@ -18,6 +18,8 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["embed_rows"]
+
 SHAPES = {"x_context": "[B, M, d_x]", "y_context": "[B, M, d_y]", "x_target": "[B, N, d_x]"}
 MAX_WIDTH = 8  # features of a token: their gradients are accumulated in registers
 GIVEN = ("x_context", "x_target", "y_context")  # inputs that may be missing

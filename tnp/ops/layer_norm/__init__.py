@@ -24,6 +24,8 @@ from tnp.util.checks import positive_number, require_floats, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["layer_norm"]
+
 EPS = 1e-5
 MAX_WIDTH = 16384  # a whole row lies in registers of the forward kernel
 

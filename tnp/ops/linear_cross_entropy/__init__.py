@@ -28,6 +28,8 @@ from tnp.util.checks import require_alike, require_floats
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["linear_cross_entropy"]
+
 
 def reference(x, weight, target):
     """Computes all logits at once in PyTorch."""

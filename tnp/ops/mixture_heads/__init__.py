@@ -32,6 +32,8 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["mixture_heads"]
+
 # grouped_mm takes rows of a multiple of 16 bytes, which hold so many elements.
 GROUPED_MULTIPLE = 8
 MAX_OUTPUTS = 16  # the most outputs of a head, for `fused`

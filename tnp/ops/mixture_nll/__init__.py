@@ -22,6 +22,8 @@ from tnp.util.checks import require_between, require_floats, require_number, req
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["mixture_nll"]
+
 MAX_COMPONENTS = 64
 MAX_D_Y = 4
 

@@ -31,6 +31,8 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["mlp"]
+
 # Widths that `single` takes: a tile is at least 16 wide, and 64 rows of 512 float32 sums fill the
 # registers.
 MIN_D, MAX_D = 16, 512

@@ -18,6 +18,8 @@ from tnp.util.checks import require_alike, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["gelu_linear", "matmul"]
+
 
 # ----------------------------------------------------------------------------------------- matmul
 

@@ -38,6 +38,8 @@ from tnp.util.checks import require_between
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["linear", "project_qkv"]
+
 
 # ------------------------------------------------------------------------------- linear
 
@@ -94,24 +96,24 @@ _GPU = (
 def cases(target) -> list[Case]:
     """Covers one and many rows, ragged widths, rows that lie apart."""
     sizes = _GPU if target.kind == "cuda" else _INTERPRETED
-    return cases_by_dtype(OPERATOR_LINEAR, dict.fromkeys(FLOATS, sizes))
+    return cases_by_dtype(LINEAR, dict.fromkeys(FLOATS, sizes))
 
 
 def compiled(target) -> list[Problem]:
     """Returns problems to compile: a few rows of the model's widths. Only these have a kernel."""
     sizes = {"rows": 2, "n_out": 512}
-    return [OPERATOR_LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
+    return [LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
 
 
 def within(model, run):
     """Returns the problem of attention's output: every row of context and targets."""
     rows, d_model = run["batch"] * (run["n_context"] + run["n_target"]), model["d_model"]
-    return OPERATOR_LINEAR.problem(run["dtype"], rows=rows, n_in=d_model, n_out=d_model)
+    return LINEAR.problem(run["dtype"], rows=rows, n_in=d_model, n_out=d_model)
 
 
 _CODE, _CENTRED = "tnp.ops.projection.products", "tnp.ops.projection.centred_keys"
 _FEW = "tnp.ops.projection.few_rows"
-OPERATOR_LINEAR = Operator(
+LINEAR = Operator(
     "linear",
     family="projection",
     inputs=("x", "weight"),
@@ -138,7 +140,7 @@ OPERATOR_LINEAR = Operator(
         "rows shifted": lambda x, weight: reference(x.roll(1, -1), weight),
     },
 )
-OPERATOR_QKV = Operator(
+PROJECT_QKV = Operator(
     "project_qkv",
     family="projection",
     inputs=("x", "weight", "n_keys?"),
@@ -170,10 +172,10 @@ OPERATOR_QKV = Operator(
     draw=qkv.draw,
     reference=qkv.reference,
     work=qkv.work,
-    cases=lambda target: qkv.cases(OPERATOR_QKV, target),
+    cases=lambda target: qkv.cases(PROJECT_QKV, target),
     out_of_range=qkv.out_of_range,
-    within=lambda model, run: qkv.within(OPERATOR_QKV, model, run),
-    condition=lambda case, inputs: qkv.condition(OPERATOR_QKV, case, inputs),
+    within=lambda model, run: qkv.within(PROJECT_QKV, model, run),
+    condition=lambda case, inputs: qkv.condition(PROJECT_QKV, case, inputs),
     controls={
         "rows shifted": lambda x, weight, n_keys, **sizes: qkv.reference(
             x.roll(1, 1), weight, n_keys, **sizes
@@ -189,7 +191,7 @@ OPERATOR_QKV = Operator(
         ),
     },
 )
-OPERATORS = OPERATOR_LINEAR, OPERATOR_QKV
+OPERATORS = LINEAR, PROJECT_QKV
 
 
 def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tensor:
@@ -210,7 +212,7 @@ def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tenso
     """
     import tnp.dispatch.call as dispatch
 
-    return dispatch.call(OPERATOR_LINEAR, implementation, (x, weight))
+    return dispatch.call(LINEAR, implementation, (x, weight))
 
 
 def project_qkv(
@@ -278,4 +280,4 @@ def project_qkv(
         options += (("base2", True),)
     if centred:
         options += (("centred", True),)
-    return dispatch.call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)
+    return dispatch.call(PROJECT_QKV, implementation, (x, weight, n_keys), (), options)

@@ -25,6 +25,8 @@ from tnp.util.checks import positive_number, require_equal, require_floats, requ
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["add_rms_norm", "rms_norm"]
+
 EPS = 1e-6
 MAX_WIDTH = 16384  # the gate tests widths up to this
 

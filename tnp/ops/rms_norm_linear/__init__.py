@@ -28,6 +28,8 @@ from tnp.util.checks import positive_number, require_floats, require_no_gradient
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["rms_norm_linear"]
+
 
 def reference(x, update, norm_weight, weight, eps, silu=False):
     """Computes the formulas in PyTorch, in x's dtype, to which weights are cast."""

@@ -18,6 +18,8 @@ from tnp.util.checks import positive_number, require_equal, require_floats, requ
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["rms_norm_swiglu"]
+
 
 def reference(x, gate, weight, eps):
     """Computes both formulas in PyTorch, in x's dtype."""

@@ -18,11 +18,12 @@ from tnp.ops._shared.declared import by_pytorch, by_triton
 from tnp.ops.rope import definition
 from tnp.ops.rope.definition import PAIRINGS as PAIRINGS
 from tnp.ops.rope.definition import reference
-from tnp.ops.rope.qk_norm import QK_NORM_ROPE
-from tnp.ops.rope.qk_norm import qk_norm_rope as qk_norm_rope
+from tnp.ops.rope.qk_norm import QK_NORM_ROPE, qk_norm_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["qk_norm_rope", "rope"]
 
 
 def _other_pairing(*tensors, interleaved=False):

@@ -17,6 +17,8 @@ from tnp.util.checks import require_floats
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["softmax"]
+
 
 def reference(x):
     """Computes the formula in PyTorch, in x's dtype."""

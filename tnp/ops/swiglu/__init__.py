@@ -17,6 +17,8 @@ from tnp.util.checks import require_equal
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["swiglu"]
+
 
 def reference(gate, up):
     """Computes the formula in PyTorch, in the inputs' dtype."""

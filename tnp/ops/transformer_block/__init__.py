@@ -23,12 +23,14 @@ from tnp.ops import rms_norm as norms
 from tnp.ops._shared.declared import by_pytorch, numbers_out_of_range
 from tnp.ops.attention import OPERATOR as ATTENTION
 from tnp.ops.mlp import OPERATOR as MLP
-from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV
+from tnp.ops.projection import LINEAR, PROJECT_QKV
 from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from tnp.util.checks import positive_number, require_between, require_equal, require_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["transformer_block"]
 
 WEIGHTS = ("norm_attention", "qkv", "output", "norm_mlp", "up", "down")
 
@@ -41,9 +43,9 @@ def reference(
     total = h if update is None else h + update
     x = norms.reference(total, norm_attention, eps)
     of_means = n_keys if centred else None
-    q, k, v = OPERATOR_QKV.reference(x, qkv, of_means, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+    q, k, v = PROJECT_QKV.reference(x, qkv, of_means, n_heads, n_q=n_q, n_k=n_k, centred=centred)
     o = ATTENTION.reference(q, k, v, n_keys, None, None, q.shape[-1] ** -0.5)
-    u = OPERATOR_LINEAR.reference(o.transpose(1, 2).flatten(-2), output)
+    u = LINEAR.reference(o.transpose(1, 2).flatten(-2), output)
     total, x = norms.add_reference(total[:, -q.shape[2] :], u, norm_mlp, eps)
     return total, MLP.reference(x, up, down)
 
@@ -59,11 +61,11 @@ def describe(
         require_equal(h=h, update=update)
     for name, weight in (("norm_attention", norm_attention), ("norm_mlp", norm_mlp)):
         norms.describe(h, weight, name)
-    sizes = OPERATOR_QKV.describe(h, qkv, None, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+    sizes = PROJECT_QKV.describe(h, qkv, None, n_heads, n_q=n_q, n_k=n_k, centred=centred)
     d_model = sizes["d_model"]
     if output.shape != (d_model, d_model):
         raise ValueError(f"output is {tuple(output.shape)}: it must be {(d_model, d_model)}")
-    OPERATOR_LINEAR.describe(h, output)
+    LINEAR.describe(h, output)
     if n_keys is not None:
         require_lengths(h, n_keys=n_keys)
     return sizes | {"d_ff": MLP.describe(h, up, down)["d_ff"]}
@@ -97,14 +99,14 @@ def layers(problem: Problem) -> Iterator[tuple[Operator, str, Problem]]:
     first = ADD_RMS_NORM if problem["update"] else RMS_NORM
     yield layer(first, "rms_norm", rows=batch * rows, width=d_model)
     yield layer(
-        OPERATOR_QKV, "projection", batch=batch, rows=rows, d_model=d_model, n_heads=n_heads,
+        PROJECT_QKV, "projection", batch=batch, rows=rows, d_model=d_model, n_heads=n_heads,
         n_q=n_q, n_k=n_k, base2=True, centred=centred, n_keys=n_keys and centred,
     )  # fmt: skip
     yield layer(
         ATTENTION, "attention", batch=batch, n_heads=n_heads, n_q=n_q, n_k=n_k,
         head_dim=d_model // n_heads, base2=True, n_keys=n_keys,
     )  # fmt: skip
-    yield layer(OPERATOR_LINEAR, "projection", rows=batch * n_q, n_in=d_model, n_out=d_model)
+    yield layer(LINEAR, "projection", rows=batch * n_q, n_in=d_model, n_out=d_model)
     yield layer(ADD_RMS_NORM, "rms_norm", rows=batch * n_q, width=d_model)
     yield layer(MLP, "mlp", rows=batch * n_q, d_model=d_model, d_ff=d_ff)
 
