@@ -90,9 +90,7 @@ class Captures:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Runs the block on the stream, after the current stream's work and before its
-        later work.
-        """
+        """Runs the block on the stream, between the current stream's earlier and later work."""
         with torch.cuda.device(self._device):  # streams are the current device's
             stream, current = _stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -171,8 +169,5 @@ class GraphCache(Generic[Inputs]):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a device's stream for captures.
-
-    There is only one, because cuBLAS keeps memory for each.
-    """
+    """Returns a device's only stream for captures: cuBLAS keeps memory for each stream."""
     return torch.cuda.Stream(device)

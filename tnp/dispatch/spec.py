@@ -190,10 +190,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Operation:
-    """Names the kernels for a step as "module:NAME".
-
-    The first that can serve a call is the default.
-    """
+    """Names the kernels for a step, "module:NAME" each. The first that can run is the default."""
 
     name: str  # "attention.forward": the key of its entries in tuned tables
     kernels: tuple[str, ...]

@@ -54,9 +54,7 @@ def parameters(
 
 
 def n_entering(room: int | None, n_target: int) -> int:
-    """Returns how many points a training step with `n_target` targets puts into a buffer of
-    `room`.
-    """
+    """Returns how many of a training step's targets enter a buffer of `room`."""
     return 0 if room is None else min(room, n_target // 2)
 
 

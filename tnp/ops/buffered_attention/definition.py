@@ -28,9 +28,7 @@ _triton = triton_from(80)
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds the numbers of rows of q: first rows of the context, then rows beside the buffer, then
-    others.
-    """
+    """Counts rows of q: first of the context, then beside the buffer, then others."""
 
     n_context: int
     n_buffer: int

@@ -72,9 +72,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Covers one and several chunks, the last one ragged; targets that do not count; sharp
-    softmaxes.
-    """
+    """Covers one and several chunks, a ragged one, ignored targets, and sharp softmaxes."""
     if target.kind != "cuda":
         return [
             OPERATOR.case("bfloat16", 23, 16, 200, ignored=3),
@@ -95,9 +93,7 @@ def cases(target) -> list[Case]:
 
 
 def condition(case, inputs) -> float:
-    """Estimates the loss's error from rounded logits. PyTorch's own error may cancel in the
-    mean.
-    """
+    """Estimates the loss's error from rounded logits; PyTorch's own may be 0 by chance."""
     import torch
 
     x, weight, target = (inputs[name] for name in ("x", "weight", "target"))

@@ -162,20 +162,14 @@ def describe_gelu_linear(x, weight, bias) -> dict:
 
 
 def draw_gelu_linear(case, random) -> dict:
-    """Draws normal numbers.
-
-    Parameters are float32, or in x's dtype if the case names them in "half".
-    """
+    """Draws normal numbers, and parameters in float32, or in x's dtype if named in "half"."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     x, weight, bias = random(rows, n_in), random.weight(n_out, n_in), random(n_out)
     return {"x": x, "weight": weight.to(x.dtype) if case["half"] else weight, "bias": bias.float()}
 
 
 def work_gelu_linear(case, pass_) -> Work:
-    """Counts one product forward and two backward, and parameters in float32.
-
-    A training step writes z too.
-    """
+    """Counts one product forward, with z if training, and two backward; float32 parameters."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     flops, size = 2.0 * rows * n_in * n_out, case.problem.itemsize
     x, y, parameters = rows * n_in * size, rows * n_out * size, 4.0 * (n_in + 1) * n_out

@@ -71,9 +71,7 @@ def _operand_tile(
     MAPPED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of a matrix with contiguous rows, by TMA or through pointers; 0 past its
-    ends.
-    """
+    """Loads a tile of a matrix with contiguous rows, by TMA or pointers; 0 past its ends."""
     if MAPPED:
         tile = x.load([row, column])
     else:
@@ -109,10 +107,7 @@ def _product_kernel(
     B_TRANSPOSED: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a [M, K], or [K, M] if A_TRANSPOSED, and b [K, N], or [N, K].
-
-    out is contiguous.
-    """
+    """Multiplies a [M, K], or [K, M] if A_TRANSPOSED, and b likewise; out is contiguous."""
     n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
     n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
     first = tl.program_id(0) // n_group * GROUP_M

@@ -91,9 +91,7 @@ def work(case, pass_) -> Work:
 
 
 def add_work(case, pass_) -> Work:
-    """Counts x and update → sum and normalized, or sum and both gradients → dx, which is dupdate
-    too.
-    """
+    """Counts x, update → sum, normalized, or sum and both gradients → dx = dupdate."""
     return _work(case, *((2, 2) if pass_ == "forward" else (3, 1)), pass_)
 
 
@@ -139,9 +137,7 @@ def _sizes(target):
 
 
 def _within(operator: Operator, model, run):
-    """Returns the problem of the norms of a neural process, or of a language model that uses
-    RMSNorm.
-    """
+    """Returns the problem of the norms of a neural process, or of a model with RMSNorm."""
     if model.get("norm", "rms") != "rms":
         return None
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])

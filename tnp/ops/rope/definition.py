@@ -20,10 +20,7 @@ THETA = 10000.0
 
 
 def reference(q, k, cos, sin, positions=None, *, interleaved=False):
-    """Computes Hugging Face's formula.
-
-    If tables are wider than q, it computes in their dtype and rounds once.
-    """
+    """Computes Hugging Face's formula, in the tables' dtype if wider, and rounds once."""
     import torch
     from torch.nn.functional import embedding
 
@@ -215,9 +212,7 @@ def cases(operator: Operator, target: Target) -> list[Case]:
 
 
 def within(operator: Operator, model: Mapping, run: Mapping, qk_norm: bool) -> Problem | None:
-    """Returns the problem of a language model with rotary positions, and with or without
-    QK-norm.
-    """
+    """Returns the problem of a language model with rotary positions, with or without norms."""
     if not model.get("rope") or model.get("qk_norm", False) != qk_norm:
         return None
     return operator.problem(

@@ -130,10 +130,7 @@ def _qk_norm_rope_bwd_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes gradients.
-
-    A token's heads are `blocks` tiles, q's first, and each tile has `walkers` programs.
-    """
+    """Writes gradients. A token's heads are `blocks` tiles, q's first, of `walkers` programs."""
     block, walker = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     partials_ptr += (block * walkers + walker).to(tl.int64) * 2 * HALF
     if block < q_blocks:
