@@ -49,10 +49,7 @@ class Captures:
 
     @_nothing_collected()
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Returns a function that replays `work`, and the result that each replay writes anew.
-
-        `work` must not wait for the device.
-        """
+        """Returns a function that replays `work`, and its result. `work` must not wait."""
         captured = None
         # Spare memory is not given back in a capture. The second try is outside of `except`,
         # because an error keeps alive all tensors of the failed work.

@@ -319,7 +319,7 @@ class Operator:
     outputs: tuple[str, ...]
     sizes: tuple[str, ...]
     implementations: tuple[Implementation, ...]  # PyTorch's plain form first, the boldest last
-    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, dtype
+    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, or ValueError
     draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name: see above
     reference: Callable[..., Any]  # (*inputs, *scalars, **options) in any float dtype
     work: Callable[[Case, str], Work]  # (case, "forward" or "backward")

@@ -192,10 +192,7 @@ def quarters(half):
 
 @gluon.jit
 def sigmoid(x):
-    """Computes (1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12.
-
-    That is an eighth of bfloat16's step below 1, and half of float16's.
-    """
+    """Computes (1 + tanh(x/2)) / 2 by one instruction, with an error of 2^-12."""
     tanh = gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=gl.float32, is_pure=True, pack=1
     )

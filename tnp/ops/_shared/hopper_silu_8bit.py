@@ -192,12 +192,7 @@ def matmul_silu(
 
 
 def matmul_dsilu(
-    target: Target,
-    shape: tuple[int, int],
-    inner: int,
-    dtype: torch.dtype,
-    in_16: bool,
-    in_8: bool,
+    target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, in_16: bool, in_8: bool
 ) -> DSilu:
     """Does the same as `triton_silu_8bit.matmul_dsilu` from a slope in the order of registers."""
     n_rows, width = shape

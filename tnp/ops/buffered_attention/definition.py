@@ -124,7 +124,6 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
 
 
 def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Returns half of each sample's n_keys."""
     n_keys = inputs["n_keys"]
     return {} if n_keys is None else {"n_keys": (n_keys + 1) // 2}
 

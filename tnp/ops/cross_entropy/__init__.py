@@ -60,7 +60,6 @@ def require_classes(target, n_classes: int) -> None:
 
 
 def describe(logits, target) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_floats(logits=logits)
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [N, V]")
@@ -144,7 +143,6 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(run["dtype"], rows=rows_within(run), classes=model["vocabulary"])

@@ -154,10 +154,7 @@ def _mean_kernel(
 
 
 def with_classes(launch: Callable, n_classes: int) -> Callable:
-    """Returns a forward launch that, with TNP_CHECK=1, first asserts that targets are valid.
-
-    Targets are its last input.
-    """
+    """Returns a launch that with TNP_CHECK=1 asserts that targets, its last input, are valid."""
 
     def conditions(inputs):
         target = inputs[-1]

@@ -32,12 +32,10 @@ __all__ = ["linear_cross_entropy"]
 
 
 def reference(x, weight, target):
-    """Computes all logits at once in PyTorch."""
     return loss_of_logits(x @ weight.T, target)
 
 
 def describe(x, weight, target) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_floats(x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -50,10 +48,7 @@ def describe(x, weight, target) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal x of the case's `magnitude` (1), a weight in x's dtype, and targets.
-
-    One target in `ignored` does not count.
-    """
+    """Draws x of the case's `magnitude` (1), weight, and targets, one in `ignored` ignored."""
     n, d, v = (case.problem[name] for name in ("rows", "width", "classes"))
     return {
         "x": random(n, d) * (case["magnitude"] or 1.0),
@@ -104,7 +99,6 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(
@@ -121,10 +115,7 @@ OPERATOR = Operator(
     differentiated=("x", "weight"),
     keeps=(),
     backward_with_forward=True,
-    implementations=(
-        *by_pytorch(reference),
-        by_triton("triton", "linear_cross_entropy", _CODE),
-    ),
+    implementations=(*by_pytorch(reference), by_triton("triton", "linear_cross_entropy", _CODE)),
     describe=describe,
     draw=draw,
     reference=reference,
@@ -146,11 +137,7 @@ OPERATOR = Operator(
 
 
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    implementation: str = "torch",
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, implementation: str = "torch"
 ) -> torch.Tensor:
     """Returns the mean negative log-likelihood, in nats, over targets that count, with logits x
     weightᵀ.

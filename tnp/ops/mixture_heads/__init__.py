@@ -84,7 +84,6 @@ def _grouped_mm(x, up, down):
 
 
 def describe(x, up, down) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
@@ -173,7 +172,6 @@ def compiled(target) -> Iterator[Problem]:
 
 
 def within(model, run):
-    """Returns the problem of all targets."""
     return OPERATOR.problem(
         run["dtype"], rows=run["batch"] * run["n_target"], d_model=model["d_model"],
         d_ff=model.get("d_ff_storage") or model["d_ff"], n_components=model["n_components"],

@@ -43,14 +43,12 @@ E4M3_MULTIPLE = 16  # of D, because a library multiplies the rows of 8 bits
 
 
 def reference(x, up, down):
-    """Computes the formula in PyTorch, in x's dtype."""
     from torch.nn.functional import linear, silu
 
     return linear(silu(linear(x, up.to(x.dtype))), down.to(x.dtype))
 
 
 def describe(x, up, down) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if up.dim() != 2 or down.shape != up.shape[::-1]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: they must be [F, D] and [D, F]"

@@ -25,12 +25,10 @@ __all__ = ["gelu_linear", "matmul"]
 
 
 def matmul_reference(a, b):
-    """Returns PyTorch's product."""
     return a @ b
 
 
 def describe_matmul(a, b) -> dict:
-    """Returns the sizes. Raises ValueError if the matrices do not fit together."""
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(
             f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: they must be [M, K] and [K, N]"
@@ -122,7 +120,6 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
 
 
 def gelu_linear_reference(x, weight, bias):
-    """Computes the formula in PyTorch, parameters cast to x's dtype."""
     import torch.nn.functional as F
 
     z = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
@@ -144,7 +141,6 @@ def addmm_activation(x, weight, bias):
 
 
 def describe_gelu_linear(x, weight, bias) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be "

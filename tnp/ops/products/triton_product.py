@@ -166,10 +166,7 @@ class Operand:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Operand:
-        """Returns the operand of a matrix with any strides.
-
-        On the meta device its memory starts at a multiple of 16 bytes.
-        """
+        """Returns the operand of a matrix with any strides; meta memory counts as aligned."""
         copied = is_expanded(x) or 1 not in x.stride()
         transposed = not copied and x.stride(1) != 1
         (rows, columns), step = x.shape, x.shape[1] if copied else x.stride(0)
@@ -193,7 +190,6 @@ class Operand:
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Returns the candidates for a matmul, the default first."""
     return candidates(call, *(call.problem[name] for name in "mnk"))
 
 

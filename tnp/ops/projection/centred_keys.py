@@ -104,7 +104,6 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 
 
 def _tiles(problem: Problem, config: MatmulConfig) -> int:
-    """Counts the tiles of a sample."""
     rows, columns = problem["n_k"], problem["d_model"]
     return triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
 

@@ -103,7 +103,6 @@ def prepare_qkv(call: Call, config, inputs):
 
 
 def _factor(call: Call) -> float:
-    """Returns the factor of queries."""
     problem = call.problem
     return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
 

@@ -78,7 +78,6 @@ def _centred(rows, weight, n_keys):
 
 
 def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False) -> dict:
-    """Returns the sizes. Raises ValueError if they do not fit together."""
     from tnp.util.checks import require_lengths
 
     require_product(x, weight)

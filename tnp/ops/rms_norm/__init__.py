@@ -39,7 +39,6 @@ def reference(x, weight, eps):
 
 
 def add_reference(x, update, weight, eps):
-    """Returns the sum and its norm."""
     total = x + update
     return total, reference(total, weight, eps)
 
@@ -64,7 +63,6 @@ def add_describe(x, update, weight, name="weight") -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers, and a weight around 1."""
     import torch
 
     spread = random(case.problem["width"], dtype=torch.float32)
@@ -86,7 +84,6 @@ def _work(case, read: int, written: int, pass_: str) -> Work:
 
 
 def work(case, pass_) -> Work:
-    """Counts x → normalized, or x and dnormalized → dx."""
     return _work(case, 1 if pass_ == "forward" else 2, 1, pass_)
 
 

@@ -44,7 +44,6 @@ def reference(q, k, cos, sin, positions=None, *, interleaved=False):
 
 
 def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     for name, x, heads in (("q", q, "heads"), ("k", k, "kv_heads")):
         if x.dim() != 4:
             raise ValueError(f"{name} is {tuple(x.shape)}: it must be [batch, {heads}, tokens, D]")
@@ -166,7 +165,6 @@ def out_of_range(
 
 
 def of_heads(problem: Problem) -> float:
-    """Returns the bytes of q and k."""
     heads = problem["batch"] * (problem["heads"] + problem["kv_heads"])
     return heads * problem["n_tokens"] * problem["head_dim"] * problem.itemsize
 
