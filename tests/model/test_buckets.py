@@ -95,7 +95,7 @@ def test_without_buckets_a_captured_step_refuses_other_sizes():
         step(make_task(n_context=9))
     lengths = torch.full((2,), 7, dtype=torch.int32)
     task = make_task()
-    with pytest.raises(ValueError, match="either all its tasks have them, or none"):
+    with pytest.raises(ValueError, match="all its tasks must have them, or none"):
         step(task.padded(task.n_context, task.n_target))
     assert lengths.tolist() == task.padded(7, 5).context_lengths.tolist()
 
