@@ -53,7 +53,7 @@ def call(
         or_none: whether to return None if the implementation cannot run here.
 
     Raises:
-        ValueError: the inputs do not go together, or there is no such name.
+        ValueError: the inputs do not fit together, or there is no such name.
         RuntimeError: the implementation cannot run here, with the reason, unless `or_none`.
     """
     if (

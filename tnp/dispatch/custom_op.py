@@ -255,7 +255,7 @@ class _CustomCall(Differentiated):
         return int(sum(work.flops.values()))
 
     def empty_results(self, inputs: tuple) -> tuple[tuple, tuple]:
-        """Returns tensors like the outputs and like those that are saved."""
+        """Returns tensors like the outputs, and tensors like the saved ones."""
         named = self.operator.of_results(dict(self.options))
         return self._kernel(self.found.forward).empty(self.wanted, inputs, **named)
 

@@ -162,7 +162,7 @@ def build(
         or_refused: whether to return a `RefusedPlan` if the implementation cannot run here.
 
     Raises:
-        ValueError: the inputs do not go together, or there is no such name.
+        ValueError: the inputs do not fit together, or there is no such name.
         Refused: the implementation cannot run here, with the reason.
     """
     what = replace(describe(operator, inputs, options, wanted, target), apart=apart)

@@ -290,7 +290,7 @@ def catalog() -> Catalog:
 
 
 def _own_operators() -> list[Operator]:
-    """Returns what the packages of `OWN_PACKAGE` declare, as OPERATOR or as several OPERATORS."""
+    """Returns the operators of the packages of `OWN_PACKAGE`, from OPERATOR or OPERATORS."""
     found = []
     paths = importlib.import_module(OWN_PACKAGE).__path__
     for module in pkgutil.iter_modules(paths, f"{OWN_PACKAGE}."):

@@ -74,7 +74,7 @@ def describe(
     wanted: tuple[str, ...] = (),
     target: Target | None = None,
 ) -> Call:
-    """Returns the call of these inputs; ValueError if they do not go together."""
+    """Returns the call of these inputs; ValueError if they do not fit together."""
     values = operator.describe(*inputs, **dict(options))
     first = next(x for x in inputs if x is not None)
     dtype = values.pop("dtype", None) or str(first.dtype).removeprefix("torch.")
@@ -196,7 +196,7 @@ def load(path: str) -> Kernel:
 
 
 def kernels_of(operation: Operation, saves: str | None = None) -> dict[str, Kernel]:
-    """Returns kernels by name; with `saves` only those that write or read that saved form."""
+    """Returns kernels by name; with `saves` only kernels that write or read that saved form."""
     found = map(load, operation.kernels)
     return {kernel.name: kernel for kernel in found if saves is None or kernel.saves == saves}
 

@@ -284,7 +284,7 @@ def on_device(model: Network, name: str, values: Any) -> torch.Tensor:
 def require_on_host(
     model: Network, name: str, values: torch.Tensor, lengths: torch.Tensor | None
 ) -> None:
-    """Raises ValueError where points on the CPU are not finite or too large for the model.
+    """Raises ValueError if points on the CPU are not finite or too large for the model.
 
     Points on a GPU pass, because reading them would wait for the GPU.
     """

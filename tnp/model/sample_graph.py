@@ -48,7 +48,7 @@ class Draws:
         self._has_run, self._replay = False, None
 
     def run(self, encoding: Encoding, n: int) -> torch.Tensor:
-        """Returns the next n targets' values [B, n, d_y]. The first is drawn from a context alone.
+        """Returns the next n targets' values [B, n, d_y]. The first sees only the context.
 
         Args:
             encoding: the encoded context, of B samples or of a divisor of B.

@@ -56,8 +56,7 @@ def run(
     Args:
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
-            `vary` (sizes of training tasks), `held_out_vary` (of those that are held out) and
-            `study`.
+            `vary` (sizes of training tasks), `held_out_vary` (sizes of held-out tasks) and `study`.
         device: where to train.
         checkpoint_dir: the folder of this run's checkpoints, and of no other run's.
         on_row: receives every row of table `training`, also rows before a resume.

@@ -36,7 +36,7 @@ from triton.language.core import _aggregate as aggregate
 from tnp.dispatch.spec import Call
 from tnp.ops._shared.hopper_primitives import barriers, opaque
 
-ROWS = gl.constexpr(64)  # of a matmul instruction; a tile has two such halves
+ROWS = gl.constexpr(64)  # rows of a matmul instruction; a tile has two halves of so many rows
 TILE = gl.constexpr(128)  # rows and columns of a tile
 BLOCK_K = gl.constexpr(64)
 K = 512  # x then fills shared memory, except for the blocks of w

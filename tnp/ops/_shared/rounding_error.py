@@ -1,6 +1,6 @@
 """Estimates the rounding error of a result in float32, for any implementation.
 
-A floor is computed in float64 from the inputs alone. One rounding changes a number by at most its
+A floor is computed in float64 from only the inputs. One rounding changes a number by at most its
 share u = 2⁻²⁴. If the change is evenly spread, its variance is u²/3 times the square of the number.
 Roundings count as independent, and first derivatives carry their variances to the result. A floor
 is the square root of these variances, summed over a result's elements. It estimates ‖computed −

@@ -74,7 +74,7 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
     - `lengths`, "7,40", are n_keys, else random, or the lengths of packed sequences.
     - `values` are "offset", with mean 1, or "one_hot", so that o shows each key's weight.
 
-    With base2, q carries the scale. Scores to base 2 are then what they are to base e without.
+    With base2, q carries the scale. Scores to base 2 then equal scores to base e without it.
     """
     import torch
 

@@ -66,8 +66,8 @@ def scores(
 ):  # fmt: skip
     """Returns q kᵀ of a block of keys, with −inf for each key that the row does not see.
 
-    A row sees the context's first n_seen keys, which are whole blocks unless RAGGED. Of the buffer
-    it sees the points up to `place`.
+    A row sees the context's first n_seen keys, which are whole blocks unless RAGGED. It sees the
+    buffer's points up to `place`.
     """
     s = dot(q, tl.trans(k))
     offs_n = tl.arange(0, BLOCK_N)[None, :]

@@ -141,7 +141,7 @@ def store_some(ptr, x, bh, row, end, n_heads):
 
 @gluon.jit
 def written(but: gl.constexpr = 0):
-    """Waits until TMA's stores and additions for this thread are in memory, but for the last `but`.
+    """Waits until this thread's stores and additions by TMA are in memory, except the last `but`.
 
     `tma.store_wait` waits only until they were read from shared memory.
     """
