@@ -79,7 +79,7 @@ def test_steps_without_evidence_are_hollow_and_claim_nothing(build: Build) -> No
         assert filled == {faster}
 
 
-@pytest.mark.parametrize("counts", [True, None, False])
+@pytest.mark.parametrize("valid", [True, None, False])
 def test_memory_without_evidence_is_hollow(build: Build, counts: bool | None) -> None:
     """Times that do not count say nothing against the memory that was measured beside them."""
     times = {("mid", "sdpa_flash"): 200.0, ("mid", "separate"): 100.0}
@@ -88,7 +88,7 @@ def test_memory_without_evidence_is_hollow(build: Build, counts: bool | None) ->
     assert filled == {counts is not None}
 
 
-@pytest.mark.parametrize("counts", [True, None])
+@pytest.mark.parametrize("valid", [True, None])
 def test_stages_without_evidence_are_pale(build: Build, counts: bool | None) -> None:
     rows = sample.stage_rows({MLP: 1.0, BACKWARD: 3.0}, counts=counts)
     svg = as_svg(draw("stages", build(**sample.merged(H200, rows))))
@@ -114,7 +114,7 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(build: Build, figure:
 def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: Build) -> None:
     tables = sample.merged(H200, sample.steps(sample.THREE))
     plain, *others = tables["speedup"]
-    plain |= {"counts": False, "why_not": "the samples had not settled", "speedup_best": None}
+    plain |= {"valid": False, "why_not": "the samples had not settled", "speedup_best": None}
     for row in (plain, *others):
         row |= {"speedup": None, "speedup_low": None, "speedup_high": None, "verdict": None}
         row["why_no_speedup"] = "plain PyTorch does not count: the samples had not settled"

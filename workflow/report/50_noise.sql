@@ -1,6 +1,6 @@
 -- # What equal things differ by
 -- Two runs of the same code differ. The standard deviation within a run is of a typical run's
--- samples, the one between runs of their medians in one sitting; "a ratio" is how far two equal
+-- samples, the one between runs of their medians in one session; "a ratio" is how far two equal
 -- things that were timed together differ. Verdicts take all of it into account.
 select
     device,
