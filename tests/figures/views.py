@@ -8,15 +8,15 @@ CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
 # View → its columns; `test_views.py` holds workflow/sql to them.
 VIEWS = {
     "environments": "device text, device_name text, memory_bytes bigint, recorded_at timestamptz",
-    "recording_days": "view_name text, device text, comparison_key text, origin text, first_day date,"
-    " last_day date",
+    "recording_days": "view_name text, device text, comparison_key text, origin text,"
+    " first_day date, last_day date",
     "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
     "speedup": f"device text, comparison_key text, {SHAPE}, {SWITCHES}, role text, {OUTCOME},"
     " valid boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
-    " speedup_best_high double, why_no_speedup text, fastest boolean, leads boolean, winner boolean,"
-    " varies boolean",
+    " speedup_best_high double, why_no_speedup text, fastest boolean, leads boolean,"
+    " winner boolean, varies boolean",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
     " valid boolean, why_not text, peak_memory_gib double, varies boolean",
     "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"

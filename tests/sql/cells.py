@@ -1,4 +1,4 @@
-"""Digests of every table and view over the rows recorded by a date: they show what a change changes.
+"""Digests of every table and view over the rows recorded by a date, to see a change's effect.
 
     python -m tests.sql.cells           compares with tests/sql/cells.json
     python -m tests.sql.cells --write   replaces tests/sql/cells.json

@@ -65,7 +65,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """Returns the fastest variants at each shape, the winner first, on the first device with any."""
+    """Returns the fastest variants of each shape, the winner first, on the first device."""
     fastest, device = data.of_first(devices, [cell for cell in cells if cell["fastest"]])
     if not fastest:
         return "No configuration could be timed yet"

@@ -24,7 +24,7 @@ with automatic as (
     where implementation = 'auto'
 ),
 
-candidates as (
+chosen_from_these as (
     select
         device,
         op,
@@ -49,4 +49,4 @@ select
     times_ms[chosen] / best_time_ms - 1 as regret_of_choice,
     coalesce(has_evidence and have_evidence, false) as has_evidence
 from automatic
-left join candidates using (device, op, shape, dtype);
+left join chosen_from_these using (device, op, shape, dtype);
