@@ -1,4 +1,4 @@
-"""How the SQL is built: which files read recorded rows, how deep views lie, and what is explained."""
+"""How the SQL is built: who reads recorded rows, how deep views lie, and what is explained."""
 
 import re
 
