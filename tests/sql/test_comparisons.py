@@ -108,11 +108,18 @@ def test_the_leading_step_of_ours_is_the_surest_of_the_fast(store: Store) -> Non
             *runs("fused", [1.0]),
             *runs("separate", [separate], gpu=gpu),
         )
-        assert one(query, "select variant from speedup where leads")["variant"] == leader
+        for rule in ("leads", "winner"):
+            assert one(query, f"select variant from speedup where {rule}")["variant"] == leader
         found = one(
             query, "select list(variant order by variant) as tied from speedup where fastest"
         )
         assert found["tied"] == tied
+
+
+def test_pytorchs_step_is_named_where_ours_is_no_faster(store: Store) -> None:
+    query = store(gate("g"), *runs("sdpa_cudnn", [1.0]), *runs("fused", [0.995]))
+    assert one(query, "select variant from speedup where winner")["variant"] == "sdpa_cudnn"
+    assert len(query("from speedup where fastest")) == 2
 
 
 def test_what_does_not_count_hides_pytorchs_fastest_for_all_or_none(store: Store) -> None:
