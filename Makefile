@@ -34,7 +34,7 @@ record: $(VENV)/installed
 	python -m tnp.store record data/runs data/recorded
 
 report: $(VENV)/installed
-	python -m tnp.report
+	python -m tnp.figures.report
 
 bundle: $(VENV)/installed
 	workflow/bundle.sh wheels

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tnp.model import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.plots import plot_curve
-from tnp.step import TrainingStep
 from tnp.tasks import Context, FunctionTasks, functions_of_table
-from tnp.training import cosine, fit
+from tnp.train.loop import cosine, fit
+from tnp.train.step import TrainingStep
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1500
 torch.manual_seed(0)

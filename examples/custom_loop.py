@@ -7,10 +7,11 @@ import sys
 
 import torch
 
-from tnp.buckets import Buckets
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
+from tnp.model.buckets import Buckets
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.tasks import GaussianProcessTasks, draw_sizes
+from tnp.train.step import TrainingStep
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

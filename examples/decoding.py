@@ -8,7 +8,7 @@ import sys
 import torch
 
 from tnp.ops.decode_attention import decode_attention
-from tnp.paged_cache import PagedCache
+from tnp.ops.kv_cache.paged import PagedCache
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 device = "cuda" if torch.cuda.is_available() else "cpu"

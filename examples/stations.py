@@ -13,10 +13,11 @@ import sys
 import numpy as np
 import torch
 
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.tasks import Context, FunctionTasks, functions_of_table
-from tnp.training import HeldOut, cosine, fit
+from tnp.train.loop import HeldOut, cosine, fit
+from tnp.train.step import TrainingStep
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
 torch.manual_seed(0)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from scipy.interpolate import griddata
 
-from tnp.model import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
 from tnp.plots import plot_image
-from tnp.step import TrainingStep
 from tnp.tasks import FunctionTasks
-from tnp.training import HeldOut, cosine, fit
+from tnp.train.loop import HeldOut, cosine, fit
+from tnp.train.step import TrainingStep
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
 torch.manual_seed(0)

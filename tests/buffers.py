@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_model import CONFIG, build, make_task
-from tnp.model import TransformerNP
-from tnp.tasks import Task
+from tests.model.test_transformer_np import CONFIG, build, make_task
+from tnp.model.transformer_np import TransformerNP
+from tnp.tasks.task import Task
 
 ROOM = 3
 WITH = replace(CONFIG, buffer=ROOM)

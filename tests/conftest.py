@@ -53,7 +53,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session", autouse=True)
 def _the_interpreter_prepares_once() -> None:
-    from tnp.private import prepare_interpreter_once
+    from tnp.dispatch.private import prepare_interpreter_once
 
     prepare_interpreter_once()
 
@@ -79,9 +79,9 @@ def made_once(
 @pytest.fixture(scope="session")
 def recorded_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database of the recorded rows alone. No test writes to it."""
-    from tnp import report
-    from tnp.files import parquet_files
-    from tnp.store import build_database
+    from tnp.figures import report
+    from tnp.store.files import build_database
+    from tnp.util.atomic_files import parquet_files
 
     def build(folder: Path) -> None:
         database = folder / "results.duckdb"
@@ -93,10 +93,10 @@ def recorded_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def users_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where tuned tables of a user's own are written; there are none yet."""
-    from tnp import choice
+    from tnp.dispatch import tuned_tables
 
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(tuned_tables.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choice.refresh()
+    tuned_tables.refresh()
     yield tmp_path / "tnp/tuned"
-    choice.refresh()
+    tuned_tables.refresh()

@@ -2,7 +2,7 @@
 
 import torch
 
-from tnp.captures import Captures
+from tnp.cuda_graphs import Captures
 
 
 class Replays(Captures):

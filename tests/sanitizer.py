@@ -89,8 +89,8 @@ def buffered(head_dim: int, kind: str) -> None:
 
 def draw(head_dim: int, kind: str) -> None:
     """What a drawn target launches of ours, of one sample or four."""
-    from tnp import targets
-    from tnp.cache_entry import entry
+    from tnp.dispatch import devices
+    from tnp.ops.kv_cache.append_kernel import entry
     from tnp.ops.projection import linear
     from tnp.ops.rms_norm_linear import rms_norm_linear
 
@@ -101,7 +101,7 @@ def draw(head_dim: int, kind: str) -> None:
     _, rows = rms_norm_linear(x, update, gain, weight, implementation="triton")
     cache = torch.zeros(batch, 16, 333, head_dim, **like)
     lengths = torch.full((batch,), 333, dtype=torch.int32, device="cuda")
-    entry(targets.of_device(cache.device), cache, n_rows=2)(cache, rows, lengths)
+    entry(devices.of_device(cache.device), cache, n_rows=2)(cache, rows, lengths)
     linear(rows, torch.randn(500, 3 * width, **like), implementation="fused")
 
 

@@ -7,7 +7,7 @@ from subprocess import PIPE
 
 import pytest
 
-from tnp.commands import Parser
+from tnp.util.cli import Parser
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
@@ -32,7 +32,7 @@ def test_a_process_of_the_workflow_says_who_starts_it(command):
 
 
 def test_a_command_whose_reader_has_ended_ends_in_silence():
-    call = [sys.executable, "-m", "tnp.device", "--capability", "90"]
+    call = [sys.executable, "-m", "tnp.tuning.device", "--capability", "90"]
     with subprocess.Popen(call, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT) as process:
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 1

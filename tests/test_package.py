@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tnp import contract, extras, targets
-from tnp.contract import Call, triton_from
+from tnp.dispatch import devices, spec
+from tnp.dispatch.spec import Call, triton_from
+from tnp.util import extras
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,11 +26,13 @@ import sys
 missing = sys.argv[1].split(",")
 sys.modules.update(dict.fromkeys(missing))  # None: as if it were not installed
 import tnp, torch
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
-from tnp.tasks import GaussianProcessTasks, ImageTasks
-from tnp.training import fit
-from tnp.variants import Variant
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.train.step import TrainingStep
+from tnp.tasks.gaussian_process import GaussianProcessTasks
+from tnp.tasks.images import ImageTasks
+from tnp.train.loop import fit
+from tnp.model.variants import Variant
 
 config = TNPConfig(d_model=32, n_layers=1, n_heads=2, d_ff=20, n_components=2)
 model = TransformerNP(config, Variant.named("auto", config.d_ff), torch.float32)
@@ -80,8 +83,8 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     subprocess.run([*pip, *build], check=True)
     (wheel,) = wheels.glob("tnp_kernels-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
-    assert (site / "tnp/tuned/nvidia-h200.json").is_file() and (
-        site / "tnp/variants.toml"
+    assert (site / "tnp/dispatch/tables/nvidia-h200.json").is_file() and (
+        site / "tnp/model/variants.toml"
     ).is_file()
     *said, file = run(work, site, *BEYOND_THE_CORE, "triton")
     assert file == str(site / "tnp/__init__.py")
@@ -93,15 +96,15 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
 
 def test_importing_the_model_leaves_the_compiler_alone():
     """Dynamo takes a second, half of what the import took with it."""
-    program = "import sys, tnp.training; print('torch._dynamo' in sys.modules)"
+    program = "import sys, tnp.train.loop; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 
 def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
-    call = Call(contract.Problem("attention", "bfloat16", ()), targets.named("NVIDIA H200"))
+    call = Call(spec.Problem("attention", "bfloat16", ()), devices.named("NVIDIA H200"))
     assert triton_from(80)(call) is None
-    monkeypatch.setattr(contract, "triton_is_installed", lambda: False)
+    monkeypatch.setattr(spec, "triton_is_installed", lambda: False)
     assert "triton is not installed" in triton_from(80)(call)
 
 
@@ -135,7 +138,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 ROPE = ["--batch=1", "--heads=2", "--kv-heads=2", "--n-tokens=8", "--head-dim=64"]
 TUNE = ["--batch=2", "--n-context=20", "--n-target=10"]
-MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tune", *TUNE], ["tnp.costs"]]
+MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tuning", *TUNE], ["tnp.tuning.fit_costs"]]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -155,6 +158,6 @@ def test_a_command_that_measures_names_the_extra_in_one_sentence(arguments):
 
 @pytest.mark.parametrize("arguments", [[], ["--capability", "75"]])
 def test_what_runs_on_a_gpu_is_said_without_an_extra(arguments):
-    done = command("tnp.device", *arguments)
+    done = command("tnp.tuning.device", *arguments)
     assert done.returncode == 0, done.stderr
     assert "attention" in done.stdout

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.test_model import build, make_task
-from tnp.model import TNPConfig
+from tests.model.test_transformer_np import build, make_task
+from tnp.model.config import TNPConfig
 from tnp.plots import plot_curve, plot_image
 
 

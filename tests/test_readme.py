@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tnp.catalog import catalog
-from tnp.story import STORY
-from tnp.variants import named_specs
+from tnp.dispatch.registry import catalog
+from tnp.figures.story import STORY
+from tnp.model.variants import named_specs
 
 DOCUMENTS = [
     Path(name)

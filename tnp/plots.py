@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tnp.extras import require
-from tnp.prediction import Prediction
-from tnp.tasks import Context
+from tnp.model.prediction import Prediction
+from tnp.tasks.task import Context
+from tnp.util.extras import require
 
 if TYPE_CHECKING:
     import altair as alt

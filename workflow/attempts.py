@@ -22,8 +22,8 @@ from typing import TypeVar
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
-from tnp.bench.outcome import TRANSIENT
-from tnp.schemas import TABLES
+from tnp.experiment.failures import TRANSIENT
+from tnp.store.schemas import TABLES
 
 ATTEMPTS = 3
 # What the stem of a file ends in, for the wildcards of the rules.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tnp.bench.evidence import Code
 from tnp.bench.process import run_child
-from tnp.definitions import digest
+from tnp.experiment.code_hash import digest
 from tnp.gates import NOT_FINISHED, Blocked, blocked, ended
 from tnp.gates.progress import Progress
 
@@ -76,7 +76,7 @@ def _now_and_then(say: Callable[[str], None]) -> Callable[[dict], None]:
 
 def stopped(files: Sequence[Path], implementations: Mapping[str, str]) -> Blocked | None:
     """Returns why the gates in `files` stop these implementations (operator → name), or None."""
-    from tnp.store import read_table
+    from tnp.store.files import read_table
 
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -90,10 +90,10 @@ def main(parent: str, report: str) -> None:
 
     with reporting(parent, report) as (parameters, note):
         from tnp.bench.evidence import packages
-        from tnp.bench.kernel_code import launches
+        from tnp.dispatch.private import prepare_interpreter_once
+        from tnp.experiment.gpu_memory import limit_gb
+        from tnp.experiment.kernel_code import launches
         from tnp.gates import run_gate
-        from tnp.gpu_memory import limit_gb
-        from tnp.private import prepare_interpreter_once
 
         if parameters["device"] == "cpu":
             prepare_interpreter_once()

@@ -7,7 +7,7 @@ of requirements.txt, which `make all` sets up.
 import subprocess
 import sys
 
-from tnp.commands import Parser
+from tnp.util.cli import Parser
 
 NOT_ASKED = "Specify a conda environment or container for each rule."
 WHERE, TITLE = "Lints for ", "    * "

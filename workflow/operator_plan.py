@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 from tnp.bench.outcome import op_job, twins
 from tnp.bench.policy import LATENCY, THROUGHPUT, question
-from tnp.catalog import AUTO, catalog, is_automatic
-from tnp.contract import OWN
-from tnp.schemas import CEILINGS, FORMATS
-from tnp.tuning import operations
+from tnp.dispatch.registry import AUTO, catalog, is_automatic
+from tnp.dispatch.spec import OWN
+from tnp.dispatch.tuned_tables import operations
+from tnp.store.schemas import CEILINGS, FORMATS
 from workflow import problems
 
 # The studies that sections of config.yaml stand for.

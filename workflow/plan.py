@@ -8,10 +8,10 @@ import json
 from itertools import chain, product
 
 from tnp.bench.outcome import JOINT
-from tnp.catalog import catalog
-from tnp.contract import OWN
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import OWN
 from tnp.gates import gates_for, generic_gate
-from tnp.variants import Variant, named_specs, with_storage
+from tnp.model.variants import Variant, named_specs, with_storage
 from workflow.operator_plan import NOISE, PROFILES, of_study, on_device, ops, profiles, timing
 
 # The studies that sections of config.yaml stand for, besides those under `steps` and `ops`.

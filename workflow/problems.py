@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from tnp.bench.sizes import columns, in_step
-from tnp.catalog import catalog
-from tnp.contract import Problem
-from tnp.targets import CPU, Target, of_capability
+from tnp.dispatch.devices import CPU, Target, of_capability
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Problem
 
 INSTALLED = "installed"  # stands for whatever other packages bring
 SECTIONS = ("shapes", "at", "problems")  # of an entry of `ops`, at least one of which it has

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from tnp import choice, targets
 from tnp.bench.outcome import JOINT, implementation_of
-from tnp.catalog import Listed, block_of, catalog, is_automatic
-from tnp.contract import OWN, Operator
-from tnp.definitions import HOUSE, ROOT, definitions, digest, module_hash
-from tnp.fingerprints import (
+from tnp.dispatch import devices, tuned_tables
+from tnp.dispatch.registry import Listed, block_of, catalog, is_automatic
+from tnp.dispatch.spec import OWN, Operator
+from tnp.experiment.code_hash import HOUSE, ROOT, definitions, digest, module_hash
+from tnp.experiment.fingerprints import (
     BENCHMARK,
     GATE,
     STEP,
@@ -22,11 +22,11 @@ from tnp.fingerprints import (
     operator_definitions,
 )
 from tnp.gates import COMPILED, GATES
-from tnp.schemas import CEILINGS
-from tnp.variants import FAMILIES, Variant
+from tnp.model.variants import FAMILIES, Variant
+from tnp.store.schemas import CEILINGS
 
 # How rows and tables are written, not what is measured: a column added there voids no measurement.
-NOT_MEASURED = frozenset({"tnp.schemas", "tnp.store"})
+NOT_MEASURED = frozenset({"tnp.store.schemas", "tnp.store.files"})
 
 Pair = tuple[str, str]  # family of operators, implementation
 Found = dict[str, str]  # {"module:name" or a table's file: hash}
@@ -116,7 +116,7 @@ def of_profile(parameters: dict) -> Found:
 
 
 def of_training(parameters: dict) -> Found:
-    return _using("tnp.train:run", _of_variant(parameters), parameters["device_slug"])
+    return _using("tnp.train.recorded_runs:run", _of_variant(parameters), parameters["device_slug"])
 
 
 def of_job(kind: str, parameters: dict) -> Found:
@@ -223,9 +223,9 @@ def _entries(op: str, ways: list[Listed], name: str, slug: str) -> Found:
     return {f"{slug}.json:{op}.{name}": digest(sorted(map(ascii, entries)))} if entries else {}
 
 
-def _table(slug: str) -> list[choice.Entry]:
+def _table(slug: str) -> list[tuned_tables.Entry]:
     try:
-        return choice.of_target(targets.of_slug(slug))
+        return tuned_tables.of_target(devices.of_slug(slug))
     except ValueError:  # a GPU that nobody has listed, which has no table
         return []
 

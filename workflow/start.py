@@ -66,7 +66,7 @@ def check_tables() -> None:
     Files that the database was built from need no second look.
     """
     # Slow to import, and only a real run needs it.
-    from tnp.store import StoreError, all_files, is_current, read_tables
+    from tnp.store.files import StoreError, all_files, is_current, read_tables
 
     try:
         files, views = all_files(), sources.views()

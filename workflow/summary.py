@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tnp.bench.outcome import TRANSIENT
-from tnp.schemas import TABLES
+from tnp.experiment.failures import TRANSIENT
+from tnp.store.schemas import TABLES
 from workflow.attempts import ATTEMPTS, attempt, is_last_attempt
 
 DATABASE = "data/results.duckdb"
@@ -17,7 +17,7 @@ QUERY = (
 
 def red_gates(files: Iterable[Path]) -> list[str]:
     """Returns a sentence for each gate in `files` that has a failed check or raised an error."""
-    from tnp.store import read_table
+    from tnp.store.files import read_table
 
     sentences = []
     for file in files:
@@ -41,7 +41,7 @@ def not_finished(files: Iterable[Path], targets: Iterable[str]) -> list[str]:
         files: results of jobs, `<table>/<stem>.parquet`. Tables without a `status` are skipped.
         targets: what the workflow was asked for. `all` goes on with what `again` has begun.
     """
-    from tnp.store import read_table
+    from tnp.store.files import read_table
 
     said, last, n_waiting = [], [], 0
     for file in files:

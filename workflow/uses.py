@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from tnp.bench.outcome import JOINT
-from tnp.catalog import catalog, is_automatic
-from tnp.contract import Call, Operator, Problem
+from tnp.dispatch.registry import catalog, is_automatic
+from tnp.dispatch.spec import Call, Operator, Problem
 from tnp.gates import gates_of, gates_of_training
-from tnp.variants import Variant
+from tnp.model.variants import Variant
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed

@@ -9,10 +9,10 @@ import jsonschema
 import yaml
 
 from tnp.bench.outcome import JOINT
-from tnp.catalog import AUTO, catalog
+from tnp.dispatch.registry import AUTO, catalog
 from tnp.gates import GATES, generic_gates
-from tnp.task_sources import MAX_POINTS
-from tnp.variants import FAMILIES, Variant, most_storage, not_in_models
+from tnp.model.variants import FAMILIES, Variant, most_storage, not_in_models
+from tnp.tasks.sources import MAX_POINTS
 from workflow import problems
 from workflow.configuration import Place
 from workflow.faults import Fault, listed, not_among, shown, unknown

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnp.contract import Call, Implementation, Reason, on_cuda
+from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp.ops.attention import HEAD_DIMS, eight_bit
 from tnp.ops.attention.definition import PACKED
 from tnp.ops.attention.layouts import from_rows, heads_first, to_rows, tokens_first

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tnp.contract import Implementation, on_cuda
+from tnp.dispatch.spec import Implementation, on_cuda
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnp.contract import Implementation, on_cuda
+from tnp.dispatch.spec import Implementation, on_cuda
 from tnp_peers.support import both, sizes
 
 HEAD_DIMS = (64, 128)  # those that ours are compared at

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnp.contract import Implementation, on_cuda
+from tnp.dispatch.spec import Implementation, on_cuda
 from tnp.ops.attention import HEAD_DIMS
 from tnp.ops.attention.definition import OF_ANY_KIND
 from tnp.ops.attention.torch_forms import on_host, softmax_scale

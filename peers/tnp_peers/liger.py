@@ -7,7 +7,7 @@ the inputs of SwiGLU, over q and k of the rotary embedding and over gradients. T
 import torch
 from torch import Tensor
 
-from tnp.contract import Call, Implementation, Reason, on_cuda
+from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp_peers.support import both, cuda_to
 
 MAX_WIDTH = 65536  # of a row that one program holds (its ops/utils.py)

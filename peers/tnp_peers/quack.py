@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tnp.contract import Call, Implementation, Reason, on_cuda
+from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp_peers.support import both, rows, with_contiguous_gradient
 
 

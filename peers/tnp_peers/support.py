@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from tnp.contract import Call, Reason, Support, on_cuda
+from tnp.dispatch.spec import Call, Reason, Support, on_cuda
 
 
 def both(*limits: Support) -> Support:

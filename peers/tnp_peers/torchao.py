@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tnp.contract import Call, Case, Implementation, Reason, Work, on_cuda
+from tnp.dispatch.spec import Call, Case, Implementation, Reason, Work, on_cuda
 from tnp.ops import mlp as declared
 from tnp.ops.mlp import eight_bit
 from tnp_peers.support import both

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from tnp.bench.policy import Policy
-from tnp.catalog import catalog
+from tnp.dispatch.registry import catalog
 
 TIMING = asdict(Policy(0.02, min_samples=5, max_sampling_s=0.05, long_step_s=5.0, long_samples=2))
 MODEL = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 45, "n_components": 3}

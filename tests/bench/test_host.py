@@ -6,14 +6,14 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from tnp import dispatch
 from tnp.bench import host, host_counts, host_steps
 from tnp.bench.outcome import failure_rows
 from tnp.bench.policy import Policy
 from tnp.bench.timing import synchronize
-from tnp.catalog import catalog
-from tnp.launch import Bound
-from tnp.schemas import TABLES
+from tnp.dispatch import call as dispatch
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.registry import catalog
+from tnp.store.schemas import TABLES
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 from tests.bench.configurations import op_parameters, step_parameters
 from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until
 from tnp.bench.isolate import run_isolated
-from tnp.bench.outcome import TRANSIENT
 from tnp.bench.process import ROOT
-from tnp.schemas import TABLES
+from tnp.experiment.failures import TRANSIENT
+from tnp.store.schemas import TABLES
 
 STUB = """
 import sys, types

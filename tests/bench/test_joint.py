@@ -12,9 +12,9 @@ from tnp.bench.isolate import run_isolated
 from tnp.bench.joint import measure_joint
 from tnp.bench.outcome import JOINT_FORMS
 from tnp.bench.predictions import IN_A_ROW
-from tnp.model import TransformerNP
-from tnp.schemas import PROVENANCE, RUN, TABLES
-from tnp.step import TrainingStep
+from tnp.model.transformer_np import TransformerNP
+from tnp.store.schemas import PROVENANCE, RUN, TABLES
+from tnp.train.step import TrainingStep
 
 
 def parameters(**changes) -> dict:

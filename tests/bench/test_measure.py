@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.bench.configurations import TIMING
-from tnp import catalog as catalogs
-from tnp import plans, targets
 from tnp.bench.contenders import trials
 from tnp.bench.measure import measure_op
 from tnp.bench.outcome import failure_rows, op_job, twins
-from tnp.contract import Call, Implementation
+from tnp.dispatch import devices, plans, registry
+from tnp.dispatch.spec import Call, Implementation
 from tnp.ops.swiglu import OPERATOR, triton_swiglu
-from tnp.schemas import PROVENANCE, RUN, TABLES
+from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
 PROBLEM = OPERATOR.problem("float32", rows=6, width=40)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,12 +38,12 @@ def with_implementation(monkeypatch):
     def add(*own, **changes):
         known = *OPERATOR.implementations, *own
         operator = replace(OPERATOR, implementations=known, **changes)
-        monkeypatch.setattr(catalogs, "_own_operators", lambda: [operator])
-        catalogs.catalog.cache_clear()
+        monkeypatch.setattr(registry, "_own_operators", lambda: [operator])
+        registry.catalog.cache_clear()
 
     yield add
     monkeypatch.undo()
-    catalogs.catalog.cache_clear()
+    registry.catalog.cache_clear()
 
 
 def test_a_row_for_each_contender_and_pass_has_every_column():
@@ -122,7 +121,7 @@ def test_a_trial_runs_the_kernel_and_the_configuration_that_it_forces(monkeypatc
         return triton_swiglu.prepare(call, config, inputs)
 
     monkeypatch.setattr(triton_swiglu, "FORWARD", replace(triton_swiglu.FORWARD, prepare=prepare))
-    call = Call(PROBLEM, targets.of_device(torch.device(DEVICE)), ("gate", "up"))
+    call = Call(PROBLEM, devices.of_device(torch.device(DEVICE)), ("gate", "up"))
     forced = trials("swiglu", "triton", "forward", call)
     assert len(forced) == len(triton_swiglu.CONFIGS) > 1
     rows = measured(*forced, forced=forced, passes=["forward"])
@@ -143,7 +142,7 @@ def test_a_configuration_that_there_is_no_more_is_unsupported():
 
 
 def test_backward_trials_force_a_forward_kernel_that_saves_what_they_read():
-    call = Call(PROBLEM, targets.of_device(torch.device(DEVICE)), ("gate", "up"))
+    call = Call(PROBLEM, devices.of_device(torch.device(DEVICE)), ("gate", "up"))
     for forced in trials("swiglu", "triton", "backward", call).values():
         assert set(forced) == {"swiglu.forward", "swiglu.backward"}
 

@@ -8,10 +8,10 @@ import torch
 from tests.bench.configurations import TIMING, op_parameters
 from tnp.bench import ceilings, measure
 from tnp.bench.measure import Inaccurate, checked_error, measure_op
-from tnp.bench.outcome import Unsupported
-from tnp.catalog import Listed, catalog
-from tnp.contract import Implementation, Work
-from tnp.schemas import CEILINGS, PROVENANCE, RUN, TABLES
+from tnp.dispatch.registry import Listed, catalog
+from tnp.dispatch.spec import Implementation, Work
+from tnp.experiment.failures import Unsupported
+from tnp.store.schemas import CEILINGS, PROVENANCE, RUN, TABLES
 
 BOTH = {"sdpa_flash": "attention--tiny--sdpa_flash", "other": "attention--tiny--other"}
 # Operators on rows, with sizes of their own; at float32 PyTorch's plain form is nearly exact.

@@ -8,13 +8,14 @@ import torch
 
 from tests.bench.configurations import step_parameters
 from tests.bench.processes import PATIENCE_S
-from tests.test_prediction import replayed
+from tests.model.test_prediction import replayed
 from tnp.bench import predictions
 from tnp.bench.isolate import run_isolated
-from tnp.bench.outcome import FORMS, Unsupported
+from tnp.bench.outcome import FORMS
 from tnp.bench.predictions import IN_A_ROW, measure_predictions
-from tnp.prediction import Encoding
-from tnp.schemas import PROVENANCE, RUN, TABLES
+from tnp.experiment.failures import Unsupported
+from tnp.model.prediction import Encoding
+from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
 
 def parameters(**changes) -> dict:
@@ -81,7 +82,7 @@ def test_a_call_is_many_predictions_of_its_form(monkeypatch):
 @torch.no_grad()
 def test_the_bare_form_is_the_graph_of_the_replayed_one(monkeypatch):
     """Also of so many targets that `predict` would have them follow one another in chunks."""
-    monkeypatch.setattr("tnp.prediction.bytes_per_target", lambda model: 1 << 29)
+    monkeypatch.setattr("tnp.model.prediction.bytes_per_target", lambda model: 1 << 29)
     variant, cpu = predictions.Variant("sdpa_flash"), torch.device("cpu")
     model, task = predictions._model_and_task(parameters(), variant, cpu, "float32")
     encoding, captures = replayed(model, model.encode(task.context))

@@ -11,10 +11,11 @@ from tests import false_ncu
 from tests.false_ncu import COLUMNS, full, table
 from tnp.bench import ncu
 from tnp.bench.isolate import run_isolated
-from tnp.bench.outcome import Unsupported, failure_rows, op_job
+from tnp.bench.outcome import failure_rows, op_job
 from tnp.bench.profiles import measure_profiles
-from tnp.catalog import catalog
-from tnp.schemas import PROVENANCE, RUN, TABLES
+from tnp.dispatch.registry import catalog
+from tnp.experiment.failures import Unsupported
+from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
 
 def test_a_table_of_two_kernels_becomes_two_rows():

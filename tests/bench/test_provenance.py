@@ -8,7 +8,7 @@ import pytest
 
 from tnp.bench import provenance
 from tnp.bench.provenance import Conditions, device_slug, environment, throttle_reasons
-from tnp.schemas import CONDITIONS, PROVENANCE, TABLES
+from tnp.store.schemas import CONDITIONS, PROVENANCE, TABLES
 
 
 def test_environment_fills_every_column_of_its_table():

@@ -12,11 +12,12 @@ from tnp.bench import stages
 from tnp.bench.stage_marks import marking, stage_of_nodes, text
 from tnp.bench.stages import Kernel, Mismatch, by_place, placed, rows
 from tnp.bench.steps import random_task
-from tnp.layers import Attention
-from tnp.model import TNPConfig, TransformerNP
-from tnp.schemas import PROVENANCE, RUN, STEP_KEY, TABLES
-from tnp.step import TrainingStep
-from tnp.variants import Variant
+from tnp.model.config import TNPConfig
+from tnp.model.layers import Attention
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.store.schemas import PROVENANCE, RUN, STEP_KEY, TABLES
+from tnp.train.step import TrainingStep
 
 CPU = torch.device("cpu")
 N_LAYERS = MODEL["n_layers"]
@@ -139,8 +140,8 @@ def node(target: torch._ops.OpOverload, module: str | None, **meta: object) -> f
     """One that the compiler says is of a module of this class inside of the model."""
     made = fx.Graph().call_function(target)
     if module is not None:
-        path = {"L['self']": ("L['self']", "tnp.model.TransformerNP")}
-        made.meta["nn_module_stack"] = path | {"part": ("part", f"tnp.layers.{module}")}
+        path = {"L['self']": ("L['self']", "tnp.model.transformer_np.TransformerNP")}
+        made.meta["nn_module_stack"] = path | {"part": ("part", f"tnp.model.layers.{module}")}
     made.meta |= meta
     return made
 

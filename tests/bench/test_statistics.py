@@ -3,7 +3,7 @@ import math
 import pytest
 
 from tnp.bench.statistics import summarize
-from tnp.schemas import STATISTICS
+from tnp.store.schemas import STATISTICS
 
 
 def test_known_numbers():

@@ -6,20 +6,21 @@ import pytest
 import torch
 
 from tests.bench.configurations import MODEL, TIMING, step_parameters
-from tnp import dispatch, selection
 from tnp.bench.memory import PeakMemory
-from tnp.bench.outcome import Unsupported
 from tnp.bench.steps import measure_step, random_task
-from tnp.model import TNPConfig
-from tnp.schemas import PROVENANCE, RUN, TABLES
-from tnp.step import TrainingStep
+from tnp.dispatch import selection
+from tnp.dispatch.call import forget
+from tnp.experiment.failures import Unsupported
+from tnp.model.config import TNPConfig
+from tnp.store.schemas import PROVENANCE, RUN, TABLES
+from tnp.train.step import TrainingStep
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def tables():
-    dispatch.forget()  # what this process's other tests ran
+    forget()  # what this process's other tests ran
     return measure_step(step_parameters(), time.perf_counter())
 
 
@@ -49,7 +50,7 @@ def test_a_step_records_what_auto_chose(tables, monkeypatch):
 
 def test_a_step_records_the_kernels_and_configurations_of_ours(tables):
     assert tables["steps"][0]["launch_config"] is None  # nothing of ours ran
-    dispatch.forget()
+    forget()
     spec = {"attention": "fused"}
     (row,) = measure_step(step_parameters(variant_spec=spec), time.perf_counter())["steps"]
     (found,) = json.loads(row["launch_config"])

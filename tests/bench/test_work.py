@@ -1,8 +1,8 @@
 import pytest
 
 from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
-from tnp.catalog import catalog
-from tnp.contract import Case, Work
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Case, Work
 from tnp.gates.buffer import in_training
 
 MODEL = {"d_model": 512, "n_layers": 12, "n_heads": 8, "d_ff": 1365, "n_components": 10}

@@ -1,4 +1,5 @@
-"""CUDA C++ without a GPU: sources compiled for this CPU, launched in place of `tnp.cuda.loaded`."""
+"""CUDA C++ without a GPU: sources compiled for this CPU, launched in place of
+`tnp.dispatch.nvrtc.loaded`."""
 
 import ctypes
 import shutil
@@ -7,20 +8,20 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tnp import cuda
+from tnp.dispatch import nvrtc
 
 HEADER = Path(__file__).with_name("cuda.h")
 EMPTY = ("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline_primitives.h", "mma.h")  # HEADER says it all
 COMPILER = shutil.which("g++")
 
 
-def loaded(source: cuda.Source, architecture: str) -> cuda.Launch:
+def loaded(source: nvrtc.Source, architecture: str) -> nvrtc.Launch:
     """What runs a kernel on tensors in this CPU's memory, block after block."""
     return _compiled(source, source.path.read_text())
 
 
 @cache
-def _compiled(source: cuda.Source, text: str) -> cuda.Launch:
+def _compiled(source: nvrtc.Source, text: str) -> nvrtc.Launch:
     folder = Path(tempfile.mkdtemp())
     for name in EMPTY:
         (folder / name).touch()
@@ -31,10 +32,10 @@ def _compiled(source: cuda.Source, text: str) -> cuda.Launch:
         f'extern "C" void run(unsigned grid, unsigned threads, void** given) {{ {entry}; }}\n'
     )
     command = [COMPILER, "-O2", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
-    command += [f"-I{cuda.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
+    command += [f"-I{nvrtc.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
     child = subprocess.run([*command, "-o", library, file], capture_output=True, text=True)
     if child.returncode:
-        raise cuda.CompilationError(child.stderr)
+        raise nvrtc.CompilationError(child.stderr)
     function = ctypes.CDLL(str(library)).run
 
     def launch(grid: tuple[int, ...], threads: int, arguments: list) -> None:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import duckdb
 
 from tests.faults.files import SQL, contents, rows_of, write_store
-from tnp import train
-from tnp.store import StoreError, build_database, read_table, record, write_table
-from tnp.training import load_state
+from tnp.store.files import StoreError, build_database, read_table, record, write_table
+from tnp.train import recorded_runs
+from tnp.train.loop import load_state
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = 64 * 2**20
@@ -88,7 +88,7 @@ def _train(disk: Path, until: int | None = None) -> None:
         if row["step"] == until:
             raise _Interrupted
 
-    train.run(PARAMETERS, "cpu", disk / "checkpoints", interrupt)
+    recorded_runs.run(PARAMETERS, "cpu", disk / "checkpoints", interrupt)
 
 
 def _begin_training(disk: Path, elsewhere: Path) -> None:

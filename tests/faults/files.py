@@ -15,8 +15,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tnp.schemas import SCHEMA_VERSION, TABLES
-from tnp.store import StoreError, build_database, write_table
+from tnp.store.files import StoreError, build_database, write_table
+from tnp.store.schemas import SCHEMA_VERSION, TABLES
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 ROWS_A_FILE = 40

@@ -16,10 +16,10 @@ import duckdb
 import torch
 import yaml
 
-from tnp.files import StoreError, parquet_files
-from tnp.schemas import TABLES
-from tnp.store import build_database, read_table
-from tnp.training import load_state
+from tnp.store.files import build_database, read_table
+from tnp.store.schemas import TABLES
+from tnp.train.loop import load_state
+from tnp.util.atomic_files import StoreError, parquet_files
 
 ROOT = Path(__file__).parents[2]
 SQL = ROOT / "workflow/sql"

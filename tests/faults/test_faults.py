@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 from tests.faults import configurations, disks, files, kills
-from tnp.schemas import TABLES
+from tnp.store.schemas import TABLES
 
 # The figures, which take longest, are left out.
 SMALL = {

@@ -16,7 +16,7 @@ from tests.figures.conftest import CPU, GPU, Build
 from tnp.figures import FIGURES, draw, render, render_index
 from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
-from tnp.variants import named_specs
+from tnp.model.variants import named_specs
 
 MANY = "gpu and cpu, some failed"
 STAGES = {

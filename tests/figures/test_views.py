@@ -11,7 +11,7 @@ import vl_convert
 from tests.figures.conftest import GPU, Row, title
 from tests.figures.views import VIEWS
 from tnp.figures import FIGURES, draw
-from tnp.store import build_database, write_table
+from tnp.store.files import build_database, write_table
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from tests.test_model import build
+from tests.model.test_transformer_np import build
 from tnp.gates import batch_noise, blocked, gates_for, models, run_gate
-from tnp.model import TransformerNP
-from tnp.tasks import GaussianProcessTasks
+from tnp.model.transformer_np import TransformerNP
+from tnp.tasks.gaussian_process import GaussianProcessTasks
 
 BATCHES = [GaussianProcessTasks().sample(0, step, 2, 5, 4) for step in range(6)]
 

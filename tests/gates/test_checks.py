@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from tnp.catalog import catalog
+from tnp.dispatch.registry import catalog
+from tnp.experiment.gpu_memory import Busy
 from tnp.gates import GATES, blocked, gates_for, generic_gates, run_gate
 from tnp.gates import gate as gate_named
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
-from tnp.gpu_memory import Busy
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tnp import choice, cuda
-from tnp.catalog import catalog
+from tnp.dispatch import nvrtc, tuned_tables
+from tnp.dispatch.registry import catalog
 from tnp.gates import blocked, kept, kernels, launches, run_gate
 from tnp.gates import compile as compilation
 from tnp.ops.attention import FUSED, OPERATOR, SEPARATE
-from tnp.schemas import PROVENANCE, RUN, TABLES
+from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
 ROOT = str(Path(compilation.__file__).parents[2])
-TABLE = choice.COMMITTED / "nvidia-h200.json"
+TABLE = tuned_tables.COMMITTED / "nvidia-h200.json"
 # After a decorator, which may end in a line of its own.
 KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 
@@ -35,9 +35,9 @@ IN_CUDA = {
 # None is the default.
 PREAMBLE = """
 import json, torch
-from tnp import targets
-from tnp.choice import as_json
-from tnp.contract import Call
+from tnp.dispatch import devices as targets
+from tnp.dispatch.tuned_tables import as_json
+from tnp.dispatch.spec import Call
 from tnp.gates import compile, launches
 from tnp.ops.attention import FORWARD, OPERATOR
 from tnp.ops.attention.primitives import LaunchConfig
@@ -60,9 +60,9 @@ def rows(*launched):
 
 # Codes of a kernel's jobs as it is, and with what is changed of it; and how many are kept of each.
 CODES = """
-import tnp.definitions
+import tnp.experiment.code_hash
 from pathlib import Path
-from tnp.bench.kernel_code import kernel_hash
+from tnp.experiment.kernel_code import kernel_hash
 from tnp.gates import kept
 
 jobs = compile.collect(iter(attention("fused", "bfloat16", 64, 90)))
@@ -71,7 +71,8 @@ def codes():
     return {job.name: kept.code(job) for job in jobs}
 
 def again(change):
-    for cached in (kernel_hash, tnp.definitions._reached, tnp.definitions._source):
+    for cached in (kernel_hash, tnp.experiment.code_hash._reached,
+    tnp.experiment.code_hash._source):
         cached.cache_clear()
     change()
     return codes()
@@ -111,9 +112,9 @@ def in_child(script: str) -> list[dict]:
 
 def in_cuda_that_compiles() -> set[str]:
     """Where there is no compiler, or CUTLASS is missing, these are refused with the reason."""
-    if cuda.missing():
+    if nvrtc.missing():
         return set()
-    return set(IN_CUDA.values()) - ({"attention_cute"} if cuda.missing_for_cute() else set())
+    return set(IN_CUDA.values()) - ({"attention_cute"} if nvrtc.missing_for_cute() else set())
 
 
 @pytest.mark.first
@@ -126,7 +127,7 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     of_triton = [row for row in rows if row["kernel"] not in in_cuda]
     assert {row["target"] for row in of_triton} == {"sm_80", "sm_90a", "sm_100a"}
     built = {(row["kernel"], row["target"]) for row in rows if row["kernel"] in in_cuda}
-    everywhere = {(name, to) for name in in_cuda for to in cuda.ARCHITECTURES.values()}
+    everywhere = {(name, to) for name in in_cuda for to in nvrtc.ARCHITECTURES.values()}
     assert built == everywhere - {("attention_cute", "sm_75")}
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
     users = {tuple(user) for row in rows for user in row["users"]}
@@ -308,10 +309,10 @@ def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():
     """Also where a configuration is no candidate with lengths of samples given."""
     own = {operation.name for operation in (SEPARATE, FUSED)}
-    entries = [one for one in choice.table(TABLE) if one["of"] in own]
+    entries = [one for one in tuned_tables.table(TABLE) if one["of"] in own]
     forced = [launch.call.args[-1] for launch in launches._of_tables(OPERATOR)]
     compiled = [
-        (of, kernel, choice.as_json(config))
+        (of, kernel, tuned_tables.as_json(config))
         for one in forced
         for of, (kernel, config) in one.items()
     ]
@@ -329,7 +330,7 @@ def test_what_a_table_names_is_compiled_with_lengths_where_it_can_be():
 
 @pytest.mark.parametrize("of", ["attention.forward", "attention.fused"])
 def test_an_entry_whose_configuration_is_none_of_its_kernels_is_named(of, monkeypatch):
-    (entry, *_) = [one for one in choice.table(TABLE) if one["of"] == of and "us" in one]
-    monkeypatch.setattr(choice, "table", lambda path: (entry | {"config": {"block_m": 7}},))
+    (entry, *_) = [one for one in tuned_tables.table(TABLE) if one["of"] == of and "us" in one]
+    monkeypatch.setattr(tuned_tables, "table", lambda path: (entry | {"config": {"block_m": 7}},))
     with pytest.raises(ValueError, match="no candidate of its kernel.*block_m"):
         list(launches._of_tables(OPERATOR))

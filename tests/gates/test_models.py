@@ -3,7 +3,7 @@
 import torch
 
 from tnp.gates import models
-from tnp.variants import FAMILIES
+from tnp.model.variants import FAMILIES
 
 CPU = torch.device("cpu")
 

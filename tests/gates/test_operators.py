@@ -8,9 +8,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.gates import marks_of
-from tnp import catalog as catalogs
-from tnp import targets
-from tnp.contract import OWN, Budget, Case, Implementation
+from tnp.dispatch import devices, registry
+from tnp.dispatch.spec import OWN, Budget, Case, Implementation
 from tnp.gates import blocked, generic_gates, operators, run_gate
 from tnp.gates.checks import Check, Unsupported
 from tnp.gates.poison import Poisoned
@@ -33,10 +32,10 @@ def gates() -> list:
 
     In the interpreter without those whose kernels are some of another's, which takes no other path.
     """
-    here, found = targets.of_device(DEVICE), []
+    here, found = devices.of_device(DEVICE), []
     for gate in generic_gates():
         _, op, name = gate.split("--")
-        operator = catalogs.catalog().operator(op)
+        operator = registry.catalog().operator(op)
         own = {one.name: kernels(one) for one in operator.implementations}
         if here.kind != "cuda" and own.get(name) and any(own[name] < of for of in own.values()):
             continue
@@ -70,8 +69,8 @@ def of_swiglu(monkeypatch):
         if implementation is not None:
             known = [one for one in operator.implementations if one.name != implementation.name]
             operator = replace(operator, implementations=(*known, implementation))
-        monkeypatch.setattr(catalogs, "_own_operators", lambda: [operator])
-        catalogs.catalog.cache_clear()
+        monkeypatch.setattr(registry, "_own_operators", lambda: [operator])
+        registry.catalog.cache_clear()
         monkeypatch.setattr(operators.routes, "checks", lambda *_: iter(()))
         if forward is not None:
             monkeypatch.setattr(triton_swiglu, "FORWARD", forward)
@@ -84,7 +83,7 @@ def of_swiglu(monkeypatch):
 
     yield run
     monkeypatch.undo()
-    catalogs.catalog.cache_clear()
+    registry.catalog.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -100,10 +99,10 @@ def test_a_captured_launch_must_follow_its_lengths(monkeypatch, op, problem):
     """A CPU captures nothing: in place of a graph the call is made again, or, as if lengths were
     frozen in the graph, it is not.
     """
-    operator = catalogs.catalog().operator(op)
+    operator = registry.catalog().operator(op)
     sizes = {name: 16 for name in operator.sizes} | {"batch": 1 if "n_sequences" in problem else 3}
     case = Case(operator.problem("float32", **sizes, **problem), (("lengths", "3,9,4"),))
-    found = catalogs.catalog().load(op, "reference")
+    found = registry.catalog().load(op, "reference")
 
     def replays(again: bool) -> bool:
         def captured(results):
@@ -119,10 +118,10 @@ def test_a_captured_launch_must_follow_its_lengths(monkeypatch, op, problem):
 
 def test_a_number_out_of_range_must_be_nan_in_its_sequence_alone():
     """Red of what clamps it, and of what spoils another sequence."""
-    operator = catalogs.catalog().operator("attention")
+    operator = registry.catalog().operator("attention")
     sizes = {name: 8 for name in operator.sizes} | {"batch": 3}
     case = Case(operator.problem("float32", **sizes, n_keys=True), (("lengths", "3,7,4"),))
-    found = catalogs.catalog().load("attention", "reference")
+    found = registry.catalog().load("attention", "reference")
     setting = Setting.of(operator, found, case, torch.device("cpu"))
 
     def checked(change) -> list[str]:
@@ -450,7 +449,7 @@ def test_gradients_that_are_rounded_on_the_way_are_judged_by_their_emulation(of_
 
 
 def test_every_own_implementation_has_a_gate():
-    found = catalogs.catalog()
+    found = registry.catalog()
     own = {
         f"op--{op}--{name}" for op in found.operators for name in found.names(op)
         if found.listed(op, name).provider == OWN

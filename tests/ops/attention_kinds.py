@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp.contract import OWN
+from tnp.dispatch.spec import OWN
 from tnp.ops.attention import OPERATOR, attention
 
 OURS = [

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE, HERE
-from tnp import dispatch
-from tnp.catalog import catalog
-from tnp.contract import Call, Case, Implementation, Operator
+from tnp.dispatch.call import call
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call, Case, Implementation, Operator
 from tnp.gates.results import wanted_of
-from tnp.values import Random
+from tnp.ops._shared.random_values import Random
 
 Outputs = Callable[..., list[torch.Tensor]]
 
@@ -56,7 +56,7 @@ def drawn(operator: Operator, found: Implementation, case: Case) -> tuple[list, 
     def outputs(*some: torch.Tensor) -> list[torch.Tensor]:
         given = inputs | dict(zip(wanted, some, strict=True))
         options = operator.call_options(case.problem)
-        made = dispatch.call(operator, found.name, tuple(given.values()), operator.numbers, options)
+        made = call(operator, found.name, tuple(given.values()), operator.numbers, options)
         return [x.float() for x in (made if isinstance(made, tuple) else (made,))]
 
     return [inputs[name].detach() for name in wanted], outputs

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 import torch
 
-from tnp import plans, selection, targets
-from tnp.contract import Case, Kernel, Operator
+from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.spec import Case, Kernel, Operator
 from tnp.gates.checks import error_ratio
-from tnp.values import Random
+from tnp.ops._shared.random_values import Random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HERE = targets.of_device(DEVICE)
+HERE = devices.of_device(DEVICE)
 
 Results = dict[str, torch.Tensor]
 

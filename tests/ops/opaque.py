@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from tnp import opaque
-from tnp.contract import Operator
-from tnp.selection import wanted_of
+from tnp.dispatch import custom_op
+from tnp.dispatch.selection import wanted_of
+from tnp.dispatch.spec import Operator
 
 
 def told(
@@ -35,9 +35,9 @@ def require_contracts(
         shown = tuple((name, values[name]) for name in operator.shown if name in values)
         named = zip(operator.tensors, leaves, strict=True)
         given = tuple(name for name, x in named if name in operator.optional and x is not None)
-        text = opaque._decided(
+        text = custom_op._decided(
             operator.name, implementation, dtype, leaves[0].device, wanted_of(operator, leaves),
             options, shown, given, sizes,
         )  # fmt: skip
         call = *leaves, *operator.numbers, text
-        torch.library.opcheck(opaque.custom_operator(operator).differentiable, call)
+        torch.library.opcheck(custom_op.custom_operator(operator).differentiable, call)

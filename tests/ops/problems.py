@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from tnp import dispatch, targets
-from tnp.contract import Case, Operator
+from tnp.dispatch import devices
+from tnp.dispatch.spec import Case, Operator
 from tnp.gates.results import Results, Setting, compute
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HERE = targets.of_device(DEVICE)
+HERE = devices.of_device(DEVICE)
 
 
 def setting(
@@ -34,7 +34,7 @@ def by(of: Setting, implementation: str) -> Results:
 
     def call(*arguments):
         options = tuple(of.options.items())
-        return dispatch.call(
+        return call(
             of.operator, implementation, arguments[:n], arguments[n:], options
         )  # fmt: skip
 

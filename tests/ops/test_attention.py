@@ -8,8 +8,8 @@ import torch
 
 from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
-from tnp import opaque, plans
-from tnp.contract import OWN
+from tnp.dispatch import custom_op, plans
+from tnp.dispatch.spec import OWN
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops.attention import OPERATOR, attention
@@ -106,7 +106,7 @@ def test_operators_keep_their_contracts(implementation, shape, options):
     inputs = tuple(problem(shape).inputs.values())
     given = ["n_keys"] if inputs[3] is not None else []
     text = told(implementation, ["q", "k", "v"], options, given)
-    op = opaque.custom_op(OPERATOR)
+    op = custom_op.custom_op(OPERATOR)
     (o,), saved = op(*inputs, 0.125, text)
     q, k = inputs[:2]
     sizes = (*q.shape[:3], k.shape[2], q.shape[3])

@@ -9,15 +9,15 @@ import pytest
 import torch
 import yaml
 
-from tnp import choice, selection, targets
-from tnp.catalog import catalog
-from tnp.contract import Call, Kernel, Problem
+from tnp.dispatch import devices, selection, tuned_tables
+from tnp.dispatch.devices import Target
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call, Kernel, Problem
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE
-from tnp.targets import Target
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
-H200, A100 = targets.named("nvidia-h200"), targets.named("A100")
+H200, A100 = devices.named("nvidia-h200"), devices.named("A100")
 OPERATIONS = (FORWARD, SEPARATE, FUSED)
 # No table of this machine's user; a test may write one of its own.
 pytestmark = pytest.mark.usefixtures("users_tables")
@@ -36,7 +36,7 @@ def call(shape: str, dtype: str = "bfloat16", target: Target = H200, **options) 
 def chosen(operation, what: Call) -> tuple[str, dict, str]:
     kernel, found = selection.choose_kernel(operation, OPERATOR, what)
     assert isinstance(kernel, Kernel) and kernel.name == found.name
-    return found.name, choice.as_json(found.config), found.source
+    return found.name, tuned_tables.as_json(found.config), found.source
 
 
 # The implementation, and which kernel serves the forward pass and each backward one. Configurations
@@ -133,7 +133,7 @@ def test_an_expanded_gradient_is_copied_and_an_expanded_input_left_to_the_portab
 
 def test_a_gpu_of_the_same_capability_takes_the_table_and_says_whose():
     for shape, source in (("mid", "tuned"), ("odd", "predicted")):
-        what = call(shape, target=targets.named("H100 PCIe"))
+        what = call(shape, target=devices.named("H100 PCIe"))
         assert chosen(FORWARD, what)[::2] == ("hopper", f"{source} on nvidia-h200")
 
 
@@ -141,15 +141,17 @@ def test_what_a_user_tuned_comes_first():
     mine = problem("mid")
     kernel = selection.kernels_of(FORWARD)["triton"]
     config = kernel.configs(call("mid"))[1]
-    choice.write(H200, [choice.entry("attention.forward", mine, "triton", config)])
-    assert chosen(FORWARD, call("mid")) == ("triton", choice.as_json(config), "tuned")
+    tuned_tables.write(H200, [tuned_tables.entry("attention.forward", mine, "triton", config)])
+    assert chosen(FORWARD, call("mid")) == ("triton", tuned_tables.as_json(config), "tuned")
     assert chosen(FORWARD, call("small"))[0] == "few_keys"
 
 
 @pytest.mark.parametrize(("kernel", "config"), [("hopper", {"block_n": 7}), ("gone", None)])
 def test_an_entry_of_what_is_there_no_more_is_passed_over_and_named_once(kernel, config, caplog):
     before = chosen(FORWARD, call("mid"))
-    choice.write(H200, [choice.entry("attention.forward", problem("mid"), kernel, config)])
+    tuned_tables.write(
+        H200, [tuned_tables.entry("attention.forward", problem("mid"), kernel, config)]
+    )
     for _ in range(2):
         assert chosen(FORWARD, call("mid")) == before
     (said,) = [one.getMessage() for one in caplog.records if "there no more" in one.getMessage()]
@@ -159,11 +161,13 @@ def test_an_entry_of_what_is_there_no_more_is_passed_over_and_named_once(kernel,
 @pytest.mark.parametrize("content", [5, {"op": "attention", "dtype": "bfloat16", "sizes": [1]}])
 def test_an_entry_whose_problem_is_none_is_passed_over(content):
     before = chosen(FORWARD, call("mid"))
-    path = choice.write(H200, [choice.entry("attention.forward", problem("mid"), "triton")])
+    path = tuned_tables.write(
+        H200, [tuned_tables.entry("attention.forward", problem("mid"), "triton")]
+    )
     table = json.loads(path.read_text())
     table["entries"][0]["problem"] = content
     path.write_text(json.dumps(table))
-    choice.refresh()
+    tuned_tables.refresh()
     assert chosen(FORWARD, call("mid")) == before
 
 
@@ -172,7 +176,7 @@ def test_an_entry_of_the_same_options_comes_before_a_nearer_one_without():
     counted, plain = problem("small", "float32", n_keys=True), problem("small_b16", "float32")
     for mine, kernel in ((counted, "triton"), (plain, "few_keys")):
         config = selection.kernels_of(FUSED)[kernel].configs(call("small", "float32"))[0]
-        choice.write(H200, [choice.entry("attention.fused", mine, kernel, config)])
+        tuned_tables.write(H200, [tuned_tables.entry("attention.fused", mine, kernel, config)])
     found = chosen(FUSED, call("small_b1", "float32", n_keys=True))
     assert found[::2] == ("triton", "nearest")
     assert chosen(FUSED, call("small_b1", "float32"))[::2] == ("few_keys", "nearest")
@@ -188,15 +192,17 @@ def test_an_entry_serves_no_problem_under_another_mask(mask):
     three = next(
         one for one in selection.kernels_of(FORWARD)["hopper"].configs(what) if one.consumers == 3
     )
-    choice.write(H200, [choice.entry("attention.forward", asked, "hopper", three)])
-    assert chosen(FORWARD, what)[1:] == (choice.as_json(three), "tuned")
+    tuned_tables.write(H200, [tuned_tables.entry("attention.forward", asked, "hopper", three)])
+    assert chosen(FORWARD, what)[1:] == (tuned_tables.as_json(three), "tuned")
 
 
 def test_every_committed_entry_is_taken_where_it_was_measured():
-    path = choice.COMMITTED / "nvidia-h200.json"
+    path = tuned_tables.COMMITTED / "nvidia-h200.json"
     operators = catalog().operators
     operations = {operation.name: operation for operation in OPERATIONS}
-    entries = [one for one in choice.table(path) if one["of"].partition(".")[0] == "attention"]
+    entries = [
+        one for one in tuned_tables.table(path) if one["of"].partition(".")[0] == "attention"
+    ]
     assert entries
     for entry in entries:
         if "us" in entry:
@@ -243,24 +249,26 @@ def test_a_split_that_lengths_forbid_is_not_predicted():
     assert not any(kernel.counts(counted, config)[3] for config in configs)
 
 
-def predicts(kernel: str, index: int, us: list[float]) -> choice.Entry:
+def predicts(kernel: str, index: int, us: list[float]) -> tuned_tables.Entry:
     config = selection.kernels_of(FORWARD)[kernel].configs(call("mid"))[index]
-    return choice.cost_entry("attention.forward", OPERATOR, problem("mid"), kernel, config, us)
+    return tuned_tables.cost_entry(
+        "attention.forward", OPERATOR, problem("mid"), kernel, config, us
+    )
 
 
 def test_a_users_costs_come_before_the_installed_ones():
     before = chosen(FORWARD, call("odd"))
     assert before[0] == "hopper"
-    choice.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
+    tuned_tables.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
     after = chosen(FORWARD, call("odd"))
     assert after[::2] == ("triton", "predicted") and after[1]["block_m"] == 64
-    choice.write(H200, [predicts("triton", 1, [1e6, 0.0, 0.0, 0.0])])  # in its place
+    tuned_tables.write(H200, [predicts("triton", 1, [1e6, 0.0, 0.0, 0.0])])  # in its place
     assert chosen(FORWARD, call("odd")) == before
 
 
 def test_costs_of_counts_that_have_changed_are_passed_over_and_named_once(caplog):
     before = chosen(FORWARD, call("odd"))
-    choice.write(H200, [predicts("triton", 1, [1.0, 0.0])])
+    tuned_tables.write(H200, [predicts("triton", 1, [1.0, 0.0])])
     for _ in range(2):
         assert chosen(FORWARD, call("odd")) == before
     (said,) = [one.getMessage() for one in caplog.records if "counts other" in one.getMessage()]
@@ -272,11 +280,11 @@ def test_costs_of_counts_that_have_changed_are_passed_over_and_named_once(caplog
 )
 def test_costs_that_are_no_numbers_make_the_table_none(us, caplog):
     before = chosen(FORWARD, call("odd"))
-    path = choice.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
+    path = tuned_tables.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
     table = json.loads(path.read_text())
     table["entries"][0]["us"] = us
     path.write_text(json.dumps(table))
-    choice.refresh()
+    tuned_tables.refresh()
     assert chosen(FORWARD, call("odd")) == before
     assert "is no tuned table" in caplog.text
 
@@ -284,9 +292,11 @@ def test_costs_that_are_no_numbers_make_the_table_none(us, caplog):
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 def test_committed_costs_are_of_what_kernels_count(operation):
     kernels = selection.kernels_of(operation)
-    entries = [one for one in choice.of_target(H200) if "us" in one and one["of"] == operation.name]
+    entries = [
+        one for one in tuned_tables.of_target(H200) if "us" in one and one["of"] == operation.name
+    ]
     configs = {
-        (name, json.dumps(choice.as_json(config)))
+        (name, json.dumps(tuned_tables.as_json(config)))
         for name, kernel in kernels.items()
         for n_k in (64, 128, 256, 1000)
         if kernel.refuses(sized(500, n_k)) is None
@@ -302,13 +312,13 @@ def test_committed_costs_are_of_what_kernels_count(operation):
 
 def test_what_a_relative_says_of_other_operations_stays():
     """One's own costs of the forward pass say nothing of the backward, nor of implementations."""
-    mine = targets.named("H100 PCIe")
+    mine = devices.named("H100 PCIe")
     what = replace(call("mid"), target=mine)
     backward = chosen(FUSED, what)
     automatic = selection.choose_implementation(OPERATOR, "auto", what)[0]
     assert backward[2] == "predicted on nvidia-h200"
     assert automatic.source == "tuned on nvidia-h200"
-    choice.write(mine, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
+    tuned_tables.write(mine, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
     assert chosen(FORWARD, what)[::2] == ("triton", "predicted")
     assert chosen(FUSED, what) == backward
     assert selection.choose_implementation(OPERATOR, "auto", what)[0] == automatic
@@ -381,7 +391,9 @@ def test_what_is_true_or_false_in_a_configuration_is_a_form_of_its_own():
 def test_an_entry_of_the_same_sizes_comes_before_what_is_predicted():
     kernel = selection.kernels_of(FORWARD)["triton"]
     config = kernel.configs(call("odd"))[2]
-    choice.write(H200, [choice.entry("attention.forward", problem("odd"), "triton", config)])
+    tuned_tables.write(
+        H200, [tuned_tables.entry("attention.forward", problem("odd"), "triton", config)]
+    )
     assert chosen(FORWARD, call("odd"))[::2] == ("triton", "tuned")
     assert chosen(FORWARD, call("odd", n_keys=True))[::2] == ("triton", "nearest")
     assert chosen(FORWARD, call("few_mid"))[2] == "predicted"

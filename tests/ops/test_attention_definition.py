@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from tnp import selection, targets
+from tnp.dispatch import devices, selection
 from tnp.gates.checks import distance
+from tnp.ops._shared.random_values import Random
 from tnp.ops.attention import OPERATOR, cases, definition
 from tnp.ops.attention.torch_forms import visible
-from tnp.values import Random
 
 CPU = torch.device("cpu")
 SCALE = OPERATOR.numbers
-CASES = list(OPERATOR.cases(targets.CPU))
+CASES = list(OPERATOR.cases(devices.CPU))
 
 
 def drawn(case, device=CPU) -> tuple:
@@ -21,10 +21,10 @@ def drawn(case, device=CPU) -> tuple:
 
 @pytest.mark.parametrize("gpu", [None, "H200"])
 def test_what_is_drawn_is_the_problem(gpu):
-    for case in CASES if gpu is None else OPERATOR.cases(targets.named(gpu)):
+    for case in CASES if gpu is None else OPERATOR.cases(devices.named(gpu)):
         inputs = drawn(case, torch.device("meta"))
         options = OPERATOR.call_options(case.problem)
-        found = selection.describe(OPERATOR, inputs, options, target=targets.CPU)
+        found = selection.describe(OPERATOR, inputs, options, target=devices.CPU)
         assert found.problem == case.problem
         assert selection.aligned(inputs), case
 

@@ -13,16 +13,16 @@ import torch
 
 from tests.dtypes import FLOAT32
 from tests.ops.problems import DEVICE
-from tnp import choice, plans, selection, targets
-from tnp.contract import Budget, Call
-from tnp.contract import Case as OperatorsCase
-from tnp.gates import rounding
+from tnp.dispatch import devices, plans, selection, tuned_tables
+from tnp.dispatch.spec import Budget, Call
+from tnp.dispatch.spec import Case as OperatorsCase
 from tnp.gates.checks import distance, error_ratio, max_abs_error
+from tnp.ops._shared import rounding_error
+from tnp.ops._shared.random_values import Random
 from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, triton_backward
 from tnp.ops.attention.primitives import LOG2_E
 from tnp.ops.attention.torch_forms import reference as formula
 from tnp.ops.attention.torch_forms import visible
-from tnp.values import Random
 
 SCALE = 0.125
 BUDGETS = {"o": Budget.outputs} | dict.fromkeys(("dq", "dk", "dv"), Budget.gradients)
@@ -48,7 +48,7 @@ COUNTS = [1, 60, 40]
 
 SIZES = {"batch": 4, "n_heads": 8, "n_q": 564, "n_k": 64, "head_dim": 64}
 # An H200's multiprocessors: what decides whether queries are split into segments.
-TARGET = replace(targets.of_device(DEVICE), multiprocessors=132)
+TARGET = replace(devices.of_device(DEVICE), multiprocessors=132)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def seen(q, k, n_keys=None) -> torch.Tensor | None:
 def ratios(outs, inputs, n_keys=None) -> dict[str, float]:
     own = reference(*inputs, n_keys, dtype=inputs[0].dtype)
     exact = reference(*inputs, n_keys)
-    floors = rounding.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
+    floors = rounding_error.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
     results = zip(BUDGETS, outs, own, exact, strict=True)
     return {name: error_ratio(*tensors, floors[name]) for name, *tensors in results}
 
@@ -245,7 +245,7 @@ def test_few_keys_of_which_one_has_all_the_weight(kernels, n_k, magnitude, dtype
 def test_lse(forward, magnitude):
     q, k, v, do = draw(Case(2, 2, 70, 40, dtype=torch.float32, magnitude=magnitude))
     lse = KERNELS[forward].lse(q, k, v, counts(40, 33))
-    floor = rounding.attention(q, k, v, do, SCALE, seen(q, k, counts(40, 33)))["lse"]
+    floor = rounding_error.attention(q, k, v, do, SCALE, seen(q, k, counts(40, 33)))["lse"]
     scores = SCALE * q.double() @ k.double().mT
     scores[1, :, :, 33:] = float("-inf")
     assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= Budget.outputs * floor
@@ -347,9 +347,9 @@ def test_a_launch_keeps_no_tensor(kernels):
 
 
 def test_configurations_differ():
-    what = Call(OPERATOR.problem("bfloat16", **SIZES), targets.named("H200"), ("q",))
+    what = Call(OPERATOR.problem("bfloat16", **SIZES), devices.named("H200"), ("q",))
     for operation in (FORWARD, SEPARATE, FUSED):
         for kernel in selection.kernels_of(operation).values():
             configs = kernel.configs(what)
-            as_json = [json.dumps(choice.as_json(config)) for config in configs]
+            as_json = [json.dumps(tuned_tables.as_json(config)) for config in configs]
             assert len(set(as_json)) == len(configs) > 0

@@ -21,7 +21,8 @@ from tests.ops.attention_kinds import (
 )
 from tests.ops.opaque import require_contracts
 from tests.ops.problems import DEVICE, assert_within_budget, by, setting
-from tnp import dispatch, plans
+from tnp.dispatch import plans
+from tnp.dispatch.call import call
 from tnp.ops.attention import OPERATOR, attention
 from tnp.ops.attention.keys import Reach
 
@@ -100,7 +101,7 @@ def test_a_problem_with_a_huge_window_is_one_without(implementation):
 
     def windowed(*inputs, **asked):
         options = tuple(asked.items())
-        return dispatch.call(OPERATOR, implementation, (*inputs, *[None] * 3), (SCALE,), options)
+        return call(OPERATOR, implementation, (*inputs, *[None] * 3), (SCALE,), options)
 
     inputs = draw(5, 7)
     expected = run(inputs, windowed, causal=True)

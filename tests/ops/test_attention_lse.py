@@ -8,7 +8,7 @@ import torch
 from tests.ops.attention_kinds import OURS, SCALE, N, draw, ours
 from tests.ops.opaque import require_contracts
 from tests.ops.problems import DEVICE
-from tnp import plans
+from tnp.dispatch import plans
 from tnp.ops.attention import OPERATOR, attention
 from tnp.ops.attention.torch_forms import visible
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.attention_kinds import HEAD_DIM, NAMES, assert_close, cu_seqlens, draw, ours, run
 from tests.ops.problems import DEVICE, HERE
-from tnp import selection
+from tnp.dispatch import selection
 from tnp.ops.attention import OPERATOR, attention, keys
 from tnp.ops.attention.torch_forms import longest_sequence
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp import plans, targets
-from tnp.contract import Case
+from tnp.dispatch import devices, plans
+from tnp.dispatch.spec import Case
 from tnp.gates.checks import error_ratio
+from tnp.ops._shared.random_values import Random
 from tnp.ops.buffered_attention import (
     OPERATOR,
     buffered_attention,
@@ -20,7 +21,6 @@ from tnp.ops.buffered_attention import (
     triton_backward,
     triton_forward,
 )
-from tnp.values import Random
 
 NAMES = "q", "k", "v"
 
@@ -82,7 +82,7 @@ def test_every_configuration_at_ragged_sizes(dtype, pass_, config, n):
 def test_programs_that_share_a_head_leave_partials(lengths, all_rows):
     """Of two blocks of the context and two of the buffer, the same rows in every block's turn."""
     inputs, options, _ = drawn(67, 66, 2, 40, all_rows, "bfloat16", **lengths)
-    target = replace(targets.of_device(DEVICE), multiprocessors=6)
+    target = replace(devices.of_device(DEVICE), multiprocessors=6)
     plan = plans.build(OPERATOR, "triton", inputs, options, NAMES, target)
     assert_as_float64(lambda *xs: plan.run(xs, (0.125,)), inputs, options, "bfloat16")
 

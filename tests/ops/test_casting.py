@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tnp.ops import casting
-from tnp.ops.casting import WeightCasts, cast_weight
+from tnp.ops._shared import casting
+from tnp.ops._shared.casting import WeightCasts, cast_weight
 
 
 def _weight(scale: float = 1.0) -> nn.Parameter:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tnp import plans, targets
+from tnp.dispatch import devices, plans
+from tnp.dispatch.launcher import Bound
 from tnp.gates.checks import error_ratio
-from tnp.launch import Bound
 from tnp.ops.cross_entropy import cross_entropy
 from tnp.ops.linear_cross_entropy import OPERATOR, condition, linear_cross_entropy
 from tnp.ops.linear_cross_entropy.triton_linear_cross_entropy import CONFIGS, ChunkConfig
@@ -193,7 +193,7 @@ def test_no_more_memory_than_a_chunk(monkeypatch):
     x, weight = torch.empty(n, d, **new), torch.empty(v, d, **new)
     inputs = x, weight, torch.empty(n, dtype=torch.int64, device="meta")
     plan = plans.build(
-        OPERATOR, "triton", inputs, (), ("x", "weight"), targets.named("NVIDIA H200")
+        OPERATOR, "triton", inputs, (), ("x", "weight"), devices.named("NVIDIA H200")
     )
     assert plan.what.problem == problem
     with Allocations() as forward:

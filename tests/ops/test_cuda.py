@@ -7,24 +7,24 @@ import pytest
 import torch
 
 from tests import emulation
-from tnp import cuda, definitions, plans, selection, targets
-from tnp.bench import kernel_code
-from tnp.catalog import catalog
-from tnp.contract import Call
+from tnp.dispatch import devices, nvrtc, plans, selection
+from tnp.dispatch.devices import Target
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call
+from tnp.experiment import code_hash, kernel_code
 from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Setting, compute
 from tnp.ops import attention, softmax
-from tnp.ops.cuda_rows import vector
+from tnp.ops._shared.cuda_rows import vector
 from tnp.ops.softmax.cuda_softmax import MOST_THREADS, ONE_PASS, shape
-from tnp.targets import Target
 
-H200 = targets.named("nvidia-h200")
+H200 = devices.named("nvidia-h200")
 IN_CUDA = [("softmax", "three_passes"), ("softmax", "one_pass"), ("attention", "wmma")]
 DEVICE = torch.device("cpu")
 INF = float("inf")
 
 compiles = pytest.mark.skipif(
-    cuda.missing() is not None, reason=f"CUDA C++ does not compile here: {cuda.missing()}"
+    nvrtc.missing() is not None, reason=f"CUDA C++ does not compile here: {nvrtc.missing()}"
 )
 emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not installed")
 
@@ -32,12 +32,12 @@ emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not ins
 @pytest.fixture
 def here(monkeypatch):
     """As where a compiler is, whose kernels then run on this CPU."""
-    cuda.missing.cache_clear()
-    monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
-    monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: True)
-    monkeypatch.setattr(cuda, "loaded", emulation.loaded)
+    nvrtc.missing.cache_clear()
+    monkeypatch.setattr(nvrtc, "_is_installed", lambda module: True)
+    monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda: True)
+    monkeypatch.setattr(nvrtc, "loaded", emulation.loaded)
     yield
-    cuda.missing.cache_clear()
+    nvrtc.missing.cache_clear()
 
 
 def refused(op: str, name: str, dtype: str, wanted=(), target: Target = H200, **sizes) -> str:
@@ -63,49 +63,49 @@ def test_what_cuda_does_not_take_is_refused_in_a_sentence(here):
     assert "64 and 128, not 96" in HEADS("float16", head_dim=96)
     assert "not float32" in HEADS("float32", head_dim=64)
     assert "window=3" in HEADS("float16", head_dim=64, window=3)
-    old = partial(HEADS, target=targets.of_capability(75), head_dim=64)
+    old = partial(HEADS, target=devices.of_capability(75), head_dim=64)
     assert old("float16") is None
     assert "8.0" in old("bfloat16") and "8.0" in old("float16", ("q",))
-    assert "7.5 or newer" in HEADS("float16", target=targets.of_capability(70), head_dim=64)
-    assert "not cpu" in HEADS("float16", target=targets.CPU, head_dim=64)
+    assert "7.5 or newer" in HEADS("float16", target=devices.of_capability(70), head_dim=64)
+    assert "not cpu" in HEADS("float16", target=devices.CPU, head_dim=64)
 
 
 def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
     cute = partial(refused, "attention", "cute", batch=1, n_heads=4, n_q=9, n_k=9, head_dim=64)
-    monkeypatch.setattr(cuda, "cutlass", lambda: None)
+    monkeypatch.setattr(nvrtc, "cutlass", lambda: None)
     assert "pip install '.[cute]'" in cute("float16")
-    monkeypatch.setattr(cuda, "cutlass", lambda: "/somewhere")
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    monkeypatch.setattr(nvrtc, "cutlass", lambda: "/somewhere")
+    monkeypatch.setattr(nvrtc.shutil, "which", lambda name: None)
     assert cute("float16").startswith("nvcc is not here")
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: name)
+    monkeypatch.setattr(nvrtc.shutil, "which", lambda name: name)
     assert cute("float16") is None
-    assert "8.0 and newer" in cute("float16", target=targets.of_capability(75))
+    assert "8.0 and newer" in cute("float16", target=devices.of_capability(75))
 
 
 def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, tmp_path):
-    cuda.cutlass.cache_clear()
-    monkeypatch.setattr(cuda, "CUTLASS", (("no_such_package",), ("carrier_of_headers", "include")))
+    nvrtc.cutlass.cache_clear()
+    monkeypatch.setattr(nvrtc, "CUTLASS", (("no_such_package",), ("carrier_of_headers", "include")))
     monkeypatch.syspath_prepend(tmp_path)
-    assert cuda.cutlass() is None
-    cuda.cutlass.cache_clear()
+    assert nvrtc.cutlass() is None
+    nvrtc.cutlass.cache_clear()
     folder = tmp_path / "carrier_of_headers" / "include"
     (folder / "cute").mkdir(parents=True)
     (folder / "cute" / "tensor.hpp").touch()
     (folder.parent / "__init__.py").touch()
-    assert cuda.cutlass() == str(folder)
-    cuda.cutlass.cache_clear()
+    assert nvrtc.cutlass() == str(folder)
+    nvrtc.cutlass.cache_clear()
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
-    cuda.missing.cache_clear()
-    monkeypatch.setattr(cuda, "_is_installed", lambda module: False)
+    nvrtc.missing.cache_clear()
+    monkeypatch.setattr(nvrtc, "_is_installed", lambda module: False)
     assert "pip install '.[cuda]'" in HEADS("float16", head_dim=64)
-    cuda.missing.cache_clear()
-    monkeypatch.setattr(cuda, "_is_installed", lambda module: True)
-    monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda: False)
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    nvrtc.missing.cache_clear()
+    monkeypatch.setattr(nvrtc, "_is_installed", lambda module: True)
+    monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda: False)
+    monkeypatch.setattr(nvrtc.shutil, "which", lambda name: None)
     assert "neither NVRTC" in HEADS("float16", head_dim=64)
-    cuda.missing.cache_clear()
+    nvrtc.missing.cache_clear()
 
 
 @pytest.mark.parametrize("op, name", IN_CUDA)
@@ -128,8 +128,8 @@ def test_the_threads_of_a_row_hold_it_whole(at_once):
         sizes = shape(width, at_once)
         threads, unroll = sizes["THREADS"], sizes["UNROLL"]
         assert width <= threads * unroll * at_once and unroll * at_once <= 32
-        assert threads % cuda.WARP == 0 and threads <= MOST_THREADS
-        assert sizes["ROWS"] == (4 if threads == cuda.WARP else 1)
+        assert threads % nvrtc.WARP == 0 and threads <= MOST_THREADS
+        assert sizes["ROWS"] == (4 if threads == nvrtc.WARP else 1)
         assert unroll == 1 or width > threads * (unroll // 2) * at_once  # no more than needed
     with pytest.raises(ValueError, match="32769"):
         shape(softmax.ONE_PASS_WIDTH + 1, 1)
@@ -142,15 +142,15 @@ def test_16_bytes_are_read_at_once_where_every_row_begins_at_them():
     assert vector("float32", 1001, True) == 1
 
 
-def bound(op: str, name: str, case, options=()) -> cuda.Bound:
+def bound(op: str, name: str, case, options=()) -> nvrtc.Bound:
     """The launch of a case's inputs on the meta device, where nothing runs."""
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
     operator, noted = catalog().operator(op), []
     drawn = operator.draw(case, Random(case, torch.device("meta")))
     inputs = tuple(drawn.get(name) for name in operator.tensors)
     plan = plans.build(operator, name, inputs, operator.call_options(case.problem), (), H200)
-    with cuda.watched(noted.append):
+    with nvrtc.watched(noted.append):
         plan.forward(inputs, operator.numbers)
     (found,) = noted
     return found
@@ -180,7 +180,7 @@ def test_a_launch_is_noted_with_the_hash_of_its_source(here):
     with kernel_code.launches() as noted:
         bound("softmax", "one_pass", softmax.OPERATOR.case("float16", 7, 100))
     name = ONE_PASS.replace(":", ".")
-    assert noted == {name: definitions.fingerprint([ONE_PASS])}
+    assert noted == {name: code_hash.fingerprint([ONE_PASS])}
 
 
 # --------------------------------------------------------------------------------------- numerics
@@ -295,7 +295,7 @@ def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
         assert right in text
         return emulation._compiled(source, text.replace(right, wrong, 1))
 
-    monkeypatch.setattr(cuda, "loaded", slipped)
+    monkeypatch.setattr(nvrtc, "loaded", slipped)
     if name == "wmma":
         kind = {"n_kv_heads": 2, "causal": True}
         case = attention.OPERATOR.case("float16", 1, 4, 17, 130, 64, **kind)
@@ -310,13 +310,13 @@ def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
 SIZES = {"VECTOR": 4, **shape(1000, 4)}
 
 
-def source(**named) -> cuda.Source:
-    return cuda.Source(ONE_PASS, cuda.constants(**{"TYPE": "float", **SIZES, **named}))
+def source(**named) -> nvrtc.Source:
+    return nvrtc.Source(ONE_PASS, nvrtc.constants(**{"TYPE": "float", **SIZES, **named}))
 
 
 def compilers() -> list:
-    found = [("nvrtc", cuda._by_nvrtc)] if not cuda.missing() and cuda._nvrtc_is_here() else []
-    return found + ([("nvcc", cuda._by_nvcc)] if cuda.shutil.which("nvcc") else [])
+    found = [("nvrtc", nvrtc._by_nvrtc)] if not nvrtc.missing() and nvrtc._nvrtc_is_here() else []
+    return found + ([("nvcc", nvrtc._by_nvcc)] if nvrtc.shutil.which("nvcc") else [])
 
 
 @compiles
@@ -324,16 +324,16 @@ def test_every_compiler_that_is_here_builds_for_a_gpu_that_is_not():
     for name, by in compilers():
         cubin, log = by(source(), "sm_86")
         assert cubin.startswith(b"\x7fELF"), name
-        said = cuda.resources(log)
+        said = nvrtc.resources(log)
         assert said["registers"] > 0 and said["spill_bytes"] == 0, name
 
 
 @compiles
 def test_what_does_not_compile_says_so_with_the_compilers_message(monkeypatch):
     for name, by in compilers():
-        monkeypatch.setattr(cuda, "_nvrtc_is_here", lambda name=name: name == "nvrtc")
-        with pytest.raises(cuda.CompilationError) as raised:
-            cuda.build(source(TYPE="nothing"), "sm_80")
+        monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda name=name: name == "nvrtc")
+        with pytest.raises(nvrtc.CompilationError) as raised:
+            nvrtc.build(source(TYPE="nothing"), "sm_80")
         message = str(raised.value)
         assert message.startswith("one_pass.cu does not compile for sm_80 with {")
         assert '"nothing" is undefined' in message, (name, by)
@@ -344,29 +344,29 @@ def test_compiled_code_is_kept_until_what_it_is_made_of_changes(monkeypatch, tmp
 
     def build(source, architecture):
         built.append(architecture)
-        return cuda.Compiled(b"code", "", 0.0)
+        return nvrtc.Compiled(b"code", "", 0.0)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuda, "build", build)
-    monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "one")
+    monkeypatch.setattr(nvrtc, "build", build)
+    monkeypatch.setattr(nvrtc, "_compiler", lambda of_cutlass: "one")
     for _ in range(2):
-        assert cuda.cached(source(), "sm_80") == b"code"
+        assert nvrtc.cached(source(), "sm_80") == b"code"
     assert built == ["sm_80"]
-    cuda.cached(source(), "sm_86")
-    cuda.cached(source(ROWS=2), "sm_86")
-    monkeypatch.setattr(cuda, "_compiler", lambda of_cutlass: "another")
-    cuda.cached(source(), "sm_80")
-    monkeypatch.setattr(cuda.Source, "texts", lambda self: iter(["other text"]))
-    cuda.cached(source(), "sm_80")
+    nvrtc.cached(source(), "sm_86")
+    nvrtc.cached(source(ROWS=2), "sm_86")
+    monkeypatch.setattr(nvrtc, "_compiler", lambda of_cutlass: "another")
+    nvrtc.cached(source(), "sm_80")
+    monkeypatch.setattr(nvrtc.Source, "texts", lambda self: iter(["other text"]))
+    nvrtc.cached(source(), "sm_80")
     assert built == ["sm_80", "sm_86", "sm_86", "sm_80", "sm_80"]
 
 
 def test_the_architecture_can_be_said():
-    assert cuda.Bound(source(), 90, (1,), 32).architecture == "sm_90a"
-    assert cuda.Bound(source(), 120, (1,), 32).architecture == "sm_120"
-    assert cuda.Bound(source(), 90, (1,), 32, architecture="sm_86").architecture == "sm_86"
+    assert nvrtc.Bound(source(), 90, (1,), 32).architecture == "sm_90a"
+    assert nvrtc.Bound(source(), 120, (1,), 32).architecture == "sm_120"
+    assert nvrtc.Bound(source(), 90, (1,), 32, architecture="sm_86").architecture == "sm_86"
 
 
 def test_the_compiler_of_silence_is_named():
-    with pytest.raises(cuda.CompilationError, match="ptxas said nothing"):
-        cuda.resources("")
+    with pytest.raises(nvrtc.CompilationError, match="ptxas said nothing"):
+        nvrtc.resources("")

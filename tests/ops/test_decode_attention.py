@@ -9,10 +9,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.ops.launched import reads, recorded
-from tnp import plans, targets
+from tnp.dispatch import devices, plans
+from tnp.dispatch.devices import Target
 from tnp.ops.decode_attention import OPERATOR, decode_attention, definition, torch_forms
 from tnp.ops.decode_attention.triton_decode import Config, configs
-from tnp.targets import Target
 
 FORWARD = "decode_attention.forward"
 SCALE = 0.25
@@ -287,7 +287,7 @@ def test_sizes_of_zero():
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100", "NVIDIA A10G"])
 def test_blocks_fit_beside_each_other(gpu):
-    target = targets.named(gpu)
+    target = devices.named(gpu)
     problem = OPERATOR.problem(
         "bfloat16", batch=8, heads=32, kv_heads=8, n_queries=1, n_keys=8192, head_dim=128, page=8192
     )
@@ -310,7 +310,7 @@ def test_work_counts_the_keys_that_there_are():
 
 @pytest.mark.parametrize("page", [None, 32])
 def test_spot_is_the_reference_of_two_heads(page):
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
     sizes = 3, 4, 2, 2, 96, 16, page or 96
     named = {"page_table": bool(page), "k_descale": True, "descale_each": True}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp import selection, targets
-from tnp.contract import Call
+from tnp.dispatch import devices, selection
+from tnp.dispatch.spec import Call
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import OPERATOR, attention, eight_bit
 from tnp.ops.attention.quantize import Quantized, quantizer
@@ -131,7 +131,7 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
 
 def refused(dtype="bfloat16", head_dim=64, target=None, wanted=()):
     sizes = {"batch": 1, "n_heads": 1, "n_q": 4, "n_k": 4, "head_dim": head_dim}
-    target = target or targets.INTERPRETER
+    target = target or devices.INTERPRETER
     return E4M3.refuses(Call(OPERATOR.problem(dtype, **sizes), target, wanted))
 
 
@@ -140,11 +140,11 @@ def test_refusals_say_what_is_taken():
     assert refused(dtype="float16") == "it takes bfloat16, not float16"
     assert refused(head_dim=32) == "it takes head_dim 64, not 32"
     assert refused(wanted=("q",)) == "it is forward only"
-    assert refused(target=targets.of_capability(80)) == (
+    assert refused(target=devices.of_capability(80)) == (
         "it needs compute capability 8.9 or newer, this GPU has 8.0"
     )
     for capability in (89, 90, 100):
-        assert refused(target=targets.of_capability(capability)) is None
+        assert refused(target=devices.of_capability(capability)) is None
 
 
 def test_a_gradient_that_is_asked_for_is_refused():
@@ -155,7 +155,7 @@ def test_a_gradient_that_is_asked_for_is_refused():
 
 def test_auto_takes_it_only_where_it_is_asked_for():
     sizes = {"batch": 1, "n_heads": 8, "n_q": 3000, "n_k": 3000, "head_dim": 64}
-    call = Call(OPERATOR.problem("bfloat16", **sizes), targets.of_capability(100))
+    call = Call(OPERATOR.problem("bfloat16", **sizes), devices.of_capability(100))
     chosen = {
         name: selection.choose_implementation(OPERATOR, name, call)[0].name
         for name in ("auto", "auto:e4m3")

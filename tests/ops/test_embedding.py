@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
-from tnp import opaque
+from tnp.dispatch import custom_op
 from tnp.gates.checks import max_abs_error
 from tnp.ops.embedding import GIVEN, OPERATOR, embed_rows
 
@@ -73,7 +73,7 @@ def test_operators_keep_their_contracts(given):
     there = [name for name, x in zip(POINTS, points, strict=True) if x is not None]
     text = told("fused", ["weight"], given=there)
     arguments = (*points, inputs["weight"].requires_grad_(), like, text)
-    torch.library.opcheck(opaque.custom_operator(OPERATOR).differentiable, arguments)
+    torch.library.opcheck(custom_op.custom_operator(OPERATOR).differentiable, arguments)
 
 
 def test_weight_of_any_strides():

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE, HERE
-from tnp import plans, selection, targets
-from tnp.catalog import catalog
-from tnp.contract import Call, Case, Implementation, Operator
+from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call, Case, Implementation, Operator
 from tnp.gates.results import wanted_of
+from tnp.ops._shared.random_values import Random, Upstream
 from tnp.ops.attention import attention
-from tnp.values import Random, Upstream
 
 pytestmark = pytest.mark.skipif(
-    HERE is not targets.INTERPRETER,
+    HERE is not devices.INTERPRETER,
     reason="pages that nobody touches cost nothing on a CPU alone: a GPU would need 17 GB a tensor",
 )
 

@@ -19,10 +19,10 @@ from tests.ops.test_attention_kernels import (
     reference,
     seen,
 )
-from tnp import plans, targets
-from tnp.contract import Budget, Call
-from tnp.gates import rounding
+from tnp.dispatch import devices, plans
+from tnp.dispatch.spec import Budget, Call
 from tnp.gates.checks import distance, error_ratio, max_abs_error
+from tnp.ops._shared import rounding_error
 from tnp.ops.attention import OPERATOR, few_keys
 from tnp.ops.attention.few_keys import BACKWARD, FORWARD, ForwardConfig
 from tnp.ops.attention.primitives import LOG2_E, LaunchConfig
@@ -32,7 +32,7 @@ FEW = KERNELS["few_keys"]
 
 def call(dtype: str = "bfloat16", gpu: str = "H200", **sizes) -> Call:
     size = {"batch": 64, "n_heads": 8, "n_q": 564, "n_k": 64, "head_dim": 64} | sizes
-    return Call(OPERATOR.problem(dtype, **size), targets.named(gpu), OPERATOR.differentiated)
+    return Call(OPERATOR.problem(dtype, **size), devices.named(gpu), OPERATOR.differentiated)
 
 
 FORWARD_CONFIGS = sorted(
@@ -62,7 +62,7 @@ def drawn(n_q: int, n_k: int, ragged: bool) -> tuple:
     """Inputs and n_keys, what they should give in their dtype and in float64, and the floors."""
     inputs, n_keys = draw(Case(2, 1, n_q, n_k)), counts(50, 7) if ragged else None
     own, exact = (reference(*inputs, n_keys, x) for x in (inputs[0].dtype, torch.float64))
-    floors = rounding.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
+    floors = rounding_error.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
     return inputs, n_keys, own, exact, floors
 
 

@@ -9,19 +9,19 @@ import triton.language as tl
 
 from tests.gates.test_compile import in_child
 from tests.ops.problems import DEVICE
+from tnp.dispatch.devices import INTERPRETER, Target
+from tnp.dispatch.launcher import Bound
 from tnp.gates.checks import relative_error
-from tnp.launch import Bound
-from tnp.ops.few_rows import add_dot_in_parts, chained
-from tnp.targets import INTERPRETER, Target
+from tnp.ops._shared.few_rows import add_dot_in_parts, chained
 
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
 # before, and in their order what touches memory or has to do with other launches.
 WAITS = """
 import io, json, re, torch, triton
 from contextlib import redirect_stdout
-from tnp import targets
-from tnp.cache_entry import entry
-from tnp.catalog import catalog
+from tnp.dispatch import devices as targets
+from tnp.ops.kv_cache.append_kernel import entry
+from tnp.dispatch.registry import catalog
 from tnp.gates.compile import collect
 from tnp.gates.launches import Launch, launches
 

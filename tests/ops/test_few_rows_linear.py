@@ -8,7 +8,7 @@ import torch
 
 from tests.ops.launched import reads, recorded
 from tests.ops.problems import DEVICE
-from tnp import plans
+from tnp.dispatch import plans
 from tnp.gates.checks import relative_error
 from tnp.ops.projection import OPERATOR_LINEAR, few_rows, linear
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from tests.ops.problems import DEVICE
-from tnp import targets
-from tnp.contract import Call
+from tnp.dispatch import devices
+from tnp.dispatch.spec import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.hopper_dkdv_pipeline import heads_in_turn
 from tnp.ops.attention.hopper_padded_rows import TILE_ROWS, PaddedRows
@@ -39,7 +39,7 @@ def test_do_is_weighted_where_every_lse_of_a_tile_is_near_zero():
     lse[0, 1, 70] = 64.0  # the second tile of the second head
     lse[0, 2, 149] = float("nan")  # the third of the third
     sizes = {"batch": 1, "n_heads": N_HEADS, "n_q": N_Q, "n_k": 300, "head_dim": 64}
-    call = Call(OPERATOR.problem("bfloat16", **sizes, base2=True), targets.named("H200"))
+    call = Call(OPERATOR.problem("bfloat16", **sizes, base2=True), devices.named("H200"))
 
     rows = N_HEADS * PADDED
     statistics = torch.full([2 * rows + N_HEADS], 7.0)
@@ -89,7 +89,7 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim, ordered):
     sizes = {"batch": 1, "n_heads": N_HEADS, "n_q": N_Q, "n_k": N_Q, "head_dim": head_dim}
     packed = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": len(lengths or ())}
     problem = OPERATOR.problem("bfloat16", **sizes, **(packed if lengths else {}), causal=True)
-    padded = PaddedRows(Call(problem, targets.named("H200")))
+    padded = PaddedRows(Call(problem, devices.named("H200")))
     generator = torch.Generator().manual_seed(0)
     o, do = (torch.randn(1, N_HEADS, N_Q, head_dim, generator=generator) for _ in range(2))
     lse = torch.randn(1, N_HEADS, N_Q, generator=generator)
@@ -203,7 +203,7 @@ def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:
 def test_no_multiprocessor_is_left_with_a_long_causal_item(n_heads, of_head):
     call = Call(
         OPERATOR.problem("bfloat16", batch=1, n_heads=8, n_q=9, n_k=9, head_dim=64, causal=True),
-        targets.named("H200"),
+        devices.named("H200"),
     )
     programs = call.target.multiprocessors
     assert busiest(programs, n_heads, of_head, heads_in_turn(call, of_head, n_heads)) < 1.05

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from tnp import targets
-from tnp.contract import Call
+from tnp.dispatch import devices
+from tnp.dispatch.spec import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.hopper_forward import (
     MIN_BLOCKS_SAVED,
@@ -44,7 +44,7 @@ def test_schedule_splits_only_where_it_pays():
 def causal(batch: int, n_q: int, head_dim: int = 64, **kind) -> Call:
     sizes = {"batch": batch, "n_heads": 32, "n_q": n_q, "n_k": n_q, "head_dim": head_dim}
     problem = OPERATOR.problem("bfloat16", **sizes, causal=True, n_kv_heads=8, **kind)
-    return Call(problem, targets.named("H200"))
+    return Call(problem, devices.named("H200"))
 
 
 def taken(call: Call, config: ForwardConfig, in_rounds: bool) -> Iterator[tuple[int, int, int]]:

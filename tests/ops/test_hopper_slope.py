@@ -6,7 +6,7 @@ where gate `op--mlp--fused` compares their gradients with float64.
 
 import torch
 
-from tnp.ops import hopper_slope
+from tnp.ops._shared import hopper_slope
 
 ZERO, ONE = hopper_slope.ZERO.value, hopper_slope.ONE.value
 STEP = 1.0 / (ONE - ZERO)

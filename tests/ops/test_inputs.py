@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tnp.inputs import numbers_on_host, require_between, require_cumulative
 from tnp.ops.attention import attention
 from tnp.ops.attention.torch_forms import with_aligned_rows
 from tnp.ops.embedding import embed_rows
@@ -13,6 +12,7 @@ from tnp.ops.mixture_nll import mixture_nll
 from tnp.ops.mlp import mlp
 from tnp.ops.projection import linear, project_qkv
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
+from tnp.util.checks import numbers_on_host, require_between, require_cumulative
 
 D = 16
 

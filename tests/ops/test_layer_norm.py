@@ -10,8 +10,8 @@ from tests.ops.on_rows import (
     drawn,
     kernels_forced,
 )
+from tnp.ops._shared.norms import COLUMNS
 from tnp.ops.layer_norm import OPERATOR, layer_norm, triton_layer_norm
-from tnp.ops.norms import COLUMNS
 
 
 # On both sides of a tile's rows at this width, and one column, which is its own mean.

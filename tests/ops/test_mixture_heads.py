@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE, assert_equal, by, results, setting
-from tnp import choice, targets
-from tnp.contract import Call
+from tnp.dispatch import devices, tuned_tables
+from tnp.dispatch.selection import choose_kernel, kernels_of
+from tnp.dispatch.spec import Call
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops import mixture_heads as operator
 from tnp.ops.mixture_heads import OPERATOR, mixture_heads, saved_z, triton_heads
-from tnp.selection import choose_kernel, kernels_of
 
 
 def heads(
@@ -54,9 +54,9 @@ def test_chunks_of_rows_add_up(monkeypatch):
     problem = heads(rows=150, n=2)
     whole = by(problem, "fused")
     monkeypatch.setattr(triton_heads, "CHUNK_ROWS", 64)
-    choice.refresh()  # plans do not notice edited constants
+    tuned_tables.refresh()  # plans do not notice edited constants
     chunked, again = (by(problem, "fused") for _ in range(2))
-    choice.refresh()
+    tuned_tables.refresh()
     assert_equal(again, chunked)
     for name, x in whole.items():
         assert max_abs_error(chunked[name], x) <= 1e-5 * x.abs().max(), name
@@ -152,7 +152,7 @@ def test_no_rows(implementation):
 
 def hopper_call(gpu="H100", dtype="bfloat16", wanted=("x", "up", "down"), **changes: int) -> Call:
     sizes = {"rows": 777, "d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": 3}
-    return Call(OPERATOR.problem(dtype, **sizes | changes), targets.named(gpu), wanted)
+    return Call(OPERATOR.problem(dtype, **sizes | changes), devices.named(gpu), wanted)
 
 
 def test_which_kernel_serves():

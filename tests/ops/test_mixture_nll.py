@@ -8,7 +8,7 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, results, setting
-from tnp import opaque, plans
+from tnp.dispatch import custom_op, plans
 from tnp.gates.checks import max_abs_error
 from tnp.ops.mixture_nll import OPERATOR, mixture_nll
 
@@ -133,7 +133,9 @@ def test_operators_keep_their_contracts(wanted):
     inputs = setting(OPERATOR, "fused", "bfloat16", {"batch": 2}, floor=True, **sizes).inputs
     arguments = [x if x is None else x.requires_grad_(name in wanted) for name, x in inputs.items()]
     text = told("fused", wanted, [["floor", True]])
-    torch.library.opcheck(opaque.custom_operator(OPERATOR).differentiable, (*arguments, 0.1, text))
+    torch.library.opcheck(
+        custom_op.custom_operator(OPERATOR).differentiable, (*arguments, 0.1, text)
+    )
 
 
 def test_compiles_in_one_graph():

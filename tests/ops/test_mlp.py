@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE, assert_equal, assert_within_budget, by, results, setting
-from tnp import choice, targets
-from tnp.contract import OWN, Call
+from tnp.dispatch import devices, tuned_tables
+from tnp.dispatch.spec import OWN, Call
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
 from tnp.ops.mlp import OPERATOR, composed, mlp
@@ -32,10 +32,10 @@ def test_more_rows_than_are_saved_are_computed_again_in_chunks(
 ):
     monkeypatch.setattr(composed, "SAVED_ROWS", 16)
     monkeypatch.setattr(composed, "CHUNK_ROWS", chunk_rows)
-    choice.refresh()  # plans do not notice edited constants
+    tuned_tables.refresh()  # plans do not notice edited constants
     problem = layer()
     found = by(problem, implementation)
-    choice.refresh()
+    tuned_tables.refresh()
     assert_within_budget(problem, found)
 
 
@@ -89,7 +89,7 @@ def test_gradients_have_the_weights_dtype(implementation):
 
 def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
     """Kernels of both passes of `fused`, where no table says anything."""
-    from tnp.selection import choose_kernel
+    from tnp.dispatch.selection import choose_kernel
 
     sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
     call = Call(OPERATOR.problem(dtype, **sizes), target, wanted)
@@ -100,7 +100,7 @@ def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
     return forward.name, backward.name
 
 
-H100, A100, B200 = (targets.named(name) for name in ("H100", "A100", "B200"))
+H100, A100, B200 = (devices.named(name) for name in ("H100", "A100", "B200"))
 EVERY = ("x", "up", "down")
 
 

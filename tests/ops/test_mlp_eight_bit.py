@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE, setting
-from tnp import plans, selection, targets
-from tnp.contract import Call
+from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.spec import Call
 from tnp.gates.checks import relative_error
 from tnp.gates.results import compute
-from tnp.ops import e4m3
+from tnp.ops._shared import e4m3
+from tnp.ops._shared.rows_8bit import InRows, n_norms, rows_quantizer
 from tnp.ops.mlp import OPERATOR, eight_bit, mlp
-from tnp.ops.rows_8bit import InRows, n_norms, rows_quantizer
 
 IN_8_BITS = next(one for one in OPERATOR.implementations if one.name == "e4m3")
-H100, A100, B200 = (targets.named(name) for name in ("H100", "A100", "B200"))
+H100, A100, B200 = (devices.named(name) for name in ("H100", "A100", "B200"))
 EVERY = ("x", "up", "down")
 
 

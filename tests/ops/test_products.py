@@ -6,21 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tnp import targets
-from tnp.contract import Budget, Call, Case
+from tnp.dispatch import devices
+from tnp.dispatch.plans import build
+from tnp.dispatch.spec import Budget, Call, Case
 from tnp.gates.checks import error_ratio
+from tnp.ops._shared.random_values import Random
 from tnp.ops.products import GELU_LINEAR, MATMUL, OPERATORS, gelu_linear, matmul, triton_product
 from tnp.ops.products.triton_gelu_linear import BACKWARD_CONFIGS
 from tnp.ops.products.triton_product import CONFIGS, Operand
-from tnp.plans import build
-from tnp.values import Random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CALLS = {"matmul": (matmul, "triton"), "gelu_linear": (gelu_linear, "fused")}
 SMALL = [
     pytest.param(operator, case, id=str(case))
     for operator in OPERATORS
-    for case in operator.cases(targets.INTERPRETER)
+    for case in operator.cases(devices.INTERPRETER)
     if case.problem.dtype != "float16"
 ]
 
@@ -114,7 +114,7 @@ def test_every_configuration_of_the_gradient(config):
 
 def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
     for model in ("H200", "A100", "RTX 4090", "T4"):
-        target = targets.named(model)
+        target = devices.named(model)
         for m in (1, 100, 1024, 8192):
             problem = MATMUL.problem("bfloat16", m=m, n=3072, k=768)
             first, *rest = triton_product.configs(Call(problem, target))
@@ -122,13 +122,13 @@ def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
                 in_flight = (config.block_m + config.block_n) * config.block_k * config.num_stages
                 assert 2 * in_flight <= target.shared_bytes
             assert first.block_m < 2 * max(m, 9)
-    large = triton_product.configs(Call(problem, targets.named("H200")))[0]
+    large = triton_product.configs(Call(problem, devices.named("H200")))[0]
     assert (large.block_m, large.block_n) == (128, 128)
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_some_gradients_alone(operator):
-    case = next(c for c in operator.cases(targets.INTERPRETER) if c.problem.sizes[0][1] > 30)
+    case = next(c for c in operator.cases(devices.INTERPRETER) if c.problem.sizes[0][1] > 30)
     case = replace(case, problem=replace(case.problem, dtype="float32"))
     inputs = values(operator, case)
     y = ours(operator)(*inputs)
@@ -168,9 +168,9 @@ def test_float32_tells_the_tanh_form_from_that_with_erf():
 def test_addmm_activation_is_for_cuda_and_forward_only():
     peer = next(one for one in GELU_LINEAR.implementations if one.name == "addmm_activation")
     problem = GELU_LINEAR.problem("bfloat16", rows=8, n_in=8, n_out=8)
-    assert "CUDA" in peer.refuses(Call(problem, targets.CPU))  # it computes erf's form there
-    assert peer.refuses(Call(problem, targets.named("H200"))) is None
-    assert "forward only" in peer.refuses(Call(problem, targets.named("H200"), wanted=("x",)))
+    assert "CUDA" in peer.refuses(Call(problem, devices.CPU))  # it computes erf's form there
+    assert peer.refuses(Call(problem, devices.named("H200"))) is None
+    assert "forward only" in peer.refuses(Call(problem, devices.named("H200"), wanted=("x",)))
 
 
 def test_gelu_linear_is_part_of_gpt2():

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from tnp import targets
-from tnp.catalog import catalog
-from tnp.contract import Case
-from tnp.selection import describe
-from tnp.values import Random
+from tnp.dispatch import devices
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.selection import describe
+from tnp.dispatch.spec import Case
+from tnp.ops._shared.random_values import Random
 
 NAMES = ("mlp", "mixture_heads", "linear", "project_qkv")
 MODEL = {"d_model": 512, "d_ff": 1365, "d_ff_storage": 1408, "n_components": 10, "n_heads": 8}
@@ -37,7 +37,7 @@ def drawn(case: Case, device: str) -> tuple[torch.Tensor | None, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("target", [targets.named("H200"), targets.INTERPRETER])
+@pytest.mark.parametrize("target", [devices.named("H200"), devices.INTERPRETER])
 def test_a_case_draws_the_problem_that_it_is_of(name, target):
     operator = catalog().operator(name)
     problems = [case.problem for case in operator.cases(target)]
@@ -54,7 +54,7 @@ def test_broken_references_are_seen(name):
     """Each in the cases that have what it leaves out; the others in all cases."""
     operator = catalog().operator(name)
     seen: dict[str, list[bool]] = {control: [] for control in operator.controls}
-    for case in operator.cases(targets.INTERPRETER):
+    for case in operator.cases(devices.INTERPRETER):
         inputs = [x if name == "n_keys" else x.double() for name, x in named(case)]
         options = dict(operator.call_options(case.problem))
         exact = operator.reference(*inputs, **options)
@@ -73,7 +73,7 @@ def test_broken_references_are_seen(name):
 @pytest.mark.parametrize("name", ["mlp", "mixture_heads"])
 def test_padding_is_drawn_as_zeros(name):
     operator = catalog().operator(name)
-    case = next(case for case in operator.cases(targets.INTERPRETER) if case["d_ff_real"])
+    case = next(case for case in operator.cases(devices.INTERPRETER) if case["d_ff_real"])
     _x, up, down = drawn(case, "cpu")
     real = case["d_ff_real"]
     for weight, dim in ((up, -2), (down, -1)):

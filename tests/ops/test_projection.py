@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.opaque import require_contracts
-from tnp import dispatch, plans
+from tnp.dispatch import plans
+from tnp.dispatch.call import forget
 from tnp.gates.checks import max_abs_error, relative_error
 from tnp.ops.attention import attention
 from tnp.ops.projection import OPERATOR_QKV, linear, products, project_qkv
@@ -158,7 +159,7 @@ def test_attention_and_projection_hand_halves_over(of_attention, centred, monkey
     seen = []
     lies = products._can_be_halves
     monkeypatch.setattr(products, "_can_be_halves", lambda *dy: seen.append(lies(*dy)) or seen[-1])
-    dispatch.forget()
+    forget()
     found = []
     for of, names in ((torch.float64, ("torch", "reference")), (None, ("fused", of_attention))):
         leaves = [leaf.detach().to(of or leaf.dtype).requires_grad_() for leaf in (x, weight)]

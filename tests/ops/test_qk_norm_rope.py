@@ -7,7 +7,8 @@ import torch
 
 from tests.ops.launched import reads, recorded
 from tests.ops.test_rope import draw, tables
-from tnp import dispatch, plans
+from tnp.dispatch import plans
+from tnp.dispatch.call import call
 from tnp.ops.rope import PAIRINGS, QK_NORM_ROPE, qk_norm_rope, triton_qk_norm
 
 NAMES = QK_NORM_ROPE.differentiated
@@ -154,7 +155,7 @@ def test_compiled_with_dynamic_sizes(pairing):
 def test_positions_that_the_host_does_not_see_give_no_wrong_number():
     """As where they lie on a GPU: NaN for these tokens, and in the sums over all."""
     inputs = *drawn(1, 2, 1, 2, 6, n_positions=3), torch.tensor([[1, 3]])
-    outputs = dispatch.call(QK_NORM_ROPE, "triton", inputs, QK_NORM_ROPE.numbers)
+    outputs = call(QK_NORM_ROPE, "triton", inputs, QK_NORM_ROPE.numbers)
     dq, dk, *dweights = gradients(outputs, inputs)
     for x in (*outputs, dq, dk):
         assert x[:, :, 0].isfinite().all() and x[:, :, 1].isnan().all()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp import dispatch
-from tnp.catalog import catalog
+from tnp.dispatch.call import forget
+from tnp.dispatch.registry import catalog
 from tnp.ops.buffered_attention import buffered_attention
 from tnp.ops.cross_entropy import cross_entropy
 from tnp.ops.linear_cross_entropy import linear_cross_entropy
@@ -75,17 +75,17 @@ def test_the_device_asserts_where_asked(name, monkeypatch):
 
     def call(numbers):
         scalars = operator.numbers
-        return dispatch.call(operator, implementation, inputs(numbers), scalars, options)
+        return call(operator, implementation, inputs(numbers), scalars, options)
 
-    dispatch.forget()
+    forget()
     call(wrong[0])
     monkeypatch.setenv("TNP_CHECK", "1")  # read when a plan is made
-    dispatch.forget()
+    forget()
     for numbers in wrong:
         with pytest.raises(RuntimeError, match=sentence):
             call(numbers)
     call(right)
-    dispatch.forget()
+    forget()
 
 
 @pytest.mark.parametrize("name", ["torch", "ours"])

@@ -10,9 +10,10 @@ from tests.ops.on_rows import (
     drawn,
     kernels_forced,
 )
-from tnp import selection
-from tnp.contract import Call
-from tnp.ops.norms import COLUMNS
+from tnp.dispatch import selection
+from tnp.dispatch.devices import named
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.norms import COLUMNS
 from tnp.ops.rms_norm import (
     ADD_RMS_NORM,
     OPERATORS,
@@ -21,7 +22,6 @@ from tnp.ops.rms_norm import (
     rms_norm,
     triton_rms_norm,
 )
-from tnp.targets import named
 
 
 # On both sides of a tile's rows at this width.

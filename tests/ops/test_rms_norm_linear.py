@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp import plans
-from tnp.contract import Case
+from tnp.dispatch import plans
+from tnp.dispatch.spec import Case
 from tnp.gates.checks import error_ratio
+from tnp.ops._shared.random_values import Random
 from tnp.ops.rms_norm import add_rms_norm
 from tnp.ops.rms_norm_linear import OPERATOR, reference, rms_norm_linear, triton_rms_norm_linear
-from tnp.values import Random
 
 CONFIGS = [
     config

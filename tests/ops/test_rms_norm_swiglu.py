@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
-from tnp import plans, selection, targets
+from tnp.dispatch import devices, plans, selection
 from tnp.ops.rms_norm_swiglu import OPERATOR, reference, rms_norm_swiglu
 from tnp.ops.rms_norm_swiglu import triton_rms_norm_swiglu as code
 
@@ -52,7 +52,7 @@ def test_one_gradient_alone(name):
 def test_programs_walk_rows_and_columns(kernel, wanted, monkeypatch):
     """Three programs, each with several groups of rows, the last one short; three chunks."""
     monkeypatch.setattr(code, "CHUNK", 8)
-    target = targets.Target("interpreter", multiprocessors=3)
+    target = devices.Target("interpreter", multiprocessors=3)
     config = code.BackwardConfig(rows=2, num_warps=1, per_multiprocessor=1, num_stages=1)
     tensors = draw(15, width=21)
     forced = {"rms_norm_swiglu.backward": (kernel.name, config)}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
-from tnp import dispatch, opaque, targets
+from tnp.dispatch import custom_op, devices
+from tnp.dispatch.call import call, forget
 from tnp.ops.rope import OPERATORS, PAIRINGS, ROPE, rope
 
 
@@ -95,19 +96,19 @@ def test_positions_that_the_host_does_not_see_give_no_wrong_number(wrong, _, mon
     q, k = draw(1, 2, 1, 2, 6)
     inputs = q, k, *tables(3, 6), torch.tensor([wrong])
     inside = torch.tensor([0 <= at < 3 for at in wrong])
-    found = dispatch.call(ROPE, "triton", inputs)
+    found = call(ROPE, "triton", inputs)
     gradients = torch.autograd.grad([x.sum() for x in found], (q, k))
     for x in (*found, *gradients):
         assert torch.equal(x.isfinite().all(-1), inside.expand(x.shape[:-1]))
         assert torch.equal(x.isnan().all(-1), ~inside.expand(x.shape[:-1]))
     with pytest.raises(IndexError):
-        dispatch.call(ROPE, "torch", inputs)
+        call(ROPE, "torch", inputs)
     monkeypatch.setenv("TNP_CHECK", "1")  # read when a plan is made
-    dispatch.forget()
+    forget()
     with pytest.raises(RuntimeError, match="positions must lie between 0 and 2"):
-        dispatch.call(ROPE, "triton", inputs)
+        call(ROPE, "triton", inputs)
     ours(q, k, *tables(3, 6), torch.tensor([[2, 0]]))
-    dispatch.forget()
+    forget()
 
 
 def test_one_launch_a_pass_reads_views_where_they_lie():
@@ -171,8 +172,10 @@ def test_opcheck(given):
     positions = torch.randint(5, (2, 5)) if given else None
     known = ("positions",) if given else ()
     decided = ("rope", "triton", "float32", q.device, ("q", "k"), (), (), known, None)
-    op = opaque.custom_operator(ROPE).differentiable
-    found = torch.library.opcheck(op, (q, k, *tables(5, 16), positions, opaque._decided(*decided)))
+    op = custom_op.custom_operator(ROPE).differentiable
+    found = torch.library.opcheck(
+        op, (q, k, *tables(5, 16), positions, custom_op._decided(*decided))
+    )
     assert set(found.values()) == {"SUCCESS"}
 
 
@@ -181,9 +184,9 @@ def test_controls_are_far_off(operator):
     """What the gate must find is there to be found in each of its cases, in bfloat16 too, whose
     roundings are 0.004.
     """
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
-    for case in operator.cases(targets.INTERPRETER):
+    for case in operator.cases(devices.INTERPRETER):
         if case.problem.dtype != "float32" or case.problem["head_dim"] == 2:
             continue  # a pair is a pair, whoever makes it
         values = operator.draw(case, Random(case, torch.device("cpu")))

@@ -5,8 +5,8 @@ import torch
 
 from tests.ops.on_rows import DEVICE, HERE, drawn
 from tests.ops.test_cuda import H200, assert_within_budget, emulates, here  # noqa: F401
-from tnp import cuda, plans, selection
-from tnp.contract import Call
+from tnp.dispatch import nvrtc, plans, selection
+from tnp.dispatch.spec import Call
 from tnp.gates.checks import error_ratio
 from tnp.ops.row_sum import LANES, OPERATOR, reference, row_sum
 from tnp.ops.row_sum.triton_row_sum import FORWARD, Config
@@ -96,7 +96,7 @@ def test_cuda_is_within_its_budget(name, dtype, rows, width, kind, here):  # noq
 @pytest.mark.parametrize("name", IN_CUDA)
 def test_a_block_a_row_and_never_chosen_but_by_its_name(name, here):  # noqa: F811
     noted = []
-    with cuda.watched(noted.append):
+    with nvrtc.watched(noted.append):
         summed(torch.empty(7, 800, dtype=torch.float16, device="meta"), name)
     (bound,) = noted
     assert (bound.grid, bound.threads) == ((7,), LANES)

@@ -11,8 +11,8 @@ from tests.ops.on_rows import (
     drawn,
     kernels_forced,
 )
-from tnp import selection
-from tnp.contract import Call
+from tnp.dispatch import selection
+from tnp.dispatch.spec import Call
 from tnp.ops.softmax import OPERATOR, softmax
 from tnp.ops.softmax.triton_softmax import BlockConfig
 

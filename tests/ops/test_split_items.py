@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp import targets
-from tnp.contract import Call
+from tnp.dispatch import devices
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
 from tnp.gates.checks import relative_error
-from tnp.launch import Bound
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention import hopper_backward as backward
 from tnp.ops.attention.primitives import KeyGradients, n_key_tiles
@@ -23,7 +23,7 @@ ONE = backward.DkdvConfig(4, 208, persistent=False)
 
 def call(batch: int, n_q: int, n_k: int, **options) -> Call:
     sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": 64}
-    return Call(OPERATOR.problem("bfloat16", **sizes, **options), targets.named("nvidia-h200"))
+    return Call(OPERATOR.problem("bfloat16", **sizes, **options), devices.named("nvidia-h200"))
 
 
 def rounds(what: Call, found: tuple[int, int] | None) -> float:
@@ -116,7 +116,7 @@ def test_heads_have_programs_of_their_own_where_the_gpu_would_be_empty(sizes, op
     of = {"batch": batch, "n_heads": 32, "n_q": n_q, "n_k": n_k, "head_dim": 128}
     for heads in (0, 8):
         problem = OPERATOR.problem("bfloat16", **of, n_kv_heads=heads, **options)
-        reason = backward.by_head(Call(problem, targets.named("nvidia-h200"), ("q", "k", "v")))
+        reason = backward.by_head(Call(problem, devices.named("nvidia-h200"), ("q", "k", "v")))
         assert (reason is None) is (is_served and heads > 0), reason
 
 
@@ -125,7 +125,7 @@ def test_shares_of_heads_have_a_limit():
     of = {"batch": 1, "n_heads": 64, "n_kv_heads": 1, "head_dim": 128, "causal": True}
     for n, reason in ((2000, None), (24_000, "would take 1,572,864,000 bytes")):
         problem = OPERATOR.problem("bfloat16", **of, n_q=n, n_k=n)
-        found = backward.by_head(Call(problem, targets.named("nvidia-h200"), ("q", "k", "v")))
+        found = backward.by_head(Call(problem, devices.named("nvidia-h200"), ("q", "k", "v")))
         assert found == reason or reason in found
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.launched import reads, recorded
+from tnp.ops._shared.walks import walk
 from tnp.ops.swiglu import swiglu
-from tnp.ops.walks import walk
 
 
 def halves(*leading, width=24):

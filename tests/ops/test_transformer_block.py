@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from tests.ops.problems import DEVICE
-from tnp import dispatch
-from tnp.model import TNPConfig, TransformerNP
+from tnp.dispatch.call import forget
+from tnp.dispatch.plans import launch_configs
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
 from tnp.ops.transformer_block import WEIGHTS, transformer_block
-from tnp.plans import launch_configs
-from tnp.tasks import Task
-from tnp.variants import Variant
+from tnp.tasks.task import Task
 
 CONFIG = TNPConfig(d_x=2, d_model=32, n_layers=2, n_heads=2, d_ff=48, n_components=3)
 FUSED = Variant.named("fused")
@@ -168,7 +169,7 @@ def test_saved_tensors_may_come_back_as_copies(hook: Callable):
 
 
 def test_a_plan_names_the_kernels_of_its_layers():
-    dispatch.forget()
+    forget()
     model(FUSED).loss(task()).backward()
     blocks = [one for one in launch_configs() if one["problem"].count("transformer_block")]
     assert blocks and all("attention.fused" in one and "mlp.forward" in one for one in blocks)

@@ -9,10 +9,10 @@ import types
 import pytest
 import torch
 
-from tnp.contract import Call
+from tnp.dispatch.devices import CPU, named, of_capability
+from tnp.dispatch.spec import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.torch_forms import reference
-from tnp.targets import CPU, named, of_capability
 from tnp_peers import attention as peers
 from tnp_peers import flex
 

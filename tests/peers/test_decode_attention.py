@@ -10,10 +10,10 @@ import types
 import pytest
 import torch
 
-from tnp.contract import Call
+from tnp.dispatch.devices import named
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.random_values import Random
 from tnp.ops.decode_attention import OPERATOR
-from tnp.targets import named
-from tnp.values import Random
 from tnp_peers import decode_attention as peers
 
 SIZES = {"batch": 3, "heads": 4, "kv_heads": 2, "n_queries": 1, "n_keys": 96, "head_dim": 64}

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tnp.contract import Call
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import Call
 from tnp.ops import rope
-from tnp.targets import Target
 from tnp_peers import cut_cross_entropy, liger, quack
 
 WIDTH, EPS = 24, 1e-3

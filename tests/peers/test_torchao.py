@@ -10,9 +10,9 @@ import types
 import pytest
 import torch
 
-from tnp.contract import Call
+from tnp.dispatch.devices import CPU, named
+from tnp.dispatch.spec import Call
 from tnp.ops.mlp import OPERATOR, reference
-from tnp.targets import CPU, named
 from tnp_peers import torchao as peers
 
 MLP = peers.MLP

@@ -17,9 +17,10 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from tnp import report, store
-from tnp.files import parquet_files
-from tnp.schemas import TABLES
+from tnp.figures import report
+from tnp.store import files
+from tnp.store.schemas import TABLES
+from tnp.util.atomic_files import parquet_files
 
 EXPECTED = Path(__file__).with_name("cells.json")
 RECORDED_BY = datetime(2026, 11, 22, tzinfo=UTC)
@@ -43,7 +44,7 @@ def digests(recorded: Path, known: Digests | None = None) -> Digests:
         }
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "results.duckdb"
-        store._fill(database, tables, sorted(report.VIEWS.glob("*.sql")), inputs="")
+        files._fill(database, tables, sorted(report.VIEWS.glob("*.sql")), inputs="")
         with duckdb.connect(str(database), read_only=True) as connection:
             names = connection.sql(
                 "select view_name from duckdb_views() where not internal "
@@ -103,7 +104,7 @@ def write(found: Digests) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "results.duckdb"
-        store.build_database(parquet_files(report.RECORDED), report.VIEWS, database)
+        files.build_database(parquet_files(report.RECORDED), report.VIEWS, database)
         if sys.argv[1:] == ["--write"]:
             write(digests(database))
         else:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tnp.bench.outcome import together
-from tnp.store import _load, build_database, read_tables, write_table
-from tnp.views import depths, in_order
+from tnp.store.files import _load, build_database, read_tables, write_table
+from tnp.store.views import depths, in_order
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 FILES = sorted(SQL.glob("*.sql"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.sql.conftest import Query, Tables, check, gate, runs, step
-from tnp.schemas import TABLES
+from tnp.store.schemas import TABLES
 
 
 def ablated(variant: str, times: list[float] | str, **columns: object) -> Tables:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from tests.sql.conftest import NOW, SIZES_OF_MLP, Query, both_passes, operator
-from tnp.catalog import AUTO, catalog
+from tnp.dispatch.registry import AUTO, catalog
 
 
 def test_a_later_run_without_the_peers_is_for_auto_alone(store: Callable[..., Query]) -> None:

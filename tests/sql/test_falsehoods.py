@@ -133,7 +133,8 @@ def test_a_module_of_the_model_that_no_gate_names_is_not_proven(store: Store) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "gated"), [("tnp.choice:_parsed", True), ("tnp.plans:build", None)]
+    ("name", "gated"),
+    [("tnp.dispatch.tuned_tables:_parsed", True), ("tnp.dispatch.plans:build", None)],
 )
 def test_what_reads_tables_may_differ_from_what_the_gate_ran(
     store: Store, name: str, gated: bool | None
@@ -143,7 +144,7 @@ def test_what_reads_tables_may_differ_from_what_the_gate_ran(
     def with_hash(found: str) -> dict[str, dict[str, str]]:
         return {
             "kernel": CODE["kernel"],
-            "definition": {"tnp.model:TransformerNP": "1", name: found},
+            "definition": {"tnp.model.network:TransformerNP": "1", name: found},
         }
 
     timed = run("r", step("fused", [1.0]), code=with_hash("2"))

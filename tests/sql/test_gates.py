@@ -9,7 +9,7 @@ import pytest
 
 from tests.sql.conftest import NOW, Query, Tables, check, run, step
 from tnp.gates import GATES, gates_for
-from tnp.variants import FAMILIES
+from tnp.model.variants import FAMILIES
 
 
 def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query]) -> None:

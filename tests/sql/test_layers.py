@@ -5,8 +5,8 @@ import re
 import duckdb
 
 from tests.sql.conftest import FILES
-from tnp.schemas import TABLES
-from tnp.views import READ, depths
+from tnp.store.schemas import TABLES
+from tnp.store.views import READ, depths
 
 PRIVATE = re.compile(
     r"\b(sittings?|standing|counts|questions?|generations?|proven|told|spot|opaque)\b"

@@ -9,8 +9,8 @@ import duckdb
 import pytest
 
 from tests.sql.conftest import Query, operator
-from tnp import catalog as catalogs
-from tnp.contract import Implementation, triton_from
+from tnp.dispatch import registry
+from tnp.dispatch.spec import Implementation, triton_from
 from tnp.figures import data
 
 NAME = "warp9"
@@ -18,7 +18,7 @@ NAME = "warp9"
 
 def timed(op: str, **columns) -> list:
     """Three contenders of an operator, forward and backward: PyTorch's, a peer, and ours."""
-    baseline = catalogs.catalog().names(op)[0]
+    baseline = registry.catalog().names(op)[0]
     contenders = ((baseline, "baseline", "torch", 4.0), ("elsewhere", "peer", "other", 3.0),
                   (NAME, "own", "own", 2.0))  # fmt: skip
     return [
@@ -40,26 +40,26 @@ def timed(op: str, **columns) -> list:
 @pytest.fixture
 def with_ours(monkeypatch):
     """Every operator of the catalog has an implementation of ours of that name."""
-    right = catalogs.Catalog._add
+    right = registry.Catalog._add
 
     def add(self, operator, brought_by=None):
         right(self, operator, brought_by)
         own = Implementation(NAME, run=operator.reference, supported=triton_from(80))
         rank = len(operator.implementations)
-        listed = catalogs.Listed(operator.name, NAME, rank, own)
+        listed = registry.Listed(operator.name, NAME, rank, own)
         self._listed[operator.name, NAME] = listed
 
-    monkeypatch.setattr(catalogs.Catalog, "_add", add)
-    catalogs.catalog.cache_clear()
+    monkeypatch.setattr(registry.Catalog, "_add", add)
+    registry.catalog.cache_clear()
     yield
     monkeypatch.undo()
-    catalogs.catalog.cache_clear()
+    registry.catalog.cache_clear()
 
 
 def test_any_name_of_ours_is_ours_everywhere(
     with_ours, store: Callable[..., Query], tmp_path: Path
 ) -> None:
-    operators = list(catalogs.catalog().operators)
+    operators = list(registry.catalog().operators)
     assert "attention" in operators and len(operators) > 10
     query = store(*(part for op in operators for part in timed(op)))
 

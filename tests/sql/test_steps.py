@@ -21,8 +21,8 @@ from tests.sql.conftest import (
     step,
     steps,
 )
-from tnp.schemas import TABLES
-from tnp.store import build_database, write_table
+from tnp.store.files import build_database, write_table
+from tnp.store.schemas import TABLES
 
 
 def test_every_view_is_empty_over_an_empty_store(store: Callable[..., Query]) -> None:

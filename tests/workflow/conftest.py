@@ -140,7 +140,7 @@ class Checkout:
         self.append("workflow/gate_process.py", FAKE_GATE)
         self.append("workflow/sources.py", IN_JOBS)
         (folder / "tnp/figures/__init__.py").write_text(FAKE_FIGURES)
-        (folder / "tnp/train.py").write_text(FAKE_TRAINING)
+        (folder / "tnp/train/recorded_runs.py").write_text(FAKE_TRAINING)
 
     def append(self, file: str, text: str) -> None:
         with open(self.folder / file, "a") as stream:

@@ -10,9 +10,9 @@ import duckdb
 import pytest
 
 from tests.workflow.conftest import configuration, wait_for
-from tnp.bench.outcome import TRANSIENT
-from tnp.schemas import STATUSES, TABLES
-from tnp.store import write_table
+from tnp.experiment.failures import TRANSIENT
+from tnp.store.files import write_table
+from tnp.store.schemas import STATUSES, TABLES
 from workflow.attempts import ATTEMPTS, Attempts, is_of, keep, named, note_state
 
 ROOT = Path(__file__).parents[2]
@@ -126,13 +126,13 @@ def test_what_an_edit_voids_and_nothing_else_is_measured_beside_what_is_there(fi
 
 def test_a_kill_amid_what_is_measured_anew_loses_nothing(finished):
     before, rows = run_ids(finished), outcomes(finished)
-    text = (finished.folder / "tnp/model.py").read_text()
-    finished.edit("tnp/model.py", "TransformerNP")
+    text = (finished.folder / "tnp/model/network.py").read_text()
+    finished.edit("tnp/model/network.py", "TransformerNP")
     workflow = finished.start("all", FAKE_SECONDS="60")
     wait_for(lambda: any(call.startswith("start") for call in finished.calls()))
     workflow.kill()
     workflow.end()
-    (finished.folder / "tnp/model.py").write_text(text)
+    (finished.folder / "tnp/model/network.py").write_text(text)
     finished.forget_calls()
     status, output = finished.run("all")
     assert status == 0, output
@@ -323,7 +323,7 @@ def test_a_typo_is_said_before_the_device_that_it_is_for():
 
 def test_a_kill_after_a_training_said_that_it_was_done_trains_nothing_again(checkout):
     checkout.config["training"] = configuration()["training"]
-    shutil.copy(ROOT / "tnp/train.py", checkout.folder / "tnp/train.py")
+    shutil.copy(ROOT / "tnp/train/recorded_runs.py", checkout.folder / "tnp/train/recorded_runs.py")
     final = checkout.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
     table = "data/runs/cpu/training/gp_tiny.parquet"
     workflow = checkout.start(table)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tnp import choice
-from tnp.catalog import catalog
+from tnp.dispatch import tuned_tables
+from tnp.dispatch.registry import catalog
 from workflow import operator_plan, plan, problems
 from workflow.uses import _refusal
 from workflow.validation import validate
@@ -79,7 +79,11 @@ def test_section_timing_says_how_latency_is_measured():
 
 
 def test_no_table_has_an_entry_of_what_nobody_tuned_for():
-    entries = [entry for path in choice.COMMITTED.glob("*.json") for entry in choice.table(path)]
+    entries = [
+        entry
+        for path in tuned_tables.COMMITTED.glob("*.json")
+        for entry in tuned_tables.table(path)
+    ]
     tuned = [entry["problem"]["sizes"] for entry in entries if entry["of"].startswith("attention")]
     asked = [json.loads(job["problem"])["sizes"] for job in UNTUNED.values()]
     assert len(asked) >= 60 and len(tuned) >= 60

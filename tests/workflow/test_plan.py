@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tnp.bench.outcome import implementation_of
-from tnp.catalog import catalog
-from tnp.schemas import CEILINGS, FORMATS
-from tnp.variants import named_specs
+from tnp.dispatch.registry import catalog
+from tnp.model.variants import named_specs
+from tnp.store.schemas import CEILINGS, FORMATS
 from workflow import plan, problems
 
 ROOT = Path(__file__).parents[2]

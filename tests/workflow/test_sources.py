@@ -10,10 +10,10 @@ from pathlib import Path
 import yaml
 
 from tnp.bench.outcome import implementation_of
-from tnp.catalog import AUTO, IMPLEMENTATIONS, catalog
+from tnp.dispatch.registry import AUTO, IMPLEMENTATIONS, catalog
 from tnp.gates import gates_for, gates_of
-from tnp.schemas import CEILINGS
-from tnp.variants import FAMILIES
+from tnp.model.variants import FAMILIES
+from tnp.store.schemas import CEILINGS
 from workflow import plan, sources
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
     assert not uses(sources.of_step(steps["matrix--mid--sdpa_flash"]))
     assert uses(sources.of_gate("op--attention--separate"))
     assert not uses(sources.of_gate("baseline"))
-    assert "tnp/model.py" in files(sources.of_gate("baseline"))
+    assert "tnp/model/network.py" in files(sources.of_gate("baseline"))
 
 
 def test_a_variants_operators_are_sources_each_of_its_own():
@@ -73,18 +73,18 @@ KERNELS = {
         "attention/hopper_forward",
         "attention/hopper_backward",
         "embedding/triton_embedding",
-        "hopper_matmul",
-        "hopper_silu",
+        "_shared/hopper_matmul",
+        "_shared/hopper_silu",
         "mixture_heads/hopper",
         "mixture_heads/saved_z",
         "mixture_heads/triton_heads",
         "mixture_nll/triton_mixture_nll",
         "mlp/composed",
-        "norms",
+        "_shared/norms",
         "projection/products",
         "rms_norm/triton_rms_norm",
-        "triton_matmul",
-        "weight_gradient",
+        "_shared/triton_matmul",
+        "_shared/weight_gradient",
     )
 }
 
@@ -112,10 +112,10 @@ def test_what_a_backward_runs_is_its_source():
         for name in ("fused", "single")
     )
     assert single == fused | {"tnp/ops/mlp/single.py"}
-    assert "tnp/ops/mlp/composed.py" in fused and "tnp/ops/hopper_silu.py" in fused
+    assert "tnp/ops/mlp/composed.py" in fused and "tnp/ops/_shared/hopper_silu.py" in fused
     projection = used_kernels(sources.of_gate("op--linear--fused"))
-    own = {"tnp/ops/weight_gradient.py", "tnp/ops/projection/products.py"}
-    assert projection == own | {"tnp/ops/triton_matmul.py"}  # tiles of a few rows
+    own = {"tnp/ops/_shared/weight_gradient.py", "tnp/ops/projection/products.py"}
+    assert projection == own | {"tnp/ops/_shared/triton_matmul.py"}  # tiles of a few rows
 
 
 def test_what_auto_may_choose_is_its_source_and_gate():
@@ -148,7 +148,12 @@ def test_what_auto_may_choose_is_its_source_and_gate():
 
 def test_what_is_timed_is_named_by_the_gates_that_it_waits_for():
     """Otherwise an edit of it would leave its rows proven by gates that never saw the edit."""
-    model = re.compile(r"tnp\.(ops|model|step|buffer|drawing|joint|prediction)(\.|:|$)")
+    model = re.compile(
+        (
+            r"tnp\.(ops|train\.step|model\.(network|transformer_np|causal_buffer|prediction|sampling|"
+            r"sample_graph))(\.|:|$)"
+        )
+    )
 
     def unproven(found: dict[str, str], gates: list[str]) -> set[str]:
         ran = {name for name in sources.code(found) if model.match(name)}
@@ -231,7 +236,10 @@ def test_planning_for_a_gpu_imports_nothing_that_computes():
 def test_whole_steps_of_the_host_s_study_depend_on_all_their_forms():
     job = plan.host_steps(CONFIG, "cuda", "nvidia-h200")["host--steps--small"]
     found = sources.of_job("host_step", job)
-    assert {"tnp.bench.host_steps:measure_host_steps", "tnp.step:TrainingStep"} <= found.keys()
+    assert {
+        "tnp.bench.host_steps:measure_host_steps",
+        "tnp.train.step:TrainingStep",
+    } <= found.keys()
     assert any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in found)
     plain = job | {"forms": [form for form in job["forms"] if form["variant"] == "sdpa_flash"]}
     theirs = sources.of_job("host_step", plain)

@@ -1,6 +1,6 @@
 """What the last lines of a run say."""
 
-from tnp.store import write_table
+from tnp.store.files import write_table
 from workflow import summary
 
 

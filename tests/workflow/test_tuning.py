@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tnp import choice
-from tnp.catalog import catalog
+from tnp.dispatch import tuned_tables
+from tnp.dispatch.registry import catalog
 from tnp.ops.swiglu import OPERATOR
-from tnp.store import write_table
+from tnp.store.files import write_table
 from workflow import operator_plan, plan
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ SCRIPT = """
 import json, runpy, sys
 from pathlib import Path
 from types import SimpleNamespace
-from tnp import choice
+from tnp.dispatch import tuned_tables as choice
 
 choice.COMMITTED = Path(sys.argv[1])
 files = SimpleNamespace(**json.loads(sys.argv[2]))
@@ -75,7 +75,7 @@ runpy.run_path("workflow/scripts/tune.py", {"snakemake": asked})
 def tune(tmp_path):
     """Runs the rule's script over rows of table "ops"; what it says, and the table's entries."""
 
-    def run(trials: list[dict], timed: list[dict]) -> tuple[str, tuple[choice.Entry, ...]]:
+    def run(trials: list[dict], timed: list[dict]) -> tuple[str, tuple[tuned_tables.Entry, ...]]:
         common = {"device": "nvidia-h200", "recorded_at": datetime(2026, 2, 1, tzinfo=UTC)}
         files = {"environments": []}
         environment = [{"environment_id": "e", "compute_capability": "9.0"}]
@@ -87,11 +87,11 @@ def tune(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, cwd=ROOT
         )
-        choice.refresh()
-        return done.stderr, choice.table(tmp_path / "nvidia-h200.json")
+        tuned_tables.refresh()
+        return done.stderr, tuned_tables.table(tmp_path / "nvidia-h200.json")
 
     yield run
-    choice.refresh()
+    tuned_tables.refresh()
 
 
 def test_the_script_enters_what_won(tune):

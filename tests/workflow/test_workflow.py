@@ -206,7 +206,11 @@ def test_a_gate_that_runs_again_takes_no_benchmark_of_the_same_code_with_it(fini
 
 
 def test_touched_or_commented_source_reruns_nothing(finished):
-    for file in ("tnp/model.py", "tnp/train.py", "workflow/scripts/benchmark.py"):
+    for file in (
+        "tnp/model/network.py",
+        "tnp/train/recorded_runs.py",
+        "workflow/scripts/benchmark.py",
+    ):
         finished.append(file, "\n# A comment.\n")
     kernel = finished.folder / "tnp/ops/attention/triton_forward.py"
     docstring, rest = kernel.read_text().split('"""', 2)[1:]
@@ -279,7 +283,7 @@ def test_figures_are_drawn_from_what_there_is(finished):
     shutil.rmtree(finished.folder / "figures")
     (finished.folder / "data/results.duckdb").unlink()
     (finished.folder / "data/runs/cpu/steps/cpu--tiny--separate--r1.parquet").unlink()
-    finished.edit("tnp/model.py", "TransformerNP")
+    finished.edit("tnp/model/network.py", "TransformerNP")
     status, output = finished.run("figures", MATRIX, FAKE_RED="op--mlp--single")
     assert status == 0, output
     assert not finished.calls()

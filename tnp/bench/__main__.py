@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tnp.catalog import catalog, is_automatic
-from tnp.commands import Parser, end_with, option, size, table
-from tnp.contract import FLOATS, Call, Case, Operator, Problem
+from tnp.dispatch.registry import catalog, is_automatic
+from tnp.dispatch.spec import FLOATS, Call, Case, Operator, Problem
+from tnp.util.cli import Parser, end_with, option, size, table
 
 PROGRAM = "python -m tnp.bench"
 TIMEOUT_S = 900.0
@@ -114,7 +114,7 @@ def _require_described(operator: Operator, problem: Problem) -> None:
     """Raises ValueError where the operator takes no tensors of these sizes."""
     import torch
 
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
     case = Case(problem)
     drawn = operator.draw(case, Random(case, torch.device("meta")))
@@ -167,9 +167,9 @@ def _refused(
     operator: Operator, problem: Problem, names: list[str], passes: list[str]
 ) -> dict[str, str]:
     """Why each implementation cannot run on this CPU; empty where any may, which a child finds."""
-    from tnp import targets
+    from tnp.dispatch import devices
+    from tnp.dispatch.selection import refuses
     from tnp.gates.results import wanted_of
-    from tnp.selection import refuses
 
     found = {}
     for name in names:
@@ -177,7 +177,7 @@ def _refused(
         if own is None:
             return {}
         wanted = wanted_of(operator, own, Case(problem)) if "backward" in passes else ()
-        reason = refuses(own, Call(problem, targets.here_without_gpu(), wanted))
+        reason = refuses(own, Call(problem, devices.here_without_gpu(), wanted))
         if reason is None:
             return {}
         found[name] = reason

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tnp.bench.outcome import Unsupported
-from tnp.contract import Work
+from tnp.dispatch.spec import Work
+from tnp.experiment.failures import Unsupported
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
@@ -55,7 +55,7 @@ class Ceiling:
 
 
 def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
-    """Of a job whose operator is one of `tnp.schemas.CEILINGS`.
+    """Of a job whose operator is one of `tnp.store.schemas.CEILINGS`.
 
     Raises Unsupported for a number format that the device does not multiply in.
     """

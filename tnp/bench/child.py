@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tnp import targets
-from tnp.bench.outcome import JOINT, classify
+from tnp.bench.outcome import JOINT
 from tnp.bench.process import DeviceMissing, die_with_parent
-from tnp.gpu_memory import apply_limit
-from tnp.targets import Target
+from tnp.dispatch import devices
+from tnp.dispatch.devices import Target
+from tnp.experiment.failures import classify
+from tnp.experiment.gpu_memory import apply_limit
 
 
 def main(kind: str, parent: str, report: str) -> None:
@@ -116,7 +117,7 @@ def require_gpu() -> Target:
     require_device(slug)
     import torch
 
-    return targets.of_device(torch.device("cuda"))
+    return devices.of_device(torch.device("cuda"))
 
 
 def require_visible(slug: str) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from tnp import choice, plans, selection, targets
-from tnp.bench.outcome import SEPARATOR, Unsupported, implementation_of, passes
+from tnp.bench.outcome import SEPARATOR, implementation_of, passes
 from tnp.bench.timing import first_call
-from tnp.catalog import catalog, is_automatic
-from tnp.contract import Call, Case, Implementation, Operation, Work
+from tnp.dispatch import devices, plans, selection, tuned_tables
+from tnp.dispatch.registry import catalog, is_automatic
+from tnp.dispatch.spec import Call, Case, Implementation, Operation, Work
+from tnp.experiment.failures import Unsupported
 from tnp.gates.results import compute, in_float64, wanted_of
-from tnp.values import Random, Upstream
+from tnp.ops._shared.random_values import Random, Upstream
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 Forced = Mapping[str, tuple[str, Any]]  # operation → kernel, and its configuration as JSON holds it
@@ -55,9 +56,9 @@ def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Fo
             forward, picked = selection.choose_kernel(
                 found.forward, catalog().operator(op), call, kernel.saves
             )
-            before = {found.forward.name: (forward.name, choice.as_json(picked.config))}
+            before = {found.forward.name: (forward.name, tuned_tables.as_json(picked.config))}
         for config in kernel.configs(call):
-            text = choice.as_json(config)
+            text = tuned_tables.as_json(config)
             name = f"{implementation}{SEPARATOR}{kernel.name} {json.dumps(text)}"
             named[name] = {**before, operation.name: (kernel.name, text)}
     return named
@@ -74,7 +75,7 @@ def listed(parameters: dict) -> dict:
         return {}
     operator = catalog().operator(parameters["op"])
     problem = operator.from_json(parameters["problem"])
-    target = targets.of_device(torch.device(parameters["device"]))
+    target = devices.of_device(torch.device(parameters["device"]))
     contenders: dict[str, str] = {}
     for name, config_id in parameters["implementations"].items():
         found: dict[str, Forced] = {}
@@ -261,7 +262,7 @@ class Contenders:
         return wanted_of(self.operator, found, self.case)
 
     def _call(self, contender: str) -> Call:
-        return Call(self.case.problem, targets.of_device(self.device), self._wanted(contender))
+        return Call(self.case.problem, devices.of_device(self.device), self._wanted(contender))
 
     def trial(self, contender: str) -> selection.Forced:
         """Kernels and configurations of a trial; of others none.
@@ -278,7 +279,7 @@ class Contenders:
             if reason is not None:
                 raise Unsupported(reason)
             for config in kernel.configs(call):
-                if _same_json(choice.as_json(config), wanted):
+                if _same_json(tuned_tables.as_json(config), wanted):
                     forced[name] = kernel_name, config
                     break
             else:

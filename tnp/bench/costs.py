@@ -1,4 +1,5 @@
-"""Times of kernels at sizes drawn at random, and what each is made of: `tnp.costs` fits to them."""
+"""Times of kernels at sizes drawn at random, and what each is made of: `tnp.tuning.fit_costs` fits
+to them."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from statistics import median
 
 import torch
 
-from tnp import choice, selection, targets
 from tnp.bench.contenders import Contenders, listed
 from tnp.bench.measure import Contender, capturable_stream, launches_per_run, replayed
 from tnp.bench.outcome import op_job
 from tnp.bench.policy import Policy
 from tnp.bench.timing import first_call, measure_interleaved
-from tnp.catalog import catalog
-from tnp.contract import Call, Problem
-from tnp.tuning import operations
+from tnp.dispatch import devices, selection, tuned_tables
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call, Problem
+from tnp.dispatch.tuned_tables import operations
 
 # What is fitted to hundreds of sizes needs no settled mean of each.
 POLICY = Policy(warmup_s=0.0, min_samples=5, half_width=1.0, max_sampling_s=0.0)
@@ -65,13 +66,13 @@ def _timed(
     n_launches = launches_per_run([contender for *_, contender in timed], device)
     runs = [replayed(contender.calls, n_launches)[0] for *_, contender in timed]
     measured = measure_interleaved(runs, device, POLICY, n_launches)
-    what = Call(problem, targets.of_device(device))
+    what = Call(problem, devices.of_device(device))
     return [
         {
             "of": operation.name,
             "problem": problem.json,
             "choice": kernel.name,
-            "config": choice.as_json(config),
+            "config": tuned_tables.as_json(config),
             "counts": kernel.counts(what, config),
             "us": 1e3 * median(one.samples_ms),
         }

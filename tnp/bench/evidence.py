@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from tnp.bench.policy import policy_of, question
-from tnp.catalog import catalog, is_automatic, version
-from tnp.contract import OWN
-from tnp.definitions import digest
+from tnp.dispatch.registry import catalog, is_automatic, version
+from tnp.dispatch.spec import OWN
+from tnp.experiment.code_hash import digest
 from tnp.gates import gates_of
-from tnp.variants import Variant
+from tnp.model.variants import Variant
 
 # What the numbers of predictions and of a step depend on besides the code: not their names.
 PREDICTION_SPEC = ("model", "batch", "n_context", "n_target", "dtype", "variant_spec")

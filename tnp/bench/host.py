@@ -25,14 +25,16 @@ from unittest.mock import patch
 
 import torch
 
-from tnp import dispatch, plans, targets
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import synchronize
-from tnp.catalog import catalog, is_automatic
-from tnp.contract import Call, Case, Operator
-from tnp.launch import Bound
-from tnp.selection import choose_implementation
-from tnp.values import Random
+from tnp.dispatch import call as dispatch
+from tnp.dispatch import devices, plans
+from tnp.dispatch.call import forget
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.registry import catalog, is_automatic
+from tnp.dispatch.selection import choose_implementation
+from tnp.dispatch.spec import Call, Case, Operator
+from tnp.ops._shared.random_values import Random
 
 CALLS = 40
 CHAIN = 9
@@ -65,9 +67,9 @@ def measure_host(parameters: dict) -> list[dict]:
 def launching_nothing() -> Iterator[None]:
     """Inside, no kernel of ours is launched: what is left is the Python around it."""
     with patch.object(Bound, "__call__", lambda self, *arguments: None):
-        dispatch.forget()
+        forget()
         yield
-    dispatch.forget()
+    forget()
 
 
 def _of_problem(
@@ -109,7 +111,7 @@ def _call(
     numbers, options = operator.numbers, operator.call_options(case.problem)
     several = len(operator.outputs_of(case.problem)) > 1
     if not is_automatic(name):
-        what = Call(case.problem, targets.of_device(device), wanted)
+        what = Call(case.problem, devices.of_device(device), wanted)
         chosen, found = choose_implementation(operator, name, what)
         if found.run is not None:
             plan = plans.PlainPlan(what, found, chosen)
@@ -121,11 +123,11 @@ def _call(
 
             return call_itself
 
-    def call(*inputs: torch.Tensor | None) -> torch.Tensor:
+    def call_public(*inputs: torch.Tensor | None) -> torch.Tensor:
         outputs = dispatch.call(operator, name, inputs, numbers, options)
         return outputs[-1] if several else outputs
 
-    return call
+    return call_public
 
 
 class _Nothing(torch.autograd.Function):

@@ -27,12 +27,12 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-from tnp import targets
-from tnp.bench.outcome import Unsupported
-from tnp.commands import Parser, end_with, table
-from tnp.contract import OWN
-from tnp.extras import require
-from tnp.variants import Variant, named_specs
+from tnp.dispatch import devices
+from tnp.dispatch.spec import OWN
+from tnp.experiment.failures import Unsupported
+from tnp.model.variants import Variant, named_specs
+from tnp.util.cli import Parser, end_with, table
+from tnp.util.extras import require
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = "launch of ours"
@@ -66,13 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tnp.bench.host_counts", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--shape", required=True, metavar="NAME", help="of config.yaml's shapes")
-    parser.add_argument("--variant", required=True, metavar="NAME", help="of tnp/variants.toml")
+    parser.add_argument(
+        "--variant", required=True, metavar="NAME", help="of tnp/model/variants.toml"
+    )
     parser.add_argument("--gpu", default="NVIDIA H200", metavar="NAME",
                         help="without a GPU: the one to make plans for; NVIDIA H200")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="an object in place of a table")
     wanted = parser.parse_args(arguments)
     try:
-        parameters, target = _parameters(wanted.shape, wanted.variant), targets.named(wanted.gpu)
+        parameters, target = _parameters(wanted.shape, wanted.variant), devices.named(wanted.gpu)
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -114,7 +116,7 @@ def _parameters(shape: str, variant: str) -> dict:
     }
 
 
-def count_step(parameters: dict, target: targets.Target) -> dict:
+def count_step(parameters: dict, target: devices.Target) -> dict:
     """Returns `where`, `host_us` (the median of a step) and `kinds`, as `count` gives them.
 
     Args:
@@ -134,7 +136,7 @@ def count_step(parameters: dict, target: targets.Target) -> dict:
         where, here = torch.cuda.get_device_name(), nullcontext()
     else:
         parameters = parameters | FEW_POINTS | {"model": parameters["model"] | NARROW}
-        target = target if variant.role() == OWN else targets.CPU
+        target = target if variant.role() == OWN else devices.CPU
         where, here = f"without launches, {target.model or 'CPU'}", _as_on(target)
     with here:
         run = step_of(parameters, device)
@@ -146,18 +148,18 @@ def count_step(parameters: dict, target: targets.Target) -> dict:
 
 
 @contextmanager
-def _as_on(target: targets.Target) -> Iterator[None]:
+def _as_on(target: devices.Target) -> Iterator[None]:
     """Inside, the CPU is taken for a target on which launches do nothing."""
     import torch
 
     from tnp.bench.host import launching_nothing
-    from tnp.tasks import Task
+    from tnp.tasks.task import Task
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other would be most of a small product
     try:
         with (
-            patch.object(targets, "of_device", lambda device: target),
+            patch.object(devices, "of_device", lambda device: target),
             patch.object(Task, "check_finite", lambda self, units: None),  # of a CPU alone
             launching_nothing(),
         ):
@@ -219,7 +221,7 @@ def _launches_seen() -> Iterator[None]:
     """Inside, each launch of ours is an event of the profiler."""
     from torch.profiler import record_function
 
-    from tnp.launch import Bound
+    from tnp.dispatch.launcher import Bound
 
     launch = Bound.__call__
 

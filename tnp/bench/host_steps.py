@@ -20,14 +20,16 @@ from collections.abc import Callable
 
 import torch
 
-from tnp.bench.outcome import Unsupported, classify, of_step_form
+from tnp.bench.outcome import of_step_form
 from tnp.bench.statistics import summarize
 from tnp.bench.steps import LEARNING_RATE, random_task, require_supported
 from tnp.bench.timing import first_call, synchronize
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
-from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
-from tnp.variants import Variant
+from tnp.experiment.failures import Unsupported, classify
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.train.step import TrainingStep
+from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 
 FIRST_STEPS = N_EAGER_BEFORE_CAPTURE + 2  # until everything is compiled, captured and replayed once
 WARM_ROUNDS, ROUNDS = 1, 20

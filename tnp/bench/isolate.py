@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from tnp.bench.outcome import Rows, failure_rows, only, together
 from tnp.bench.process import run_child
-from tnp.schemas import TABLES
+from tnp.store.schemas import TABLES
 
 
 def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:

@@ -19,7 +19,6 @@ from functools import partial
 import torch
 
 from tnp.bench.evidence import Code, packages
-from tnp.bench.kernel_code import launches
 from tnp.bench.outcome import JOINT_FORMS, of_form
 from tnp.bench.policy import Policy
 from tnp.bench.predictions import IN_A_ROW, Run, in_a_row
@@ -28,9 +27,11 @@ from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.steps import LEARNING_RATE, random_task, require_supported
 from tnp.bench.timing import first_call, measure_interleaved
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
-from tnp.variants import Variant
+from tnp.experiment.kernel_code import launches
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.train.step import TrainingStep
 
 
 def measure_joint(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:

@@ -15,12 +15,10 @@ from typing import TypeVar
 
 import torch
 
-from tnp import targets
 from tnp.bench import ceilings
 from tnp.bench.contenders import Contenders, Output
 from tnp.bench.evidence import Code, packages
-from tnp.bench.kernel_code import launches
-from tnp.bench.outcome import Rows, classify, implementation_of, key, of_contender, passes
+from tnp.bench.outcome import Rows, implementation_of, key, of_contender, passes
 from tnp.bench.policy import Latency, policy_of
 from tnp.bench.provenance import Conditions
 from tnp.bench.sampled import measured_columns, sample_rows
@@ -32,8 +30,11 @@ from tnp.bench.timing import (
     measure_latency,
     synchronize,
 )
-from tnp.catalog import catalog, is_automatic
-from tnp.contract import Work
+from tnp.dispatch import devices
+from tnp.dispatch.registry import catalog, is_automatic
+from tnp.dispatch.spec import Work
+from tnp.experiment.failures import classify
+from tnp.experiment.kernel_code import launches
 
 # Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
 # seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
@@ -266,7 +267,7 @@ def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
     flops = sum(work.flops.values()) or None
     tflops = None if flops is None else flops / time_ms / 1e9
     gb_per_s = work.bytes / time_ms / 1e6
-    if sheet := targets.datasheet(gpu):
+    if sheet := devices.datasheet(gpu):
         in_16_bits = sum(SHARES.get(kind, 0.0) * number for kind, number in work.flops.items())
         for rate, best, unit in (
             (in_16_bits / time_ms / 1e9, sheet.flops_per_s / 1e12, "TFLOP/s"),

@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tnp.bench.outcome import Unsupported
+from tnp.experiment.failures import Unsupported
 
 # Where the CUDA toolkit puts it, when it is not on the path.
 TOOLKIT = "/usr/local/cuda/bin"

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from tnp.bench import evidence
-from tnp.catalog import catalog
-from tnp.contract import Problem
-from tnp.schemas import (
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Problem
+from tnp.experiment.failures import one_line
+from tnp.store.schemas import (
     CONTRACT,
     HOST_STEP_KEY,
     OP_KEY,
@@ -17,11 +18,6 @@ from tnp.schemas import (
 )
 
 Rows = dict[str, list[dict[str, object]]]  # by table
-
-MAX_REASON = 300
-
-# Ended from outside, by the time limit or for want of host memory: it may go well another time.
-TRANSIENT = ("killed", "timeout")
 
 SEPARATOR = "--"  # of an implementation, and what tells a contender from others of it
 _TWIN = f"{SEPARATOR}twin"
@@ -35,10 +31,6 @@ _KEYS = {
 FORMS = ("anew", "encode", "kept", "replayed", "bare")
 # Of the study of joint samples: see `tnp.bench.joint`.
 JOINT, JOINT_FORMS = "joint", ("drawn", "drawn_anew", "trained", "trained_plain")
-
-
-class Unsupported(RuntimeError):
-    """This configuration cannot run on this device; the message says why."""
 
 
 def key(kind: str, parameters: dict) -> dict[str, object]:
@@ -177,27 +169,3 @@ def together(parts: Iterable[Rows]) -> Rows:
         for table, rows in part.items():
             tables.setdefault(table, []).extend(rows)
     return tables
-
-
-def classify(error: Exception) -> tuple[str, str]:
-    """Status and reason of an exception raised while measuring."""
-    text = str(error).strip() or "no message"
-    lowered = text.lower()
-    if isinstance(error, MemoryError) or "can't allocate memory" in lowered:
-        return "killed", one_line(f"host memory ran out: {text}")
-    if (
-        type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
-        or "out of memory" in lowered
-        or "cublas_status_alloc_failed" in lowered
-    ):
-        return "oom", one_line(text)
-    if isinstance(error, (Unsupported, NotImplementedError)):
-        return "unsupported", one_line(text)
-    return "error", one_line(f"{type(error).__name__}: {text}")
-
-
-def one_line(text: str) -> str:
-    """The first line that says something, cut to a readable length."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = lines[0] if lines else "no reason given"
-    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"

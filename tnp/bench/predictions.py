@@ -18,17 +18,19 @@ from collections.abc import Callable
 import torch
 
 from tnp.bench.evidence import Code, packages
-from tnp.bench.kernel_code import launches
-from tnp.bench.outcome import FORMS, Unsupported, of_form
+from tnp.bench.outcome import FORMS, of_form
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.steps import random_task, require_supported
 from tnp.bench.timing import first_call, measure_interleaved, synchronize
-from tnp.model import TNPConfig, TransformerNP
-from tnp.tasks import Task
-from tnp.variants import Variant
+from tnp.experiment.failures import Unsupported
+from tnp.experiment.kernel_code import launches
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.tasks.task import Task
 
 IN_A_ROW = 20
 # Of float32: what predictions from a kept encoding may be off by, of the largest parameter.

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tnp.bench.outcome import one_line
 from tnp.bench.provenance import gpu_uuid
+from tnp.experiment.failures import one_line
 
 ROOT = Path(__file__).parents[2]
 SHOWN_LINES = 30

@@ -15,7 +15,7 @@ import torch
 
 from tnp.bench.child import started_by_snakemake
 from tnp.bench.contenders import Contenders
-from tnp.bench.outcome import classify
+from tnp.experiment.failures import classify
 
 
 def main(asked: str, failure: str) -> None:

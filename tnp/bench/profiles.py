@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tnp.bench import ncu
-from tnp.bench.outcome import classify, of_profile, passes
+from tnp.bench.outcome import of_profile, passes
+from tnp.experiment.failures import classify
 
 
 class NotLaunched(RuntimeError):

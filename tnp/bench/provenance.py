@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tnp import targets
-from tnp.catalog import version
-from tnp.extras import require
+from tnp.dispatch import devices
+from tnp.dispatch.registry import version
+from tnp.util.extras import require
 
 pynvml = require("pynvml", "measurements", "workflow")
 
@@ -61,7 +61,7 @@ def _first_visible_gpu():
 def device_slug() -> str:
     """Name of the first visible NVIDIA GPU as in "nvidia-h200", or "cpu". Imports no torch."""
     with _first_visible_gpu() as gpu:
-        return "cpu" if gpu is None else targets.slug(pynvml.nvmlDeviceGetName(gpu))
+        return "cpu" if gpu is None else devices.slug(pynvml.nvmlDeviceGetName(gpu))
 
 
 def gpu_uuid() -> str | None:

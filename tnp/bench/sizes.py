@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tnp.contract import Operator, Problem
+from tnp.dispatch.spec import Operator, Problem
 
 # Sizes of the model that stand in rows of an operator; attention's follow from its heads.
 COLUMNS = {

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import fx, nn
 
-from tnp.model import TransformerNP
-from tnp.step import TrainingStep
+from tnp.model.transformer_np import TransformerNP
+from tnp.train.step import TrainingStep
 
 MARK = "tnp.stage"
 OTHER = "other"

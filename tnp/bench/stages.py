@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity
 
 from tnp.bench.stage_marks import OTHER, marking, parsed
 from tnp.bench.statistics import summarize
-from tnp.step import TrainingStep
-from tnp.tasks import Task
+from tnp.tasks.task import Task
+from tnp.train.step import TrainingStep
 
 SOURCE = "profiler"  # of a row's times: earlier rows have those between events of an eager step
 LAUNCHES = ("cuda_runtime", "cuda_driver")

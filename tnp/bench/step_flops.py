@@ -13,10 +13,11 @@ the count. `skip_unread` leaves out keys and values of targets, and in the last 
 context points but their keys and values. Norms, SiLU and the optimizer are left out.
 
 A buffer of n points adds n rows that are known, as a context's are: of these and of as many targets
-in each of g groups the i-th attends to the context and i points of the buffer (`tnp.buffer`).
+in each of g groups the i-th attends to the context and i points of the buffer
+(`tnp.model.causal_buffer`).
 """
 
-from tnp.buffer import n_entering, n_followed
+from tnp.model.causal_buffer import n_entering, n_followed
 
 
 def step_matmul_flops(

@@ -9,11 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from tnp import plans, selection, targets
 from tnp.bench.evidence import Code, packages
-from tnp.bench.kernel_code import launches
 from tnp.bench.memory import PeakMemory
-from tnp.bench.outcome import Rows, Unsupported, key
+from tnp.bench.outcome import Rows, key
 from tnp.bench.policy import Policy
 from tnp.bench.provenance import Conditions
 from tnp.bench.sampled import measured_columns, sample_rows
@@ -21,15 +19,19 @@ from tnp.bench.stages import stage_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.step_flops import step_attention_flops, step_matmul_flops
 from tnp.bench.timing import Measurement, first_call, measure
-from tnp.buckets import Buckets
-from tnp.catalog import catalog, is_automatic
-from tnp.contract import Call
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
-from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
-from tnp.tasks import Task
+from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.registry import catalog, is_automatic
+from tnp.dispatch.spec import Call
+from tnp.experiment.failures import Unsupported
+from tnp.experiment.kernel_code import launches
+from tnp.model.buckets import Buckets
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
 from tnp.tasks.sizes import Sizes, varying_sizes
-from tnp.variants import Variant
+from tnp.tasks.task import Task
+from tnp.train.step import TrainingStep
+from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 
 STAGE_PASSES = 10
 N_VARYING = 64  # tasks of a stream whose sizes vary
@@ -188,7 +190,7 @@ def require_supported(parameters: dict, variant: Variant, device: torch.device) 
             if problem is not None and not is_automatic(name):
                 found = catalog().load(operator.name, name)
                 wanted = found.gradients or operator.differentiated
-                call = Call(problem, targets.of_device(device), wanted)
+                call = Call(problem, devices.of_device(device), wanted)
                 reason = found.refuses(call)
                 if reason is not None:
                     raise Unsupported(f"{operator.name} {name!r}: {reason}")

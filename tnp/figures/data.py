@@ -8,7 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from tnp.figures.words import NAMED, words
-from tnp.schemas import ROLES
+from tnp.store.schemas import ROLES
 
 Row = dict[str, Any]
 

@@ -11,7 +11,7 @@ import json
 import altair as alt
 import duckdb
 
-from tnp.contract import OWN
+from tnp.dispatch.spec import OWN
 from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import Layout

@@ -8,7 +8,7 @@ from typing import Any
 
 import vl_convert
 
-from tnp.story import STORY
+from tnp.figures.story import STORY
 
 # Charts are drawn for light pages. In the dark they are inverted and their hues turned back.
 STYLE = """

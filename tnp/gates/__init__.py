@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tnp.catalog import block_of, catalog
-from tnp.contract import OWN
+from tnp.dispatch.registry import block_of, catalog
+from tnp.dispatch.spec import OWN
 
 if TYPE_CHECKING:
     from tnp.gates.progress import Progress
@@ -198,10 +198,10 @@ def run_gate(
     import torch
     import triton
 
-    from tnp.bench.outcome import classify
+    from tnp.experiment.failures import classify
+    from tnp.experiment.gpu_memory import Busy, why_it_does_not_fit
     from tnp.gates.checks import Finished, LeftOut, Unsupported
     from tnp.gates.progress import Progress
-    from tnp.gpu_memory import Busy, why_it_does_not_fit
 
     progress = progress or Progress()
     interpreted = "interpreter" if triton.knobs.runtime.interpret else "cpu"

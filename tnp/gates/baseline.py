@@ -6,9 +6,9 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
-from tnp.prediction import bytes_per_target
-from tnp.step import TrainingStep
-from tnp.variants import Variant
+from tnp.model.prediction import bytes_per_target
+from tnp.model.variants import Variant
+from tnp.train.step import TrainingStep
 
 N_STEPS = 60
 

@@ -14,15 +14,17 @@ from dataclasses import asdict, replace
 
 import torch
 
-from tnp import targets
-from tnp.catalog import catalog
-from tnp.contract import Call
+from tnp.dispatch import devices
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call
 from tnp.gates import models
 from tnp.gates.checks import Check, Unsupported
-from tnp.model import TNPConfig, TransformerNP
-from tnp.step import TrainingStep
-from tnp.tasks import GaussianProcessTasks, Task
-from tnp.variants import FAMILIES, Variant, storage_width
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import FAMILIES, Variant, storage_width
+from tnp.tasks.gaussian_process import GaussianProcessTasks
+from tnp.tasks.task import Task
+from tnp.train.step import TrainingStep
 
 BOUND = 0.1
 N_BATCHES = 16
@@ -60,7 +62,7 @@ def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str, str]]:
                 if not own.precision or not own.differentiable:
                     continue
                 problem = operator.within(model, run)
-                call = Call(problem, targets.of_device(device), operator.differentiated)
+                call = Call(problem, devices.of_device(device), operator.differentiated)
                 if own.refuses(call) is None:
                     yield family, operator.name, own.name
 

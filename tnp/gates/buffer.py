@@ -13,19 +13,19 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from tnp import targets
-from tnp.buffer import Buffer, Points, log_densities
-from tnp.contract import OWN, Budget, Call
+from tnp.dispatch import devices
+from tnp.dispatch.spec import OWN, Budget, Call
 from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
-from tnp.model import TransformerNP
+from tnp.model.causal_buffer import Buffer, Points, log_densities
+from tnp.model.prediction import Prediction
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.torch_forms import attend, softmax_scale
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.ops.projection import linear
-from tnp.prediction import Prediction
-from tnp.tasks import Context, Task
-from tnp.variants import Variant
+from tnp.tasks.task import Context, Task
 
 FLOAT64_BOUND = 1e-12  # some ten sums of up to a thousand products, each in an order of its own
 CONTROL_BOUND = 1e-6  # of an untrained model, to which one point more or less is little
@@ -257,7 +257,7 @@ def _apart(variant: Variant) -> Variant:
 
 def _at_once(device: torch.device) -> Iterator[tuple[str, Variant]]:
     """All operators of ours, attention of all kinds of rows in one launch; none without Triton."""
-    if targets.of_device(device).kind != "cpu":
+    if devices.of_device(device).kind != "cpu":
         yield "all operators of ours, rows at once", models.ours(device)
 
 
@@ -273,7 +273,7 @@ def _variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
         n_k=chosen.n_context + room, head_dim=chosen.config.d_model // n_heads, causal=True,
         n_keys=True,
     )  # fmt: skip
-    call = Call(problem, targets.of_device(device), OPERATOR.differentiated)
+    call = Call(problem, devices.of_device(device), OPERATOR.differentiated)
     for own in OPERATOR.implementations:
         if own.selectable and own.refuses(call) is None:
             if own.provider == OWN:

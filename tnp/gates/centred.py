@@ -21,11 +21,11 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
+from tnp.model.variants import Variant
 from tnp.ops.attention import OPERATOR, attention
 from tnp.ops.attention.few_keys import MAX_KEYS
 from tnp.ops.attention.torch_forms import LN_2, reference
 from tnp.ops.projection import project_qkv
-from tnp.variants import Variant
 
 CAPTURED = Path(__file__).with_name("captured.pt")
 # Some ten sums of up to a thousand products, each in an order of its own.

@@ -85,8 +85,8 @@ def error_ratio(
 
     `reference` is computed in float64. Expected is the largest of three: the distance of PyTorch's
     own result in the same dtype; `floor`, what float32 must be expected to lose in this problem
-    (`tnp.gates.rounding`); about one rounding to the output's dtype. Where PyTorch's result is not
-    finite, nothing can be said, and the ratio is infinite.
+    (`tnp.ops._shared.rounding_error`); about one rounding to the output's dtype. Where PyTorch's
+    result is not finite, nothing can be said, and the ratio is infinite.
     """
     own = distance(pytorch, reference)
     if math.isinf(own):

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tnp import cuda, targets
+from tnp.dispatch import devices, nvrtc
 from tnp.gates import kept
 from tnp.gates.compile_cuda import CudaJob, CudaJobs
 from tnp.gates.launches import Launch, committed_launches
@@ -68,7 +68,7 @@ class Job:
             "target": TARGETS[self.target.arch],
             "dtype": self.dtype,
             "launch_config": json.dumps(self.launch_config, default=str),
-            "shared_limit_bytes": targets.of_capability(self.target.arch).shared_bytes,
+            "shared_limit_bytes": devices.of_capability(self.target.arch).shared_bytes,
             "num_stages": self.options["num_stages"],
             "users": sorted(self.users),
         }
@@ -164,7 +164,7 @@ def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from tnp.launch import watched
+    from tnp.dispatch.launcher import watched
 
     jobs: list[Job] = []
     in_cuda = CudaJobs()
@@ -189,10 +189,10 @@ def collect(launches: Iterable[Launch]) -> list[Job | CudaJob]:
         )
     )
 
-    def note(bound: cuda.Bound) -> None:
+    def note(bound: nvrtc.Bound) -> None:
         in_cuda.note(bound, launch.dtype, launch.users)
 
-    with watched(), cuda.watched(note):
+    with watched(), nvrtc.watched(note):
         for launch in launches:
             launch.call()
     return [*jobs, *in_cuda.found.values()]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from tnp import cuda
-from tnp.cuda import Bound
+from tnp.dispatch import nvrtc
+from tnp.dispatch.nvrtc import Bound
 
 
 @dataclass
 class CudaJob:
     """One kernel to compile, and the implementations that launch it, as (operator, name)."""
 
-    source: cuda.Source
+    source: nvrtc.Source
     architecture: str
     threads: int
     dtype: str
@@ -28,18 +28,18 @@ class CudaJob:
             "target": self.architecture,
             "dtype": self.dtype,
             "launch_config": json.dumps(constants),
-            "shared_limit_bytes": cuda.SHARED_LIMIT,
+            "shared_limit_bytes": nvrtc.SHARED_LIMIT,
             "num_stages": None,  # the source's own
             "users": sorted(self.users),
         }
 
     def compiled(self) -> dict:
         """Compiles it, and returns the other columns."""
-        found = cuda.build(self.source, self.architecture)
+        found = nvrtc.build(self.source, self.architecture)
         warnings = [line for line in found.log.splitlines() if "warning" in line.lower()]
         return {
-            **cuda.resources(found.log),
-            "num_warps": self.threads // cuda.WARP,
+            **nvrtc.resources(found.log),
+            "num_warps": self.threads // nvrtc.WARP,
             "compile_s": found.seconds,
             "warnings": "\n".join(dict.fromkeys(warnings)),
         }
@@ -49,7 +49,7 @@ class CudaJobs:
     """Those of the launches that it is told of, once each."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[cuda.Source, str], CudaJob] = {}
+        self.found: dict[tuple[nvrtc.Source, str], CudaJob] = {}
 
     def note(self, bound: Bound, dtype: str, users: tuple[tuple[str, str], ...]) -> None:
         key = bound.source, bound.architecture

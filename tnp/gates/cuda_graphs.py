@@ -8,9 +8,9 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, Unsupported, max_abs_error, relative_error
-from tnp.step import TrainingStep
-from tnp.step_graphs import N_EAGER_BEFORE_CAPTURE
-from tnp.variants import Variant
+from tnp.model.variants import Variant
+from tnp.train.step import TrainingStep
+from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 
 N_STEPS = N_EAGER_BEFORE_CAPTURE + 5
 # Eager runs that measure the spread, and how far beyond it a captured run may be: the largest of

@@ -3,7 +3,7 @@
 The committed file `compiled.csv` has one line for each compiled form of a kernel. Its column `code`
 is a hash of all that decides the result:
 
-- the kernel's definitions without comments (`tnp.definitions`), and its constants,
+- the kernel's definitions without comments (`tnp.experiment.code_hash`), and its constants,
 - the types and properties of its arguments,
 - the compiler's options and the target,
 - the versions of Triton and ptxas, or of NVRTC.
@@ -20,11 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tnp import cuda
-from tnp.bench.kernel_code import kernel_hash
-from tnp.definitions import digest
-from tnp.files import replacing
+from tnp.dispatch import nvrtc
+from tnp.experiment.code_hash import digest
+from tnp.experiment.kernel_code import kernel_hash
 from tnp.gates.compile_cuda import CudaJob
+from tnp.util.atomic_files import replacing
 
 if TYPE_CHECKING:
     from tnp.gates.compile import Job
@@ -59,7 +59,7 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
 def code(job: Job | CudaJob) -> str:
     """Returns a hash, 16 hexadecimal digits, of all that decides the result of compiling a job."""
     if isinstance(job, CudaJob):
-        return digest(["CUDA C++", *cuda.identity(job.source, job.architecture)])
+        return digest(["CUDA C++", *nvrtc.identity(job.source, job.architecture)])
     import triton
     from triton.compiler.compiler import make_backend
 

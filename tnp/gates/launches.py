@@ -15,10 +15,19 @@ from itertools import product
 from random import Random
 from typing import Any
 
-from tnp import choice, cuda, targets
-from tnp.catalog import catalog
-from tnp.contract import FLOATS, ITEMSIZE, Call, Case, Implementation, Kernel, Operator, Problem
-from tnp.targets import Target
+from tnp.dispatch import devices, nvrtc, tuned_tables
+from tnp.dispatch.devices import Target
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import (
+    FLOATS,
+    ITEMSIZE,
+    Call,
+    Case,
+    Implementation,
+    Kernel,
+    Operator,
+    Problem,
+)
 
 # Problems that are drawn for an entry of costs, to find one that its kernel serves.
 N_DRAWN = 100
@@ -40,8 +49,8 @@ def committed_launches() -> Iterator[Launch]:
     It leaves out CUDA C++ where its compiler is missing.
     """
     for operator in catalog().operators.values():
-        for capability in cuda.ARCHITECTURES:
-            target = targets.of_capability(capability)
+        for capability in nvrtc.ARCHITECTURES:
+            target = devices.of_capability(capability)
             problems = operator.compiled or partial(_of_cases, operator)
             for problem in problems(target):
                 yield from launches(operator, problem, target)
@@ -85,9 +94,9 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
         for operation in (own.forward, own.backward)
         if operation is not None
     }
-    for path in sorted(choice.COMMITTED.glob("*.json")):
-        target = targets.named(path.stem)
-        for entry in choice.table(path):
+    for path in sorted(tuned_tables.COMMITTED.glob("*.json")):
+        target = devices.named(path.stem)
+        for entry in tuned_tables.table(path):
             if entry["of"] not in by_name:
                 continue
             own, operation = by_name[entry["of"]]
@@ -113,7 +122,7 @@ def _with_optional_first(operator: Operator, problems: Iterable[Problem]) -> Ite
     yield from plain
 
 
-def _problems(operator: Operator, entry: choice.Entry) -> Iterator[Problem]:
+def _problems(operator: Operator, entry: tuned_tables.Entry) -> Iterator[Problem]:
     """Yields the entry's problem. An entry of costs names none: it yields drawn problems."""
     if "us" not in entry:
         yield operator.from_json(json.dumps(entry["problem"]))
@@ -175,7 +184,7 @@ def _candidates(
     operation: Any, what: Call, forced: tuple[str, str, object] | None
 ) -> list[tuple[Kernel, object]]:
     """Returns the kernels that serve a call, each with a configuration to compile."""
-    from tnp import selection
+    from tnp.dispatch import selection
 
     found = []
     for kernel in selection.kernels_of(operation).values():
@@ -185,7 +194,7 @@ def _candidates(
             found += [(kernel, one) for one in selection.forms(kernel, what)]
         elif kernel.name == forced[1]:
             configs = kernel.configs(what)
-            found += [(kernel, one) for one in configs if choice.as_json(one) == forced[2]]
+            found += [(kernel, one) for one in configs if tuned_tables.as_json(one) == forced[2]]
     return found
 
 
@@ -200,8 +209,8 @@ def _launch(
     """Runs forward, and backward where a gradient is wanted, on the meta device."""
     import torch
 
-    from tnp import plans
-    from tnp.values import Random
+    from tnp.dispatch import plans
+    from tnp.ops._shared.random_values import Random
 
     case = Case(problem)
     drawn = operator.draw(case, Random(case, torch.device("meta")))

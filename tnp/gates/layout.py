@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from tnp.contract import Kernel
+from tnp.dispatch.plans import KernelPlan
+from tnp.dispatch.spec import Kernel
 from tnp.gates.results import Setting
-from tnp.plans import KernelPlan
 
 
 def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[str]:

@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tnp import targets
-from tnp.contract import Call
+from tnp.dispatch import devices
+from tnp.dispatch.spec import Call
 from tnp.gates.checks import max_abs_error
-from tnp.model import TNPConfig, TransformerNP
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import FAMILIES, Variant
 from tnp.ops.attention import OPERATOR
-from tnp.step import TrainingStep
-from tnp.tasks import GaussianProcessTasks, Task
-from tnp.variants import FAMILIES, Variant
+from tnp.tasks.gaussian_process import GaussianProcessTasks
+from tnp.tasks.task import Task
+from tnp.train.step import TrainingStep
 
 SEED = 0
 
@@ -48,7 +50,7 @@ def implementations(device: torch.device) -> Iterator[str]:
     sizes |= {"n_k": chosen.n_context, "head_dim": chosen.config.d_model // sizes["n_heads"]}
     dtype = str(chosen.dtype).removeprefix("torch.")
     problem = OPERATOR.problem(dtype, batch=chosen.batch, **sizes)
-    call = Call(problem, targets.of_device(device), OPERATOR.differentiated)
+    call = Call(problem, devices.of_device(device), OPERATOR.differentiated)
     # One that cannot run here has no result to check; its benchmarks say why in their rows.
     for own in OPERATOR.implementations:
         if own.selectable and own.refuses(call) is None:

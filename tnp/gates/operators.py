@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tnp import plans, selection, targets, warm
-from tnp.catalog import catalog
-from tnp.contract import OWN, Call, Case, Implementation, Kernel, Operator
+from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.devices import Target
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import OWN, Call, Case, Implementation, Kernel, Operator
+from tnp.experiment.gpu_memory import why_it_does_not_fit
 from tnp.gates import layout, out_of_range, routes
 from tnp.gates.checks import Check, Finished, LeftOut, Unsupported, max_abs_error
 from tnp.gates.launches import launches
 from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Gradient, Results, Setting, compute, wanted_of
-from tnp.gpu_memory import why_it_does_not_fit
-from tnp.targets import Target
+from tnp.train import warm
 
 # A result that moves between runs is a race.
 REPEATS = {"cuda": 50, "cpu": 1}
@@ -94,7 +95,7 @@ def checks(
     listed = catalog().listed(op, name)
     if listed.missing:
         raise Unsupported(listed.missing)
-    found, target = catalog().load(op, name), targets.of_device(device)
+    found, target = catalog().load(op, name), devices.of_device(device)
     reasons = {}
     for case in operator.cases(target):
         what = Call(case.problem, target, wanted_of(operator, found, case))

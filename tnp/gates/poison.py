@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tnp.inputs import is_expanded
+from tnp.util.checks import is_expanded
 
 # What PyTorch's functions of uninitialized memory are, however they are spelled.
 EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted",

@@ -14,16 +14,16 @@ from functools import partial
 
 import torch
 
-from tnp.buckets import Buckets
-from tnp.contract import Budget
+from tnp.dispatch.spec import Budget
 from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
 from tnp.gates.cuda_graphs import MARGIN, N_NULL
-from tnp.model import TransformerNP
-from tnp.packing import Capacity, capacity_for
-from tnp.step import TrainingStep
-from tnp.tasks import Task
-from tnp.variants import Variant
+from tnp.model.buckets import Buckets
+from tnp.model.packing import Capacity, capacity_for
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.tasks.task import Task
+from tnp.train.step import TrainingStep
 
 # Some ten sums of up to a thousand products, each in an order of its own.
 FLOAT64_BOUND = 1e-12

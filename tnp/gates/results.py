@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tnp import targets
-from tnp.contract import Budget, Call, Case, Implementation, Operator, Problem
+from tnp.dispatch import devices
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import Budget, Call, Case, Implementation, Operator, Problem
 from tnp.gates.checks import Check, distance, error_ratio
-from tnp.targets import Target
-from tnp.values import Random, Upstream
+from tnp.ops._shared.random_values import Random, Upstream
 
 Inputs = dict[str, torch.Tensor | None]  # by name, in the operator's order
 Results = dict[str, torch.Tensor | None]  # outputs by name, and "d" + input; None: not given
@@ -82,7 +82,7 @@ class Setting:
         upstream = Upstream(Random(case, device, seed=1), drawn)
         budget = found.budget or operator.budget
         yardstick = operator.implementations[0]
-        what = Call(case.problem, targets.of_device(device), wanted)
+        what = Call(case.problem, devices.of_device(device), wanted)
         refused = yardstick.run is None or yardstick.refuses(what)
         plain = operator.reference if refused else yardstick.run
         floors = operator.condition(case, inputs) if operator.condition else 0.0
@@ -95,7 +95,7 @@ class Setting:
 
     @property
     def target(self) -> Target:
-        return targets.of_device(self.device)
+        return devices.of_device(self.device)
 
     def results(self, function: Callable, inputs: Inputs, upstream: Gradient) -> Results:
         """Of a function that is called as the reference is."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tnp import dispatch, opaque
-from tnp.contract import OWN
+from tnp.dispatch import custom_op
+from tnp.dispatch.call import call
+from tnp.dispatch.spec import OWN
 from tnp.gates.checks import Check
 from tnp.gates.results import Results, Setting, compute
 
@@ -51,11 +52,11 @@ def _call(setting: Setting) -> Callable:
     """The implementation as the public function reaches it, called as the reference is."""
     n, options = len(setting.operator.tensors), tuple(setting.options.items())
 
-    def call(*arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         tensors, numbers = arguments[:n], arguments[n:]
-        return dispatch.call(setting.operator, setting.found.name, tensors, numbers, options)
+        return call(setting.operator, setting.found.name, tensors, numbers, options)
 
-    return call
+    return run
 
 
 def _results(setting: Setting, function: Callable) -> Results:
@@ -96,7 +97,7 @@ def _opcheck(setting: Setting) -> Check:
     if not any(x is not None and x.dtype.itemsize == 1 for x in inputs):
         tests.insert(0, "test_schema")  # it multiplies what it compares, which 8 bits cannot
     outcomes = torch.library.opcheck(
-        opaque.custom_operator(operator).differentiable,
+        custom_op.custom_operator(operator).differentiable,
         (*inputs, *operator.numbers, _text(setting, inputs)),
         test_utils=tests,
         raise_exception=False,
@@ -110,7 +111,7 @@ def _opcheck(setting: Setting) -> Check:
 
 
 def _text(setting: Setting, inputs: tuple) -> str:
-    """What decides the launch, as `tnp.opaque.call` says it."""
+    """What decides the launch, as `tnp.dispatch.custom_op.call` says it."""
     first = next(x for x in inputs if x is not None)
     problem = setting.case.problem
     given = tuple(name for name in setting.operator.optional if problem[name])
@@ -120,4 +121,4 @@ def _text(setting: Setting, inputs: tuple) -> str:
         tuple(setting.options.items()), shown, given,
     )  # fmt: skip
     sizes = tuple(size for _, size in problem.sizes)
-    return opaque._decided(*known, None) or opaque._decided(*known, sizes)
+    return custom_op._decided(*known, None) or custom_op._decided(*known, sizes)

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from tnp.contract import Budget
+from tnp.dispatch.spec import Budget
 from tnp.gates import models
 from tnp.gates.checks import Check, Unsupported, error_ratio, max_abs_error, relative_error
 from tnp.gates.cuda_graphs import captured_checks
-from tnp.model import TransformerNP
-from tnp.step import TrainingStep
-from tnp.tasks import Task
-from tnp.variants import Variant
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.tasks.task import Task
+from tnp.train.step import TrainingStep
 
 # Some ten sums of up to a thousand products, each in an order of its own.
 FLOAT64_BOUND = 1e-12

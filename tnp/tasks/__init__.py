@@ -4,21 +4,17 @@ A source draws a task as a function of (seed, step) alone, so that a resumed run
 unbroken one would have seen.
 """
 
-from tnp.tasks.collate import collate
-from tnp.tasks.functions import FunctionTasks
-from tnp.tasks.gaussian_process import GaussianProcessTasks
-from tnp.tasks.images import ImageTasks
-from tnp.tasks.sizes import draw_sizes
-from tnp.tasks.tables import functions_of_table
-from tnp.tasks.task import Context, Task
+from tnp.util.lazy import offers
 
-__all__ = [
-    "Context",
-    "FunctionTasks",
-    "GaussianProcessTasks",
-    "ImageTasks",
-    "Task",
-    "collate",
-    "draw_sizes",
-    "functions_of_table",
-]
+__getattr__, __dir__, __all__ = offers(
+    __name__,
+    {
+        "tnp.tasks.collate": ("collate",),
+        "tnp.tasks.functions": ("FunctionTasks",),
+        "tnp.tasks.gaussian_process": ("GaussianProcessTasks",),
+        "tnp.tasks.images": ("ImageTasks",),
+        "tnp.tasks.sizes": ("draw_sizes",),
+        "tnp.tasks.tables": ("functions_of_table",),
+        "tnp.tasks.task": ("Context", "Task"),
+    },
+)

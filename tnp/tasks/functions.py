@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from tnp.arrays import as_floats, as_labels
-from tnp.inputs import require_count, require_real
-from tnp.normalization import Normalization
 from tnp.tasks.collate import collate
+from tnp.tasks.normalization import Normalization
 from tnp.tasks.sizes import Range, draw_sizes, require_range
 from tnp.tasks.tables import rows_by_label
 from tnp.tasks.task import Task
+from tnp.util.arrays import as_floats, as_labels
+from tnp.util.checks import require_count, require_real
 
 
 class FunctionTasks:

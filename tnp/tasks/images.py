@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.distributions import Normal
 
-from tnp.extras import require
-from tnp.inputs import require_count
-from tnp.task_sources import IMAGE_SIDES, MAX_POINTS
 from tnp.tasks.dead_leaves import dead_leaves
+from tnp.tasks.sources import IMAGE_SIDES, MAX_POINTS
 from tnp.tasks.task import Task, check_sizes, random_generator
+from tnp.util.checks import require_count
+from tnp.util.extras import require
 
 TRAINING = (
     "retina", "hubble_deep_field", "cell", "rocket", "coffee", "brick", "grass", "gravel", "page",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tnp.inputs import require_count
+from tnp.util.checks import require_count
 
 Range = tuple[int, int]  # from, to, both included
 Sizes = tuple[int, int]  # context and target points

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tnp.arrays import as_floats, as_labels, require_column
+from tnp.util.arrays import as_floats, as_labels, require_column
 
 Function = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list]
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from tnp.arrays import as_integers, as_tensor
-from tnp.inputs import require_count, require_floats
+from tnp.util.arrays import as_integers, as_tensor
+from tnp.util.checks import require_count, require_floats
 
 if TYPE_CHECKING:
-    from tnp.units import Units
+    from tnp.tasks.units import Units
 
 TENSORS = (
     "x_context", "y_context", "x_target", "y_target", "context_lengths", "target_lengths",

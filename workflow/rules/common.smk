@@ -13,12 +13,12 @@ from tnp.bench.child import require_visible
 from tnp.bench.outcome import implementation_of
 from tnp.bench.process import DeviceMissing
 from tnp.bench.provenance import device_slug, free_gb
-from tnp.catalog import catalog
-from tnp.definitions import digest
+from tnp.dispatch.registry import catalog
+from tnp.experiment.code_hash import digest
 from tnp.gates import COMPILED, GATES, gates_of, generic_gates
-from tnp.gpu_memory import gates_at_once, limit_gb
-from tnp.schemas import CEILINGS
-from tnp.story import STORY
+from tnp.experiment.gpu_memory import gates_at_once, limit_gb
+from tnp.store.schemas import CEILINGS
+from tnp.figures.story import STORY
 from workflow import operator_plan, plan, sources, start, summary
 from workflow.attempts import PATTERN, Attempts, is_of, keep, named
 from workflow.progress import Progress

@@ -7,7 +7,7 @@ from tnp.bench.isolate import run_isolated, with_provenance
 from tnp.bench.outcome import Rows, failure_rows, implementation_of, only, together
 from tnp.bench.process import device_lock
 from tnp.gates import Blocked
-from tnp.store import write_table
+from tnp.store.files import write_table
 from workflow import sources
 from workflow.attempts import Attempts, note_state
 from workflow.gate_process import stopped

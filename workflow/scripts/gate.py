@@ -5,7 +5,7 @@ from pathlib import Path
 from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
 from tnp.gates import NOT_FINISHED
-from tnp.store import write_table
+from tnp.store.files import write_table
 from workflow import sources
 from workflow.gate_process import run
 from workflow.jobs import job

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tnp.bench.isolate import run_isolated
 from tnp.bench.process import device_lock
-from tnp.store import write_table
+from tnp.store.files import write_table
 from workflow.jobs import job
 from workflow.plan import TABLES
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tnp.bench.isolate import run_isolated
 from tnp.bench.process import device_lock
-from tnp.store import write_table
+from tnp.store.files import write_table
 from workflow.jobs import job
 
 parameters = snakemake.params.parameters | {"reports": snakemake.params.reports}

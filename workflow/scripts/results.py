@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 from tnp.figures import FIGURES, finding, render, render_index
-from tnp.store import all_files, build_database
+from tnp.store.files import all_files, build_database
 from workflow import sources
 from workflow.jobs import job
 from workflow.summary import DATABASE

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tnp import train
 from tnp.bench.child import require_device
 from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
 from tnp.bench.provenance import environment
-from tnp.store import write_table
+from tnp.store.files import write_table
+from tnp.train import recorded_runs
 from workflow.attempts import Attempts, note_state
 from workflow.gate_process import stopped
 from workflow.jobs import job
@@ -24,7 +24,7 @@ def run(say: Callable[[str], None]) -> list[dict]:
     rows: list[dict] = []
     require_device(slug)
     with device_lock(slug, say=say):
-        train.run(
+        recorded_runs.run(
             own, device, Path(snakemake.params.checkpoints), rows.append, snakemake.params.code
         )
     return rows

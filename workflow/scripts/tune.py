@@ -4,9 +4,10 @@ the operator benchmarks.
 
 from pathlib import Path
 
-from tnp import choice, tuning
-from tnp.store import read_table
-from tnp.targets import Target
+from tnp.dispatch import tuned_tables
+from tnp.dispatch.devices import Target
+from tnp.store.files import read_table
+from tnp.tuning import entries
 from workflow.jobs import job
 
 device = snakemake.params.device
@@ -26,13 +27,13 @@ def capability(environments: list[str]) -> int:
 
 with job("tune", snakemake.log[0]) as say:
     trials, timed = rows(snakemake.input.trials, "ops"), rows(snakemake.input.ops, "ops")
-    kernels = tuning.of_operations(trials)
-    implementations = tuning.of_operators(timed)
+    kernels = entries.of_operations(trials)
+    implementations = entries.of_operators(timed)
     if not kernels and not implementations:
         say("nothing to do: tuning needs an NVIDIA GPU and what config.yaml's `tuning` names")
     else:
         target = Target("cuda", device, capability(snakemake.input.environments))
-        path = choice.write(target, [*kernels, *implementations], choice.COMMITTED)
+        path = tuned_tables.write(target, [*kernels, *implementations], tuned_tables.COMMITTED)
         say(
             f"{len(kernels)} kernels and {len(implementations)} implementations: {path}; "
             "implementations were timed with the kernels of the table before: `snakemake tune` "

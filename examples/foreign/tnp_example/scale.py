@@ -2,7 +2,7 @@
 
 from math import prod
 
-from tnp.contract import FLOATS, Case, Implementation, Operator, Work
+from tnp.dispatch.spec import FLOATS, Case, Implementation, Operator, Work
 
 
 def reference(x, factor):

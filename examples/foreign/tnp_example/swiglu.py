@@ -2,7 +2,7 @@
 
 import os
 
-from tnp.contract import Implementation
+from tnp.dispatch.spec import Implementation
 
 
 def swiglu(gate, up):

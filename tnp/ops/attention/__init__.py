@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp import cuda
-from tnp.contract import (
+from tnp.dispatch import nvrtc
+from tnp.dispatch.spec import (
     ALL_FLOATS,
     Budget,
     Call,
@@ -29,7 +29,9 @@ from tnp.contract import (
     Reason,
     triton_from,
 )
-from tnp.inputs import (
+from tnp.ops._shared.declared import by_cuda
+from tnp.ops.attention import cases, definition, eight_bit, torch_forms
+from tnp.util.checks import (
     positive_number,
     require_16_bits,
     require_alike,
@@ -41,8 +43,6 @@ from tnp.inputs import (
     require_lengths,
     require_one_device,
 )
-from tnp.ops.attention import cases, definition, eight_bit, torch_forms
-from tnp.ops.declared import by_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -237,7 +237,7 @@ OPERATOR = Operator(
             "attention",
             f"{__name__}.cuda_attention:FORWARD_CUTE",
             _in_cute,
-            cuda.missing_for_cute,
+            nvrtc.missing_for_cute,
             backward=PORTABLE_BACKWARD,
             dtypes=("bfloat16", "float16"),
             options=definition.IN_CUDA,
@@ -332,7 +332,8 @@ def attention(
         compute_dtype: torch.bfloat16 or torch.float16 for float32 inputs that may be computed in 16
             bits, on request: q, k and v are cast to it and o back, and gradients come in the
             inputs' dtypes. None: they are computed in their own.
-        implementation: a name of `tnp.catalog`, "torch" for `sdpa_flash`, "own" for the best of
+        implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa_flash`, "own" for the
+        best of
             ours, or "auto".
 
     Returns:
@@ -347,7 +348,7 @@ def attention(
             lse that is no bool, or on the CPU n_keys or cu_seqlens that cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if not (base2.__class__ is causal.__class__ is lse.__class__ is bool):
         require_bools(base2=base2, causal=causal, lse=lse)
@@ -377,12 +378,12 @@ def attention(
             require_cumulative("cu_seqlens_k", cu_seqlens_k, "k", k.shape[2])
     if compute_dtype is None:
         inputs = (q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k)
-        return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+        return call(OPERATOR, implementation, inputs, (scale,), options)
     require_16_bits("compute_dtype", compute_dtype)
     require_floats(q=q, k=k, v=v)
     require_alike(q=q, k=k)
     require_alike(q=q, v=v)
     cast = tuple([x.to(compute_dtype) for x in (q, k, v)])
     inputs = (*cast, n_keys, cu_seqlens_q, cu_seqlens_k)
-    found = dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+    found = call(OPERATOR, implementation, inputs, (scale,), options)
     return (found[0].to(q.dtype), found[1]) if lse else found.to(q.dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Operator
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import FLOATS, Case, Operator
 from tnp.ops.attention.definition import SCALE
 from tnp.ops.attention.torch_forms import LN_2, attend, reference, softmax_scale, visible
-from tnp.targets import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -295,11 +295,11 @@ def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> 
     """
     import torch
 
-    from tnp.gates import rounding
+    from tnp.ops._shared import rounding_error
 
     generator = torch.Generator(q.device).manual_seed(0)
     do = torch.randn(q.shape, device=q.device, generator=generator)
-    floors = rounding.attention(q, k, v, do, scale, seen)
+    floors = rounding_error.attention(q, k, v, do, scale, seen)
     squares = dict.fromkeys(("o", "lse", "dq", "dk", "dv"), 0.0)
     group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tnp import cuda
-from tnp.contract import Call, Kernel
+from tnp.dispatch import nvrtc
+from tnp.dispatch.spec import Call, Kernel
 from tnp.ops.attention.definition import IN_CUDA
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -27,12 +27,12 @@ WARPS, QUERIES_OF_A_WARP = 4, 16
 
 def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
     """One launch, a block 64 queries of a head."""
-    return _prepare(call, inputs, WMMA, cuda.TYPES)
+    return _prepare(call, inputs, WMMA, nvrtc.TYPES)
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
     """Likewise."""
-    return _prepare(call, inputs, CUTE, CUTE_TYPES, cuda.cutlass() or "")
+    return _prepare(call, inputs, CUTE, CUTE_TYPES, nvrtc.cutlass() or "")
 
 
 def _prepare(
@@ -43,10 +43,10 @@ def _prepare(
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
     n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
-    constants = cuda.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
-    bound = cuda.Bound(
-        cuda.Source(kernel, constants, cutlass), call.target.capability,
-        (n_tiles * q.shape[0] * n_heads,), WARPS * cuda.WARP,
+    constants = nvrtc.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
+    bound = nvrtc.Bound(
+        nvrtc.Source(kernel, constants, cutlass), call.target.capability,
+        (n_tiles * q.shape[0] * n_heads,), WARPS * nvrtc.WARP,
         *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3],
         n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
     )  # fmt: skip
@@ -61,6 +61,6 @@ def _prepare(
     return forward(launch, call)
 
 
-_BUILT = tuple(cuda.ARCHITECTURES)
+_BUILT = tuple(nvrtc.ARCHITECTURES)
 FORWARD_WMMA = Kernel("cuda", empty, prepare_wmma, options=IN_CUDA, compiled_for=_BUILT)
 FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=IN_CUDA, compiled_for=_BUILT)

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tnp.contract import Case, Operator, Problem, Work
-from tnp.inputs import require_floats, require_one_device
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import Case, Operator, Problem, Work
+from tnp.ops._shared.declared import numbers_out_of_range
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale, visible
-from tnp.ops.declared import numbers_out_of_range
-from tnp.targets import Target
+from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
     import random
 
     from torch import Tensor
 
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
 
 SCALE = 0.125  # that gates and benchmarks pass

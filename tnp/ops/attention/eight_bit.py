@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from tnp.contract import Call, Case, Reason, Work, triton_from
-from tnp.ops import e4m3
+from tnp.dispatch.spec import Call, Case, Reason, Work, triton_from
+from tnp.ops._shared import e4m3
 from tnp.ops.attention import definition
 from tnp.ops.attention.torch_forms import LN_2
 

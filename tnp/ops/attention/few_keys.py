@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Reason, Support
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason, Support
+from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -46,7 +47,6 @@ from tnp.ops.attention.primitives import (
     segments,
     store_rows,
 )
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
 
 BLOCKS = (64, 128, 256)  # keys of a tile
 MAX_KEYS = BLOCKS[-1]

@@ -5,8 +5,8 @@ One launch quantizes, one attends, and where tiles were split along the keys a t
 
 from collections.abc import Callable
 
-from tnp.contract import Call, Kernel, Reason
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason
 from tnp.ops.attention import hopper_forward, hopper_primitives
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.hopper_8bit_kernel import attention_fwd_hopper_8bit_kernel

@@ -32,13 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from tnp.ops._shared.hopper_primitives import barriers, opaque
 from tnp.ops.attention import eight_bit
 from tnp.ops.attention.hopper_forward_kernel import store_part
 from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper_forward_walk import lane_sums
 from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, tile
 from tnp.ops.attention.quantize import BLOCK, GROUP
-from tnp.ops.hopper_primitives import barriers, opaque
 
 RANGE = gl.constexpr(eight_bit.RANGE)
 HEAD_DIM = gl.constexpr(64)

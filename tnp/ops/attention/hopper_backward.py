@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem, Reason
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Problem, Reason
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_dkdv import DkdvConfig, bound_dkdv
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, heads_in_turn

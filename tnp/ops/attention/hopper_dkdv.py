@@ -39,8 +39,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.hopper_primitives import barriers, opaque
 from tnp.ops.attention.hopper_dkdv_dq import WIDTH, add_first, add_second, dq_consumer
 from tnp.ops.attention.hopper_dkdv_pipeline import BLOCK_N, ROWS, Pipeline, heads_in_turn
 from tnp.ops.attention.hopper_dkdv_walk import walk, walk_visible
@@ -53,7 +54,6 @@ from tnp.ops.attention.hopper_primitives import (
     tile,
 )
 from tnp.ops.attention.keys import Reach, lengths_given, n_tiles
-from tnp.ops.hopper_primitives import barriers, opaque
 
 
 @dataclass(frozen=True)

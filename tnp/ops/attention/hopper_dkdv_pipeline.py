@@ -5,10 +5,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from tnp.contract import Call
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.hopper_primitives import opaque
 from tnp.ops.attention.hopper_primitives import ring
 from tnp.ops.attention.keys import block_in_turn, blocks_after, blocks_before, place, query_tiles
-from tnp.ops.hopper_primitives import opaque
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)

@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
+from tnp.ops._shared.hopper_primitives import opaque
 from tnp.ops.attention.hopper_dkdv_pipeline import ROWS
 from tnp.ops.attention.hopper_primitives import product_ptx, ring, tile
 from tnp.ops.attention.keys import key_range, seen
-from tnp.ops.hopper_primitives import opaque
 
 NAN_STAYS = gl.constexpr(PropagateNan.ALL)
 ANY = gl.constexpr(PropagateNan.NONE)

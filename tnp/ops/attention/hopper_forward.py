@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
 from tnp.ops.attention.definition import WITH_LSE, n_kv_heads
 from tnp.ops.attention.hopper_forward_kernel import attention_fwd_hopper_kernel, part_width
 from tnp.ops.attention.hopper_forward_pipeline import ROWS

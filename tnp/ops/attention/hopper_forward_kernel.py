@@ -36,12 +36,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from tnp.ops._shared.hopper_primitives import barriers, opaque
+from tnp.ops._shared.primitives import nan_outside
 from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper_forward_walk import attend, attend_masked
 from tnp.ops.attention.hopper_primitives import allocate_tiles, ring, store_some, tile, written
 from tnp.ops.attention.keys import key_range
-from tnp.ops.hopper_primitives import barriers, opaque
-from tnp.ops.primitives import nan_outside
 
 # The largest sum of a row whose reference stands: p·v stays finite up to |v| = 2^63. In float16 p
 # itself is not up to there, and the row of acc then not finite.

@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from tnp.ops._shared.hopper_primitives import opaque
 from tnp.ops.attention.hopper_primitives import load_tile, ring, tile_in_turn
 from tnp.ops.attention.keys import key_range, place
-from tnp.ops.hopper_primitives import opaque
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 # Blocks that the values run behind the keys.

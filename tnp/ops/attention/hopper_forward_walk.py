@@ -10,10 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tnp.ops._shared.hopper_primitives import opaque
 from tnp.ops.attention.hopper_forward_pipeline import LAG, ROWS
 from tnp.ops.attention.hopper_primitives import ring, tile
 from tnp.ops.attention.keys import key_range, seen
-from tnp.ops.hopper_primitives import opaque
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
 from tnp.ops.attention.keys import Tiles, place
 from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides, store_rows
 

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tnp.contract import Call, Reason
-from tnp.ops.hopper_primitives import opaque
+from tnp.dispatch.spec import Call, Reason
+from tnp.ops._shared.hopper_primitives import opaque
 
 HEAD_DIMS = (64, 128)
 ELEMENTS = {

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call, Problem
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Problem
+from tnp.ops._shared.primitives import key_count
 from tnp.ops.attention.torch_forms import bounded
-from tnp.ops.primitives import key_count
 
 AT_ONCE = tl.constexpr(64)  # sequences, and tiles, that a program of the table takes at a time
 

@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call
-from tnp.inputs import is_expanded
-from tnp.launch import Bound
+from tnp.dispatch.devices import Target
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.operands import Layout
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.ranges import asserting, between, cumulative
 from tnp.ops.attention.keys import all_seen
 from tnp.ops.attention.torch_forms import LN_2
-from tnp.ops.operands import Layout
-from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.ranges import asserting, between, cumulative
-from tnp.targets import Target
+from tnp.util.checks import is_expanded
 
 LOG2_E = 1.4426950408889634
 

@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.operands import dense
+from tnp.ops._shared.primitives import cast, exponent, inverse, key_count, nan_outside, power
 from tnp.ops.attention import eight_bit
 from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides, rows_layout
-from tnp.ops.operands import dense
-from tnp.ops.primitives import cast, exponent, inverse, key_count, nan_outside, power
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = tl.constexpr(eight_bit.BLOCK)

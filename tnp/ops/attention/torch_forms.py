@@ -7,8 +7,8 @@ it without torch.
 from functools import cache
 from itertools import pairwise
 
-from tnp.inputs import require_cumulative, require_end
 from tnp.ops.attention.layouts import from_rows, to_rows
+from tnp.util.checks import require_cumulative, require_end
 
 ALIGNMENT = 16  # bytes
 LN_2 = 0.6931471805599453  # the scale of base2

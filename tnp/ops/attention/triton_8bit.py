@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import KernelConfig, cast, dot, key_count
 from tnp.ops.attention.definition import OPTIONS
 from tnp.ops.attention.eight_bit import RANGE
 from tnp.ops.attention.primitives import (
@@ -23,7 +24,6 @@ from tnp.ops.attention.primitives import (
     store_rows,
 )
 from tnp.ops.attention.quantize import BLOCK, empty, key_at, quantizer, value_offsets
-from tnp.ops.primitives import KernelConfig, cast, dot, key_count
 
 _RANGE = tl.constexpr(RANGE)
 

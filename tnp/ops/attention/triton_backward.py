@@ -20,8 +20,9 @@ from itertools import product
 import triton
 from torch import Tensor
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import KernelConfig
 from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.keys import Reach, Tiles, all_seen, lengths_given
 from tnp.ops.attention.primitives import (
@@ -47,7 +48,6 @@ from tnp.ops.attention.triton_backward_kernels import (
     attention_bwd_fused_kernel,
     delta_kernel,
 )
-from tnp.ops.primitives import KernelConfig
 
 DELTA_ROWS = 32
 # A segment shorter than this costs more in partials than its parallelism gains.

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from tnp.ops._shared.primitives import add_dot, cast, dot
 from tnp.ops.attention.keys import key_range, place, query_range, seen, whole_blocks
 from tnp.ops.attention.primitives import head_ptr, load_rows, row_ptr, store_rows, tile_width
-from tnp.ops.primitives import add_dot, cast, dot
 
 
 @triton.jit(do_not_specialize=["n_q"])

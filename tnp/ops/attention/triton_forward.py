@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import add_dot, cast, dot, nan_outside
 from tnp.ops.attention.definition import WITH_LSE
 from tnp.ops.attention.keys import (
     Reach,
@@ -46,7 +47,6 @@ from tnp.ops.attention.primitives import (
     store_rows,
     tile_width,
 )
-from tnp.ops.primitives import add_dot, cast, dot, nan_outside
 
 # By bytes per element and columns of a tile, the default first; none spills on any target, those
 # for masks not with masks either. In 16 bits at 64 the default is the fastest of ten measured on an

@@ -33,7 +33,7 @@
 #include <cuda_pipeline_primitives.h>
 #include <mma.h>
 
-#include "tnp/ops/packs.cuh"
+#include "tnp/ops/_shared/packs.cuh"
 
 using namespace nvcuda;
 

@@ -1,4 +1,4 @@
-"""Attention of rows around a causal buffer (`tnp.buffer`), of all kinds at once.
+"""Attention of rows around a causal buffer (`tnp.model.causal_buffer`), of all kinds at once.
 
 Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or, as in a model's
 last block, followers and others alone. Followers are groups of as many rows as the buffer has
@@ -12,18 +12,18 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
-from tnp.contract import Implementation, Operation, Operator
-from tnp.inputs import (
+from tnp.dispatch.spec import Implementation, Operation, Operator
+from tnp.ops._shared.declared import by_pytorch
+from tnp.ops.attention.definition import SCALE, require_heads
+from tnp.ops.buffered_attention import definition
+from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference
+from tnp.util.checks import (
     positive_number,
     require_between,
     require_bools,
     require_count,
     require_lengths,
 )
-from tnp.ops.attention.definition import SCALE, require_heads
-from tnp.ops.buffered_attention import definition
-from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference
-from tnp.ops.declared import by_pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,7 @@ def buffered_attention(
             `attention`.
         scale: a number, positive and finite; 1/√D where None.
         base2: q carries scale · log2(e) already, as `project_qkv` hands it over where asked to.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [B, H, n_q, D] in q's dtype, laid out [B, n_q, H, D] by ours.
@@ -146,7 +146,7 @@ def buffered_attention(
             cannot be.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     # What is no tensor or of other dimensions `describe` and `call` refuse.
     shaped = getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4
@@ -169,4 +169,4 @@ def buffered_attention(
         options += (("all_rows", True),)
     if base2:
         options += (("base2", True),)
-    return dispatch.call(OPERATOR, implementation, (q, k, v, n_keys), (scale,), options)
+    return call(OPERATOR, implementation, (q, k, v, n_keys), (scale,), options)

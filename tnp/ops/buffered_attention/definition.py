@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tnp.contract import Call, Case, Operator, Problem, Reason, Work, triton_from
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import Call, Case, Operator, Problem, Reason, Work, triton_from
+from tnp.ops._shared.declared import numbers_out_of_range
 from tnp.ops.attention import cases as of_attention
 from tnp.ops.attention.definition import SCALE
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale
-from tnp.ops.declared import numbers_out_of_range
-from tnp.targets import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
 TAKEN = ("all_rows", "base2", "n_groups", "n_keys")  # options that every implementation takes
 BLOCK_N = 64  # keys that the kernels multiply at a time

@@ -10,11 +10,11 @@ whose weights are all zero.
 import triton
 import triton.language as tl
 
-from tnp.contract import Problem
+from tnp.dispatch.spec import Problem
+from tnp.ops._shared.primitives import dot
 from tnp.ops.attention.primitives import load_rows
 from tnp.ops.attention.torch_forms import LN_2
 from tnp.ops.buffered_attention.definition import BLOCK_N, Rows, n_blocks
-from tnp.ops.primitives import dot
 
 # What a kernel is not compiled anew for.
 COUNTS = [

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
 from tnp.ops.attention import primitives
 from tnp.ops.attention.primitives import (
     LOG2_E,
@@ -32,7 +33,6 @@ from tnp.ops.buffered_attention.primitives import (
     scale_of,
     scores,
 )
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot, key_count, nan_outside
 
 
 @dataclass(frozen=True)

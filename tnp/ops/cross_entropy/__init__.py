@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import Case, Operator, Work
-from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_pytorch, by_triton, rows_within
+from tnp.dispatch.spec import Case, Operator, Work
+from tnp.ops._shared.declared import by_pytorch, by_triton, rows_within
+from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +205,7 @@ def cross_entropy(
         target: [N], int64, each a class or −100, which does not count. Others are a ValueError on
             the CPU. On CUDA `triton` makes the loss and their rows' gradients NaN, or with
             TNP_CHECK=1 asserts them; PyTorch's forms always assert.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         A scalar, float32 (float64 for float64 logits); NaN where no target counts, with gradient 0.
@@ -215,8 +215,8 @@ def cross_entropy(
             is no class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if getattr(logits, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
         require_classes(target, logits.shape[1])
-    return dispatch.call(OPERATOR, implementation, (logits, target))
+    return call(OPERATOR, implementation, (logits, target))

@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.ranges import asserting, between
 from tnp.ops.cross_entropy import IGNORE_INDEX
-from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.ranges import asserting, between
 
 IGNORE = tl.constexpr(IGNORE_INDEX)
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)  # below every logit but −inf

@@ -10,8 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Call, Implementation, Operation, Operator, Reason, triton_from
-from tnp.inputs import (
+from tnp.dispatch.spec import (
+    ALL_FLOATS,
+    Call,
+    Implementation,
+    Operation,
+    Operator,
+    Reason,
+    triton_from,
+)
+from tnp.ops.attention import HEAD_DIMS
+from tnp.ops.decode_attention import definition, torch_forms
+from tnp.util.checks import (
     positive_number,
     require_between,
     require_bools,
@@ -21,8 +31,6 @@ from tnp.inputs import (
     require_one_device,
     require_pages,
 )
-from tnp.ops.attention import HEAD_DIMS
-from tnp.ops.decode_attention import definition, torch_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,7 +251,8 @@ def decode_attention(
         k_descale, v_descale: float32 [H_kv] or [B, H_kv], what k and v are multiplied by, or None.
         scale: a number, positive and finite; 1/√D where None.
         full: every query sees all of the lengths[b] keys, as rows beside one another do.
-        implementation: a name of `tnp.catalog`, "torch" for `sdpa`, "own" for the best of ours, or
+        implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa`, "own" for the best of
+        ours, or
             "auto". `triton` takes D of `HEAD_DIMS`, pages
             of a multiple of 16 tokens, up to 1,024 sequences, and as many queries that read the
             same keys, heads of a group times tokens, as registers hold: 128 of D = 128 in 16 bits
@@ -259,7 +268,7 @@ def decode_attention(
             page out of range.
         RuntimeError: the implementation cannot run here or does not take this, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if full.__class__ is not bool:
         require_bools(full=full)
@@ -274,4 +283,4 @@ def decode_attention(
     if full:
         options += (("full", True),)
     inputs = q, k, v, lengths, page_table, k_descale, v_descale
-    return dispatch.call(OPERATOR, implementation, inputs, (scale,), options)
+    return call(OPERATOR, implementation, inputs, (scale,), options)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import triton
 
-from tnp.contract import Call, Problem
+from tnp.dispatch.spec import Call, Problem
+from tnp.ops._shared.primitives import KernelConfig
 from tnp.ops.decode_attention.definition import cache_itemsize, rows_of
-from tnp.ops.primitives import KernelConfig
 
 LEAST = 16  # rows and keys of a tensor core's tile
 MOST_KEYS = 128  # of a block

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from random import Random as Chance
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, ITEMSIZE, Case, Operator, Problem, Work
-from tnp.ops.declared import numbers_out_of_range
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import FLOATS, ITEMSIZE, Case, Operator, Problem, Work
+from tnp.ops._shared.declared import numbers_out_of_range
 from tnp.ops.decode_attention.torch_forms import reference, whole
-from tnp.targets import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tnp.values import Random
+    from tnp.ops._shared.random_values import Random
 
 SCALE = 0.125  # that gates and benchmarks pass
 OPTIONS = ("cache", "full", "page_table", "k_descale", "v_descale")

@@ -10,9 +10,9 @@ A pair that lies in one program is finished there. Of a pair that lies in severa
 in a workspace: rows not yet divided, their maxima and their sums. A program has two at most, of the
 pair that it begins inside of and of the one that it ends inside of. A second kernel finds by the
 same arithmetic which programs have parts of a pair, and adds them up in their order. On Hopper and
-newer both are launched while what comes before them runs (`tnp.ops.few_rows`). The second does that
-arithmetic and waits: `lengths` it may read, since the first lets it begin when all before has
-ended.
+newer both are launched while what comes before them runs (`tnp.ops._shared.few_rows`). The second
+does that arithmetic and waits: `lengths` it may read, since the first lets it begin when all before
+has ended.
 
 Products accumulate in float32 and softmax is to base 2, by a running maximum, as in
 `tnp.ops.attention.triton_forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts
@@ -26,15 +26,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.few_rows import chained, follow
+from tnp.ops._shared.operands import near
+from tnp.ops._shared.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
+from tnp.ops._shared.ranges import asserting, between
 from tnp.ops.attention.primitives import LOG2_E, flat, rows_layout
 from tnp.ops.decode_attention.configs import Config, configs, tile_rows
 from tnp.ops.decode_attention.definition import OPTIONS, rows_of
-from tnp.ops.few_rows import chained, follow
-from tnp.ops.operands import near
-from tnp.ops.primitives import FLOAT32_PRECISION, INTERPRETED, add_dot, cast, dot, widened
-from tnp.ops.ranges import asserting, between
 
 # What a program takes before the first block of a pair, in blocks. Of lengths up to 32,768 drawn
 # log-uniform 64 sequences take 278 µs with 0, 255 with 1, 247 with 2 and 250 with 4 (H200).

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import ALL_FLOATS, Case, Implementation, Operator, Work, triton_from
-from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_triton
+from tnp.dispatch.spec import ALL_FLOATS, Case, Implementation, Operator, Work, triton_from
+from tnp.ops._shared.declared import by_triton
+from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
     import torch
@@ -261,7 +261,7 @@ def embed_rows(
         x_target: [B, N, d_x], any strides; None for context alone.
         weight: [d_model, d_x + d_y + 1], float32; float64 for `torch` only, which computes in it.
         dtype: of the result; bfloat16, float16 or float32 (`torch`: float64 too).
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [B, M + N, d_model] in `dtype`, contiguous.
@@ -271,8 +271,8 @@ def embed_rows(
         RuntimeError: the implementation cannot run here, with the reason. `fused` gives no gradient
             of x and y, and takes tokens of at most 8 features, which d_x + d_y + 1 is.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     like = weight.new_empty(0, dtype=dtype)
     inputs = x_context, y_context, x_target, weight, like
-    return dispatch.call(OPERATOR, implementation, inputs)
+    return call(OPERATOR, implementation, inputs)

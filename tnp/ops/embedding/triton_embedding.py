@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.operands import dense, near
+from tnp.ops._shared.primitives import cast
+from tnp.ops._shared.rows import bound_sum, programs
 from tnp.ops.embedding import GIVEN
-from tnp.ops.operands import dense, near
-from tnp.ops.primitives import cast
-from tnp.ops.rows import bound_sum, programs
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Operator, Work
-from tnp.inputs import positive_number, require_floats, require_one_device
-from tnp.ops.declared import (
+from tnp.dispatch.spec import Operator, Work
+from tnp.ops._shared.declared import (
     by_pytorch,
     by_triton,
     cases_by_dtype,
@@ -20,6 +19,7 @@ from tnp.ops.declared import (
     rows_within,
     triton_to_width,
 )
+from tnp.util.checks import positive_number, require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +156,7 @@ def layer_norm(
             bfloat16, float16 or float32 and D at most 16,384 for `triton`.
         weight, bias: [D], any float dtype; `torch` casts them to x's.
         eps: a number, positive and finite.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., D] in x's dtype, contiguous from `triton`.
@@ -165,8 +165,8 @@ def layer_norm(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return dispatch.call(OPERATOR, implementation, (x, weight, bias), (eps,))
+    return call(OPERATOR, implementation, (x, weight, bias), (eps,))

@@ -8,16 +8,16 @@ With x̂ = (x − mean)·rstd and g = dy·weight
 Computed in float32, the variance of what is centered. Mean and rstd of each row, 8 bytes, are saved
 for the backward pass, whose programs walk the rows and keep dweight and dbias in registers; their
 partial sums are added up in a fixed order. Rows too wide for that are read twice
-(`tnp.ops.norms`). (Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.)
+(`tnp.ops._shared.norms`). (Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.)
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.norms import (
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.norms import (
     BLOCK,
     BLOCK_WARPS,
     ParameterSum,
@@ -27,9 +27,9 @@ from tnp.ops.norms import (
     forward_configs,
     held,
 )
-from tnp.ops.operands import dense
-from tnp.ops.primitives import cast
-from tnp.ops.rows import load_rows, programs, row_layout, row_offsets
+from tnp.ops._shared.operands import dense
+from tnp.ops._shared.primitives import cast
+from tnp.ops._shared.rows import load_rows, programs, row_layout, row_offsets
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])

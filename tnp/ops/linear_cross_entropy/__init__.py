@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tnp.contract import Case, Operator, Work
-from tnp.inputs import require_alike, require_floats
+from tnp.dispatch.spec import Case, Operator, Work
+from tnp.ops._shared.declared import by_pytorch, by_triton, rows_within
 from tnp.ops.cross_entropy import (
     check_target,
     draw_target,
@@ -23,7 +23,7 @@ from tnp.ops.cross_entropy import (
     without_last_class,
 )
 from tnp.ops.cross_entropy import reference as loss_of_logits
-from tnp.ops.declared import by_pytorch, by_triton, rows_within
+from tnp.util.checks import require_alike, require_floats
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ def linear_cross_entropy(
         weight: [V, D], of x's dtype.
         target: [N], int64, each a class or −100, which does not count. Others are treated as by
             `cross_entropy`.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         A scalar, float32 (float64 for float64 x); NaN where no target counts, with gradient 0.
@@ -167,8 +167,8 @@ def linear_cross_entropy(
             is no class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if getattr(weight, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
         require_classes(target, weight.shape[0])
-    return dispatch.call(OPERATOR, implementation, (x, weight, target))
+    return call(OPERATOR, implementation, (x, weight, target))

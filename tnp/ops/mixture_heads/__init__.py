@@ -6,7 +6,7 @@
 through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours (`hopper`,
 `triton_heads`): the hidden rows, K · F wide, stay on the chip. On Hopper, up to `SAVED_ROWS` rows,
 z = x up_kᵀ is written too, for the backward pass (`saved_z`). Its result is float32, as it was
-summed. Weights are float32 parameters, cast to x's dtype (`tnp.ops.casting`).
+summed. Weights are float32 parameters, cast to x's dtype (`tnp.ops._shared.casting`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
+from tnp.dispatch.spec import (
     ALL_FLOATS,
     Case,
     Implementation,
@@ -26,8 +26,8 @@ from tnp.contract import (
     on_cuda,
     triton_from,
 )
-from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_pytorch
+from tnp.ops._shared.declared import by_pytorch
+from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,7 +257,7 @@ def mixture_heads(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = 
             too otherwise.
         up: [K, F, D], down: [K, O, F]; any float dtype, as a rule float32 parameters. O is at most
             16 for `fused`; D and F are multiples of 8 for `grouped_mm`.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., K, O], float32 for `fused`, elsewhere in x's dtype.
@@ -266,6 +266,6 @@ def mixture_heads(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = 
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(OPERATOR, implementation, (x, up, down))
+    return call(OPERATOR, implementation, (x, up, down))

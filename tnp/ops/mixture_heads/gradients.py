@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tnp.contract import Call
-from tnp.ops.operands import hidden_width, of_down, of_up
-from tnp.ops.weight_gradient import add_product, product
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.operands import hidden_width, of_down, of_up
+from tnp.ops._shared.weight_gradient import add_product, product
 
 # First row of a chunk, how many, dz [n, K · F], rows of x [n, D], partial sums of ddown.
 Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -32,10 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tnp.contract import Call, Kernel, Reason
-from tnp.launch import Bound
-from tnp.ops import hopper_matmul
-from tnp.ops.hopper_matmul import (
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason
+from tnp.ops._shared import hopper_matmul
+from tnp.ops._shared.hopper_matmul import (
     ACC,
     BLOCK_K,
     QUARTER_ACC,
@@ -50,13 +50,13 @@ from tnp.ops.hopper_matmul import (
     sigmoid,
     tiles,
 )
-from tnp.ops.hopper_primitives import barriers, opaque
-from tnp.ops.hopper_silu import store_half
+from tnp.ops._shared.hopper_primitives import barriers, opaque
+from tnp.ops._shared.hopper_silu import store_half
+from tnp.ops._shared.operands import hidden_width, rows_of, saves_rows, weights
 from tnp.ops.mixture_heads import SAVED_ROWS, saved_z
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 from tnp.ops.mixture_heads.triton_heads import empty
-from tnp.ops.operands import hidden_width, rows_of, saves_rows, weights
 
 # Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
 CHUNK_ROWS = 8192

@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call
+from tnp.ops._shared.operands import hidden_width, rows_of, weights
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.triton_matmul import sigmoid
 from tnp.ops.mixture_heads import N_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
-from tnp.ops.operands import hidden_width, rows_of, weights
-from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.triton_matmul import sigmoid
 
 # Rows of the backward pass that are under way at once: dz takes 461 MB at 10 heads, F = 1408.
 CHUNK_ROWS = 16_384

@@ -27,15 +27,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Reason
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason
+from tnp.ops._shared.operands import dense, hidden_width, rows_of, weights
+from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot
+from tnp.ops._shared.rows import bound_sum
+from tnp.ops._shared.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
 from tnp.ops.mixture_heads import MAX_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
-from tnp.ops.operands import dense, hidden_width, rows_of, weights
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
-from tnp.ops.rows import bound_sum
-from tnp.ops.triton_matmul import load_tile, product_tile, sigmoid, silu, store_tile
 
 # Rows of the backward pass that are under way at once: dz takes 115 MB at K = 10, F = 1408.
 CHUNK_ROWS = 4096

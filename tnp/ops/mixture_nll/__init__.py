@@ -14,10 +14,10 @@ import math
 from itertools import product
 from typing import TYPE_CHECKING
 
-from tnp.contract import Case, Operator, Work, triton_from
-from tnp.inputs import require_between, require_floats, require_number, require_one_device
+from tnp.dispatch.spec import Case, Operator, Work, triton_from
+from tnp.ops._shared.declared import by_pytorch, by_triton, numbers_out_of_range
 from tnp.ops.cross_entropy import condition
-from tnp.ops.declared import by_pytorch, by_triton, numbers_out_of_range
+from tnp.util.checks import require_between, require_floats, require_number, require_one_device
 
 if TYPE_CHECKING:
     import torch
@@ -283,7 +283,7 @@ def mixture_nll(
             number are padding: they may hold anything, NaN too, and have gradient exactly 0. A
             number out of range is a ValueError on the CPU. On CUDA it makes the loss and its
             sample's gradient NaN, or with TNP_CHECK=1 `fused` asserts it.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         A scalar, float32 (float64 for float64 parameters or y). Where a target lies so far from
@@ -295,14 +295,14 @@ def mixture_nll(
             n_targets out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if sigma_min.__class__ is not float or not 0.0 <= sigma_min < math.inf:
         sigma_min = _checked(sigma_min)
     if n_targets is not None and getattr(y, "ndim", 0) == 3:  # else `describe` refuses
         require_between("n_targets", n_targets, 0, y.shape[1])
     floor = (("floor", True),) if sigma_min > 0.0 else ()
-    return dispatch.call(OPERATOR, implementation, (parameters, y, n_targets), (sigma_min,), floor)
+    return call(OPERATOR, implementation, (parameters, y, n_targets), (sigma_min,), floor)
 
 
 def _checked(sigma_min: float) -> float:

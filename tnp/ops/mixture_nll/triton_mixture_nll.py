@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.losses import scaling
-from tnp.ops.operands import dense, near
-from tnp.ops.primitives import INTERPRETED, KernelConfig, cast
-from tnp.ops.ranges import asserting, between
-from tnp.ops.rows import as_batches, bound_sum
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.losses import scaling
+from tnp.ops._shared.operands import dense, near
+from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, cast
+from tnp.ops._shared.ranges import asserting, between
+from tnp.ops._shared.rows import as_batches, bound_sum
 
 LOG_SQRT_2_PI = tl.constexpr(0.5 * math.log(2.0 * math.pi))
 LOG2_E_HIGH = tl.constexpr(1.44269502162933349609375)  # log2(e) as float32, and what it leaves out

@@ -5,7 +5,7 @@
 `torch` is the formula in PyTorch, `fused` puts SiLU into the matmuls' epilogues (`composed`),
 `single` is one kernel, for few rows (`single`), `e4m3` multiplies rows in 8 bits, forward and
 backward (`composed_8bit`). Weights are float32 parameters, cast to x's dtype
-(`tnp.ops.casting`); ours accumulate their gradients in float32.
+(`tnp.ops._shared.casting`); ours accumulate their gradients in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
+from tnp.dispatch.spec import (
     Budget,
     Case,
     Implementation,
@@ -24,9 +24,9 @@ from tnp.contract import (
     Work,
     triton_from,
 )
-from tnp.inputs import require_floats, require_one_device
-from tnp.ops.declared import by_pytorch, by_triton
+from tnp.ops._shared.declared import by_pytorch, by_triton
 from tnp.ops.mlp import eight_bit
+from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,7 +256,7 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -
         up: [F, D], down: [D, F]; any float dtype, as a rule float32 parameters. D must be a power
             of two from 16 to 512 for `single`, and a multiple of 16 for `e4m3`, which takes
             bfloat16 and gives gradients of up to 65,536 rows.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., D] in x's dtype.
@@ -265,6 +265,6 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(OPERATOR, implementation, (x, up, down))
+    return call(OPERATOR, implementation, (x, up, down))

@@ -20,11 +20,19 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from tnp.contract import Call, Kernel, Reason, Support, anywhere
-from tnp.ops import hopper_matmul, hopper_silu, triton_matmul
+from tnp.dispatch.spec import Call, Kernel, Reason, Support, anywhere
+from tnp.ops._shared import hopper_matmul, hopper_silu, triton_matmul
+from tnp.ops._shared.operands import (
+    Rows,
+    hidden_width,
+    of_down,
+    of_up,
+    rows_of,
+    saves_rows,
+    weights,
+)
+from tnp.ops._shared.weight_gradient import add_product, product, transposed
 from tnp.ops.mlp import SAVED_ROWS
-from tnp.ops.operands import Rows, hidden_width, of_down, of_up, rows_of, saves_rows, weights
-from tnp.ops.weight_gradient import add_product, product, transposed
 
 CHUNK_ROWS = 32_768
 NAMES = ("x", "up", "down")

@@ -5,9 +5,9 @@
                 dup = dzᵀ x       ddown = dyᵀ h
 
 As `composed`, but operands of the first two products of each pass are e4m3, each row of the left
-one and of the transposed right one with a power of two as its scale (`tnp.ops.rows_8bit`). Weights
-are quantized anew in each pass, from the parameters: what is summed over differs, and so do the
-rows. The first product writes its result in 8 bits for the second, which is PyTorch's own.
+one and of the transposed right one with a power of two as its scale (`tnp.ops._shared.rows_8bit`).
+Weights are quantized anew in each pass, from the parameters: what is summed over differs, and so do
+the rows. The first product writes its result in 8 bits for the second, which is PyTorch's own.
 
 Gradients of the weights are sums over rows, whose scales differ: those products stay in 16 bits, as
 in torchao's recipe `rowwise_with_gw_hp`.
@@ -16,13 +16,13 @@ in torchao's recipe `rowwise_with_gw_hp`.
 from functools import partial
 from types import ModuleType
 
-from tnp.contract import Call, Kernel, anywhere
-from tnp.ops import hopper_silu_8bit, triton_silu_8bit
+from tnp.dispatch.spec import Call, Kernel, anywhere
+from tnp.ops._shared import hopper_silu_8bit, triton_silu_8bit
+from tnp.ops._shared.operands import hidden_width, of_down, of_up, rows_of
+from tnp.ops._shared.rows_8bit import n_norms, row_product, rows_quantizer
+from tnp.ops._shared.weight_gradient import product, transposed
 from tnp.ops.mlp.composed import NAMES, empty_backward, hopper_refuses
 from tnp.ops.mlp.eight_bit import DZ_FACTOR, H_FACTOR
-from tnp.ops.operands import hidden_width, of_down, of_up, rows_of
-from tnp.ops.rows_8bit import n_norms, row_product, rows_quantizer
-from tnp.ops.weight_gradient import product, transposed
 
 
 def empty(wanted, inputs, *, products: ModuleType):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tnp.contract import Case, Work
-from tnp.ops import e4m3
-from tnp.ops.e4m3 import LEAST
+from tnp.dispatch.spec import Case, Work
+from tnp.ops._shared import e4m3
+from tnp.ops._shared.e4m3 import LEAST
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.operands import hidden_width, rows_of, weights
+from tnp.ops._shared.primitives import KernelConfig, add_dot, cast, dot
+from tnp.ops._shared.triton_matmul import load_tile, product_tile, silu, store_tile
 from tnp.ops.mlp import MAX_D
 from tnp.ops.mlp.composed import empty_again
-from tnp.ops.operands import hidden_width, rows_of, weights
-from tnp.ops.primitives import KernelConfig, add_dot, cast, dot
-from tnp.ops.triton_matmul import load_tile, product_tile, silu, store_tile
 
 
 @dataclass(frozen=True)

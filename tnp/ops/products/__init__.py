@@ -11,9 +11,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Implementation, Operator, Problem, Work, on_cuda
-from tnp.inputs import require_alike, require_one_device
-from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype, left_out_by_tf32
+from tnp.dispatch.spec import FLOATS, Case, Implementation, Operator, Problem, Work, on_cuda
+from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype, left_out_by_tf32
+from tnp.util.checks import require_alike, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
         a: [M, K], float16, bfloat16 or float32.
         b: [K, N], like a in dtype and device. Any strides; ours copy a matrix of which neither
             dimension is contiguous.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [M, N] in their dtype, accumulated in float32; contiguous.
@@ -111,9 +111,9 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(MATMUL, implementation, (a, b))
+    return call(MATMUL, implementation, (a, b))
 
 
 # ------------------------------------------------------------------------------------ gelu_linear
@@ -239,7 +239,7 @@ def gelu_linear(
         x: [..., n_in], float16, bfloat16 or float32, any strides.
         weight: [n_out, n_in], a float32 parameter, or in x's dtype.
         bias: [n_out], likewise.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., n_out] in x's dtype. The gradients of weight and bias have their dtypes.
@@ -248,9 +248,9 @@ def gelu_linear(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(GELU_LINEAR, implementation, (x, weight, bias))
+    return call(GELU_LINEAR, implementation, (x, weight, bias))
 
 
 OPERATORS = (MATMUL, GELU_LINEAR)

@@ -16,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops import weight_gradient
-from tnp.ops.casting import cast_weight
-from tnp.ops.primitives import KernelConfig, cast
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared import weight_gradient
+from tnp.ops._shared.casting import cast_weight
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.triton_matmul import load_tile, store_tile
 from tnp.ops.products.triton_product import Operand, candidates, gelu_derivative, product
-from tnp.ops.triton_matmul import load_tile, store_tile
 
 # Programs a multiprocessor gets of the gradient's elementwise kernel.
 PROGRAMS = 4

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tnp.contract import Call, Kernel
-from tnp.inputs import is_expanded
-from tnp.launch import Bound
-from tnp.ops.primitives import add_dot
-from tnp.ops.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.primitives import add_dot
+from tnp.ops._shared.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
+from tnp.util.checks import is_expanded
 
 # By bytes per element, the largest tile first; unmeasured.
 CONFIGS = {

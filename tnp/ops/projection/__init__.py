@@ -21,7 +21,7 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING
 
-from tnp.contract import (
+from tnp.dispatch.spec import (
     ALL_FLOATS,
     FLOATS,
     Case,
@@ -31,10 +31,10 @@ from tnp.contract import (
     Problem,
     Work,
 )
-from tnp.inputs import require_between
-from tnp.ops.declared import cases_by_dtype
+from tnp.ops._shared.declared import cases_by_dtype
 from tnp.ops.projection import qkv
 from tnp.ops.projection.qkv import require_product
+from tnp.util.checks import require_between
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,7 +199,7 @@ def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tenso
     Args:
         x: [..., n_in]; bfloat16, float16 or float32 (`torch`: float64 too).
         weight: [n_out, n_in], any float dtype, as a rule a float32 parameter; cast to x's.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., n_out] in x's dtype.
@@ -208,9 +208,9 @@ def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tenso
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(OPERATOR_LINEAR, implementation, (x, weight))
+    return call(OPERATOR_LINEAR, implementation, (x, weight))
 
 
 def project_qkv(
@@ -255,7 +255,7 @@ def project_qkv(
     Raises:
         ValueError, RuntimeError: as `linear`.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if n_keys is not None and getattr(x, "ndim", 0) == 3:  # else `describe` refuses
         require_between("n_keys", n_keys, 1, x.shape[1] if n_k is None else n_k)
@@ -277,4 +277,4 @@ def project_qkv(
         options += (("base2", True),)
     if centred:
         options += (("centred", True),)
-    return dispatch.call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)
+    return call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)

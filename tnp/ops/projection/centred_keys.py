@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem, Reason
-from tnp.launch import Bound
-from tnp.ops.primitives import add_dot, cast, key_count, nan_outside
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Problem, Reason
+from tnp.ops._shared.primitives import add_dot, cast, key_count, nan_outside
+from tnp.ops._shared.triton_matmul import MatmulConfig, load_tile, store_tile
 from tnp.ops.projection.products import OPTIONS, empty_qkv, launch_of
 from tnp.ops.projection.qkv import CENTRE_ROWS
-from tnp.ops.triton_matmul import MatmulConfig, load_tile, store_tile
 
 # By bytes per element, the largest tiles first; none spills on any target. With 128 rows ptxas 12.8
 # has products wait for one another.

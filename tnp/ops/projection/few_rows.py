@@ -10,14 +10,21 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Reason, triton_from
-from tnp.launch import Bound
-from tnp.ops.casting import cast_weight
-from tnp.ops.few_rows import FEW, add_dot_in_parts, after_loads, chained, follow, prefetch_rows
-from tnp.ops.primitives import KernelConfig
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason, triton_from
+from tnp.ops._shared.casting import cast_weight
+from tnp.ops._shared.few_rows import (
+    FEW,
+    add_dot_in_parts,
+    after_loads,
+    chained,
+    follow,
+    prefetch_rows,
+)
+from tnp.ops._shared.primitives import KernelConfig
+from tnp.ops._shared.rows import row_layout, row_offsets
+from tnp.ops._shared.triton_matmul import load_tile, store_tile
 from tnp.ops.projection.products import empty_linear
-from tnp.ops.rows import row_layout, row_offsets
-from tnp.ops.triton_matmul import load_tile, store_tile
 
 # Inner width, padded, that a program reads at once, and a warp's part of it at least. With up to 16
 # warps a drawn target took a tenth longer (H100).

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tnp.contract import Call, Kernel
-from tnp.ops.casting import cast_weight
-from tnp.ops.operands import dense
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.casting import cast_weight
+from tnp.ops._shared.operands import dense
+from tnp.ops._shared.ranges import asserting, between
+from tnp.ops._shared.weight_gradient import product, transposed
 from tnp.ops.projection.qkv import query_factor
-from tnp.ops.ranges import asserting, between
-from tnp.ops.weight_gradient import product, transposed
 
 OPTIONS = ("base2", "centred", "n_keys")  # that projections of attention take
 Read = Callable[[torch.Tensor], torch.Tensor]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import e, log2
 
-from tnp.contract import Case, Work
-from tnp.ops.declared import numbers_out_of_range
+from tnp.dispatch.spec import Case, Work
+from tnp.ops._shared.declared import numbers_out_of_range
 
 
 def require_product(x, weight) -> None:
     """Raises ValueError where x [..., n_in] and weight [n_out, n_in] do not go together."""
-    from tnp.inputs import require_floats, require_one_device
+    from tnp.util.checks import require_floats, require_one_device
 
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
@@ -78,7 +78,7 @@ def _centred(rows, weight, n_keys):
 
 def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False) -> dict:
     """Sizes; ValueError where they do not go together."""
-    from tnp.inputs import require_lengths
+    from tnp.util.checks import require_lengths
 
     require_product(x, weight)
     d_model = x.shape[-1]

@@ -11,9 +11,8 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Implementation, Operator, Work
-from tnp.inputs import positive_number, require_equal, require_floats, require_one_device
-from tnp.ops.declared import (
+from tnp.dispatch.spec import Implementation, Operator, Work
+from tnp.ops._shared.declared import (
     by_pytorch,
     by_triton,
     cases_by_dtype,
@@ -21,6 +20,7 @@ from tnp.ops.declared import (
     rows_within,
     triton_to_width,
 )
+from tnp.util.checks import positive_number, require_equal, require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,7 +220,7 @@ def rms_norm(
             bfloat16, float16 or float32 and D at most 16,384 for `fused`.
         weight: [D], any float dtype; `torch` casts it to x's.
         eps: a number, positive and finite.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., D] in x's dtype, contiguous from `fused`.
@@ -229,11 +229,11 @@ def rms_norm(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return dispatch.call(RMS_NORM, implementation, (x, weight), (eps,))
+    return call(RMS_NORM, implementation, (x, weight), (eps,))
 
 
 def add_rms_norm(
@@ -251,8 +251,8 @@ def add_rms_norm(
     Raises:
         ValueError, RuntimeError: as `rms_norm`.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return dispatch.call(ADD_RMS_NORM, implementation, (x, update, weight), (eps,))
+    return call(ADD_RMS_NORM, implementation, (x, update, weight), (eps,))

@@ -9,7 +9,7 @@ and with x̂ = sum·rstd and g = dnormalized·weight
 Computed in float32. The backward pass reads sum, dnormalized and dsum and computes rstd again; its
 programs walk the rows and keep dweight in registers, so that each writes one partial [D], added up
 by a second, small launch in a fixed order. Rows too wide for either pass are read twice, as
-`tnp.ops.norms` says of the backward pass.
+`tnp.ops._shared.norms` says of the backward pass.
 (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.)
 """
 
@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.norms import (
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.norms import (
     BLOCK,
     BLOCK_WARPS,
     ParameterSum,
@@ -29,9 +29,9 @@ from tnp.ops.norms import (
     forward_configs,
     held,
 )
-from tnp.ops.operands import dense
-from tnp.ops.primitives import cast
-from tnp.ops.rows import load_rows, programs, row_layout, row_offsets
+from tnp.ops._shared.operands import dense
+from tnp.ops._shared.primitives import cast
+from tnp.ops._shared.rows import load_rows, programs, row_layout, row_offsets
 
 # Columns at a time of a row that the forward pass reads twice. On an H200, 4,096 rows of 16,384 in
 # bfloat16: 69.3 µs, blocks of 4,096 and 8 warps 72.5, a row held in registers 102; a copy 64.8.

@@ -12,10 +12,18 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Implementation, Operation, Operator, Problem, Work, triton_from
-from tnp.inputs import positive_number, require_floats, require_no_gradient, require_one_device
+from tnp.dispatch.spec import (
+    FLOATS,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Work,
+    triton_from,
+)
 from tnp.ops import rms_norm
-from tnp.ops.declared import by_pytorch, cases_by_dtype, left_out_by_tf32
+from tnp.ops._shared.declared import by_pytorch, cases_by_dtype, left_out_by_tf32
+from tnp.util.checks import positive_number, require_floats, require_no_gradient, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +156,7 @@ def rms_norm_linear(
         weight: [n_out, D], any float dtype; cast to x's.
         eps: a number, positive and finite.
         silu: whether SiLU is applied to the product.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., D] and [..., n_out] in x's dtype, without a gradient, and equal from run to run.
@@ -158,10 +166,10 @@ def rms_norm_linear(
             gradient.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
     options = (("silu", True),) if silu else ()
     inputs = x, update, norm_weight, weight
-    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options)
+    return call(OPERATOR, implementation, inputs, (eps,), options)

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel
-from tnp.launch import Bound
-from tnp.ops.casting import cast_weight
-from tnp.ops.few_rows import FEW, add_dot_in_parts, chained, follow, prefetch_rows
-from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.rows import load_rows, row_layout, row_offsets
-from tnp.ops.triton_matmul import load_tile, silu, store_tile
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared.casting import cast_weight
+from tnp.ops._shared.few_rows import FEW, add_dot_in_parts, chained, follow, prefetch_rows
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.rows import load_rows, row_layout, row_offsets
+from tnp.ops._shared.triton_matmul import load_tile, silu, store_tile
 
 
 @dataclass(frozen=True)

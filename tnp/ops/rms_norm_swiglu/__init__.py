@@ -11,9 +11,9 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Operator, Work
-from tnp.inputs import positive_number, require_equal, require_floats, require_one_device
-from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
+from tnp.dispatch.spec import FLOATS, Case, Operator, Work
+from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype
+from tnp.util.checks import positive_number, require_equal, require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +113,7 @@ def rms_norm_swiglu(
             where rows are contiguous, as the halves of one [..., 2·width] projection are.
         weight: [width], of any float dtype; PyTorch's form rounds it to x's.
         eps: positive and finite.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., width] in x's dtype; it and the gradients are contiguous from ours.
@@ -122,8 +122,8 @@ def rms_norm_swiglu(
         ValueError: shapes, dtypes or devices that do not go together, or an eps out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    return dispatch.call(OPERATOR, implementation, (x, gate, weight), (eps,))
+    return call(OPERATOR, implementation, (x, gate, weight), (eps,))

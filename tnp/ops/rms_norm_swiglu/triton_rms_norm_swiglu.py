@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.primitives import cast
-from tnp.ops.rows import bound_sum, load_rows, programs, row_offsets
-from tnp.ops.walks import walk
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.primitives import cast
+from tnp.ops._shared.rows import bound_sum, load_rows, programs, row_offsets
+from tnp.ops._shared.walks import walk
 
 MAX_WIDTH = 16384  # the forward pass holds whole rows in registers,
 MAX_HELD = 8192  # and to this width all that either pass wants to

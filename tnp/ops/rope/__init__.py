@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.contract import Operator
-from tnp.ops.declared import by_pytorch, by_triton
+from tnp.dispatch.spec import Operator
+from tnp.ops._shared.declared import by_pytorch, by_triton
 from tnp.ops.rope import definition
 from tnp.ops.rope.definition import PAIRINGS as PAIRINGS
 from tnp.ops.rope.definition import reference
@@ -89,7 +89,7 @@ def rope(
             `triton` gives such tokens NaN and, with TNP_CHECK=1 in the environment, asserts it at
             the next synchronization.
         pairing: "half" for elements i and i + D/2, "interleaved" for 2i and 2i + 1.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         Both rotated, shaped as they came and in their dtype. From ours memory is in the input's
@@ -100,9 +100,9 @@ def rope(
             the tables do not have, or no such pairing.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     options = definition.pairing_options(pairing)
     if positions is not None:
         definition.require_rows(positions, cos)
-    return dispatch.call(ROPE, implementation, (q, k, cos, sin, positions), (), options)
+    return call(ROPE, implementation, (q, k, cos, sin, positions), (), options)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Operator, Problem, Work
-from tnp.inputs import require_alike
-from tnp.ops.declared import cases_by_dtype
-from tnp.targets import Target
+from tnp.dispatch.devices import Target
+from tnp.dispatch.spec import FLOATS, Case, Operator, Problem, Work
+from tnp.ops._shared.declared import cases_by_dtype
+from tnp.util.checks import require_alike
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,11 +13,11 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from tnp.contract import Operator, Work
-from tnp.inputs import positive_number, require_floats, require_one_device
+from tnp.dispatch.spec import Operator, Work
 from tnp.ops import rms_norm
-from tnp.ops.declared import by_pytorch, by_triton
+from tnp.ops._shared.declared import by_pytorch, by_triton
 from tnp.ops.rope import definition
+from tnp.util.checks import positive_number, require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +145,7 @@ def qk_norm_rope(
     Raises:
         ValueError, RuntimeError: as `rope`.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
@@ -153,4 +153,4 @@ def qk_norm_rope(
     if positions is not None:
         definition.require_rows(positions, cos)
     inputs = q, k, q_weight, k_weight, cos, sin, positions
-    return dispatch.call(QK_NORM_ROPE, implementation, inputs, (eps,), options)
+    return call(QK_NORM_ROPE, implementation, inputs, (eps,), options)

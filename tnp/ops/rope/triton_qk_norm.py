@@ -16,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.primitives import cast
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.primitives import cast
+from tnp.ops._shared.rows import SUM_COLUMNS, SUM_ROWS, programs
 from tnp.ops.rope.definition import OPTIONS
 from tnp.ops.rope.triton_rope import (
     Config,
@@ -38,7 +39,6 @@ from tnp.ops.rope.triton_rope import (
     steps,
     store_pairs,
 )
-from tnp.ops.rows import SUM_COLUMNS, SUM_ROWS, programs
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Call, Kernel, Problem
-from tnp.launch import Bound
-from tnp.ops.primitives import cast
-from tnp.ops.ranges import asserting, between
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Problem
+from tnp.ops._shared.primitives import cast
+from tnp.ops._shared.ranges import asserting, between
 from tnp.ops.rope.definition import OPTIONS
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Implementation, Operation, Operator, Work, triton_from
-from tnp.inputs import require_floats, require_no_gradient
-from tnp.ops.declared import by_cuda, by_pytorch, cases_by_dtype, draw_rows
+from tnp.dispatch.spec import Implementation, Operation, Operator, Work, triton_from
+from tnp.ops._shared.declared import by_cuda, by_pytorch, cases_by_dtype, draw_rows
+from tnp.util.checks import require_floats, require_no_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +137,7 @@ def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
     Args:
         x: [..., width], any strides; what is contiguous but for its rows, as h[:, n:], is not
             copied. bfloat16, float16 or float32 for ours.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [...] in float32, or in float64 of float64, without a gradient; from ours contiguous, and
@@ -147,6 +147,6 @@ def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
         ValueError: x has no dimensions, is no float or asks for a gradient.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(OPERATOR, implementation, (x,))
+    return call(OPERATOR, implementation, (x,))

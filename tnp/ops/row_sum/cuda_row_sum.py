@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tnp import cuda
-from tnp.contract import Call, Kernel
-from tnp.ops import cuda_rows
+from tnp.dispatch import nvrtc
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared import cuda_rows
 from tnp.ops.row_sum import LANES
 from tnp.ops.row_sum.triton_row_sum import empty
 
@@ -22,7 +22,7 @@ def prepare(call: Call, config: object, inputs: tuple, reduction: str) -> Callab
 
 def _kernel(reduction: str) -> Kernel:
     by = partial(prepare, reduction=reduction)
-    return Kernel("cuda", empty, by, compiled_for=tuple(cuda.ARCHITECTURES))
+    return Kernel("cuda", empty, by, compiled_for=tuple(nvrtc.ARCHITECTURES))
 
 
 FORWARD_TREE = _kernel("tree_reduce")

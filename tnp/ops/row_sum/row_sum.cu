@@ -10,8 +10,8 @@
 //
 // TYPE, VECTOR (numbers of a pack), THREADS and REDUCE come from the compiler's command line.
 
-#include "tnp/ops/packs.cuh"
-#include "tnp/ops/reduce.cuh"
+#include "tnp/ops/_shared/packs.cuh"
+#include "tnp/ops/_shared/reduce.cuh"
 
 // x: rows [n_outer, n_inner, width] with these strides, each contiguous. y: a number a row.
 extern "C" __global__ void __launch_bounds__(THREADS) row_sum_block(

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.primitives import KernelConfig
-from tnp.ops.rows import load_rows, row_layout, row_offsets
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.primitives import KernelConfig
+from tnp.ops._shared.rows import load_rows, row_layout, row_offsets
 
 # Numbers of a tile, and warps: of 16 bits two to four loads of 16 bytes a thread.
 TILES = ((8192, 8), (4096, 4), (2048, 4))

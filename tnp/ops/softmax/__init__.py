@@ -10,9 +10,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import Operator, Reason, Work
-from tnp.inputs import require_floats
-from tnp.ops.declared import by_cuda, by_pytorch, by_triton, cases_by_dtype, draw_rows
+from tnp.dispatch.spec import Operator, Reason, Work
+from tnp.ops._shared.declared import by_cuda, by_pytorch, by_triton, cases_by_dtype, draw_rows
+from tnp.util.checks import require_floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,7 @@ def softmax(x: Tensor, *, implementation: str = "torch") -> Tensor:
         x: [..., width], any strides; what is contiguous but for its rows, as h[:, n:], is not
             copied. bfloat16, float16 or float32 for `triton`. −∞ gets no weight; a row of −∞ alone
             gives NaN, as in PyTorch.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., width] in x's dtype, contiguous from `triton`.
@@ -158,6 +158,6 @@ def softmax(x: Tensor, *, implementation: str = "torch") -> Tensor:
         ValueError: x has no dimensions or is no float.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(OPERATOR, implementation, (x,))
+    return call(OPERATOR, implementation, (x,))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tnp import cuda
-from tnp.contract import Call, Kernel
-from tnp.ops import cuda_rows
+from tnp.dispatch import nvrtc
+from tnp.dispatch.spec import Call, Kernel
+from tnp.ops._shared import cuda_rows
 from tnp.ops.softmax import ONE_PASS_WIDTH
 
 THREE_PASSES = "tnp.ops.softmax.three_passes:softmax_three_passes"
@@ -25,9 +25,9 @@ def shape(width: int, vector: int) -> dict[str, int]:
     """
     if width > ONE_PASS_WIDTH:
         raise ValueError(f"width is {width}: registers hold at most {ONE_PASS_WIDTH}")
-    threads = min(MOST_THREADS, max(cuda.WARP, _power_of_two(-(-width // HELD))))
+    threads = min(MOST_THREADS, max(nvrtc.WARP, _power_of_two(-(-width // HELD))))
     unroll = _power_of_two(-(-width // (vector * threads)))
-    return {"THREADS": threads, "UNROLL": unroll, "ROWS": ROWS if threads == cuda.WARP else 1}
+    return {"THREADS": threads, "UNROLL": unroll, "ROWS": ROWS if threads == nvrtc.WARP else 1}
 
 
 def _power_of_two(least: int) -> int:
@@ -50,6 +50,6 @@ def prepare_one_pass(call: Call, config: object, inputs: tuple) -> Callable:
     return cuda_rows.prepare(call, inputs, ONE_PASS, empty, shape, call.problem["rows"])
 
 
-_BUILT = tuple(cuda.ARCHITECTURES)
+_BUILT = tuple(nvrtc.ARCHITECTURES)
 FORWARD_THREE_PASSES = Kernel("cuda", empty, prepare_three_passes, compiled_for=_BUILT)
 FORWARD_ONE_PASS = Kernel("cuda", empty, prepare_one_pass, compiled_for=_BUILT)

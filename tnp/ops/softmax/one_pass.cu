@@ -15,8 +15,8 @@
 // TYPE, VECTOR (numbers of a pack), UNROLL (packs of a thread), THREADS (of a row) and ROWS (of a
 // block) come from the compiler's command line.
 
-#include "tnp/ops/packs.cuh"
-#include "tnp/ops/reduce.cuh"
+#include "tnp/ops/_shared/packs.cuh"
+#include "tnp/ops/_shared/reduce.cuh"
 
 template <typename T, int Vector, int Unroll, int Threads>
 __device__ void softmax_row(const T* x, T* y, long long width) {

@@ -13,8 +13,8 @@
 //
 // TYPE, VECTOR (numbers of a pack) and THREADS come from the compiler's command line.
 
-#include "tnp/ops/packs.cuh"
-#include "tnp/ops/reduce.cuh"
+#include "tnp/ops/_shared/packs.cuh"
+#include "tnp/ops/_shared/reduce.cuh"
 
 template <typename T, int Vector, int Threads>
 __device__ void softmax_row(const T* x, T* y, long long width) {

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.norms import forward_configs
-from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.rows import load_rows, row_layout, row_offsets
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.norms import forward_configs
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.rows import load_rows, row_layout, row_offsets
 
 # Padded widths whose rows lie in registers.
 MAX_HELD = 16384

@@ -10,9 +10,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.contract import FLOATS, Case, Operator, Problem, Work
-from tnp.inputs import require_equal
-from tnp.ops.declared import by_pytorch, by_triton, cases_by_dtype
+from tnp.dispatch.spec import FLOATS, Case, Operator, Problem, Work
+from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype
+from tnp.util.checks import require_equal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ def swiglu(gate: Tensor, up: Tensor, *, implementation: str = "torch") -> Tensor
     Args:
         gate, up: [..., width], equal in shape, dtype and device, any strides. Read where they lie
             where rows are contiguous, as the halves of one [..., 2·width] projection are.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., width] in their dtype; it and the gradients are contiguous from ours.
@@ -118,6 +118,6 @@ def swiglu(gate: Tensor, up: Tensor, *, implementation: str = "torch") -> Tensor
         ValueError: shapes, dtypes or devices that differ.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
-    return dispatch.call(OPERATOR, implementation, (gate, up))
+    return call(OPERATOR, implementation, (gate, up))

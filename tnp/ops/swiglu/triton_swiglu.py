@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tnp.contract import Kernel
-from tnp.launch import Bound
-from tnp.ops.primitives import KernelConfig, cast
-from tnp.ops.rows import row_offsets
-from tnp.ops.walks import walk
+from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Kernel
+from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.ops._shared.rows import row_offsets
+from tnp.ops._shared.walks import walk
 
 
 @dataclass(frozen=True)

@@ -17,24 +17,15 @@ from math import inf
 from operator import index
 from typing import TYPE_CHECKING
 
-from tnp.catalog import LAYERS, catalog, is_automatic
-from tnp.contract import (
-    Call,
-    Case,
-    Implementation,
-    Operation,
-    Operator,
-    Problem,
-    Reason,
-    Work,
-)
-from tnp.inputs import positive_number, require_between, require_equal, require_lengths
+from tnp.dispatch.registry import LAYERS, catalog, is_automatic
+from tnp.dispatch.spec import Call, Case, Implementation, Operation, Operator, Problem, Reason, Work
 from tnp.ops import rms_norm as norms
+from tnp.ops._shared.declared import by_pytorch, numbers_out_of_range
 from tnp.ops.attention import OPERATOR as ATTENTION
-from tnp.ops.declared import by_pytorch, numbers_out_of_range
 from tnp.ops.mlp import OPERATOR as MLP
 from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV
 from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
+from tnp.util.checks import positive_number, require_between, require_equal, require_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,7 +127,7 @@ def supported(call: Call) -> Reason:
     for operator, name, problem in layers(call.problem):
         what = Call(problem, call.target, operator.differentiated if call.wanted else ())
         if is_automatic(name):
-            from tnp.selection import choose_implementation
+            from tnp.dispatch.selection import choose_implementation
 
             try:
                 found = choose_implementation(operator, name, what)[1]
@@ -299,7 +290,7 @@ def transformer_block(
         eps: a number, positive and finite, of both norms.
         layers: pairs of a name of `LAYERS` and the implementation of that layer, for `fused`. A
             layer that is left out takes the best of ours.
-        implementation: a name of `tnp.catalog`, or "auto".
+        implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         h₂ and y of the equations above, both [B, L − first, d_model] in h's dtype.
@@ -308,7 +299,7 @@ def transformer_block(
         ValueError: shapes, dtypes or devices that do not go together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
-    import tnp.dispatch as dispatch
+    from tnp.dispatch.call import call
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
@@ -323,4 +314,4 @@ def transformer_block(
     if centred:
         options += (("centred", True),)
     inputs = (h, update, *weights, n_keys)
-    return dispatch.call(OPERATOR, implementation, inputs, (eps,), options + layers)
+    return call(OPERATOR, implementation, inputs, (eps,), options + layers)

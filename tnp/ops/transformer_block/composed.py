@@ -14,15 +14,15 @@ from os import environ
 
 import torch
 
-from tnp import choice, plans, targets
-from tnp.bounded import MOST
-from tnp.choice import Choice
-from tnp.contract import Call, Kernel, Operator, Problem, Reason
+from tnp.dispatch import devices, plans, tuned_tables
+from tnp.dispatch.devices import Target
+from tnp.dispatch.private import constant_in_graphs
+from tnp.dispatch.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
+from tnp.dispatch.spec import Call, Kernel, Operator, Problem, Reason
+from tnp.dispatch.tuned_tables import Choice
 from tnp.ops.projection.products import are_halves
 from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers, supported
-from tnp.private import constant_in_graphs
-from tnp.selection import AUTO_VARIABLE, aligned, choose_implementation, choose_kernel
-from tnp.targets import Target
+from tnp.util.bounded import MOST
 
 OPTIONS = ("update", "n_keys", "centred", *LAYERS)
 
@@ -199,7 +199,7 @@ def empty(wanted: tuple[str, ...], inputs: tuple, **options) -> tuple[tuple, tup
     sizes = {name: index(values[name]) for name in OPERATOR.sizes}
     given = options | {"update": update is not None, "n_keys": n_keys is not None}
     problem = OPERATOR.problem(str(h.dtype).removeprefix("torch."), **given | sizes)
-    call = Call(problem, targets.of_device(h.device), wanted, apart=True)
+    call = Call(problem, devices.of_device(h.device), wanted, apart=True)
     return _launch(Layers(call), "empty")(inputs, ())
 
 
@@ -321,10 +321,10 @@ def serves(
 @constant_in_graphs
 def _serves(dtype: str, sizes: tuple, options: tuple, device: torch.device, wants: bool) -> bool:
     decides = (
-        environ.get(AUTO_VARIABLE), environ.get(choice.VARIABLE), choice.epoch,
+        environ.get(AUTO_VARIABLE), environ.get(tuned_tables.VARIABLE), tuned_tables.epoch,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    return _served(dtype, sizes, options, targets.of_device(device), wants, decides)
+    return _served(dtype, sizes, options, devices.of_device(device), wants, decides)
 
 
 @lru_cache(MOST)

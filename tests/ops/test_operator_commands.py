@@ -1,0 +1,323 @@
+"""`python -m tnp.bench` and `python -m tnp.tuning.device`: what they say, and what they do not
+start."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench.configurations import TIMING
+from tnp.bench import __main__ as bench
+from tnp.bench import isolate, process, provenance
+from tnp.bench.measure import measure_op
+from tnp.bench.policy import Policy
+from tnp.dispatch import devices, registry
+from tnp.dispatch.spec import Implementation
+from tnp.ops.swiglu import OPERATOR
+from tnp.tuning import device
+
+ROOT = Path(__file__).parents[2]
+ODD_ROPE = ["--batch", "1", "--heads", "2", "--kv-heads", "2", "--n-tokens", "8", "--head-dim", "7"]
+SIZES = ["--rows", "6", "--width", "40", "--dtype", "float32"]
+
+
+def sentence(capsys) -> str:
+    """All that was said, one line."""
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """SwiGLU alone, with what is changed of it."""
+
+    def declare(*own, **changes):
+        known = *OPERATOR.implementations, *own
+        operator = replace(OPERATOR, implementations=known, **changes)
+        monkeypatch.setattr(registry, "_own_operators", lambda: [operator])
+        registry.catalog.cache_clear()
+        return operator
+
+    yield declare
+    monkeypatch.undo()
+    registry.catalog.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "command", ["tnp.bench --help", "tnp.bench swiglu --help", "tnp.tuning.device --help"]
+)
+def test_help_starts_nothing(command):
+    """Operators that are not declared yet import torch where they are found."""
+    undeclared = [
+        f"tnp.ops.{path.parent.name}" for path in ROOT.glob("tnp/ops/*/__init__.py")
+        if "OPERATOR" not in path.read_text()
+    ]  # fmt: skip
+    module, *arguments = command.split()
+    code = (
+        "import runpy, sys, types\n"
+        f"for name in {undeclared}: sys.modules[name] = types.ModuleType(name)\n"
+        f"sys.argv[1:] = {arguments}\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'triton', 'pyarrow'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+def test_sizes_and_options_are_those_that_the_operator_declares(declared, capsys):
+    declared(options={"causal": bool, "window": int, "kind": ("a", "b")})
+    with pytest.raises(SystemExit):
+        bench.main(["swiglu", "--help"])
+    said = capsys.readouterr().out
+    for option in ("--rows", "--width", "--causal", "--window", "--kind {a,b}", "triton"):
+        assert option in said
+    assert "Times swiglu of gate, up at one size" in said
+
+
+def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
+    declared(
+        Implementation("any", run=OPERATOR.reference, options=("kind", "window")),
+        options={"causal": bool, "window": int, "kind": ("a", "b")},
+        describe=lambda gate, up, **_options: OPERATOR.describe(gate, up),
+    )
+    asked = []
+
+    def run_isolated(kind, parameters, timeout_s):
+        asked.append(parameters)
+        return {"ops": []}
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(bench, "lines", lambda *_: [])
+    chosen = ["--window", "7", "--kind", "b", "--implementations", "any", "--iters", "12"]
+    assert bench.main(["swiglu", *SIZES, *chosen]) == 1
+    (parameters,) = asked
+    problem = OPERATOR.problem("float32", rows=6, width=40).json
+    assert parameters["problem"] == problem.replace(
+        '"op":"swiglu"', '"op":"swiglu","options":{"kind":"b","window":7}'
+    )
+    assert list(parameters["implementations"]) == ["any"]
+    assert Policy.from_parameters(parameters["timing"]).min_samples == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["swigloo"], "unknown operator 'swigloo': choose from "),
+        (["swiglu", *SIZES, "--height", "4"], "unknown option --height"),
+        (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
+        (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
+        (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),
+        (["rope", *ODD_ROPE], "head_dim is 7: it must be even, since elements turn in pairs"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(arguments)
+    assert end.value.code == 2
+    assert said in sentence(capsys)
+
+
+def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, capsys):
+    """In this process, and not as long as a number to be believed takes."""
+
+    def run_isolated(kind, parameters, timeout_s):
+        return measure_op(parameters | {"timing": TIMING}, time.perf_counter())
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
+    declared(Implementation("elsewhere", run=OPERATOR.reference, supported=lambda _: "not here"))
+    names = ["--implementations", "torch", "elsewhere"]
+    assert bench.main(["swiglu", *SIZES, "--both", *names]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "swiglu float32 rows=6, width=40 on cpu"
+    assert "over torch" in said[-5] and said[-1].startswith("over torch: its time over the row's")
+    name, provider, forward, backward, *rest = said[-4].split()
+    assert (name, provider) == ("torch", "torch") and float(forward) > 0 and float(backward) > 0
+    assert "GB/s" in rest and "1.00×" in rest
+    assert said[-3].split() == ["elsewhere", "own", "not", "here"]
+
+
+def test_what_cannot_run_on_a_cpu_waits_for_nothing(monkeypatch, capsys):
+    def locked(*_):
+        raise AssertionError("nothing is timed, and nothing is waited for")
+
+    monkeypatch.setattr(process, "device_lock", locked)
+    monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
+    monkeypatch.setattr(devices, "here_without_gpu", lambda: devices.CPU)
+    sizes = ["--rows", "6", "--width", "40"]
+    assert bench.main(["rms_norm", *sizes, "--implementations", "own"]) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split()[0] == "fused" and "Triton kernels run on CUDA" in line
+
+
+def test_a_table_is_printed_in_any_encoding():
+    code = (
+        "from tnp.util.cli import end_with\n"
+        "from tnp.bench.__main__ import COLUMNS\n"
+        "end_with(lambda: print(*COLUMNS, '1.00× – é') or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "forward us" in done.stdout and done.stdout.endswith("1.00x - ?\n")
+
+
+def test_a_line_for_each_implementation():
+    def row(name, pass_, ms, **changes):
+        return {
+            "implementation": name, "provider": "torch", "pass": pass_, "status": "ok",
+            "reason": None, "time_ms_p50": ms, "tflops": None, "gb_per_s": 100.0,
+            "max_abs_error": 1e-3,
+        } | changes  # fmt: skip
+
+    rows = [
+        row("plain", "forward", 2.0), row("plain", "backward", 4.0),
+        row("ours", "forward", 1.0, tflops=5.0), row("ours", "backward", 2.0, max_abs_error=2e-3),
+        row("half", "forward", 1.0), row("half", "backward", None, status="oom", reason="too big"),
+        row("not", "forward", None, status="unsupported", reason="not here"),
+        row("not", "backward", None, status="unsupported", reason="not here"),
+    ]  # fmt: skip
+    plain, ours, half, refused = bench.lines(
+        rows, ["plain", "ours", "half", "not"], ["forward", "backward"]
+    )
+    assert plain[2:] == ["2000", "4000", "100 GB/s", "1.00×", "1.0e-03", ""]
+    assert ours[2:] == ["1000", "2000", "5 TFLOP/s", "2.00×", "2.0e-03", ""]
+    assert half[2:] == ["1000", "", "100 GB/s", "", "1.0e-03", "oom: too big"]
+    assert refused[2:] == ["", "", "", "", "", "not here"]
+
+
+def test_device_says_what_a_gpu_has_and_what_runs_there(declared, capsys):
+    declared()
+    assert device.main(["--gpu", "NVIDIA A100"]) == 0
+    said = capsys.readouterr().out
+    for part in ("compute capability 8.0", "163 KB", "108 multiprocessors", "312 TFLOP/s"):
+        assert part in said
+    line = next(line for line in said.splitlines() if "own" in line)
+    assert line.split()[:4] == ["swiglu", "triton", "own", "yes"]
+    assert "forward triton, backward triton" in line
+
+
+def test_device_says_why_not(declared, capsys):
+    declared()
+    assert device.main(["--capability", "75"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "own" in line)
+    assert line.split()[:4] == ["swiglu", "triton", "own", "no"]
+    assert "it needs compute capability 8.0 or newer, this GPU has 7.5" in line
+
+
+@pytest.mark.parametrize("text", ["12345", "0", "10", "99", "8.60", "A100"])
+def test_a_capability_that_is_none_is_one_sentence(text, capsys):
+    with pytest.raises(SystemExit):
+        device.main(["--capability", text])
+    said = sentence(capsys)
+    assert f"'{text}' is no compute capability of a GPU: choose from 5.0, " in said
+    assert " 8.6, " in said
+
+
+@pytest.mark.parametrize("text", ["86", "8.6"])
+def test_device_says_what_auto_takes_where_only_pytorch_serves(declared, text, capsys):
+    declared()
+    assert device.main(["--capability", text]) == 0
+    said = capsys.readouterr().out
+    assert "compute capability 8.6" in said and '"auto" takes PyTorch\'s operators' in said
+    plain, ours = (next(line.split() for line in said.splitlines() if line.split()[1:2] == [name])
+                   for name in ("torch", "triton"))  # fmt: skip
+    assert plain == ["swiglu", "torch", "torch", "yes", "default"]
+    assert ours[:5] == ["swiglu", "triton", "own", "yes", "forward"]
+
+
+@pytest.mark.parametrize("op", list(registry.catalog().operators))
+def test_what_of_ours_does_not_run_on_a_cpu_wants_a_gpu(op):
+    operator = registry.catalog().operator(op)
+    for _, name, provider, runs, auto, note in device.answers(operator, devices.CPU):
+        if provider == "own":
+            assert (runs == "yes" or "CUDA" in note) and not auto, name
+
+
+def test_device_asks_kernels_too(declared, monkeypatch):
+    from tnp.ops.swiglu import triton_swiglu
+
+    refuses = replace(triton_swiglu.BACKWARD, supported=lambda call: "too wide")
+    monkeypatch.setattr(triton_swiglu, "BACKWARD", refuses)
+    rows = {row[1]: row[3:] for row in device.answers(declared(), devices.named("H200"))}
+    assert rows["triton"][::2] == ("no", "swiglu.backward: too wide")
+    assert rows["torch"] == ("yes", "", "")
+
+
+def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch):
+    from tnp.dispatch import tuned_tables
+
+    operator = declared(Implementation("narrow", run=OPERATOR.reference,
+                        supported=lambda call: f"width {call.problem['width']}"))  # fmt: skip
+    problem = operator.problem("bfloat16", rows=1, width=77)
+    ours = tuned_tables.entry("swiglu", problem, "triton") | {"gpu": "h200"}
+    entries = [ours | {"of": "other"}, ours]
+    monkeypatch.setattr(tuned_tables, "of_target", lambda target: entries)
+    rows = {row[1]: row[3:] for row in device.answers(operator, devices.named("H200"))}
+    assert rows["narrow"] == ("no", "", "width 77")
+    assert rows["triton"][1] == "tuned"
+
+
+def test_device_does_not_ask_other_packages_unless_told(declared, monkeypatch):
+    operator = declared()
+    asked = []
+
+    def load(self):
+        asked.append(self.name)
+        raise ImportError("broken")
+
+    listed = registry.catalog().listed("swiglu", "triton")
+    entry = type("Entry", (), {"dist": type("D", (), {"name": "theirs", "requires": None})(),
+                               "name": "swiglu.triton"})()  # fmt: skip
+    monkeypatch.setattr(registry, "version", lambda name: "1.0")
+    monkeypatch.setattr(registry.Listed, "implementation", property(load))
+    theirs = replace(listed, own=None, entry=entry)
+    problem = OPERATOR.problem("bfloat16", rows=1, width=1)
+    target = devices.named("H200")
+    assert device._answer(operator, theirs, problem, target, False)[0] == "?"
+    assert asked == []
+    answer = device._answer(operator, theirs, problem, target, True)
+    assert answer == ("no", "ImportError: broken") and asked == ["triton"]
+
+
+def test_an_unknown_gpu_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as end:
+        device.main(["--gpu", "Voodoo 2"])
+    assert end.value.code == 2
+    said = sentence(capsys)
+    assert "unknown GPU 'Voodoo 2': choose from H200" in said and "--capability 8.6" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "multiprocessors"),
+    [
+        ("NVIDIA GeForce RTX 3090", 86, 82),
+        ("NVIDIA A10", 86, 72),
+        ("NVIDIA L4", 89, 58),
+        ("NVIDIA L40S", 89, 142),
+        ("NVIDIA A100-SXM4-40GB", 80, 108),
+        ("NVIDIA H100 80GB HBM3", 90, 132),
+    ],
+)
+def test_gpus_are_known_by_whole_words_of_their_names(name, capability, multiprocessors):
+    for one in (name, devices.slug(name)):
+        found = devices.named(one)
+        assert (found.capability, found.multiprocessors) == (capability, multiprocessors)
+    assert devices.datasheet("NVIDIA RTX A4000") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can use the GPU")
+def test_device_says_of_a_gpu_that_pytorch_cannot_use_it(monkeypatch, capsys):
+    monkeypatch.setattr(provenance, "device_slug", lambda: "nvidia-h200")
+    with pytest.raises(SystemExit):
+        device.main([])
+    assert "nvidia-h200 is here, but PyTorch" in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""Training learns from context, resumes exactly, and reads no checkpoint it should not."""
+
+import pickle
+import random
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.store.schemas import PROVENANCE, TABLES
+from tnp.tasks.gaussian_process import SMOOTH, GaussianProcessTasks
+from tnp.train import recorded_runs
+from tnp.train.loop import cosine, load_state
+from tnp.util import tensor_archive
+
+MANY = recorded_runs.N_HELD_OUT_BATCHES
+
+
+@pytest.fixture(autouse=True)
+def _two_batches_are_held_out(monkeypatch):
+    """Tests of what a model has learned use `MANY`."""
+    monkeypatch.setattr(recorded_runs, "N_HELD_OUT_BATCHES", 2)
+
+
+def parameters(**changes) -> dict:
+    return {
+        "config_id": "test",
+        "run": "test",
+        "source": "gaussian_process",
+        "batch": 8,
+        "n_context": 16,
+        "n_target": 16,
+        "variant": "sdpa_flash",
+        "variant_spec": {"attention": "sdpa_flash"},
+        "model": {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "n_components": 2},
+        "dtype": "float32",
+        "steps": 6,
+        "learning_rate": 3e-3,
+        "warmup_steps": 2,
+        "eval_every": 3,
+        "seed": 0,
+    } | changes
+
+
+def run(folder, code="", **changes):
+    rows = []
+    model = recorded_runs.run(parameters(**changes), "cpu", folder, rows.append, code)
+    return rows, model
+
+
+def without_time(rows):
+    return [{key: value for key, value in row.items() if key != "elapsed_s"} for row in rows]
+
+
+class Killed(Exception):
+    pass
+
+
+def run_killed(folder, **changes):
+    """Ends after step 3, when the checkpoint of that step is written."""
+
+    def kill(row):
+        if row["step"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        recorded_runs.run(parameters(**changes), "cpu", folder, kill)
+
+
+@pytest.mark.parametrize("source", ["gaussian_process", "images"])
+def test_a_resumed_run_is_the_unbroken_one(tmp_path, source):
+    unbroken, model = run(tmp_path / "unbroken", steps=8, source=source)
+    run_killed(tmp_path / "resumed", steps=8, source=source)
+    resumed, again = run(tmp_path / "resumed", steps=8, source=source)
+    assert without_time(resumed) == without_time(unbroken)
+    assert [row["step"] for row in resumed] == [0, 3, 6, 8]
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_kill_while_saving_keeps_the_checkpoint_before(tmp_path, monkeypatch):
+    run_killed(tmp_path, steps=8)
+    before = (tmp_path / "latest.pt").read_bytes()
+
+    def save_half(state, file):
+        file.write_bytes(b"half a checkpoint")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(torch, "save", save_half)
+        run(tmp_path, steps=8)
+    assert (tmp_path / "latest.pt").read_bytes() == before
+    assert run(tmp_path, steps=8)[0][-1]["step"] == 8
+
+
+def test_a_finished_run_keeps_its_weights_as_a_file_of_pytorch(tmp_path):
+    _, model = run(tmp_path)
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, final["model"][name])
+    assert not (tmp_path / "latest.pt").exists()
+
+
+@pytest.fixture
+def sampled(monkeypatch) -> list[int]:
+    """Seeds of all tasks that are drawn."""
+    seeds = []
+
+    def sample(self, seed, step, *sizes, original=GaussianProcessTasks.sample):
+        seeds.append(seed)
+        return original(self, seed, step, *sizes)
+
+    monkeypatch.setattr(GaussianProcessTasks, "sample", sample)
+    return seeds
+
+
+def test_a_run_whose_rows_were_not_saved_gives_them_again(tmp_path, sampled):
+    """Killed between the last step and the moment when the workflow knows that it is done."""
+    rows, model = run(tmp_path)
+    sampled.clear()
+    again, weights = run(tmp_path)
+    assert again == rows and sampled.count(0) == 0
+    for a, b in zip(model.parameters(), weights.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("code", "changes"), [("", {"learning_rate": 1e-3}), ("edited", {})])
+def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampled, code, changes):
+    run(tmp_path)
+    final = (tmp_path / "final.pt").read_bytes()
+    sampled.clear()
+
+    def kill(row):
+        if row["step"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        recorded_runs.run(parameters(**changes), "cpu", tmp_path, kill, code)
+    assert sampled.count(0) == 3
+    assert (tmp_path / "final.pt").read_bytes() == final  # until the new one is finished
+
+
+def test_rows_fill_the_table(tmp_path):
+    rows, _ = run(tmp_path)
+    provenance = {name for name, _ in PROVENANCE} | {"run_id"}
+    assert all(row.keys() == set(TABLES["training"].names) - provenance for row in rows)
+
+
+def test_held_out_tasks_come_from_a_seed_no_run_can_have(tmp_path, sampled):
+    largest = 2**31 - 1  # that the column `seed` holds
+    run(tmp_path, seed=largest)
+    assert sampled.count(largest) == 6
+    assert sampled.count(recorded_runs.HELD_OUT_SEED) == recorded_runs.N_HELD_OUT_BATCHES
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seed": 2**31}, "seed: 2147483648 is more than table training can hold"),
+        ({"seed": 2**80}, "seed: 1208925819614629174706176 is more than table training can hold"),
+        ({"steps": 2**31}, "step: 2147483648 is more than table training can hold"),
+    ],
+)
+def test_what_no_row_can_hold_is_said_before_training(tmp_path, sampled, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run(tmp_path, **changes)
+    assert not sampled and not list(tmp_path.iterdir())
+
+
+def test_a_model_with_a_buffer_says_its_joint_likelihood_both_ways(tmp_path):
+    """Of the first held-out batch; a model without one has nothing to say."""
+    said = parameters()
+    rows, model = run(tmp_path / "with", model=said["model"] | {"buffer": 3})
+    last = rows[-1]
+    task = recorded_runs.sources(said, "cpu")[1].sample(recorded_runs.HELD_OUT_SEED, 0, 8, 16, 16)
+    for column, buffer in (("joint_log_likelihood", True), ("joint_log_likelihood_anew", False)):
+        found = model.joint_log_density(task, buffer).mean().item() / 16
+        assert last[column] == pytest.approx(found, rel=1e-5)
+    assert last["joint_log_likelihood"] != last["joint_log_likelihood_anew"]
+    assert last["joint_difference_stderr"] > 0
+    plain, _ = run(tmp_path / "without")
+    assert all(value is None for name, value in plain[-1].items() if name.startswith("joint"))
+
+
+def test_learns_from_context(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded_runs, "N_HELD_OUT_BATCHES", MANY)
+    rows, _ = run(tmp_path, steps=200, eval_every=200, warmup_steps=20)
+    last = rows[-1]
+    assert last["heldout_log_likelihood"] > last["prior_log_likelihood"] + 0.2
+    assert last["heldout_log_likelihood"] > last["heldout_log_likelihood_shuffled"] + 0.3
+    error = 3 * last["heldout_log_likelihood_stderr"]
+    assert last["heldout_log_likelihood"] < last["exact_log_likelihood"] + error
+
+
+def test_an_untrained_model_makes_no_use_of_context(tmp_path):
+    """The control of the control."""
+    last = run(tmp_path, learning_rate=1e-9)[0][-1]
+    difference = last["heldout_log_likelihood"] - last["heldout_log_likelihood_shuffled"]
+    assert abs(difference) < 0.1
+
+
+def test_a_model_that_sees_its_targets_is_found_out(tmp_path, monkeypatch):
+    def copying(model, task):
+        return Normal(task.y_target, SMOOTH.noise).log_prob(task.y_target).mean((1, 2))
+
+    monkeypatch.setattr(recorded_runs.Evaluation, "_log_likelihood", staticmethod(copying))
+    with pytest.raises(RuntimeError, match="1.384 nats a target.*it sees its targets"):
+        run(tmp_path)
+
+
+def test_the_exact_posterior_itself_is_no_leak():
+    exact = torch.linspace(0.5, 1.0, 16, dtype=torch.float64)
+    noise = torch.tensor([0.1, -0.1], dtype=torch.float64).repeat(8)
+    recorded_runs.check_no_leak(exact + noise, exact)
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    with pytest.raises(RuntimeError, match="nan at step 3: the run diverged"):
+        run(tmp_path, learning_rate=1e30)
+
+
+def test_images_train(tmp_path):
+    rows, _ = run(tmp_path, source="images", n_context=64, n_target=100, steps=3)
+    assert rows[-1]["exact_log_likelihood"] is None
+    assert rows[-1]["loss"] > 0
+
+
+def test_learning_rate_warms_up_and_decays():
+    rates = [cosine(step, 1.0, 10, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == pytest.approx(1.0)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path):
+    run_killed(tmp_path)
+    sentence = (
+        "latest.pt is of another run: learning_rate is 0.003 there and 0.1 here: delete the file "
+        "to start again from step 0, or set the value back"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        run(tmp_path, learning_rate=0.1)
+
+
+def damaged(folder) -> str:
+    """What is said of a checkpoint, in one line and without a word of PyTorch's."""
+    with pytest.raises(ValueError) as error:
+        run(folder)
+    sentence = str(error.value)
+    assert f"checkpoint {folder / 'latest.pt'}" in sentence and "delete it to start" in sentence
+    assert "\n" not in sentence and "weights_only" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("length", [0, 10, 1000, -65, -1])
+def test_a_truncated_checkpoint_is_one_sentence(tmp_path, length):
+    run_killed(tmp_path)
+    file = tmp_path / "latest.pt"
+    file.write_bytes(file.read_bytes()[:length])
+    assert "is damaged" in damaged(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"plain text\n", b"PK\x03\x04 no archive", bytes(5000)])
+def test_what_is_no_checkpoint_is_one_sentence(tmp_path, content):
+    (tmp_path / "latest.pt").write_bytes(content)
+    assert "is damaged" in damaged(tmp_path)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
+    run_killed(tmp_path)
+    file = tmp_path / "latest.pt"
+    whole = file.read_bytes()
+    draw = random.Random(0)
+    places = [*draw.sample(range(8 * len(whole)), 100), 0, 8 * len(whole) - 1]
+    for place in places:
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="is damaged"):
+            load_state(file, "cpu")
+    file.write_bytes(whole)
+    assert load_state(file, "cpu")["step"] == 3
+
+
+def test_missing_keys_are_named(tmp_path):
+    run_killed(tmp_path)
+    state = load_state(tmp_path / "latest.pt", "cpu")
+    del state["optimizer"], state["reports"]
+    tensor_archive.save(tmp_path / "latest.pt", state)
+    assert "it lacks optimizer, reports" in damaged(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_one_sentence(tmp_path):
+    """The code has changed, the parameters have not."""
+    run_killed(tmp_path)
+    state = load_state(tmp_path / "latest.pt", "cpu")
+    state["model"].popitem()
+    tensor_archive.save(tmp_path / "latest.pt", state)
+    with pytest.raises(ValueError, match="has weights of other names or shapes"):
+        run(tmp_path)
+
+
+def test_a_checkpoint_executes_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "executed"), "w")
+
+    file = tmp_path / "latest.pt"
+    file.write_bytes(pickle.dumps(Evil()))
+    damaged(tmp_path)
+    torch.save({"model": Evil()}, file)
+    tensor_archive.seal(file)
+    with pytest.raises(ValueError, match="holds _?io.open, which is neither a number, a text nor"):
+        run(tmp_path)
+    assert not tmp_path.joinpath("executed").exists()
+
+
+def test_unknown_source_raises(tmp_path):
+    with pytest.raises(ValueError, match="unknown source 'image': choose from gaussian_process"):
+        run(tmp_path, source="image")
+
+
+def test_sizes_are_drawn_anew_for_each_step_and_held_out_ones_only_where_asked(
+    tmp_path, monkeypatch
+):
+    sizes = []
+
+    def sample(self, seed, step, *size, original=GaussianProcessTasks.sample):
+        sizes.append((seed == recorded_runs.HELD_OUT_SEED, *size))
+        return original(self, seed, step, *size)
+
+    monkeypatch.setattr(GaussianProcessTasks, "sample", sample)
+    monkeypatch.setattr(recorded_runs, "N_HELD_OUT_VARYING", 5)
+    vary = {"n_context": [3, 20], "n_target": [3, 20], "together": 24}
+    run(tmp_path / "fixed", steps=12, vary=vary)
+    assert {tuple(size) for held_out, *size in sizes if held_out} == {(8, 16, 16)}
+    trained = {tuple(size) for held_out, *size in sizes if not held_out}
+    assert len(trained) > 6 and all(3 <= m <= 20 and m + n <= 24 for _, m, n in trained)
+    sizes.clear()
+    rows, _ = run(tmp_path / "both", steps=12, vary=vary, held_out_vary=vary)
+    assert len({tuple(size) for held_out, *size in sizes if held_out}) > 2
+    assert rows[-1]["heldout_log_likelihood_stderr"] > 0
+
+
+def test_all_components_start_near_a_standard_normal():
+    """Far from one another they make gradients that Adam has not seen, and the loss leaps."""
+    torch.manual_seed(0)
+    spreads = []
+    for changes in ({}, {"heads_gain": 1.0}):
+        config = TNPConfig(d_model=64, n_layers=2, n_heads=4, d_ff=128, **changes)
+        model = TransformerNP(config, Variant("plain"), torch.float32)
+        task = GaussianProcessTasks().sample(0, 0, 8, 20, 50)
+        spreads.append(model(*list(task)[:3]).std().item())
+    assert spreads[0] < 0.15 < spreads[1]
+
+
+def test_the_published_protocol_has_the_likelihood_that_is_published(tmp_path):
+    """Exact posteriors reach 1.525 nats a target there."""
+    about = parameters(source="published_gaussian_process", batch=64)
+    about["held_out_vary"] = {"n_context": [3, 46], "n_target": [3, 47], "together": 50}
+    tasks, _ = recorded_runs.sources(about, torch.device("cpu"))
+    exact = recorded_runs.Evaluation(tasks, about)._exact
+    assert exact.mean().item() == pytest.approx(1.525, abs=0.05)

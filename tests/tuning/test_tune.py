@@ -1,0 +1,122 @@
+"""`python -m tnp.tuning`: what is timed, what is entered, and what is said without a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tnp.bench import child, isolate
+from tnp.bench.outcome import failure_rows
+from tnp.dispatch import devices, tuned_tables
+from tnp.dispatch.registry import catalog
+from tnp.tuning import tune
+
+SIZES = ["--batch", "8", "--n-context", "2000", "--n-target", "300"]
+pytestmark = pytest.mark.usefixtures("users_tables")
+H200 = devices.named("nvidia-h200")
+IN_STEPS = {"attention", "embedding", "mixture_heads", "mixture_nll", "mlp", "linear",
+            "project_qkv", "rms_norm", "add_rms_norm", "transformer_block"}  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Jobs, on a GPU on which everything takes 1 ms, ours half of that and `single` no time."""
+    jobs = []
+
+    def run_isolated(kind, parameters, timeout_s):
+        jobs.append(parameters)
+        rows = failure_rows(kind, parameters, "ok", "")["ops"]
+        for row in rows:
+            own = catalog().role(row["op"], row["implementation"]) == "own"
+            row["time_ms_p50"] = 0.5 if own else 1.0
+            if row["implementation"] == "single":
+                row["time_ms_p50"] = 0.1
+                if row["pass"] == "backward":
+                    row |= {"status": "oom", "reason": "out of memory"}
+        return {"ops": rows}
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(child, "require_gpu", lambda: H200)
+    return jobs
+
+
+def test_the_fastest_of_each_operator_is_entered(asked, users_tables, capsys):
+    assert tune.main([*SIZES, "--dtype", "float16"]) == 0
+    assert {job["op"] for job in asked} == IN_STEPS
+    of_mlp = next(job for job in asked if job["op"] == "mlp")
+    assert list(of_mlp["implementations"]) == catalog().candidates("mlp", "auto")
+    assert of_mlp["draw"] == {"d_ff_real": 1365}
+    entries = {
+        (one["of"], one["mode"]): one
+        for one in tuned_tables.table(users_tables / "nvidia-h200.json")
+    }
+    assert entries["mlp", "training"] == {
+        "of": "mlp",
+        "mode": "training",
+        "gpu": "nvidia-h200",
+        "capability": 90,
+        "problem": {
+            "op": "mlp",
+            "dtype": "float16",
+            "sizes": {"rows": 8 * 2300, "d_model": 512, "d_ff": 1408},
+        },
+        "choice": "fused",
+    }
+    assert entries["mlp", "inference"]["choice"] == "single"
+    assert entries["attention", "training"]["choice"] == "separate"  # as fast as fused, before it
+    assert entries["mixture_heads", "training"]["problem"]["sizes"]["rows"] == 8 * 300
+    assert entries["mixture_nll", "training"]["problem"]["dtype"] == "float32"
+    printed = capsys.readouterr().out
+    assert f"{len(entries)} entries for nvidia-h200: {users_tables / 'nvidia-h200.json'}" in printed
+    lines = [line.split(maxsplit=4) for line in printed.splitlines()]
+    assert ["mlp", "fused", "0.5", "0.5", "chosen for training"] in lines
+    assert ["mlp", "single", "0.1", "chosen", "for inference; oom: out of memory"] in lines
+    # From then on it is what "auto" takes, before what is installed.
+    assert any(one["of"] == "mlp" for one in tuned_tables.of_target(H200)[: len(entries)])
+
+
+def test_sizes_of_the_model_are_asked_for(asked):
+    assert tune.main([*SIZES, "--d-model", "64", "--n-heads", "4", "--d-ff", "128"]) == 0
+    problems = {job["op"]: json.loads(job["problem"])["sizes"] for job in asked}
+    assert problems["attention"]["head_dim"] == 16
+    assert problems["mlp"]["d_model"] == 64 and problems["mlp"]["d_ff"] == 128
+
+
+def test_an_operator_without_a_time_has_no_entry(asked, users_tables, monkeypatch, capsys):
+    def fail(kind, parameters, timeout_s):
+        return failure_rows(kind, parameters, "timeout", "not finished after 900 s")
+
+    monkeypatch.setattr(isolate, "run_isolated", fail)
+    assert tune.main(SIZES) == 1
+    assert not users_tables.exists()
+    printed = capsys.readouterr()
+    assert "timeout: not finished after 900 s" in printed.out
+    assert "nothing could be timed of attention" in printed.err
+
+
+def test_without_a_gpu_it_says_so(users_tables, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert tune.main(SIZES) == 2
+    assert capsys.readouterr().err.startswith("python -m tnp.tuning needs an NVIDIA GPU: none is")
+    assert not users_tables.exists()
+
+
+@pytest.mark.parametrize("batch", ["0", "-1", "many"])
+def test_bad_sizes_are_named(batch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tune.main(["--batch", batch, *SIZES[2:]])
+    assert ended.value.code == 2
+    assert f"{batch!r} must be a whole number" in capsys.readouterr().err
+
+
+def test_help_waits_for_no_torch():
+    code = (
+        "import sys; from tnp.tuning import tune\n"
+        "assert 'torch' not in sys.modules; tune.main(['-h'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m tnp.tuning")

@@ -1,0 +1,405 @@
+"""The layers of the Transformer Neural Process; which kernels they run a variant says.
+
+Each is pre-norm and leaves what it adds to the residual stream to the norm of the next, which reads
+the stream anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tnp.dispatch.private import has_global_hooks, has_hooks
+from tnp.dispatch.registry import is_automatic
+from tnp.model.buffer_rows import BufferedRows
+from tnp.model.packing import Packing
+from tnp.model.variants import Variant
+from tnp.ops.attention import attention
+from tnp.ops.attention.torch_forms import LN_2
+from tnp.ops.decode_attention import decode_attention
+from tnp.ops.embedding import embed_rows
+from tnp.ops.mixture_heads import mixture_heads
+from tnp.ops.mlp import mlp
+from tnp.ops.projection import linear, project_qkv
+from tnp.ops.projection.qkv import query_factor
+from tnp.ops.rms_norm import add_rms_norm, rms_norm
+from tnp.ops.rms_norm_linear import rms_norm_linear
+from tnp.ops.transformer_block import transformer_block
+from tnp.ops.transformer_block.composed import serves
+
+if TYPE_CHECKING:
+    from tnp.model.config import TNPConfig
+
+NORM_EPS = 1e-6
+# Rows up to which a norm takes less time with the product behind it than apart (H200, d_model 512:
+# 4.4 against 5.5 µs of 16 rows, 8.3 against 5.9 of 128).
+FEW_ROWS = 16
+
+
+def _parameter(*shape: int, fan_in: int, gain: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * (gain / math.sqrt(fan_in)))
+
+
+def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
+    padding = list(weight.shape)
+    padding[dim] = width - weight.shape[dim]
+    return nn.Parameter(torch.cat([weight.detach(), weight.new_zeros(padding)], dim))
+
+
+class HiddenLayer(nn.Module):
+    """Holds weights up [..., F, D] and down [..., O, F], with a norm ahead of them.
+
+    F is zero-padded from `d_ff` to the width that the variant stores. That is exact: SiLU(0) = 0,
+    and zeros stay zero through an optimizer that updates each weight by itself.
+    """
+
+    def __init__(
+        self, config: TNPConfig, variant: Variant, up: nn.Parameter, down: nn.Parameter
+    ) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, variant)
+        self.d_ff, self.width = config.d_ff, variant.storage(config.d_ff)
+        self.up, self.down = _pad(up, -2, self.width), _pad(down, -1, self.width)
+
+    def padding(self) -> dict[str, torch.Tensor]:
+        """Returns the parts of `up` and `down` that must be 0, by name, as views."""
+        up, down = self.up.detach(), self.down.detach()
+        return {"up": up[..., self.d_ff :, :], "down": down[..., self.d_ff :]}
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        given = state_dict.get(prefix + "up")
+        found = getattr(given, "shape", ())[-2:-1]
+        if found and found != (self.width,):
+            raise ValueError(
+                f"{prefix}up is {found[0]} units wide in the state and {self.width} in this model, "
+                f"whose d_ff is {self.d_ff}: build the model with the d_ff_storage that the state "
+                "has, or use Network.save and load, which take any"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class RMSNorm(nn.Module):
+    """The norm ahead of a layer, which first adds what the layer before left to be added."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.implementation, self.with_product = variant.rms_norm, variant.rms_norm_linear
+
+    def forward(
+        self, h: torch.Tensor, update: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update and its norm, all [B, L, d_model]."""
+        options = {"eps": NORM_EPS, "implementation": self.implementation}
+        if update is None:
+            return h, rms_norm(h, self.weight, **options)
+        return add_rms_norm(h, update, self.weight, **options)
+
+    def takes_product(self, h: torch.Tensor) -> bool:
+        """Whether the norm of these rows and the product that reads it are one launch (`times`)."""
+        return self.with_product is not None and h.shape[:-1].numel() <= FEW_ROWS
+
+    def times(
+        self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, silu: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and the product of its norm with weight [n_out, d_model], or the SiLU of
+        that, without a gradient.
+        """
+        return rms_norm_linear(
+            h, update, self.weight, weight,
+            eps=NORM_EPS, silu=silu, implementation=self.with_product,
+        )  # fmt: skip
+
+
+class Embedding(nn.Module):
+    """(x, y, target flag) → d_model: linear, SiLU, linear.
+
+    The flag is −1 for context and +1 for targets, whose y is 0: never zero, it doubles as the bias
+    the linear layers lack. The first layer runs in float32, because bfloat16 cannot tell
+    neighbouring pixels of a 512-pixel row apart.
+
+    A point of the buffer is a context point, and `role` is added to it. That starts at 0, so that a
+    model with a buffer begins as the model without, and draws the same first weights.
+    """
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        d_in = config.d_x + config.d_y + 1
+        self.input = _parameter(config.d_model, d_in, fan_in=d_in)
+        self.output = _parameter(config.d_model, config.d_model, fan_in=config.d_model)
+        if config.buffer is not None:
+            self.role = nn.Parameter(torch.zeros(config.d_model))
+        self.variant = variant
+
+    def forward(
+        self,
+        x_context: torch.Tensor | None,
+        y_context: torch.Tensor | None,
+        x_target: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """x [B, rows, d_x], y_context [B, M, d_y] → [B, M + N, d_model] in `dtype`.
+
+        Without context both its tensors are None, without targets theirs.
+        """
+        hidden = embed_rows(
+            x_context, y_context, x_target, self.input, dtype, implementation=self.variant.embedding
+        )
+        return linear(hidden, self.output, implementation=self.variant.projection)
+
+    def buffered(
+        self,
+        x_known: torch.Tensor,
+        y_known: torch.Tensor,
+        n_buffer: int,
+        x_target: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The same where the last `n_buffer` of the known points are in the buffer."""
+        h = self(x_known, y_known, x_target, dtype)
+        # Not `h[:, …] += …`, which assigns the sum once more: two copies of the gradient of h.
+        h.narrow(1, x_known.shape[1] - n_buffer, n_buffer).add_(self.role.to(dtype))
+        return h
+
+
+class Attention(nn.Module):
+    """Pre-norm attention."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.n_heads = config.n_heads
+        self.variant, self.base2 = variant, variant.base2
+        self.buffered = variant.buffered_attention  # implementation of it, or None
+        self.norm = RMSNorm(config, variant)
+        self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
+        self.output = _parameter(
+            d_model, d_model, fan_in=d_model, gain=(2 * config.n_layers) ** -0.5
+        )
+
+    def project(
+        self,
+        x: torch.Tensor,
+        n_k: int | None = None,
+        first: int = 0,
+        n_keys: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q of the rows from `first` on, k and v of `n_k` rows (all), [B, n_heads, rows, D].
+
+        Where the variant centres keys, those of sample b are its first n_keys[b] rows.
+        """
+        centred = self.variant.centred_keys
+        return project_qkv(
+            x, self.qkv, self.n_heads, n_k=n_k, first=first, base2=self.base2,
+            centred=centred, n_keys=n_keys if centred else None,
+            implementation=self.variant.projection,
+        )  # fmt: skip
+
+    def projection_weight(self, dtype: torch.dtype, n_parts: int) -> torch.Tensor:
+        """What `project_cast` takes, [n_parts · d_model, d_model], of the first of q, k and v: in
+        `dtype`, q's times what q carries.
+        """
+        weight, *others = self.qkv.chunk(3)[:n_parts]
+        if self.base2:
+            weight = weight * query_factor(len(weight), self.n_heads, self.base2)
+        return (torch.cat([weight, *others]) if others else weight).to(dtype)
+
+    def project_cast(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What `projection_weight` has of each row, in one product: [B, n_parts · n_heads, rows,
+        D].
+        """
+        return self._as_heads(linear(x, weight, implementation=self.variant.projection))
+
+    def norm_and_project_cast(
+        self, h: torch.Tensor, update: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and `project_cast` of its norm, without a gradient."""
+        if self.norm.takes_product(h):
+            h, x = self.norm.times(h, update, weight)
+            return h, self._as_heads(x)
+        h, x = self.norm(h, update)
+        return h, self.project_cast(x, weight)
+
+    def _as_heads(self, x: torch.Tensor) -> torch.Tensor:
+        head_dim = len(self.output) // self.n_heads
+        return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        n_keys: torch.Tensor | None = None,
+        layout: Packing | BufferedRows | None = None,
+    ) -> torch.Tensor:
+        """The update of the rows that q belongs to; sample b has n_keys[b] keys, None: all.
+
+        With a layout rows stand as it says, and so does their update.
+        """
+
+        def heads(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            n_keys: torch.Tensor | None = n_keys,
+            causal: bool = False,
+        ) -> torch.Tensor:
+            o = attention(
+                q, k, v, base2=self.base2, causal=causal, n_keys=n_keys,
+                implementation=self.variant.attention,
+            )  # fmt: skip
+            return o.transpose(1, 2).flatten(-2)
+
+        if layout is None:
+            o = heads(q, k, v)
+        elif isinstance(layout, BufferedRows) and layout.refuses(self.buffered, q, k) is None:
+            o = layout.at_once(q, k, v, self.base2, self.buffered)
+        else:
+            o = layout.around(heads, q, k, v)
+        return linear(o, self.output, implementation=self.variant.projection)
+
+    def attend_cache(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """The update of a few rows that all see the first lengths[b] keys of a cache, without a
+        gradient.
+        """
+        o = decode_attention(
+            q, k, v, lengths, scale=LN_2 if self.base2 else None, full=True,
+            implementation=self.variant.decode_attention,
+        )  # fmt: skip
+        o = o.transpose(1, 2).flatten(-2)
+        return linear(o, self.output, implementation=self.variant.projection)
+
+    def forward(
+        self,
+        h: torch.Tensor,
+        update: torch.Tensor | None,
+        n_context: int,
+        n_keys: torch.Tensor | None,
+        first: int,
+        layout: Packing | BufferedRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update of the rows from `first` on, and what attention adds to them."""
+        h, x = self.norm(h, update)
+        if self.variant.skip_unread:
+            q, k, v = self.project(x, n_context, first, n_keys)
+        else:
+            q, k, v = self.project(x)
+            k, v = k[:, :, :n_context], v[:, :, :n_context]
+        # The gradient of a slice is a copy of the whole, even where nothing is cut off.
+        return h[:, first:] if first else h, self.attend(q, k, v, n_keys, layout)
+
+
+class MLP(HiddenLayer):
+    """Pre-norm GEMM, SiLU, GEMM."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        d_model, d_ff = config.d_model, config.d_ff
+        up = _parameter(d_ff, d_model, fan_in=d_model)
+        down = _parameter(d_model, d_ff, fan_in=d_ff, gain=(2 * config.n_layers) ** -0.5)
+        super().__init__(config, variant, up, down)
+        self.variant = variant
+
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """h + update, and what the MLP adds to it."""
+        h, x = self.norm(h, update)
+        return h, mlp(x, self.up, self.down, implementation=self.variant.mlp)
+
+    def of_few(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same without a gradient, of a few rows in two launches."""
+        if not self.norm.takes_product(h):
+            return self(h, update)
+        h, hidden = self.norm.times(h, update, self.up, silu=True)
+        return h, linear(hidden, self.down, implementation=self.variant.projection)
+
+
+class MixtureHeads(HiddenLayer):
+    """One MLP d_model → d_ff → 1 + 2·d_y for every mixture component."""
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        n, d_model, d_ff = config.n_components, config.d_model, config.d_ff
+        up = _parameter(n, d_ff, d_model, fan_in=d_model)
+        down = _parameter(n, 1 + 2 * config.d_y, d_ff, fan_in=d_ff, gain=config.heads_gain)
+        super().__init__(config, variant, up, down)
+        self.implementation = variant.mixture_heads
+
+    def forward(self, h: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """[B, N, d_model] → logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
+        _, x = self.norm(h, update)
+        y = mixture_heads(x, self.up, self.down, implementation=self.implementation)
+        # PyTorch's einsum gives a view whose strides, compiled for sizes that vary, Inductor takes
+        # for those of the first size (torch 2.13). Ours are contiguous.
+        return y.contiguous()
+
+
+class Block(nn.Module):
+    """Runs attention and an MLP as one operator, `transformer_block`, if all layers are ours.
+
+    It calls the layers one by one where the variant uses PyTorch's, where samples are packed or
+    buffered, where a layer has hooks or was replaced, where rows are more than `recompute_above`,
+    and where tables choose a layer that is not ours (`serves`).
+    """
+
+    def __init__(self, config: TNPConfig, variant: Variant) -> None:
+        super().__init__()
+        self.attention = Attention(config, variant)
+        self.mlp = MLP(config, variant)
+        self.variant = variant
+        self.layers, self.centred = variant.block, variant.centred_keys
+        self.automatic = any(is_automatic(name) for _, name in self.layers or ())
+        self.recompute_above = variant.recompute_above or math.inf
+
+    def forward(
+        self,
+        h: torch.Tensor,
+        update: torch.Tensor | None,
+        n_context: int,
+        n_keys: torch.Tensor | None,
+        first: int,
+        layout: Packing | BufferedRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the residual stream of the rows from `first` on, and an update still to be added.
+
+        Each layer leaves its addition to the next norm, which reads the stream anyway.
+        """
+        if layout is None and self._can_run_as_one(h):
+            attention, mlp = self.attention, self.mlp
+            weights = (
+                attention.norm.weight, attention.qkv, attention.output,
+                mlp.norm.weight, mlp.up, mlp.down,
+            )  # fmt: skip
+            how = {"n_k": n_context, "first": first, "n_keys": n_keys, "centred": self.centred}
+            inputs = h, update, weights, attention.n_heads
+            if not self.automatic or serves(*inputs, **how, layers=self.layers):
+                return transformer_block(
+                    *inputs, **how, eps=NORM_EPS, layers=self.layers, implementation="fused"
+                )
+        return self.mlp(*self.attention(h, update, n_context, n_keys, first, layout))
+
+    def _can_run_as_one(self, h: torch.Tensor) -> bool:
+        """Returns whether h is small enough, and no layer has hooks or was replaced."""
+        if self.layers is None or h.shape[0] * h.shape[1] > self.recompute_above:
+            return False
+        attention, mlp = self._modules["attention"], self._modules["mlp"]
+        if attention.__class__ is not Attention or mlp.__class__ is not MLP:
+            return False
+        if attention.variant is not self.variant or mlp.variant is not self.variant:
+            return False
+        norms = attention._modules["norm"], mlp._modules["norm"]
+        for norm in norms:
+            replaced = norm.__class__ is not RMSNorm
+            if replaced or norm.implementation != self.variant.rms_norm:
+                return False
+        layers = attention, mlp, *norms
+        return not (
+            has_global_hooks()
+            or any(has_hooks(one) or not _METHODS.isdisjoint(one.__dict__) for one in layers)
+        )
+
+
+# A layer that has one of these in its `__dict__` was changed from outside.
+_METHODS = frozenset(name for kind in (Attention, HiddenLayer, MLP, RMSNorm) for name in vars(kind))

@@ -1,0 +1,92 @@
+"""Targets drawn one after another, each knowing those before it, without waiting for the host.
+
+Points, values and noise have their places from the start, and the next place stands on the device:
+so one CUDA graph draws any target but the first of a run, in all runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tnp.cuda_graphs import Captures
+from tnp.model.causal_buffer import Buffer
+from tnp.model.prediction import Encoding, draw
+from tnp.ops._shared.casting import WeightCasts
+
+if TYPE_CHECKING:
+    from tnp.model.network import Network
+
+
+class Draws:
+    """A joint sample [B, N, d_y] as it comes about.
+
+    Args:
+        model: with a buffer.
+        x_target: [B, N, d_x] in the user's units, in the order of the draws.
+        captures: what captures the draw of a target behind others; None: all are launched.
+    """
+
+    def __init__(
+        self, model: Network, x_target: torch.Tensor, captures: Captures | None = None
+    ) -> None:
+        self._model, self._captures = model, captures
+        self._x = model.prepared_x(x_target)
+        config, (batch, n_target, _) = model.config, x_target.shape
+        in_64_bits = model.normalization is not None or model.compute_dtype == torch.float64
+        on = {"dtype": torch.float64 if in_64_bits else torch.float32, "device": x_target.device}
+        self._y = torch.zeros(batch, n_target, config.d_y, **on)
+        # All noise at once: in the steps it would be a launch or two for each number.
+        gumbel = -torch.empty(batch, n_target, config.n_components, **on).exponential_().log()
+        self._noise = torch.cat([gumbel, torch.randn(self._y.shape, **on)], -1)
+        # The places of the last that was drawn, and of the next.
+        self._places = torch.arange(-1, 1, device=x_target.device)
+        self._drawn = 0  # the same as the host knows it
+        self._known: Buffer | None = None
+        self._casts = WeightCasts(model.parameters())
+        self._has_run, self._replay = False, None
+
+    def run(self, encoding: Encoding, n: int) -> torch.Tensor:
+        """The next n targets' values [B, n, d_y], the first of them from a context alone.
+
+        Args:
+            encoding: of the context, of B samples or of a divisor of them.
+            n: targets; all but the last enter the buffer.
+        """
+        if self._known is None:
+            batch, n_target, _ = self._x.shape
+            self._known = Buffer(self._model, encoding, n_target - 1, batch // encoding.batch)
+        else:
+            self._known.refill(encoding)
+        self._draw(self._known.alone(self._x.index_select(1, self._places[1:])))
+        for _ in range(n - 1):
+            self._follow()
+        first, self._drawn = self._drawn, self._drawn + n
+        return self._y[:, first : self._drawn]
+
+    def _follow(self) -> None:
+        """A target behind the one before it: launched at first, then captured, then replayed."""
+        if self._captures is None or not self._has_run:
+            with self._casts.step():
+                self._enter_and_draw()
+            self._has_run = True
+            return
+        if self._replay is None:
+            with self._casts.step():  # which casts the weights ahead of the capture
+                self._replay, _ = self._captures.capture(self._enter_and_draw)
+        self._replay()
+
+    def _enter_and_draw(self) -> None:
+        x, x_next = self._x.index_select(1, self._places).split(1, 1)
+        y = self._model.in_units("y", self._y.index_select(1, self._places[:1]))
+        self._draw(self._known.behind(x_next, x, y))
+
+    def _draw(self, parameters: torch.Tensor) -> None:
+        model, place = self._model, self._places[1:]
+        noise = self._noise.index_select(1, place).split(
+            [parameters.shape[-2], self._y.shape[-1]], -1
+        )
+        y = draw(parameters, *noise, model.config.sigma_min, model.normalization)
+        self._y.index_copy_(1, place, y.to(self._y.dtype))
+        self._places += 1

@@ -1,0 +1,169 @@
+"""Rows of a matrix in 8 bits (e4m3), each with a power of two as its scale: one launch of Triton.
+
+    x [R, C] → x8 [R, C] e4m3, scale [R] float32,  x ≈ scale · x8
+
+A scale is the smallest power of two with which the row's largest element is at most 448, what e4m3
+holds. A row that holds infinity becomes NaN: its scale would hide it otherwise. NaN stays.
+
+Elements of a product x wᵀ are at most ‖x_t‖ · max_f ‖w_f‖ (Cauchy–Schwarz), which is known before
+the product is. So w is quantized first and leaves the largest norm of its rows; when x is
+quantized, it gives the scales with which rows of what follows from the product can be rounded as
+they are made. That bound is some powers of two too high: a floating-point format loses nothing by
+it but the smallest numbers.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tnp.dispatch.launcher import Bound
+from tnp.ops._shared.e4m3 import LEAST
+from tnp.ops._shared.primitives import cast, exponent, inverse, power
+
+E4M3 = torch.float8_e4m3fn
+ELEMENTS = 8192  # of a program: 64 of a thread
+WIDEST = 2048  # columns that a program keeps; of more it reads each twice
+NUM_WARPS = 4
+_LEAST = tl.constexpr(LEAST)
+
+
+class InRows(NamedTuple):
+    """A matrix in 8 bits."""
+
+    x: Tensor  # [R, C] e4m3, contiguous
+    scale: Tensor  # [R] float32
+    # float32: without norms given, the largest row norm of each program's rows; with them, [R],
+    # scales of the rows of what follows from the product.
+    bound: Tensor
+
+
+@triton.jit
+def _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column):
+    """Float32 elements; 0 past the ends."""
+    at = rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    mask = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
+    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_out_rows"])
+def _quantize_rows_kernel(
+    x_ptr, x8_ptr, scale_ptr, bound_ptr, norms_ptr,
+    n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column, n_norms, factor,
+    WHOLE: tl.constexpr, HAS_NORMS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A program takes BLOCK_R rows. WHOLE: they have at most BLOCK_C columns."""
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_C)
+    if WHOLE:
+        x = _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column)
+        largest = tl.max(tl.abs(x), 1)
+    else:
+        largest = tl.zeros([BLOCK_R], tl.float32)
+        for start in tl.range(0, n_columns, BLOCK_C):
+            x = _load(x_ptr, rows, start + columns, n_rows, n_columns, stride_row, stride_column)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+    e = exponent(largest, _LEAST)
+    units = inverse(largest, e)[:, None]
+    # Of scaled elements: squares neither overflow nor vanish.
+    squares = tl.zeros([BLOCK_R], tl.float32)
+    x8_ptrs = x8_ptr + rows.to(tl.int64)[:, None] * n_out_columns
+    mask = (rows < n_out_rows)[:, None]
+    if WHOLE:
+        x *= units
+        squares += tl.sum(x * x, 1)
+        inside = mask & (columns < n_out_columns)[None, :]
+        tl.store(x8_ptrs + columns[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
+    else:
+        for start in tl.range(0, n_out_columns, BLOCK_C):
+            at = start + columns
+            x = _load(x_ptr, rows, at, n_rows, n_columns, stride_row, stride_column) * units
+            squares += tl.sum(x * x, 1)
+            inside = mask & (at < n_out_columns)[None, :]
+            tl.store(x8_ptrs + at[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + rows, power(e), mask=rows < n_out_rows)
+    norm = tl.sqrt(squares) * power(e)
+    if HAS_NORMS:
+        offs_n = tl.arange(0, BLOCK_N)
+        of_others = tl.max(tl.load(norms_ptr + offs_n, mask=offs_n < n_norms, other=0.0), 0)
+        bound = power(exponent(norm * (of_others * factor), _LEAST))
+        tl.store(bound_ptr + rows, bound, mask=rows < n_out_rows)
+    else:
+        tl.store(bound_ptr + tl.program_id(0), tl.max(norm, 0))
+
+
+def rows_quantizer(
+    x: Tensor,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    padded: tuple[int, int] | None = None,
+    norms: int = 0,
+) -> Callable[..., InRows]:
+    """What quantizes tensors that lie as x does.
+
+    It is called with the tensor, and where there are norms with those, the `bound` of another
+    matrix, and the factor by which elements of what follows may exceed those of the product.
+
+    Args:
+        x: of any float dtype.
+        shape: of the matrix, from the tensor's first element on.
+        strides: of the matrix.
+        padded: what it is filled up to with zeros; the shape where None.
+        norms: how many norms of another matrix are given; 0: none.
+    """
+    n_rows, n_columns = shape
+    out_rows, out_columns = padded or shape
+    block_r, block_c = _block(out_columns)
+    n_programs = triton.cdiv(out_rows, block_r)
+    kernel = Bound(
+        _quantize_rows_kernel, (n_programs,),
+        n_rows, n_columns, out_rows, out_columns, *strides, norms,
+        WHOLE=out_columns <= block_c, HAS_NORMS=norms > 0,
+        BLOCK_N=triton.next_power_of_2(max(norms, 1)),
+        BLOCK_R=block_r, BLOCK_C=block_c, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    n_bounds = out_rows if norms else n_programs
+
+    def quantize(x: Tensor, others: Tensor | None = None, factor: float = 1.0) -> InRows:
+        x8 = x.new_empty((out_rows, out_columns), dtype=E4M3)
+        scale = x.new_empty(out_rows, dtype=torch.float32)
+        bound = x.new_empty(n_bounds, dtype=torch.float32)
+        kernel(x, x8, scale, bound, scale if others is None else others, factor)
+        return InRows(x8, scale, bound)
+
+    return quantize
+
+
+def n_norms(shape: tuple[int, int]) -> int:
+    """How many norms the quantizer of a matrix of this (padded) shape leaves."""
+    block_r, _ = _block(shape[1])
+    return triton.cdiv(shape[0], block_r)
+
+
+def _block(n_columns: int) -> tuple[int, int]:
+    """Rows and columns that a program keeps."""
+    block_c = min(max(triton.next_power_of_2(n_columns), 16), WIDEST)
+    return max(ELEMENTS // block_c, 1), block_c
+
+
+def row_product(like: Tensor) -> Callable[[Tensor, Tensor, InRows], Tensor]:
+    """What multiplies rows [T, C] in 8 bits, with their scales [T], by wᵀ of w [N, C]: [T, N]
+    bfloat16, or in the dtype of `like` where that is not on CUDA.
+    """
+
+    def product(x8: Tensor, scale: Tensor, w: InRows) -> Tensor:
+        # The tensor cores' own sums keep some 13 bits: with `use_fast_accum` they would be the
+        # whole sum's.
+        return torch._scaled_mm(
+            x8, w.x.t(), scale_a=scale.view(-1, 1), scale_b=w.scale.view(1, -1),
+            out_dtype=torch.bfloat16, use_fast_accum=False,
+        )  # fmt: skip
+
+    def widened(x8: Tensor, scale: Tensor, w: InRows) -> Tensor:
+        return ((x8.float() * scale[:, None]) @ (w.x.float() * w.scale[:, None]).T).to(like.dtype)
+
+    return product if like.is_cuda else widened

@@ -1,0 +1,230 @@
+"""The training runs that are recorded: AdamW with warm-up and cosine decay, held-out evaluation.
+
+Every step is a function of (seed, step): a run that was killed and resumed gives the rows and
+weights of an unbroken one. Held-out tasks come from a seed, and for images from pictures, that are
+never trained on. Beside the held-out log-likelihood stands that of the same tasks with the
+context's y values shuffled: a model that uses its context is clearly better with the true one.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tnp.model.buckets import Buckets
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
+from tnp.ops.mixture_nll import mixture_nll
+from tnp.store.schemas import check_fits
+from tnp.tasks.gaussian_process import PUBLISHED, SMOOTH, GaussianProcessTasks
+from tnp.tasks.images import ImageTasks
+from tnp.tasks.sizes import varying_sizes
+from tnp.tasks.sources import MAX_POINTS
+from tnp.tasks.task import Task
+from tnp.train.loop import LATEST, WATCHED, Report, cosine, fit, load_state
+from tnp.train.step import TrainingStep
+from tnp.util import tensor_archive
+
+HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
+N_HELD_OUT_BATCHES = 8
+N_HELD_OUT_VARYING = 128  # more, since all tasks of a batch are of one size
+PROCESSES = {"gaussian_process": SMOOTH, "published_gaussian_process": PUBLISHED}
+# Columns of table `training` that do not change during a run.
+RUN_COLUMNS = (
+    "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
+)  # fmt: skip
+
+
+def run(
+    parameters: dict,
+    device: torch.device | str,
+    checkpoint_dir: Path,
+    on_row: Callable[[dict], None],
+    code: str = "",
+) -> TransformerNP:
+    """Train one run of config.yaml, from its last checkpoint where there is one.
+
+    At every evaluation the state is written to `latest.pt` in `checkpoint_dir`, and at the end to
+    `final.pt` in its place. Asked for again with the same parameters and code, a finished run gives
+    its rows again; otherwise it starts from step 0, and `final.pt` stays until that has ended.
+
+    Args:
+        parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
+            steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
+            `vary` (sizes of training tasks), `held_out_vary` (of those that are held out) and
+            `study`.
+        device: where to train.
+        checkpoint_dir: where the run's checkpoints are, and none of another.
+        on_row: receives every row of table `training`, those before a resume included.
+        code: whatever identifies the code, such as a digest of its files.
+
+    Raises:
+        ValueError: an unknown source, sizes a picture does not have, a value that table `training`
+            cannot hold, a checkpoint that is damaged or another run's.
+        RuntimeError: training diverged, or the model predicts what only its targets could tell.
+    """
+    check_fits("training", parameters | {"step": parameters["steps"]})
+    device = torch.device(device)
+    training, held_out = sources(parameters, device)
+    variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
+    config = TNPConfig(**parameters["model"], d_x=training.d_x, sigma_min=training.sigma_min)
+    torch.manual_seed(parameters["seed"])
+    model = TransformerNP(config, variant, getattr(torch, parameters["dtype"])).to(device)
+    step = TrainingStep(
+        model,
+        learning_rate=parameters["learning_rate"],
+        max_grad_norm=parameters.get("max_grad_norm"),
+        cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
+        buckets=Buckets.of(parameters.get("vary")),
+    )
+    latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
+    is_finished = False
+    if not latest.exists() and final.exists():
+        # The rows of a finished run may not have been kept: a kill can come before they are.
+        state = load_state(final, "cpu")
+        is_finished = (state["about"], state["code"]) == (parameters, code)
+    if is_finished:
+        os.replace(final, latest)
+    with tqdm(total=parameters["steps"], desc=parameters["run"], unit="step", disable=None) as bar:
+
+        def tasks(index: int) -> Task:
+            bar.update(index + 1 - bar.n)
+            seed = parameters["seed"]
+            return training.sample(
+                seed, index, *_sizes(parameters, parameters.get("vary"), seed, index)
+            )
+
+        def log(report: Report) -> None:
+            bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
+            study = {"study": parameters.get("study", "")}
+            on_row({name: parameters[name] for name in RUN_COLUMNS} | report | study)
+
+        fit(
+            step,
+            tasks,
+            parameters["steps"],
+            schedule=lambda index: cosine(
+                index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
+            ),
+            evaluate=Evaluation(held_out, parameters),
+            every=parameters["eval_every"],
+            folder=checkpoint_dir,
+            on_report=log,
+            about=parameters,
+        )
+    if is_finished:
+        os.replace(latest, final)
+    else:
+        tensor_archive.save(final, load_state(latest, "cpu") | {"code": code})
+        latest.unlink()
+    return model
+
+
+def sources(
+    parameters: dict, device: torch.device
+) -> tuple[GaussianProcessTasks | ImageTasks, GaussianProcessTasks | ImageTasks]:
+    """Where training and held-out tasks come from."""
+    process = PROCESSES.get(parameters["source"])
+    if process is not None:
+        tasks = GaussianProcessTasks(device, process)
+        return tasks, tasks
+    if parameters["source"] == "images":
+        n_points = parameters["n_context"] + parameters["n_target"]
+        return ImageTasks(n_points, device), ImageTasks(n_points, device, held_out=True)
+    raise ValueError(
+        f"unknown source {parameters['source']!r}: choose from {', '.join(MAX_POINTS)}"
+    )
+
+
+def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[int, int, int]:
+    """Tasks, context and target points of a batch."""
+    if vary is None:
+        return tuple(parameters[name] for name in ("batch", "n_context", "n_target"))
+    return parameters["batch"], *varying_sizes(vary, seed, index)
+
+
+class Evaluation:
+    """Held-out log-likelihoods in nats per target value, over the same tasks every time."""
+
+    def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
+        vary = parameters.get("held_out_vary")
+        self._varies = vary is not None
+        n_batches = N_HELD_OUT_BATCHES if vary is None else N_HELD_OUT_VARYING
+        self._tasks = [
+            tasks.sample(HELD_OUT_SEED, index, *_sizes(parameters, vary, HELD_OUT_SEED, index))
+            for index in range(n_batches)
+        ]
+        self._prior = torch.cat([tasks.prior_log_likelihood(task) for task in self._tasks])
+        self._exact = None
+        if isinstance(tasks, GaussianProcessTasks):
+            self._exact = torch.cat(
+                [
+                    tasks.exact_log_likelihood(task, HELD_OUT_SEED, index)
+                    for index, task in enumerate(self._tasks)
+                ]
+            )
+
+    @torch.no_grad()
+    def __call__(self, model: TransformerNP) -> dict[str, float | None]:
+        """The `…_log_likelihood…` columns of a row of table `training`."""
+        true = torch.cat([self._log_likelihood(model, task) for task in self._tasks])
+        shuffled = torch.cat(
+            [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
+        )
+        if self._exact is not None:
+            check_no_leak(self._independent(true), self._independent(self._exact))
+        return self._joint(model) | {
+            "heldout_log_likelihood": _mean(true),
+            "heldout_log_likelihood_shuffled": _mean(shuffled),
+            "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
+            "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
+            "prior_log_likelihood": _mean(self._prior),
+        }
+
+    def _joint(self, model: TransformerNP) -> dict[str, float | None]:
+        """The `joint_…` columns: of the first held-out batch, since anew takes a pass a target."""
+        columns = "joint_log_likelihood", "joint_log_likelihood_anew", "joint_difference_stderr"
+        if model.config.buffer is None:
+            return dict.fromkeys(columns)
+        task = self._tasks[0]
+        n_values = task.y_target[0].numel()
+        kept, anew = (model.joint_log_density(task, buffer) / n_values for buffer in (True, False))
+        return dict(
+            zip(columns, (_mean(kept), _mean(anew), _standard_error(kept - anew)), strict=True)
+        )
+
+    def _independent(self, values: torch.Tensor) -> torch.Tensor:
+        """Of each task, or of each batch where tasks of one share a size that was drawn for it."""
+        return values.view(len(self._tasks), -1).mean(1) if self._varies else values
+
+    @staticmethod
+    def _log_likelihood(model: TransformerNP, task: Task) -> torch.Tensor:
+        parameters = model(task.x_context, task.y_context, task.x_target)
+        nll = torch.vmap(partial(mixture_nll, sigma_min=model.config.sigma_min))
+        return -nll(parameters, task.y_target) / task.y_target.shape[-1]
+
+
+def check_no_leak(log_likelihood: torch.Tensor, exact: torch.Tensor) -> None:
+    """Raise RuntimeError where a model is better than the exact posterior of its context can be.
+
+    Both [n_tasks], of the same tasks; three standard errors of their difference are let pass.
+    """
+    excess = log_likelihood.double() - exact
+    if _mean(excess) > 3.0 * _standard_error(excess):
+        raise RuntimeError(
+            f"the model reaches {_mean(log_likelihood):.3f} nats a target, more than the exact "
+            f"posterior's {_mean(exact):.3f}: it sees its targets"
+        )
+
+
+def _mean(values: torch.Tensor) -> float:
+    return values.double().mean().item()
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    return values.double().std().item() / math.sqrt(len(values))
