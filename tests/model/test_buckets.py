@@ -120,7 +120,7 @@ def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
     step, captures = replaying(None)
     for _ in range(5):
         step(make_task())
-    with pytest.raises(ValueError, match="the captured step is of 1 tasks, not 2"):
+    with pytest.raises(ValueError, match="the captured step takes 1 tasks, not 2"):
         step(make_task(), make_task())
     step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     with pytest.raises(RuntimeError, match="the optimizer's learning rate was replaced"):

@@ -326,7 +326,7 @@ def test_what_cannot_be_is_named():
     known = Buffer(model, model.encode(task.context), 1)
     x, y = task.x_target[:, :1], task.y_target[:, :1]
     known.predict(x, (x, y))
-    with pytest.raises(ValueError, match="the buffer is full: it has room for 1 points, and they"):
+    with pytest.raises(ValueError, match="the buffer is full: it has room for 1 points, and then"):
         known.predict(x, (x, y))
     with pytest.raises(ValueError, match=r"x_target is \(2, 1, 2\): it must be \[B, rows, 1\]"):
         known.predict(x.repeat(1, 1, 2))

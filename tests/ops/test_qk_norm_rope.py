@@ -135,7 +135,7 @@ def test_errors_say_what_would_be_right():
         ((q, k, q_weight, k_weight.to("meta")), {}, "k_weight is on meta and q on cpu"),
         ((q, k, q_weight, k_weight), {"eps": 0.0}, "eps is 0.0: it must be positive and finite"),
         ((q, k, q_weight, k_weight), {"pairing": "other"}, "choose from half, interleaved"),
-        ((q[..., :8], k, q_weight, k_weight), {}, "they may differ in their heads alone"),
+        ((q[..., :8], k, q_weight, k_weight), {}, "they may differ only in their heads"),
     ]
     for tensors, named, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):

@@ -155,7 +155,7 @@ def test_errors_say_what_would_be_right():
     wrong = [
         ((odd, odd_k, cos, sin), "head_dim is 5: it must be even"),
         ((q[0], k, cos, sin), r"q is \(4, 5, 16\): it must be \[batch, heads, tokens, D\]"),
-        ((q, k[:, :, :3], cos, sin), "they may differ in their heads alone"),
+        ((q, k[:, :, :3], cos, sin), "they may differ only in their heads"),
         ((q, k.half(), cos, sin), "k torch.float16 on cpu: they must be equal"),
         ((q, k, cos[:, :4], sin[:, :4]), r"both must be \[n_positions, 8\], half of head_dim"),
         ((q, k, cos.half(), sin.half()), "both must be float32 or both q's torch.float32"),

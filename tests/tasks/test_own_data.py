@@ -284,7 +284,7 @@ def test_functions_may_be_told_apart_by_any_objects():
 
 def test_tasks_on_two_devices_go_into_no_batch():
     here, there = (Task(*(torch.ones(1, 3, 1, device=device),) * 4) for device in ("cpu", "meta"))
-    with pytest.raises(ValueError, match="tasks on cpu and meta go into no batch together"):
+    with pytest.raises(ValueError, match="tasks on cpu and meta cannot be in one batch"):
         collate([here, there])
 
 
@@ -303,7 +303,7 @@ def test_collated_tasks_are_padded_to_the_largest():
         collate([])
     with pytest.raises(TypeError, match="tasks to collate: number 1 is a tuple: all must be a tnp"):
         collate([small, tuple(small)])
-    with pytest.raises(ValueError, match="tasks of d_x 1, d_y 1 and d_x 2, d_y 1 go into no batch"):
+    with pytest.raises(ValueError, match="tasks of d_x 1, d_y 1 and d_x 2, d_y 1 cannot be in one"):
         collate([small, Task(*(torch.ones(1, 3, d) for d in (2, 1, 2, 1)))])
 
 

@@ -128,8 +128,8 @@ def test_a_run_that_diverges_says_so_and_leaves_what_was_saved(tmp_path):
         (lambda step: make_task().x_context, TypeError, "tasks gives a Tensor: it must give a tnp"),
         (lambda step: task_of(step, math.nan), ValueError, "y_target of sample 0, point 0, is"),
         (lambda step: make_task(n_target=0), ValueError, "it must hold at least one target"),
-        ([], ValueError, "tasks has come to its end and gives nothing when it is begun again"),
-        (iter([task_of(0)]), ValueError, "tasks has come to its end"),
+        ([], ValueError, "tasks has ended and gives nothing when it is started again"),
+        (iter([task_of(0)]), ValueError, "tasks has ended"),
     ],
 )
 def test_a_source_that_trains_nothing_is_one_sentence(source, error, message):
@@ -238,7 +238,7 @@ def test_arguments_out_of_range_are_named(options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, as a variant"),
+        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, such as"),
         # Weights of the same shapes, which would be another function in this model.
         ({"model": build(replace(CONFIG, n_heads=4))}, "n_heads is 2 there and 4 here"),
         ({"model": build(replace(CONFIG, sigma_min=0.1))}, "sigma_min is 0.0 there and 0.1 here"),

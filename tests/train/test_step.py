@@ -177,7 +177,7 @@ class DistributedDataParallel(torch.nn.Module):
         ),
         (
             lambda model: model.compile() or model,
-            "model was compiled in place, which a step passes",
+            "model was compiled in place, which a step ignores",
         ),
     ],
 )
